@@ -1,0 +1,72 @@
+"""All chores of the project: each session builds its own environment with pip and runs alone on a fresh machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+
+PROJECT = nox.project.load_toml("pyproject.toml")
+
+
+def install(session: nox.Session, *groups: str, extras: str = "") -> None:
+    """Install the project and dependency groups under the constraints of pyproject.toml."""
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    pins = PROJECT["tool"]["lightning-ddp-losses"]["constraints"]
+    constraints.write_text("\n".join(pins) + "\n")
+    # torch first and alone: a resolver that sees an open range may download a build with gigabytes of CUDA
+    session.install("-c", str(constraints), *(pin for pin in pins if pin.startswith("torch==")))
+    dependencies = nox.project.dependency_groups(PROJECT, *groups) if groups else ()
+    session.install("-c", str(constraints), "-e", f".{extras}", *dependencies)
+
+
+@nox.session
+def fit(session: nox.Session) -> None:
+    """Train ArcFace on the digits with two ranks; further arguments go to `ddp-losses fit`."""
+    install(session, extras="[demo]")
+    arguments = session.posargs or ["--config", "configs/digits_arcface.yaml"]
+    session.run("ddp-losses", "fit", *arguments)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests with the coverage of every rank process."""
+    install(session, "test", extras="[demo]")
+    session.run("coverage", "erase")
+    session.run("coverage", "run", "-m", "pytest", *session.posargs)
+    session.run("coverage", "combine", "--quiet")
+    session.run("coverage", "report")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting."""
+    session.install(*nox.project.dependency_groups(PROJECT, "lint"))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types with mypy, strictly."""
+    install(session, "types", extras="[demo]")
+    session.run("mypy")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks side by side with their peers."""
+    install(session, extras="[demo]")
+    session.run("python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build the wheel and the source distribution."""
+    session.install(*nox.project.dependency_groups(PROJECT, "build"))
+    session.run("python", "-m", "build")
