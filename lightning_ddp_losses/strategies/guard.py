@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_ddp_losses import inputs, numerics
+from lightning_ddp_losses import graph, inputs, numerics
 from lightning_ddp_losses.errors import HiddenLossError, format_error
 from lightning_ddp_losses.strategies.discovery import FoundLoss, unwrap
 
-__all__ = ["HiddenSentinel", "LossGuard", "keep_in_graph"]
+__all__ = ["HiddenSentinel", "LossGuard"]
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -96,15 +96,7 @@ class LossGuard(_InstanceForward):
         refuse_nan = read and self._refuse_nan
         inputs.check_inputs(unwrap(self.module), self.loss.title, args, kwargs, read_values=read, refuse_nan=refuse_nan)
 
-        parameters = list(self.module.parameters())
-        dtype = numerics.compute_dtype([*parameters, *given])
-        args, kwargs = numerics.cast_floating((args, kwargs), dtype)
-        devices = {t.device.type for t in given}
-        with numerics.full_precision(dtype, devices), numerics.cast_parameters(self.module, dtype):
-            result = self.original(*args, **kwargs)
-        if torch.is_grad_enabled():
-            result = keep_in_graph(result, [p for p in parameters if p.requires_grad], given)
-        return result
+        return graph.run_wide(self.module, self.original, args, kwargs)
 
 
 class HiddenSentinel(_InstanceForward):
@@ -129,57 +121,3 @@ class HiddenSentinel(_InstanceForward):
                 )
             )
         return self.original(*args, **kwargs)
-
-
-def keep_in_graph(result: Any, parameters: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
-    """Tie parameters that the result does not depend on to it, with a zero gradient.
-
-    A zero loss often leaves the weight out of the graph on that rank only; then the ranks' gradients cannot be averaged.
-
-    Args:
-        result: What the loss returned: a tensor, or a nest of tensors.
-        parameters: The loss's trainable parameters.
-        given: The loss's inputs; the search for parameters ends there.
-    """
-    outputs = [t for t in numerics.tensors_in(result) if t.is_floating_point()]
-    if not outputs or not parameters:
-        return result
-    reached = _reached(outputs, given)
-    missing = [p for p in parameters if id(p) not in reached]
-    if not missing:
-        return result
-    if isinstance(result, Tensor):
-        return _Tie.apply(result, *missing)  # type: ignore[no-untyped-call]
-    if isinstance(result, tuple) and hasattr(result, "_fields"):
-        return type(result)(*(keep_in_graph(item, parameters, given) for item in result))
-    if isinstance(result, (tuple, list)):
-        return type(result)(keep_in_graph(item, parameters, given) for item in result)
-    return {key: keep_in_graph(item, parameters, given) for key, item in result.items()}
-
-
-def _reached(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> set[int]:
-    """Ids of the leaves that the outputs depend on, looking no further than the inputs."""
-    ends = {t.grad_fn for t in given if t.grad_fn is not None}
-    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen, leaves = set(ends), set()
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves.add(id(leaf))
-        stack += [child for child, _ in node.next_functions if child is not None]
-    return leaves
-
-
-class _Tie(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, result: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
-        return result.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
