@@ -1,0 +1,97 @@
+"""The command line: `ddp-losses fit|validate|test|predict --config X` trains any LightningModule with exact distributed losses.
+
+LightningCLI with our defaults, a progress bar for every kind of terminal, and the report at the end. What can be known to be
+wrong before training is found before anything is written.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from jsonargparse import lazy_instance
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich.console import Console
+
+from lightning_ddp_losses.cli.report import RunReport
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, format_error
+
+__all__ = ["LossCLI", "main"]
+
+
+class LossCLI(LightningCLI):
+    """LightningCLI with the defaults of this package.
+
+    Model and data are given by `class_path`. Where the loss takes `embedding_size` it is the encoder's; where it takes
+    `num_classes` it is the data module's. Output goes to a new folder under ``logs/`` for each run, with the config in it.
+
+    Args:
+        args: Command line as a list, or a dict of its options; None reads `sys.argv`.
+        run: Whether to run the subcommand at once.
+        **kwargs: Further arguments of LightningCLI.
+
+    Raises:
+        ConfigurationError: No device, or a global batch that does not divide into the ranks.
+    """
+
+    def __init__(self, args: Any = None, run: bool = True, **kwargs: Any) -> None:
+        defaults: dict[str, Any] = {
+            "logger": lazy_instance(CSVLogger, save_dir="logs", name="fit"),
+            "max_epochs": 10,
+        }
+        kwargs.setdefault("seed_everything_default", 0)
+        kwargs.setdefault("auto_configure_optimizers", False)  # one learning rate would replace those of encoder and loss
+        kwargs.setdefault("save_config_kwargs", {"overwrite": True})  # each run has a new folder unless one is named
+        super().__init__(
+            args=args, run=run, trainer_defaults=defaults | kwargs.pop("trainer_defaults", {}), **kwargs
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Fill in what follows from other options."""
+        parser.link_arguments("model.init_args.encoder.init_args.embedding_size", "model.init_args.loss.init_args.embedding_size")
+        parser.link_arguments("data.num_classes", "model.init_args.loss.init_args.num_classes", apply_on="instantiate")
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Make the trainer, with a progress bar that the terminal can show and the report at the end."""
+        config = self._get(self.config_init, "trainer", default={})
+        if config.get("devices") in (0, "0"):
+            fix = "Set trainer.devices to 1 for plain training in one process, to more for more ranks."
+            raise ConfigurationError(format_error("trainer.devices", expected="1 or more ranks", got=0, fix=fix))
+        callbacks = config.get("callbacks") or []
+        callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
+        if config.get("enable_progress_bar") is not False and not any(isinstance(each, ProgressBar) for each in callbacks):
+            callbacks.append(_progress_bar())
+        return super().instantiate_trainer(callbacks=[*callbacks, RunReport()], **kwargs)
+
+    def after_instantiate_classes(self) -> None:
+        """Check what needs both the data and the number of ranks."""
+        check = getattr(self.datamodule, "check_world_size", None)
+        if check is not None:
+            check(self.trainer.world_size)
+
+
+def _progress_bar() -> ProgressBar:
+    """Rich's where the terminal can move its cursor; else tqdm's, which needs a carriage return only."""
+    console = Console()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return RichProgressBar()
+    return TQDMProgressBar(refresh_rate=10)
+
+
+def main(args: Any = None) -> None:
+    """Entry point of the console script: a mistake of the user's ends in its message, not in a traceback.
+
+    Args:
+        args: Command line as a list; None reads `sys.argv`.
+    """
+    # arrays in memory are read faster by the rank itself than through workers
+    warnings.filterwarnings("ignore", ".*does not have many workers which may be a bottleneck.*")
+    try:
+        LossCLI(args)
+    except (DDPLossError, MisconfigurationException) as error:
+        sys.exit(f"ddp-losses: {type(error).__name__}: {error}")
