@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
@@ -23,12 +24,18 @@ from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, format
 
 __all__ = ["LossCLI", "main"]
 
+QUIET = (
+    ".*does not have many workers which may be a bottleneck.*",  # arrays are read faster by the rank itself
+    ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # lightning 2.6 on torch 2.13; nothing a user can do
+)
+"""Messages of warnings that the command line leaves out."""
+
 
 class LossCLI(LightningCLI):
     """LightningCLI with the defaults of this package.
 
-    Model and data are given by `class_path`. Where the loss takes `embedding_size` it is the encoder's; where it takes
-    `num_classes` it is the data module's. Output goes to a new folder under ``logs/`` for each run, with the config in it.
+    Model and data are given by `class_path`. Where encoder and loss both take `embedding_size`, the loss gets the encoder's.
+    Output goes to a new folder under ``logs/`` for each run, with the config in it.
 
     Args:
         args: Command line as a list, or a dict of its options; None reads `sys.argv`.
@@ -43,18 +50,22 @@ class LossCLI(LightningCLI):
         defaults: dict[str, Any] = {
             "logger": lazy_instance(CSVLogger, save_dir="logs", name="fit"),
             "max_epochs": 10,
+            "log_every_n_steps": 10,
+            "strategy": "ddp_losses",
         }
+        kwargs.setdefault("parser_kwargs", {"prog": "ddp-losses"})
         kwargs.setdefault("seed_everything_default", 0)
-        kwargs.setdefault("auto_configure_optimizers", False)  # one learning rate would replace those of encoder and loss
+        kwargs.setdefault(
+            "auto_configure_optimizers", False
+        )  # one learning rate would replace those of encoder and loss
         kwargs.setdefault("save_config_kwargs", {"overwrite": True})  # each run has a new folder unless one is named
-        super().__init__(
-            args=args, run=run, trainer_defaults=defaults | kwargs.pop("trainer_defaults", {}), **kwargs
-        )
+        super().__init__(args=args, run=run, trainer_defaults=defaults | kwargs.pop("trainer_defaults", {}), **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Fill in what follows from other options."""
-        parser.link_arguments("model.init_args.encoder.init_args.embedding_size", "model.init_args.loss.init_args.embedding_size")
-        parser.link_arguments("data.num_classes", "model.init_args.loss.init_args.num_classes", apply_on="instantiate")
+        # num_classes is not taken from the data: a checkpoint must load where other data has other classes
+        width = "init_args.embedding_size"
+        parser.link_arguments(f"model.init_args.encoder.{width}", f"model.init_args.loss.{width}")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the trainer, with a progress bar that the terminal can show and the report at the end."""
@@ -64,13 +75,15 @@ class LossCLI(LightningCLI):
             raise ConfigurationError(format_error("trainer.devices", expected="1 or more ranks", got=0, fix=fix))
         callbacks = config.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
-        if config.get("enable_progress_bar") is not False and not any(isinstance(each, ProgressBar) for each in callbacks):
+        if config.get("enable_progress_bar") is not False and not any(
+            isinstance(each, ProgressBar) for each in callbacks
+        ):
             callbacks.append(_progress_bar())
         return super().instantiate_trainer(callbacks=[*callbacks, RunReport()], **kwargs)
 
     def after_instantiate_classes(self) -> None:
         """Check what needs both the data and the number of ranks."""
-        check = getattr(self.datamodule, "check_world_size", None)
+        check = getattr(self.datamodule, "check", None)
         if check is not None:
             check(self.trainer.world_size)
 
@@ -89,9 +102,11 @@ def main(args: Any = None) -> None:
     Args:
         args: Command line as a list; None reads `sys.argv`.
     """
-    # arrays in memory are read faster by the rank itself than through workers
-    warnings.filterwarnings("ignore", ".*does not have many workers which may be a bottleneck.*")
+    for message in QUIET:
+        warnings.filterwarnings("ignore", message)
     try:
         LossCLI(args)
     except (DDPLossError, MisconfigurationException) as error:
+        if getattr(error, "collective", False) and rank_zero_only.rank > 0:
+            sys.exit(1)  # rank 0 says the same
         sys.exit(f"ddp-losses: {type(error).__name__}: {error}")

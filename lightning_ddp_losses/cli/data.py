@@ -15,7 +15,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ddp_losses.cli.sampling import BatchSlices, check_batch_size
+from lightning_ddp_losses.cli.sampling import BatchSlices, check_cut
 
 __all__ = ["BatchedArrayDataModule", "Rows"]
 
@@ -80,9 +80,15 @@ class BatchedArrayDataModule(LightningDataModule):
         """Largest label of either part, plus one."""
         return 1 + int(max(self.labels[self.train_rows].max(), self.held_out_labels[self.held_out_rows].max()))
 
-    def check_world_size(self, world_size: int) -> None:
-        """Raise a `ConfigurationError` before anything is written where this many ranks cannot share a batch."""
-        check_batch_size(self.batch_size, world_size)
+    def check(self, world_size: int) -> None:
+        """Find out before anything is written whether this many ranks can share the batches.
+
+        Raises:
+            ConfigurationError: The global batch does not divide into the ranks.
+            InputError: Too few rows.
+        """
+        check_cut(len(self.train_rows), self.batch_size, world_size, shuffle=True)
+        check_cut(len(self.held_out_rows), self.batch_size, world_size, shuffle=False)
 
     @property
     def held_out_bytes(self) -> int:

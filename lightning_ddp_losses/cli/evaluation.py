@@ -117,7 +117,14 @@ def retrieval_metrics(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
     bad = int((~torch.isfinite(rows)).any(1).sum())
     if bad:
         fix = "The training diverged, or the inputs hold NaN: lower the learning rate, or check the features."
-        raise InputError(format_error("embeddings of the held-out set", expected="finite numbers", got=f"{bad} rows of {len(rows)} with NaN or infinity", fix=fix))
+        raise InputError(
+            format_error(
+                "embeddings of the held-out set",
+                expected="finite numbers",
+                got=f"{bad} rows of {len(rows)} with NaN or infinity",
+                fix=fix,
+            )
+        )
     rows = F.normalize(rows)
     search = CustomKNN(DotProductSimilarity(normalize_embeddings=False), batch_size=_QUERIES_AT_ONCE)
 

@@ -86,7 +86,9 @@ class EmbeddingModule(LightningModule):
         """Loss of one batch."""
         x, labels = batch[:2]
         loss = self.compute_loss(self(x), labels)
-        self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, sync_dist=True, batch_size=len(labels))
+        self.log(
+            "train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, sync_dist=True, batch_size=len(labels)
+        )
         return loss
 
     def on_validation_epoch_start(self) -> None:
@@ -125,7 +127,9 @@ class EmbeddingModule(LightningModule):
     def _evaluate(self, loss_name: str, prefix: str) -> None:
         held_out = self._gather()
         metrics = {loss_name: held_out.loss}
-        metrics |= {prefix + name: value for name, value in retrieval_metrics(held_out.embeddings, held_out.labels).items()}
+        metrics |= {
+            prefix + name: value for name, value in retrieval_metrics(held_out.embeddings, held_out.labels).items()
+        }
         # every rank holds the same numbers; float64, or the logger would round them
         values = exact_scalars(list(metrics.values()), held_out.embeddings.device)
         self.log_dict(dict(zip(metrics, values, strict=True)), prog_bar=True, sync_dist=True)

@@ -53,16 +53,19 @@ class RunReport(Callback):
         seconds = time.perf_counter() - self.started
         held_out: HeldOut | None = getattr(pl_module, "held_out", None)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.outputs = [("time", f"{seconds:.1f} s of training on {trainer.world_size} rank{'s' * (trainer.world_size > 1)}")]
-        if folder is not None and not trainer.fast_dev_run:
+        self.outputs = [
+            ("time", f"{seconds:.1f} s of training on {trainer.world_size} rank{'s' * (trainer.world_size > 1)}")
+        ]
+        if folder is not None and trainer.loggers:
             self._write(trainer, held_out, metrics, Path(folder))
-        self._print(_table(metrics, _raw_metrics(trainer), held_out))
+        rows = "" if held_out is None else f" ({len(held_out.labels)} rows)"
+        self._print(f"Retrieval on the held-out set{rows}", _table(metrics, _raw_metrics(trainer)))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the embeddings in the order of the held-out set."""
         held_out: HeldOut | None = getattr(pl_module, "held_out", None)
         log_dir = trainer.log_dir  # a broadcast: every rank has to ask
-        if not trainer.is_global_zero or held_out is None or log_dir is None:
+        if not trainer.is_global_zero or held_out is None or log_dir is None or not trainer.loggers:
             return
         folder = Path(log_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +73,7 @@ class RunReport(Callback):
         for name, tensor in (("embeddings", held_out.embeddings), ("labels", held_out.labels)):
             np.save(folder / f"{name}.npy", tensor.numpy())
             self.outputs.append((name, f"{folder / name}.npy {tuple(tensor.shape)}"))
-        self._print(None)
+        self._print(f"Embedded {len(held_out.labels)} rows")
 
     def _write(self, trainer: Trainer, held_out: HeldOut | None, metrics: dict[str, float], folder: Path) -> None:
         """Draw the pictures and note where everything is."""
@@ -95,10 +98,9 @@ class RunReport(Callback):
         except ImportError as error:
             self.outputs.append(("no picture", f"{error.name} is missing: pip install 'lightning-ddp-losses[demo]'"))
 
-    def _print(self, table: Table | None) -> None:
+    def _print(self, title: str, *tables: Table) -> None:
         console = self.console or Console()
-        if table is not None:
-            console.print(table)
+        console.print(title, *tables, sep="\n", highlight=False)
         for name, value in self.outputs:
             console.print(f"[bold]{name:<11}[/bold]{value}", soft_wrap=True, highlight=False)
 
@@ -113,10 +115,9 @@ def _raw_metrics(trainer: Trainer) -> tuple[str, dict[str, float]] | None:
     return data.inputs_name, retrieval_metrics(*data.held_out())
 
 
-def _table(metrics: dict[str, float], raw: tuple[str, dict[str, float]] | None, held_out: HeldOut | None) -> Table:
+def _table(metrics: dict[str, float], raw: tuple[str, dict[str, float]] | None) -> Table:
     """The four figures of the embeddings, beside those of the raw inputs."""
-    rows = "" if held_out is None else f" ({len(held_out.labels)} rows)"
-    table = Table(title=f"Retrieval on the held-out set{rows}", title_justify="left")
+    table = Table()
     table.add_column("metric")
     table.add_column("embeddings", justify="right")
     if raw is not None:

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
 
-__all__ = ["BatchSlices", "check_batch_size", "stratified_split"]
+__all__ = ["BatchSlices", "check_cut", "stratified_split"]
 
 
 class BatchSlices(DistributedSampler[list[int]]):
@@ -41,12 +41,7 @@ class BatchSlices(DistributedSampler[list[int]]):
 
     def __init__(self, size: int, batch_size: int, *, shuffle: bool, seed: int = 0) -> None:
         world = groups.world_size()
-        check_batch_size(batch_size, world)
-        if size < (batch_size if shuffle else world):
-            what, least = ("training rows", f"batch_size={batch_size}") if shuffle else ("held-out rows", f"{world} ranks")
-            raise InputError(
-                format_error(what, expected=f"as many as {least} at least", got=size, fix="Lower batch_size, or give more rows.")
-            )
+        check_cut(size, batch_size, world, shuffle=shuffle)
         super().__init__(range(size), num_replicas=world, rank=groups.rank(), shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
         self.size, self.batch_size = size, batch_size
 
@@ -66,15 +61,16 @@ class BatchSlices(DistributedSampler[list[int]]):
             yield np.array_split(batch, self.num_replicas)[self.rank].tolist()
 
 
-def check_batch_size(batch_size: int, world_size: int) -> None:
-    """Raise unless the global batch divides evenly into the ranks.
+def check_cut(size: int, batch_size: int, world_size: int, *, shuffle: bool) -> None:
+    """Raise unless every rank gets its share of every batch; arguments as for `BatchSlices`.
 
     Raises:
         ConfigurationError: `batch_size` is not a positive multiple of `world_size`.
+        InputError: Fewer rows than a training batch, or than ranks.
     """
     if batch_size < 1 or batch_size % world_size:
         below = batch_size // world_size * world_size
-        choices = " or ".join(str(size) for size in (below, below + world_size) if size > 0)
+        choices = " or ".join(str(choice) for choice in (below, below + world_size) if choice > 0)
         raise ConfigurationError(
             format_error(
                 "batch_size (rows of the global batch, over all ranks)",
@@ -83,6 +79,12 @@ def check_batch_size(batch_size: int, world_size: int) -> None:
                 fix=f"Set data.init_args.batch_size to {choices}, or change trainer.devices.",
             )
         )
+    if size < (batch_size if shuffle else world_size):
+        part, least = (
+            ("training", f"batch_size={batch_size}") if shuffle else ("held-out", f"one for each of {world_size} ranks")
+        )
+        fix = "Lower batch_size, or give more rows." if shuffle else "Hold out more rows, or use fewer ranks."
+        raise InputError(format_error(f"{part} rows", expected=f"at least {least}", got=size, fix=fix))
 
 
 def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -97,7 +99,9 @@ def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np
         Sorted row numbers (train, held out) without overlap.
     """
     if not 0 < fraction < 1:
-        raise ConfigurationError(format_error("held_out (share of every class)", expected="between 0 and 1", got=fraction))
+        raise ConfigurationError(
+            format_error("held_out (share of every class)", expected="between 0 and 1", got=fraction)
+        )
     random = np.random.default_rng(seed)
     held_out = []
     for label in np.unique(labels):
