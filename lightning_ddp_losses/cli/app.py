@@ -10,15 +10,13 @@ import sys
 import warnings
 from typing import Any
 
-from jsonargparse import lazy_instance
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
+from lightning_ddp_losses import groups
 from lightning_ddp_losses.cli.report import RunReport
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, format_error
 
@@ -48,7 +46,10 @@ class LossCLI(LightningCLI):
 
     def __init__(self, args: Any = None, run: bool = True, **kwargs: Any) -> None:
         defaults: dict[str, Any] = {
-            "logger": lazy_instance(CSVLogger, save_dir="logs", name="fit"),
+            "logger": {
+                "class_path": "lightning.pytorch.loggers.CSVLogger",
+                "init_args": {"save_dir": "logs", "name": "fit"},
+            },
             "max_epochs": 10,
             "log_every_n_steps": 10,
             "strategy": "ddp_losses",
@@ -107,6 +108,6 @@ def main(args: Any = None) -> None:
     try:
         LossCLI(args)
     except (DDPLossError, MisconfigurationException) as error:
-        if getattr(error, "collective", False) and rank_zero_only.rank > 0:
+        if getattr(error, "collective", False) and groups.rank() > 0:
             sys.exit(1)  # rank 0 says the same
         sys.exit(f"ddp-losses: {type(error).__name__}: {error}")

@@ -15,7 +15,7 @@ from pytorch_metric_learning.distances import DotProductSimilarity
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import normalize
 
 from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad
 from lightning_ddp_losses.errors import InputError, format_error
@@ -125,7 +125,7 @@ def retrieval_metrics(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
                 fix=fix,
             )
         )
-    rows = F.normalize(rows)
+    rows = normalize(rows)
     search = CustomKNN(DotProductSimilarity(normalize_embeddings=False), batch_size=_QUERIES_AT_ONCE)
 
     def nearest(_query: Tensor, k: int, _reference: Tensor, same: bool) -> tuple[Tensor, Tensor]:

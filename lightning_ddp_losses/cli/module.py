@@ -108,7 +108,7 @@ class EmbeddingModule(LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Embeddings (B, D) of one batch."""
         x, labels, indices = (*batch, None)[:3]
-        embeddings = self(x)
+        embeddings: Tensor = self(x)
         self.rows.add(embeddings, labels, indices)
         return embeddings
 

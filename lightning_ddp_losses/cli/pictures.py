@@ -37,13 +37,15 @@ def draw_loss_curve(metrics: dict[str, list[tuple[float, float]]], path: Path) -
     Raises:
         ImportError: matplotlib is not installed.
     """
+    from matplotlib.ticker import MaxNLocator
+
     axes = _axes(path)
     for name, label, color in (("train_loss", "training", "tab:blue"), ("val_loss", "held out", "tab:orange")):
         if name in metrics:
             epochs, values = zip(*metrics[name], strict=True)
             axes.plot([epoch + 1 for epoch in epochs], values, marker="o", markersize=4, label=label, color=color)
     axes.set(xlabel="epochs trained", ylabel="loss (mean over rows)", title="Loss")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend()
     _save(axes, path)
@@ -72,7 +74,7 @@ def draw_embedding(embeddings: Tensor, labels: Tensor, path: Path, *, title: str
             axes.scatter(x, y, s=14, color=_color(palette, position), label=str(name), linewidths=0)
         axes.legend(title="class", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     else:
-        cloud = axes.scatter(*points.T, c=names, cmap="turbo", s=10, linewidths=0)
+        cloud = axes.scatter(points[:, 0], points[:, 1], c=names, cmap="turbo", s=10, linewidths=0)
         axes.figure.colorbar(cloud, label="class")
     axes.set(xlabel="t-SNE 1 (no unit)", ylabel="t-SNE 2 (no unit)", title=title, aspect="equal")
     _save(axes, path)
@@ -93,4 +95,6 @@ def _color(palette: str, position: int) -> tuple[float, ...]:
 
 
 def _save(axes: Axes, path: Path) -> None:
-    axes.figure.savefig(path, dpi=130)
+    figure = axes.get_figure(root=True)
+    assert figure is not None  # _axes made it
+    figure.savefig(path, dpi=130)
