@@ -1,0 +1,283 @@
+"""Collectives that autograd sees through, for rows that may differ per rank, usable with or without Lightning.
+
+torch's own differentiable collectives are deprecated, die on uneven rows and hide their scale. Ours open with a frame
+(`frames`), so that ranks that disagree get the same error, and say which gradient they give.
+
+Legend: ``W`` ranks, ``B`` rows on this rank (may differ), ``G`` their sum. Backward, for an upstream gradient g_s on each
+rank s:
+
+| function | forward | ``backward="sum"`` | ``backward="own_slice"`` (every rank holds the same g) |
+|---|---|---|---|
+| ``all_gather_with_grad`` | (B, ...) -> (G, ...) in rank order | own rows of sum_s g_s, 1 collective | own rows of g, times W, none |
+| ``all_reduce_with_grad`` | sum_s x_s | sum_s g_s, 1 collective | g times W, none |
+| ``reduce_scatter_with_grad`` | (G, ...) -> own rows of sum_s x_s | all rows of g in rank order, 1 collective | - |
+
+Both give the derivative of the SUM over ranks of what the ranks back-propagate; DDP's mean over ranks then divides by W.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_ddp_losses import frames, groups
+from lightning_ddp_losses.errors import InputError, format_error
+from lightning_ddp_losses.groups import Group
+
+__all__ = ["all_gather_with_grad", "all_reduce_with_grad", "reduce_mean_", "reduce_scatter_with_grad"]
+
+Backward = Literal["sum", "own_slice"]
+
+# torch 2.13 renames reduce_scatter_tensor and deprecates the old name
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ROWS = struct.Struct("<q?")
+
+
+def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backward = "sum") -> Tensor:
+    """Rows of all ranks, concatenated along dim 0 in rank order.
+
+    Equivalent to: ``torch.cat([x_0, x_1, ..., x_{W-1}])`` in one process.
+
+    Args:
+        tensor: (B, ...) of any dtype; B may differ per rank and be 0, the other dimensions and the dtype may not. A 0-dim
+            tensor counts as one row.
+        group: Process group; None is the world. Without torch.distributed the tensor itself comes back.
+        backward: ``"sum"``: each rank receives its own rows of the sum over ranks of their gradients, right for any use.
+            ``"own_slice"``: each rank receives its own rows of its own gradient, times W; right when every rank computes
+            the same value from the gathered rows, and costs nothing.
+
+    Returns:
+        (G, ...), equal on every rank.
+
+    Communication:
+        Forward one frame and one gather of W x max(B) rows per rank. Backward one exchange of G rows per rank
+        (``"sum"``), or none (``"own_slice"``). If any rank needs the gradient, all ranks must run backward under "sum".
+
+    Raises:
+        RankMismatchError: on every rank, when ranks disagree on dtype, width, number of dimensions or ``backward``.
+    """
+    _check("all_gather_with_grad", tensor, backward, group)
+    if groups.world_size(group) == 1:
+        return tensor.reshape(1) if tensor.ndim == 0 else tensor
+    rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
+    counts, grad = _agree_rows("all_gather_with_grad", rows, rows.shape[0], backward, group)
+    rows = _join_graph(rows, grad)
+    gathered: Tensor = _AllGather.apply(rows, counts, group, backward)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backward = "sum") -> Tensor:
+    """Sum over ranks, element by element.
+
+    Equivalent to: ``torch.stack([x_0, ..., x_{W-1}]).sum(0)`` in one process.
+
+    Args:
+        tensor: Any shape and dtype, equal on all ranks.
+        group: Process group; None is the world.
+        backward: As in ``all_gather_with_grad``: ``"sum"`` of the ranks' gradients, or W times this rank's own where all
+            ranks back-propagate the same.
+
+    Returns:
+        The sum, same shape, equal on every rank.
+
+    Communication:
+        Forward one frame and one all-reduce; backward one all-reduce (``"sum"``) or none.
+
+    Raises:
+        RankMismatchError: on every rank, when shapes, dtypes or ``backward`` differ.
+    """
+    _check("all_reduce_with_grad", tensor, backward, group)
+    if groups.world_size(group) == 1:
+        return tensor
+    _, grad = _agree_rows("all_reduce_with_grad", tensor, None, backward, group)
+    reduced: Tensor = _AllReduce.apply(_join_graph(tensor, grad), group, backward)  # type: ignore[no-untyped-call]
+    return reduced
+
+
+def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: Group = None) -> Tensor:
+    """This rank's rows of the sum over ranks.
+
+    Equivalent to: ``torch.stack([x_0, ..., x_{W-1}]).sum(0).split(rows_of_each_rank)[rank]`` in one process.
+
+    Args:
+        tensor: (G, ...), same shape and dtype on all ranks.
+        rows: Rows that this rank keeps; over all ranks they must sum to G. None: G / W each.
+        group: Process group; None is the world.
+
+    Returns:
+        (rows, ...), different on each rank.
+
+    Communication:
+        Forward one frame and one exchange of G rows; backward one gather of G rows.
+
+    Raises:
+        RankMismatchError: on every rank, when shapes or dtypes differ.
+        InputError: on every rank, when the rows do not sum to G.
+    """
+    _check("reduce_scatter_with_grad", tensor, "sum", group)
+    world = groups.world_size(group)
+    total = tensor.shape[0] if tensor.ndim else 0
+    own = total // world if rows is None else rows
+    counts, grad = [own], tensor.requires_grad
+    if world > 1:
+        counts, grad = _agree_rows("reduce_scatter_with_grad", tensor, own, "sum", group, same_shape=True)
+    if sum(counts) != total or min(counts) < 0:
+        raise InputError(
+            format_error(
+                "reduce_scatter_with_grad: rows",
+                expected=f"non-negative numbers that sum to the {total} rows of the tensor",
+                ranks=counts,
+                fix="Pass rows= on every rank, or a first dimension that the number of ranks divides.",
+            ),
+            collective=True,
+        )
+    if world == 1:
+        return tensor
+    scattered: Tensor = _ReduceScatter.apply(_join_graph(tensor, grad), counts, group)  # type: ignore[no-untyped-call]
+    return scattered
+
+
+def reduce_mean_(tensor: Tensor, *, group: Group = None) -> Tensor:
+    """Replace a tensor by its mean over ranks, in place, without a graph and without a frame.
+
+    For callers that agreed on shape and dtype before. Communication: one all-reduce.
+    """
+    world = groups.world_size(group)
+    if world > 1:
+        dist.all_reduce(tensor, group=groups.family(group).payload(tensor))
+        tensor.div_(world)
+    return tensor
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: list[int], group: Group, backward: Backward) -> Tensor:
+        ctx.counts, ctx.group, ctx.mode = counts, group, backward
+        return _gather_rows(rows, counts, group)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        if ctx.mode == "sum":
+            return _scatter_sum(grad, ctx.counts, ctx.group), None, None, None
+        rank = groups.rank(ctx.group)
+        own = grad.narrow(0, sum(ctx.counts[:rank]), ctx.counts[rank])
+        return own * len(ctx.counts), None, None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, backward: Backward) -> Tensor:
+        ctx.group, ctx.mode = group, backward
+        return _all_reduce(tensor, group)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.mode == "sum":
+            return _all_reduce(grad, ctx.group), None, None
+        return grad * groups.world_size(ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, counts: list[int], group: Group) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return _scatter_sum(tensor, counts, group)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_rows(grad, ctx.counts, ctx.group), None, None
+
+
+def _check(what: str, tensor: object, backward: str, group: Group) -> None:
+    if not isinstance(tensor, Tensor):
+        error = format_error(
+            what, expected="a torch.Tensor", got=type(tensor).__name__, fix="Pass one tensor per call."
+        )
+        frames.fail_together(InputError(error), what, group=group)
+    if backward not in ("sum", "own_slice"):
+        error = format_error(f"{what}: backward", expected="'sum' or 'own_slice'", got=repr(backward))
+        frames.fail_together(InputError(error), what, group=group)
+
+
+def _agree_rows(
+    what: str, tensor: Tensor, rows: int | None, backward: str, group: Group, *, same_shape: bool = False
+) -> tuple[list[int], bool]:
+    """Open the frame of a collective: rows of each rank, and whether any rank needs the gradient."""
+    free = rows is not None and not same_shape
+    shape = ("rows", *tensor.shape[1:]) if free else tuple(tensor.shape)
+    agreed = {"shape": str(shape), "dtype": tensor.dtype, "device": tensor.device.type, "backward": backward}
+    needs = tensor.requires_grad and torch.is_grad_enabled()
+    payloads = frames.exchange(what, agreed, _ROWS.pack(rows or 0, needs), group=group)
+    everyone = [_ROWS.unpack(p) for p in payloads]
+    return [r for r, _ in everyone], any(g for _, g in everyone)
+
+
+def _join_graph(tensor: Tensor, any_grad: bool) -> Tensor:
+    # a rank whose own rows need no gradient still takes part in the collective of backward
+    if any_grad and not tensor.requires_grad and torch.is_grad_enabled():
+        return tensor.detach().requires_grad_()
+    return tensor
+
+
+def _gather_rows(rows: Tensor, counts: list[int], group: Group) -> Tensor:
+    """(B, ...) -> (G, ...) as bytes: bit exact, and for dtypes that a backend cannot reduce."""
+    longest, own = max(counts), rows.detach().contiguous()
+    row_shape, row_bytes = own.shape[1:], own[:0].new_empty((1, *own.shape[1:])).nbytes
+    if longest * row_bytes == 0:
+        return own.new_empty((sum(counts), *row_shape))
+    padded = own
+    if own.shape[0] < longest:
+        padded = own.new_zeros((longest, *row_shape))
+        padded[: own.shape[0]] = own
+    out = own.new_empty((len(counts) * longest, *row_shape))
+    channel = groups.family(group).payload(own)
+    frames.gather_into(_as_bytes(out), _as_bytes(padded), group=channel)
+    if min(counts) == longest:
+        return out
+    return torch.cat([out[i * longest : i * longest + n] for i, n in enumerate(counts)])
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _scatter_sum(tensor: Tensor, counts: list[int], group: Group) -> Tensor:
+    """(G, ...) on each rank -> own rows of the sum over ranks, added in rank order and at least float32."""
+    rank, row_shape = groups.rank(group), tensor.shape[1:]
+    wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+    source = tensor.detach().contiguous()
+    family = groups.family(group)
+    if source.device.type == "cpu":  # gloo's reduce-scatter moves as much as an all-reduce; this moves each row once
+        width = row_shape.numel()
+        received = source.new_empty((len(counts), counts[rank], *row_shape))
+        dist.all_to_all_single(
+            received.reshape(-1),
+            source.reshape(-1),
+            [counts[rank] * width] * len(counts),
+            [n * width for n in counts],
+            group=family.payload(source),
+        )
+        return received.to(wide).sum(0).to(tensor.dtype)
+    longest = max(counts)
+    padded = source.new_zeros((len(counts), longest, *row_shape), dtype=wide)
+    for block, rows in zip(padded, source.split(counts), strict=True):
+        block[: rows.shape[0]] = rows
+    out = padded.new_empty((longest, *row_shape))
+    _reduce_scatter_into(out.reshape(-1), padded.reshape(-1), group=family.payload(source))
+    return out[: counts[rank]].to(tensor.dtype)
+
+
+def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
+    half = tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
+    total = tensor.detach().to(torch.float32) if half else tensor.detach().clone()
+    total = total.contiguous()
+    dist.all_reduce(total, group=groups.family(group).payload(total))
+    return total.to(tensor.dtype)

@@ -1,0 +1,117 @@
+"""Every error a user can cause, under one root, and the one way their texts are made.
+
+A text reads ``<what>: expected <A>, got <B>``, then one line per rank where ranks matter, then what to do. An error that was
+decided by all ranks together is marked ``collective``: nobody needs to be told of it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "ConfigurationError",
+    "DDPLossError",
+    "HiddenLossError",
+    "InputError",
+    "LossCallError",
+    "PeerError",
+    "RankMismatchError",
+    "format_error",
+    "register_error",
+]
+
+
+class DDPLossError(RuntimeError):
+    """Root of all errors of this package.
+
+    Attributes:
+        findings: What the checks found, where a check raised it; else empty.
+        collective: True where every rank raises this error at the same place, so nothing is left to tell the peers.
+    """
+
+    def __init__(self, message: str = "", *, findings: Sequence[Any] = (), collective: bool = False) -> None:
+        super().__init__(message)
+        self.findings = list(findings)
+        self.collective = collective
+
+
+class ConfigurationError(DDPLossError):
+    """An option, a name or a combination of options that cannot work."""
+
+
+class HiddenLossError(ConfigurationError):
+    """A trainable loss that is not a registered submodule: not moved, not synchronised, not saved."""
+
+
+class InputError(DDPLossError):
+    """Embeddings, labels or data that a loss or a data module cannot take."""
+
+
+class LossCallError(DDPLossError):
+    """A loss that ran, or that got a gradient, on some ranks only."""
+
+
+class RankMismatchError(DDPLossError):
+    """Ranks that met in one collective with different shapes, dtypes, names, or at different places of the program."""
+
+
+class PeerError(DDPLossError):
+    """Another rank failed; this rank stops with it instead of waiting for it."""
+
+
+_BY_NAME: dict[str, type[DDPLossError]] = {}
+
+
+def register_error(cls: type[DDPLossError]) -> type[DDPLossError]:
+    """Let peers raise this class too when one rank alone meets the error (the name travels, the class must be known)."""
+    _BY_NAME[cls.__name__] = cls
+    return cls
+
+
+for _cls in (
+    ConfigurationError,
+    DDPLossError,
+    HiddenLossError,
+    InputError,
+    LossCallError,
+    PeerError,
+    RankMismatchError,
+):
+    register_error(_cls)
+
+
+def error_class(name: str) -> type[DDPLossError]:
+    """The registered class of that name, ``PeerError`` for a class that is not ours."""
+    return _BY_NAME.get(name, PeerError)
+
+
+def format_error(
+    what: str,
+    *,
+    expected: object | None = None,
+    got: object | None = None,
+    ranks: Mapping[int, object] | Sequence[object] | None = None,
+    fix: str | None = None,
+) -> str:
+    """Build an error text: what, expected, got, one line per rank, what to do.
+
+    Args:
+        what: The thing that is wrong, named as the user knows it.
+        expected: What it should have been.
+        got: What it was.
+        ranks: One entry per rank (a sequence in rank order, or a mapping for some ranks only).
+        fix: What to do, as a sentence.
+    """
+    parts = []
+    if expected is not None:
+        parts.append(f"expected {expected}")
+    if got is not None:
+        parts.append(f"got {got}")
+    lines = [f"{what}: {', '.join(parts)}" if parts else what]
+    if ranks is not None:
+        entries = ranks.items() if isinstance(ranks, Mapping) else enumerate(ranks)
+        lines += [f"  rank {rank}: {entry}" for rank, entry in entries]
+    if fix:
+        lines.append(fix)
+    return "\n".join(lines)

@@ -1,0 +1,204 @@
+"""Frames: how ranks that disagree get the same error instead of an abort or a hang.
+
+gloo kills the process when collectives of different sizes meet. So whatever this package does together opens with a gather
+of one fixed-size frame per rank, on a gloo group of its own. Ranks at different places of the program still meet in equal
+frames, see who is where, and raise the same error. A rank that failed by itself sends its error in a frame: the peers get
+it at their next frame, wherever that is.
+
+A frame (``FRAME_BYTES``) holds: version, kind, a digest of the *agreed* text (what is being done, with which shapes,
+dtypes, configuration: equal on all ranks or an error), the text itself as far as it fits, and the *payload* (this rank's
+own data). A payload that does not fit follows in one more gather, which all ranks know of from the frames.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from typing import NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ddp_losses import groups
+from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchError, error_class, format_error
+from lightning_ddp_losses.groups import Group
+
+__all__ = ["FRAME_BYTES", "exchange", "fail_together", "gather_into"]
+
+FRAME_BYTES = 1024
+VERSION = 1
+_TEXT_BYTES = 448  # at most; the rest of the frame is the payload's
+_HEADER = struct.Struct("<HHHxxI16s")  # version, kind, bytes of text, bytes of payload, digest of the whole text
+_AGREE, _ERROR = 0, 1
+
+# torch 2.13 renames all_gather_into_tensor and deprecates the old name
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class _Frame(NamedTuple):
+    version: int
+    kind: int
+    digest: bytes
+    text: str
+    payload: bytes
+
+
+def exchange(what: str, agreed: Mapping[str, object], payload: bytes = b"", *, group: Group = None) -> list[bytes]:
+    """Meet all ranks of ``group`` at this place and swap payloads.
+
+    Args:
+        what: The operation, the same on every rank.
+        agreed: What must be equal on every rank, by name; values are compared as text.
+        payload: This rank's own bytes, of any length.
+        group: Process group; None is the world.
+
+    Returns:
+        The payloads in rank order.
+
+    Raises:
+        RankMismatchError: on every rank, when ``what`` or ``agreed`` differ.
+        DDPLossError: on every rank, the error of a rank that came here through ``fail_together``.
+
+    Communication:
+        One gather of ``FRAME_BYTES`` per rank; one more, of the longest payload, when a payload does not fit. None in a
+        world of one.
+    """
+    if groups.world_size(group) == 1:
+        return [payload]
+    text = "\n".join([what, *(f"{key}={value}" for key, value in agreed.items())])
+    frames = _gather(_AGREE, text, payload, group)
+    first = frames[0]
+    if all(f.kind == _AGREE and f.digest == first.digest and f.version == VERSION for f in frames):
+        return [f.payload for f in frames]
+    raise _verdict(frames)
+
+
+def fail_together(error: BaseException, where: str, *, group: Group = None) -> NoReturn:
+    """Raise ``error`` on every rank: here, and at the next frame of each peer.
+
+    Args:
+        error: What this rank met by itself. One that is already collective is raised without a word to the peers.
+        where: The place, as the user knows it (``training_step``).
+        group: Process group; None is the world.
+
+    Raises:
+        DDPLossError: the same text on all ranks. A foreign error is raised as it is on its own rank and as ``PeerError``
+            on the others.
+
+    Communication:
+        One frame (and a second gather for a long text), met by the peers' next frame.
+    """
+    if groups.world_size(group) == 1 or (isinstance(error, DDPLossError) and error.collective):
+        raise error
+    ours = isinstance(error, DDPLossError)
+    text = str(error) if ours else f"{type(error).__name__}: {error}"
+    report = json.dumps({"class": type(error).__name__ if ours else "", "text": text, "where": where})
+    try:
+        frames = _gather(_ERROR, where, report.encode(), group)
+    except RuntimeError:  # the peers are gone or do not come: this rank's own error is what matters
+        raise error from None
+    if not ours:
+        raise error
+    raise _verdict(frames) from error
+
+
+def _gather(kind: int, text: str, payload: bytes, group: Group) -> list[_Frame]:
+    encoded = text.encode()
+    shown = encoded[:_TEXT_BYTES]
+    digest = hashlib.blake2b(encoded, digest_size=16).digest()
+    head = _HEADER.pack(VERSION, kind, len(shown), len(payload), digest) + shown
+    fits = len(head) + len(payload) <= FRAME_BYTES
+    own = bytearray(head + payload if fits else head)
+    own.extend(bytes(FRAME_BYTES - len(own)))
+    channel = groups.family(group).frames
+    rows = _gather_bytes(own, channel)
+
+    heads = [_HEADER.unpack_from(row) for row in rows]
+    payloads = []
+    for row, (_, _, text_bytes, payload_bytes, _) in zip(rows, heads, strict=True):
+        start = _HEADER.size + text_bytes
+        payloads.append(row[start : start + payload_bytes])
+    longest = max((n for _, _, t, n, _ in heads if _HEADER.size + t + n > FRAME_BYTES), default=0)
+    if longest:
+        more = bytearray(longest)
+        if not fits:
+            more[: len(payload)] = payload
+        for rank, (row, (_, _, t, n, _)) in enumerate(zip(_gather_bytes(more, channel), heads, strict=True)):
+            if _HEADER.size + t + n > FRAME_BYTES:
+                payloads[rank] = row[:n]
+    return [
+        _Frame(version, kind, digest, row[_HEADER.size : _HEADER.size + t].decode(errors="replace"), data)
+        for (version, kind, t, _, digest), row, data in zip(heads, rows, payloads, strict=True)
+    ]
+
+
+def _gather_bytes(own: bytearray, channel: dist.ProcessGroup) -> list[bytes]:
+    size = len(own)
+    world = dist.get_world_size(channel)
+    everyone = torch.empty(world * size, dtype=torch.uint8)
+    mine: Tensor = torch.frombuffer(own, dtype=torch.uint8)
+    gather_into(everyone, mine, group=channel)
+    data = everyone.numpy().tobytes()
+    return [data[i * size : (i + 1) * size] for i in range(world)]
+
+
+def _verdict(frames: list[_Frame]) -> DDPLossError:
+    """The one error, the same on every rank, that frames which do not agree amount to."""
+    versions = [f.version for f in frames]
+    if len(set(versions)) > 1:
+        return RankMismatchError(
+            format_error(
+                "lightning_ddp_losses: expected one version on all ranks",
+                ranks=[f"frame version {v}" for v in versions],
+                fix="Install the same release on every node.",
+            ),
+            collective=True,
+        )
+    reports = {rank: json.loads(f.payload) for rank, f in enumerate(frames) if f.kind == _ERROR}
+    if reports:
+        return _peer_error(reports, len(frames))
+    return RankMismatchError(_mismatch_text([f.text for f in frames]), collective=True)
+
+
+def _peer_error(reports: dict[int, dict[str, str]], world: int) -> DDPLossError:
+    ours = [r for r in reports.values() if r["class"]]
+    cls = error_class(ours[0]["class"]) if len(ours) == len(reports) else PeerError
+    texts = {r["text"] for r in reports.values()}
+    where = ", ".join(sorted({r["where"] for r in reports.values()}))
+    ranks = ", ".join(map(str, reports))
+    if len(texts) == 1:
+        text = f"{texts.pop()}\n(rank {ranks} of {world}, in {where})"
+    else:
+        text = format_error(
+            f"{len(reports)} of {world} ranks failed in {where}", ranks={k: r["text"] for k, r in reports.items()}
+        )
+    return cls(text, collective=True)
+
+
+def _mismatch_text(texts: list[str]) -> str:
+    """Say what differs: the operation, or the named values under the same operation."""
+    heads = [text.split("\n", 1)[0] for text in texts]
+    if len(set(heads)) > 1:
+        return format_error(
+            "ranks met at different places of the program",
+            expected="the same operation on every rank",
+            ranks=[_one_line(text) for text in texts],
+            fix="Call every loss, metric and backward on all ranks, in the same order (no branch on rank or on local data).",
+        )
+    values = [dict(line.split("=", 1) for line in text.split("\n")[1:] if "=" in line) for text in texts]
+    names = [k for k in values[0] if any(v.get(k) != values[0][k] for v in values)]
+    what = f"{heads[0]}: {', '.join(names)}" if names else heads[0]
+    return format_error(
+        what,
+        expected="the same on every rank",
+        ranks=[", ".join(f"{k}={v.get(k)}" for k in names) or _one_line(t) for v, t in zip(values, texts, strict=True)],
+        fix="Make these equal on all ranks.",
+    )
+
+
+def _one_line(text: str) -> str:
+    head, *rest = text.split("\n")
+    return f"{head} ({', '.join(rest)})" if rest else head

@@ -1,0 +1,134 @@
+"""The only place that asks torch.distributed for ranks, and the owner of our process groups.
+
+Ours never meet the model's collectives: a user's group (or the world) gets a *family* of groups made together at first
+use, so that ranks at different places of the program still create the same ones. Without torch.distributed the world is
+one process of rank 0.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Family", "close", "family", "is_distributed", "rank", "set_timeout", "world_size"]
+
+Group: TypeAlias = "dist.ProcessGroup | None"
+"""A process group of torch.distributed; None is the world."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Our groups over the ranks of one user group.
+
+    Attributes:
+        frames: gloo on the CPU, for host metadata: every collective of losses, metrics and the strategy opens here.
+        host: gloo, for CPU tensors that follow an agreed frame.
+        device: the backend of the user's group, for tensors on an accelerator; ``host`` itself where that is gloo.
+        checks: gloo, for checks alone, so that a check never meets a loss.
+        ranks: the global ranks of the members, in group order.
+    """
+
+    frames: dist.ProcessGroup
+    host: dist.ProcessGroup
+    device: dist.ProcessGroup
+    checks: dist.ProcessGroup
+    ranks: tuple[int, ...]
+
+    def payload(self, tensor: Tensor) -> dist.ProcessGroup:
+        """The group that carries ``tensor``."""
+        return self.host if tensor.device.type == "cpu" else self.device
+
+
+_families: dict[tuple[int, ...], Family] = {}
+_world: dist.ProcessGroup | None = None  # the default group that _families belong to
+_timeout: timedelta | None = None
+_close_registered = False
+
+
+def is_distributed() -> bool:
+    """Whether a default process group exists in this process."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank(group: Group = None) -> int:
+    """This process's rank in ``group`` (None: the world); 0 without torch.distributed."""
+    return dist.get_rank(group) if is_distributed() else 0
+
+
+def world_size(group: Group = None) -> int:
+    """Number of processes in ``group`` (None: the world); 1 without torch.distributed."""
+    return dist.get_world_size(group) if is_distributed() else 1
+
+
+def set_timeout(timeout: timedelta | None) -> None:
+    """How long our groups made from now on wait for a peer (None: torch's own default)."""
+    global _timeout  # noqa: PLW0603 - one setting per process, like the groups themselves
+    _timeout = timeout
+
+
+def family(group: Group = None) -> Family:
+    """Our groups over the members of ``group``; made at first use.
+
+    Communication: at first use only, up to four rendezvous through the store; every member must take part.
+    """
+    global _world, _close_registered  # noqa: PLW0603 - the cache belongs to the process's default group
+    world = dist.group.WORLD
+    if world is not _world:  # torch.distributed was initialised anew: the old groups went with it
+        _families.clear()
+        _world = world
+    ranks = tuple(dist.get_process_group_ranks(group if group is not None else world))
+    if ranks not in _families:
+        if not _close_registered:
+            atexit.register(close)
+            _close_registered = True
+        _families[ranks] = _make(ranks, only_gloo=dist.get_backend(group) == "gloo")
+    return _families[ranks]
+
+
+def _make(ranks: tuple[int, ...], *, only_gloo: bool) -> Family:
+    whole = len(ranks) == dist.get_world_size()
+
+    def new(backend: str | None) -> dist.ProcessGroup:
+        return dist.new_group(
+            None if whole else list(ranks),
+            timeout=_timeout or _world_timeout(),
+            backend=backend,
+            # members of a part of the world must not wait for the rest of it
+            use_local_synchronization=not whole,
+        )
+
+    frames, host, checks = new("gloo"), new("gloo"), new("gloo")
+    return Family(frames, host, host if only_gloo else new(None), checks, ranks)
+
+
+def _world_timeout() -> timedelta | None:
+    # new_group does not inherit the world's time-out; where this torch does not show it, its default stands
+    with contextlib.suppress(AttributeError, RuntimeError):
+        options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+        return timedelta(seconds=options._timeout.total_seconds())
+    return None
+
+
+def close(*, world: bool = False) -> None:
+    """Destroy our process groups; with ``world`` the default group too. Safe to call twice, and at exit.
+
+    gloo's threads may abort the interpreter if they are still alive when it ends.
+    """
+    global _world  # noqa: PLW0603
+    if is_distributed() and dist.group.WORLD is _world:
+        for ours in _families.values():
+            for group in {ours.frames, ours.host, ours.device, ours.checks}:
+                # a peer that died before us has taken its side of the connection along
+                with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+                    dist.destroy_process_group(group)
+    _families.clear()
+    _world = None
+    if world and is_distributed():
+        dist.destroy_process_group()

@@ -1,0 +1,51 @@
+"""The tag on a parameter whose rows differ by rank by design.
+
+A class-sharded loss sets it; the strategy reads it (no mean over ranks, no first broadcast) and so do the checks (ranks
+are expected to differ). What two sides share lives here, below both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["ClassShard", "shard_of", "tag_shard"]
+
+_ATTRIBUTE = "_ddp_losses_shard"
+
+
+@dataclass(frozen=True)
+class ClassShard:
+    """The block of classes that this rank holds of a parameter.
+
+    Attributes:
+        start: First class held, counted over all ranks.
+        stop: One past the last class held.
+        num_classes: Number of classes over all ranks.
+        dim: Dimension of the parameter that counts classes.
+    """
+
+    start: int
+    stop: int
+    num_classes: int
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop <= self.num_classes:
+            raise ValueError(
+                f"ClassShard: expected 0 <= start <= stop <= num_classes, "
+                f"got start={self.start}, stop={self.stop}, num_classes={self.num_classes}"
+            )
+
+
+def tag_shard(parameter: Tensor, shard: ClassShard) -> None:
+    """Mark ``parameter`` as this rank's block of a larger one."""
+    setattr(parameter, _ATTRIBUTE, shard)
+
+
+def shard_of(parameter: Tensor) -> ClassShard | None:
+    """The block that ``parameter`` is, None for a parameter that all ranks hold whole."""
+    shard = getattr(parameter, _ATTRIBUTE, None)
+    assert shard is None or isinstance(shard, ClassShard)
+    return shard
