@@ -128,7 +128,7 @@ def assert_close(ours: Mapping[str, Tensor], oracle: Mapping[str, Tensor], rtol:
             continue
         got, truth = ours[name].detach().double().flatten(), oracle[name].detach().double().flatten()
         detail = f"shapes {tuple(ours[name].shape)} and {tuple(oracle[name].shape)}"
-        if got.shape == truth.shape:
+        if ours[name].shape == oracle[name].shape:
             cosine = torch.nn.functional.cosine_similarity(got, truth, dim=0).item()
             detail = f"norm ratio {(got.norm() / truth.norm()).item():.6g}, cosine {cosine:.6g}"
         lines.append(f"{name}: relative difference {off:.3g} > {rtol:g} ({detail})")
