@@ -83,6 +83,7 @@ class RankPool:
             fresh: Start from a new process group even when the living one would do.
             seconds: A rank that takes longer fails the test.
         """
+        __tracebackhide__ = True  # the ranks' own tracebacks say where it happened
         replies = self._ask(world_size, fn, args, kwargs, distributed, fresh, seconds, patient=False)
         failed = [rank for rank, reply in enumerate(replies) if isinstance(reply, (RankError, str))]
         if failed:
@@ -101,6 +102,7 @@ class RankPool:
         **kwargs: Any,
     ) -> list[RankError]:
         """Call `fn` on each rank and return what each rank raised, in rank order; a rank that returned fails the test."""
+        __tracebackhide__ = True
         replies = self._ask(world_size, fn, args, kwargs, distributed, fresh, seconds, patient=True)
         self._world_size = None  # what an error leaves behind in a group is not the next test's business
         odd = [rank for rank, reply in enumerate(replies) if not isinstance(reply, RankError)]
@@ -208,11 +210,14 @@ def _collect(workers: list[_Worker], seconds: float, grace: float) -> list[Reply
 
 def _account(title: str, replies: Sequence[Reply | RankError | str]) -> str:
     lines = [title]
+    told: dict[str, int] = {}
     for rank, reply in enumerate(replies):
         if isinstance(reply, Reply):
             lines.append(f"--- rank {rank}: returned {reply.value!r}"[:500])
         elif isinstance(reply, RankError):
-            lines.append(f"--- rank {rank}: {reply.type} after {reply.seconds:.1f} s\n{reply.traceback}")
+            first = told.setdefault(reply.traceback, rank)
+            story = reply.traceback if first == rank else f"as on rank {first}"
+            lines.append(f"--- rank {rank}: {reply.type} after {reply.seconds:.1f} s\n{story}")
         else:
             lines.append(f"--- rank {rank}: {reply}")
     return "\n".join(lines)

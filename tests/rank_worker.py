@@ -102,9 +102,7 @@ def _join_group(task: Task, rank: int) -> None:
     if task.world_size:
         store = dist.FileStore(task.store, task.world_size)
         store.set_timeout(GROUP_TIMEOUT)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=task.world_size, timeout=GROUP_TIMEOUT
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=task.world_size, timeout=GROUP_TIMEOUT)
 
 
 def _leave_group() -> None:

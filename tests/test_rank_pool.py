@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterator
 
+import coverage
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,6 +77,10 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
+def coverage_runs() -> bool:
+    return coverage.Coverage.current() is not None
+
+
 def gradient_tensor() -> torch.Tensor:
     return torch.full((2,), float(dist.get_rank()), dtype=torch.bfloat16)
 
@@ -101,6 +106,10 @@ def test_one_rank_can_run_without_a_process_group(pool: RankPool) -> None:
 
 def test_workers_use_one_thread(pool: RankPool) -> None:
     assert pool.run(2, threads) == [1, 1]
+
+
+def test_workers_are_measured_when_the_test_run_is(pool: RankPool) -> None:
+    assert pool.run(2, coverage_runs) == [coverage_runs()] * 2
 
 
 def test_tensors_come_back_by_value(pool: RankPool) -> None:
