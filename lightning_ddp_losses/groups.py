@@ -96,13 +96,14 @@ def _make(ranks: tuple[int, ...], *, only_gloo: bool) -> Family:
     whole = len(ranks) == dist.get_world_size()
 
     def new(backend: str | None) -> dist.ProcessGroup:
-        return dist.new_group(
+        group: dist.ProcessGroup = dist.new_group(
             None if whole else list(ranks),
             timeout=_timeout or _world_timeout(),
             backend=backend,
             # members of a part of the world must not wait for the rest of it
             use_local_synchronization=not whole,
         )
+        return group
 
     frames, host, checks = new("gloo"), new("gloo"), new("gloo")
     return Family(frames, host, host if only_gloo else new(None), checks, ranks)
@@ -111,7 +112,9 @@ def _make(ranks: tuple[int, ...], *, only_gloo: bool) -> Family:
 def _world_timeout() -> timedelta | None:
     # new_group does not inherit the world's time-out; where this torch does not show it, its default stands
     with contextlib.suppress(AttributeError, RuntimeError):
-        options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+        world = dist.group.WORLD
+        assert world is not None
+        options = world._get_backend(torch.device("cpu")).options
         return timedelta(seconds=options._timeout.total_seconds())
     return None
 

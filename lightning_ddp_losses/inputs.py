@@ -1,0 +1,116 @@
+"""What a loss is about to be fed, checked with words before the loss itself fails on an index.
+
+The losses of pytorch-metric-learning that hold one weight per class share attribute names (``num_classes`` and ``W``,
+``fc`` or ``proxies``); the checks read those and nothing else, so a user's loss with the same names is served too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_losses.errors import InputError, format_error
+
+__all__ = ["check_inputs", "num_rows"]
+
+# where a class weight keeps the embedding's dimension
+_WIDTH_DIM = {"W": 0, "fc": 0, "proxies": 1}
+
+
+def num_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Rows of the first tensor argument; 0 where there is none."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value.shape[0] if value.ndim else 1
+    return 0
+
+
+def check_inputs(
+    loss: nn.Module,
+    title: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    read_values: bool,
+    refuse_nan: bool = True,
+) -> None:
+    """Refuse inputs that the loss cannot take.
+
+    Args:
+        loss: The loss module.
+        title: How messages name it: class and path.
+        args: Positional arguments of the call: embeddings (n, D), labels (n,), ...
+        kwargs: Keyword arguments of the call.
+        read_values: Also look at the range of the labels; waits for the device.
+        refuse_nan: Also refuse NaN in the embeddings; waits for the device.
+
+    Raises:
+        InputError: with what, expected, got and what to do.
+    """
+    embeddings = args[0] if args else kwargs.get("embeddings")
+    if not isinstance(embeddings, Tensor):
+        return
+    if embeddings.ndim and embeddings.shape[0] == 0 and getattr(loss, "reduction", "mean") == "mean":
+        _refuse(
+            f"{title}: rows",
+            "at least one",
+            "an empty batch",
+            "Give every rank at least one sample (drop_last=True); the mean over no rows is not a number.",
+        )
+    if refuse_nan and embeddings.is_floating_point() and bool(torch.isnan(embeddings).any()):
+        bad = torch.isnan(embeddings).reshape(embeddings.shape[0] if embeddings.ndim else 1, -1).any(1)
+        _refuse(
+            f"{title}: embeddings",
+            "numbers",
+            f"NaN in {int(bad.sum())} of {bad.numel()} rows (first: row {int(bad.nonzero()[0])})",
+            "Look for the first layer or sample that gives NaN; lower the learning rate or clip gradients.",
+        )
+    num_classes, weight = getattr(loss, "num_classes", None), _class_weight(loss)
+    if not isinstance(num_classes, int) or weight is None:
+        return
+    name, parameter = weight
+    width = parameter.shape[_WIDTH_DIM[name]]
+    if embeddings.ndim != 2 or embeddings.shape[1] != width:
+        _refuse(
+            f"{title}: embeddings",
+            f"shape (n, {width}), the width of its {name} {tuple(parameter.shape)}",
+            f"{tuple(embeddings.shape)}",
+            "Set the loss's embedding_size to the encoder's output width.",
+        )
+    labels = args[1] if len(args) > 1 else kwargs.get("labels")
+    if isinstance(labels, Tensor):
+        _check_labels(title, labels, embeddings.shape[0], num_classes, read_values=read_values)
+
+
+def _check_labels(title: str, labels: Tensor, rows: int, num_classes: int, *, read_values: bool) -> None:
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        _refuse(
+            f"{title}: labels", "an integer dtype (torch.int64)", labels.dtype, "Pass class indices: labels.long()."
+        )
+    if labels.ndim != 1 or labels.shape[0] != rows:
+        _refuse(
+            f"{title}: labels", f"shape ({rows},), one per embedding", tuple(labels.shape), "Pass one label per row."
+        )
+    if read_values and labels.numel():
+        low, high = (int(v) for v in torch.aminmax(labels))
+        if low < 0 or high >= num_classes:
+            _refuse(
+                f"{title}: labels",
+                f"0 to {num_classes - 1} (num_classes={num_classes})",
+                f"{low} to {high}",
+                "Map labels to 0 ... num_classes - 1, or raise num_classes.",
+            )
+
+
+def _class_weight(loss: nn.Module) -> tuple[str, Tensor] | None:
+    for name in _WIDTH_DIM:
+        parameter = getattr(loss, name, None)
+        if isinstance(parameter, Tensor) and parameter.ndim == 2:
+            return name, parameter
+    return None
+
+
+def _refuse(what: str, expected: object, got: object, fix: str) -> None:
+    raise InputError(format_error(what, expected=expected, got=got, fix=fix))

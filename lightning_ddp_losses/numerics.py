@@ -1,0 +1,97 @@
+"""In which precision a loss computes: never below float32, never below its parameters or inputs.
+
+Autocast halves the products inside a loss; pytorch-metric-learning then assigns its weight in the dtype of the embeddings,
+for good. So a loss runs with autocast off, in ``promote(float32, parameters, inputs)``, and its parameters keep the dtype
+they have: where that is lower, the loss sees casts of them for the length of the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["cast_floating", "cast_parameters", "compute_dtype", "full_precision", "tensors_in"]
+
+
+def compute_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """``promote(float32, ...)`` over the floating tensors; integers, booleans and complex numbers have no say."""
+    dtype = torch.float32
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and dicts."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tensors_in(item)
+
+
+def cast_floating(tree: Any, dtype: torch.dtype, _done: dict[int, Tensor] | None = None) -> Any:
+    """The same nest with its floating tensors in ``dtype``; one tensor that appears twice stays one tensor.
+
+    (A loss may ask whether ``ref_emb is embeddings``.)
+    """
+    done = {} if _done is None else _done
+    if isinstance(tree, Tensor):
+        if not tree.is_floating_point() or tree.dtype == dtype:
+            return tree
+        if id(tree) not in done:
+            done[id(tree)] = tree.to(dtype)
+        return done[id(tree)]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(cast_floating(item, dtype, done) for item in tree))
+    if type(tree) in (tuple, list):
+        return type(tree)(cast_floating(item, dtype, done) for item in tree)
+    if type(tree) is dict:
+        return {key: cast_floating(item, dtype, done) for key, item in tree.items()}
+    return tree
+
+
+@contextlib.contextmanager
+def full_precision(dtype: torch.dtype, device_types: Iterable[str]) -> Iterator[None]:
+    """Autocast off, and torch's default dtype not below ``dtype``, for the length of the block."""
+    default = torch.get_default_dtype()
+    wide = torch.promote_types(default, dtype)
+    with contextlib.ExitStack() as stack:
+        for device_type in set(device_types):
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        if default.itemsize < torch.float32.itemsize:
+            torch.set_default_dtype(wide)
+            stack.callback(torch.set_default_dtype, default)
+        yield
+
+
+@contextlib.contextmanager
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Let ``module`` see its lower floating parameters in ``dtype``; gradients reach the parameters themselves.
+
+    Whatever the module assigns to ``parameter.data`` inside the block touches the cast only.
+    """
+    low = [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype
+    ]
+    cast: dict[int, Tensor] = {}
+    try:
+        for owner, name, parameter in low:
+            # a registered slot only takes a Parameter by assignment; the module reads whatever lies in it
+            owner._parameters[name] = cast.setdefault(id(parameter), parameter.to(dtype))  # type: ignore[assignment]
+        yield
+    finally:
+        for owner, name, parameter in low:
+            owner._parameters[name] = parameter

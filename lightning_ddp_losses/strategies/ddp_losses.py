@@ -1,0 +1,369 @@
+"""`DDPLossStrategy`: distributed data parallelism for learnable losses, beside the model's own DDP.
+
+The model's DDP ignores the losses' parameters; `LossReducer` does for them what DDP does, at one place and by name. The
+module that the user sees keeps its attributes, parameter names and checkpoint keys.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp_losses import collectives, frames, groups
+from lightning_ddp_losses.errors import ConfigurationError, HiddenLossError, format_error
+from lightning_ddp_losses.sharding import shard_of
+from lightning_ddp_losses.strategies import wrapping
+from lightning_ddp_losses.strategies.discovery import FoundLoss, find_losses, is_loss
+from lightning_ddp_losses.strategies.guard import HiddenSentinel, LossGuard
+from lightning_ddp_losses.strategies.hidden import Hidden, find_hidden
+from lightning_ddp_losses.strategies.precision import PrecisionKeeper
+from lightning_ddp_losses.strategies.reduction import Calls, LossReducer
+
+__all__ = ["DDPLossStrategy"]
+
+_ADOPTED = "_adopted_losses"
+
+
+class DDPLossStrategy(DDPStrategy):
+    """DDP in which every learnable loss gets the mean of its gradients, whatever each rank called and in which order.
+
+    Equivalent to: ``Trainer(strategy="ddp")`` on a module whose losses are all called once on every rank, but right also
+    where that is not so: losses that alternate, that are called several times or in another order per rank, parameters
+    that are created, replaced or unfrozen later, a frozen encoder, half precision.
+
+    Args:
+        losses: ``"auto"`` finds them by type (pytorch-metric-learning, torch.nn, metrics with trainable parameters,
+            ``register_loss_type``). A list names modules; another string is a regular expression over whole paths. ``[]``
+            is plain ``ddp``.
+        adopt: Register an unregistered loss that an optimizer holds (``_adopted_losses.<path>``) instead of refusing it.
+        check_calls: Open one frame before each synchronising backward: ranks that called different losses get the same
+            error there. Without it they may hang, and only gradients missing after backward are noticed.
+        loss_reduce_dtype: dtype of the losses' gradients on the wire (``torch.bfloat16`` or its name). None: their own,
+            and at least float32 where small gradients share a buffer.
+        **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
+
+    Gradient: after backward every parameter holds the mean over ranks, once per synchronising backward.
+
+    Communication: per synchronising backward, beside the model's DDP: one frame (``check_calls``), one all-reduce for
+        all small gradients of losses together, one for each gradient over 1 MiB. None in validation, test, predict.
+
+    Raises:
+        ConfigurationError: options or names that cannot work.
+        HiddenLossError: on every rank, for a trainable loss that is not registered.
+        LossCallError: on every rank, for a loss that ran on some ranks only.
+        InputError: on every rank, for inputs that a loss on any rank cannot take.
+
+    Example:
+        >>> import lightning_ddp_losses
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(strategy="ddp_losses", accelerator="cpu", devices=2)
+    """
+
+    strategy_name = "ddp_losses"
+
+    def __init__(
+        self,
+        losses: str | Sequence[str] = "auto",
+        adopt: bool = False,
+        check_calls: bool = True,
+        loss_reduce_dtype: torch.dtype | str | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        super().__init__(**ddp_kwargs)
+        self._ddp_kwargs = wrapping.without_defaults(self._ddp_kwargs)
+        if not isinstance(losses, str) and not (
+            isinstance(losses, Sequence) and all(isinstance(name, str) for name in losses)
+        ):
+            raise ConfigurationError(
+                format_error("losses", expected="'auto', a list of names, or a regular expression", got=repr(losses))
+            )
+        self._selection = losses if isinstance(losses, str) else list(losses)
+        self._adopt = adopt
+        self._check_calls = check_calls
+        self._reduce_dtype = wrapping.as_dtype(loss_reduce_dtype)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._losses: list[FoundLoss] = []
+        self._guards: list[LossGuard] = []
+        self._sentinels: list[HiddenSentinel] = []
+        self._reducer: LossReducer | None = None
+        self._precision = PrecisionKeeper()
+        self._calls: Calls | None = None
+        self._blocked = False
+        self._in_training_step = False
+        self._warned_uneven: set[int] = set()
+
+    # ------------------------------------------------------------------ options
+
+    @property
+    def _plain(self) -> bool:
+        return self._selection == []
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Adopted losses are registered in ``setup``; a checkpoint that holds them must wait for that."""
+        return self._adopt or super().restore_checkpoint_after_setup
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Register a twin of every name under which Lightning registers ``ddp``."""
+        for name, entry in list(strategy_registry.items()):
+            if entry["strategy"] is DDPStrategy:
+                twin = name.replace("ddp", cls.strategy_name, 1)
+                if twin not in strategy_registry:
+                    description = f"{entry['description']}, with learnable losses beside it"
+                    strategy_registry.register(twin, cls, description=description, **entry["init_params"])
+
+    # ------------------------------------------------------------------ set-up
+
+    def setup_environment(self) -> None:
+        """Start the process group; ours follow its time-out."""
+        external = groups.is_distributed()
+        super().setup_environment()
+        groups.set_timeout(self._timeout)
+        if not external:
+            atexit.register(groups.close, world=True)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Find the losses, wrap the rest of the module, synchronise both."""
+        if self._plain:
+            super().setup(trainer)
+            return
+        with self._together("setup"):
+            module = self._module
+            self._losses = find_losses(module, self._selection)
+            self._precision.remember([loss.module for loss in self._losses])
+            super().setup(trainer)
+            refuse_nan = getattr(self.precision_plugin, "scaler", None) is None
+            self._guards = [LossGuard(loss, refuse_nan=refuse_nan) for loss in self._losses]
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._meet_hidden(trainer, refuse_nan=refuse_nan)
+                assert self._reducer is not None
+                self._reducer.watch(self._guards)
+            for guard in self._guards:
+                guard.install()
+
+    def model_to_device(self) -> None:
+        """Undo what the precision plugin halved in the losses, then move the module."""
+        self._precision.restore()
+        super().model_to_device()
+
+    def configure_ddp(self) -> None:
+        """Compare names, wrap the model without the losses' parameters, broadcast those."""
+        if self._plain:
+            super().configure_ddp()
+            return
+        module = self._module
+        wrapping.compare_names(module)
+        mine = {
+            f"{loss.name}.{name}"
+            for loss in self._losses
+            if loss.owned
+            for name, _ in (*loss.module.named_parameters(), *loss.module.named_buffers())
+        }
+        theirs = set(getattr(module, wrapping.IGNORE, ()))
+        reduced = [
+            p
+            for n, p in module.named_parameters()
+            if p.requires_grad and n not in mine and n not in theirs and shard_of(p) is None
+        ]
+        shards = {n for n, p in module.named_parameters() if shard_of(p) is not None}
+        if reduced:
+            with wrapping.ignoring(module, mine | theirs | shards):
+                super().configure_ddp()
+            self._broadcast([t for n, t in wrapping.named_tensors(module) if n in mine and shard_of(t) is None])
+        else:  # DDP refuses a module without trainable parameters of its own
+            rest = [t for n, t in wrapping.named_tensors(module) if n not in theirs and shard_of(t) is None]
+            self._broadcast(rest)
+        self._reducer = LossReducer(module, reduced, sorted(theirs), self._reduce_dtype)
+        for loss in self._losses:
+            if loss.learnable and not loss.owned:
+                rank_zero_info(f"{loss.title} shares a parameter with the model and stays in the model's DDP.")
+
+    def _broadcast(self, tensors: list[Tensor]) -> None:
+        if self._ddp_kwargs.get("init_sync", True):
+            buffers = self._ddp_kwargs.get("broadcast_buffers", True) is not False
+            collectives.broadcast_([t for t in tensors if buffers or isinstance(t, nn.Parameter)])
+
+    # ------------------------------------------------------------------ hidden losses
+
+    def _meet_hidden(self, trainer: pl.Trainer, *, refuse_nan: bool) -> None:
+        """Refuse or adopt unregistered losses, on all ranks together."""
+        callbacks = {f"callbacks[{i}] ({type(c).__name__})": c for i, c in enumerate(trainer.callbacks)}  # type: ignore[attr-defined]
+        data = {"datamodule": trainer.datamodule} if getattr(trainer, "datamodule", None) is not None else {}  # type: ignore[attr-defined]
+        hidden = find_hidden(self._module, self.optimizers, {**callbacks, **data})
+        own = [f"{type(m).__name__} at {path}" for path, m in hidden.optimised.items()]
+        refused = hidden.loose if self._adopt else own + hidden.loose
+        everyone = [json.loads(p) for p in frames.exchange("hidden losses", {}, json.dumps(refused).encode())]
+        if any(everyone):
+            raise _hidden_error(everyone, adopt=self._adopt)
+        for path, module in hidden.idle.items():
+            if is_loss(module):
+                self._sentinels.append(HiddenSentinel(module, path, lambda: self._in_training_step))
+        for sentinel in self._sentinels:
+            sentinel.install()
+        if hidden.optimised:
+            self._take_in(hidden, refuse_nan=refuse_nan)
+
+    def _take_in(self, hidden: Hidden, *, refuse_nan: bool) -> None:
+        adopted = nn.ModuleDict(
+            {re.sub(r"\W+", "_", p.removeprefix("self.")).strip("_"): m for p, m in hidden.optimised.items()}
+        )
+        frames.exchange("adopted losses", {"paths": ", ".join(hidden.optimised)})
+        keeper = PrecisionKeeper()
+        keeper.remember([adopted])
+        self.precision_plugin.convert_module(adopted)
+        keeper.restore()
+        adopted.to(self.root_device)
+        self._module.add_module(_ADOPTED, adopted)
+        if isinstance(self.model, DistributedDataParallel):  # it reads the buffers of the live module anew each step
+            self.model.parameters_to_ignore |= {f"{_ADOPTED}.{n}" for n, _ in adopted.named_buffers()}
+        collectives.broadcast_([t for _, t in wrapping.named_tensors(adopted)])
+        for name, module in adopted.items():
+            loss = FoundLoss(f"{_ADOPTED}.{name}", module, learnable=True, owned=True)
+            self._losses.append(loss)
+            self._guards.append(LossGuard(loss, refuse_nan=refuse_nan))
+        rank_zero_info(f"Adopted as submodules: {', '.join(hidden.optimised)}.")
+
+    # ------------------------------------------------------------------ steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """The module's training step; what fails on one rank ends all of them at the peers' next frame."""
+        if self._reducer is None:
+            return super().training_step(*args, **kwargs)
+        self._count(True)
+        try:
+            with self._together("training_step"):
+                if not isinstance(self.model, DistributedDataParallel):
+                    self._broadcast_buffers()
+                return super().training_step(*args, **kwargs)
+        finally:
+            self._count(False)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Meet the peers before a synchronising backward."""
+        if self._reducer is not None and self._check_calls and self._synchronising:
+            self._calls = self._reducer.open(self._module.global_step)
+            self._warn_uneven(self._calls)
+        super().pre_backward(closure_loss)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Reduce the losses' gradients."""
+        super().post_backward(closure_loss)
+        if self._reducer is not None and self._synchronising:
+            self._reducer.reduce(self._calls)
+            self._calls = None
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """No reduction inside the block; what accumulates is reduced at the next synchronising backward."""
+        before, self._blocked = self._blocked, True
+        try:
+            with super().block_backward_sync():
+                yield
+        finally:
+            self._blocked = before
+
+    @property
+    def _synchronising(self) -> bool:
+        if isinstance(self.model, DistributedDataParallel):
+            return bool(self.model.require_backward_grad_sync)
+        return not self._blocked
+
+    def _count(self, on: bool) -> None:
+        self._in_training_step = on
+        for guard in self._guards:
+            guard.counting = on
+
+    def _broadcast_buffers(self) -> None:
+        """What DDP's forward does for buffers, where there is no DDP around the model (a frozen encoder)."""
+        if self._ddp_kwargs.get("forward_sync_buffers", self._ddp_kwargs.get("broadcast_buffers", True)) is False:
+            return
+        owned = tuple(f"{loss.name}." for loss in self._losses if loss.owned)
+        buffers = [b for n, b in self._module.named_buffers() if not n.startswith(owned or ("\0",))]
+        if buffers and self._synchronising:
+            collectives.broadcast_(buffers)
+
+    def _warn_uneven(self, calls: Calls) -> None:
+        for index, rows in calls.uneven.items():
+            if index not in self._warned_uneven:
+                self._warned_uneven.add(index)
+                rank_zero_warn(
+                    format_error(
+                        f"rows of {self._guards[index].loss.title} differ between ranks",
+                        ranks=rows,
+                        fix="DDP weighs ranks equally, not rows, so this is not the gradient of one process on the whole "
+                        "batch. Give every rank the same number of rows (drop_last=True, a batch size that the number of "
+                        "ranks divides).",
+                    )
+                )
+
+    # ------------------------------------------------------------------ checkpoints, end
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load, leaving out adopted losses where none are registered (validate, test, predict)."""
+        state = checkpoint["state_dict"]
+        if not hasattr(self._module, _ADOPTED):
+            state = {k: v for k, v in state.items() if not k.startswith(f"{_ADOPTED}.")}
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
+
+    def teardown(self) -> None:
+        """Give the module back as it came."""
+        for stand_in in (*self._guards, *self._sentinels):
+            stand_in.remove()
+        module = self.lightning_module
+        if module is not None and hasattr(module, _ADOPTED):
+            delattr(module, _ADOPTED)
+        super().teardown()
+        self._reset()
+
+    # ------------------------------------------------------------------ help
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @contextlib.contextmanager
+    def _together(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            frames.fail_together(error, where)
+
+
+def _hidden_error(everyone: list[list[str]], *, adopt: bool) -> HiddenLossError:
+    same = all(own == everyone[0] for own in everyone)
+    got = "; ".join(everyone[0]) if same else None
+    if adopt:
+        fix = "Only modules that can be reached by attributes, containers, closures or callbacks can be adopted."
+    else:
+        fix = (
+            "They would not be moved, synchronised or saved. Assign them to attributes of the LightningModule (nn.ModuleList or "
+            "nn.ModuleDict for several), or pass DDPLossStrategy(adopt=True)."
+        )
+    return HiddenLossError(
+        format_error(
+            "parameters in an optimizer",
+            expected="parameters of registered submodules",
+            got=got,
+            ranks=None if same else ["; ".join(own) or "none hidden" for own in everyone],
+            fix=fix,
+        ),
+        collective=True,
+    )

@@ -1,0 +1,104 @@
+"""What the wrap needs: DDP's options, DDP's ignore marks, and the comparison of names before the first broadcast."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp_losses import frames
+from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError, format_error
+
+__all__ = ["IGNORE", "as_dtype", "compare_names", "ignoring", "named_tensors", "without_defaults"]
+
+IGNORE = "_ddp_params_and_buffers_to_ignore"
+_SHOWN = 6  # differing names shown in an error
+
+
+def without_defaults(ddp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """DDP's options that differ from DDP's defaults.
+
+    A YAML file fills in all of them with their defaults (``device_ids`` too, which Lightning passes itself); the settings
+    must be those of Python code that names none.
+    """
+    defaults = {n: p.default for n, p in inspect.signature(DistributedDataParallel.__init__).parameters.items()}
+    missing = object()
+    return {k: v for k, v in ddp_kwargs.items() if v is not defaults.get(k, missing) and v != defaults.get(k, missing)}
+
+
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating dtype from itself or its name (``"bfloat16"``, ``"torch.bfloat16"``)."""
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if found is None and dtype is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigurationError(
+            format_error("loss_reduce_dtype", expected="a floating torch.dtype or its name, or None", got=repr(dtype))
+        )
+    return found
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers, each once."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+@contextlib.contextmanager
+def ignoring(module: nn.Module, names: set[str]) -> Iterator[None]:
+    """Let DDP be built without the tensors of these names; its marks on the module are gone afterwards.
+
+    (DDP copies the names. A mark that stayed would follow a copy of the module into another strategy.)
+    """
+    before = module.__dict__.get(IGNORE)
+    marked = [t for n, t in named_tensors(module) if n in names and not hasattr(t, "_ddp_ignored")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(names))  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for tensor in marked:
+            del tensor._ddp_ignored  # type: ignore[attr-defined]
+        if before is None:
+            delattr(module, IGNORE)
+        else:
+            setattr(module, IGNORE, before)
+
+
+def compare_names(module: nn.Module) -> None:
+    """Compare names, shapes, dtypes and order of parameters and buffers between ranks.
+
+    DDP pairs by position and would broadcast and average the wrong tensors without a word.
+
+    Raises:
+        RankMismatchError: on every rank, with the first names that differ.
+
+    Communication: one frame; one more gather where ranks differ.
+    """
+    own = [
+        f"{name} {tuple(t.shape)} {t.dtype}{'' if t.requires_grad or not isinstance(t, nn.Parameter) else ' frozen'}"
+        for name, t in named_tensors(module)
+    ]
+    digest = hashlib.sha256("\n".join(own).encode()).digest()
+    if len(set(frames.exchange("names", {}, digest))) == 1:
+        return
+    everyone: list[list[str]] = [json.loads(p) for p in frames.exchange("all names", {}, json.dumps(own).encode())]
+    longest = max(map(len, everyone))
+    padded = [names + ["nothing"] * (longest - len(names)) for names in everyone]
+    places = [i for i, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1]
+    ranks = ["; ".join(f"position {i}: {names[i]}" for i in places[:_SHOWN]) for names in padded]
+    raise RankMismatchError(
+        format_error(
+            f"parameters and buffers ({len(places)} of {longest} positions)",
+            expected="the same names, shapes and dtypes in the same order on every rank",
+            ranks=ranks,
+            fix="Register submodules in a fixed order (sort names; no iteration over sets), with the same sizes on every rank.",
+        ),
+        collective=True,
+    )
