@@ -58,9 +58,7 @@ def cuts(rows: int, world_size: int, *, even: bool = True) -> list[slice]:
     weights = [1] * world_size if even else list(range(1, world_size + 1))
     if even and rows % world_size:
         raise ValueError(f"{rows} rows cannot be cut evenly for {world_size} ranks")
-    ends = [0]
-    for rank in range(world_size):
-        ends.append(rows * sum(weights[: rank + 1]) // sum(weights))
+    ends = [rows * sum(weights[:rank]) // sum(weights) for rank in range(world_size + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]
 
 

@@ -77,7 +77,7 @@ def main(rank: int, pipe: Connection, home: str) -> None:
             started = time.monotonic()
             answer: Reply | RankError = Reply(_call(task))
             message = pickle.dumps(answer)
-        except BaseException as error:  # noqa: BLE001 - the test decides what it means, SystemExit included
+        except BaseException as error:  # the test decides what it means, SystemExit included
             message = pickle.dumps(_describe(error, rank, time.monotonic() - started))
         pipe.send_bytes(message)
     _leave_group()

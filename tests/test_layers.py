@@ -13,7 +13,7 @@ import lightning_ddp_losses
 ROOT = Path(lightning_ddp_losses.__file__).parent
 PACKAGE = ROOT.name
 LAYERS = [
-    {"errors", "groups", "frames", "collectives", "sharding", "fingerprint", "numerics"},
+    {"errors", "groups", "frames", "collectives", "sharding", "fingerprint", "numerics", "inputs"},
     {"losses", "metrics", "samplers", "layers", "strategies"},
     {"callbacks", "audit"},
     {"cli", "__main__", "__init__"},

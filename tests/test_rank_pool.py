@@ -85,10 +85,11 @@ def gradient_tensor() -> torch.Tensor:
     return torch.full((2,), float(dist.get_rank()), dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 1, 3, 2])
-def test_run_returns_results_in_rank_order_at_any_world_size(pool: RankPool, world_size: int) -> None:
-    expected = 2.0 * sum(10 + rank for rank in range(world_size))
-    assert pool.run(world_size, total, 10, factor=2.0) == [(rank, world_size, expected) for rank in range(world_size)]
+def test_run_returns_results_in_rank_order_at_any_world_size(pool: RankPool) -> None:
+    for world_size in (1, 2, 3, 1, 3, 2):
+        expected = 2.0 * sum(10 + rank for rank in range(world_size))
+        results = pool.run(world_size, total, 10, factor=2.0)
+        assert results == [(rank, world_size, expected) for rank in range(world_size)]
 
 
 def test_workers_persist_and_change_of_world_size_keeps_them(pool: RankPool) -> None:
