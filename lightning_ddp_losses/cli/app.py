@@ -24,6 +24,8 @@ __all__ = ["LossCLI", "main"]
 
 QUIET = (
     ".*does not have many workers which may be a bottleneck.*",  # arrays are read faster by the rank itself
+    "The number of training batches .* is smaller than the logging interval",  # losses are logged once an epoch
+    "The dirpath has changed from",  # each run has a folder of its own, also one that starts from a checkpoint
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # lightning 2.6 on torch 2.13; nothing a user can do
 )
 """Messages of warnings that the command line leaves out."""
@@ -68,6 +70,16 @@ class LossCLI(LightningCLI):
         width = "init_args.embedding_size"
         parser.link_arguments(f"model.init_args.encoder.{width}", f"model.init_args.loss.{width}")
 
+    def before_instantiate_classes(self) -> None:
+        """Name the sizes that a loss asks for and did not get: jsonargparse lets untyped parameters pass as None."""
+        sizes = self._get(self.config, "model", default={}).get("init_args.loss.init_args") or {}
+        for name in ("num_classes", "embedding_size"):
+            if name in sizes and sizes[name] is None:
+                what = f"model.init_args.loss.init_args.{name}"
+                raise ConfigurationError(
+                    format_error(what, expected="a number", got="nothing", fix="Set it in the config.")
+                )
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the trainer, with a progress bar that the terminal can show and the report at the end."""
         config = self._get(self.config_init, "trainer", default={})
@@ -80,7 +92,19 @@ class LossCLI(LightningCLI):
             isinstance(each, ProgressBar) for each in callbacks
         ):
             callbacks.append(_progress_bar())
-        return super().instantiate_trainer(callbacks=[*callbacks, RunReport()], **kwargs)
+        try:
+            return super().instantiate_trainer(callbacks=[*callbacks, RunReport()], **kwargs)
+        except ValueError as error:  # a strategy or precision that Lightning does not know
+            raise ConfigurationError(f"trainer: {error}") from error
+
+    def instantiate_classes(self) -> None:
+        """Make model, data and trainer; our own errors come out as they are, not inside jsonargparse's account of types."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if isinstance(error.__cause__, DDPLossError):
+                raise error.__cause__ from None
+            raise
 
     def after_instantiate_classes(self) -> None:
         """Check what needs both the data and the number of ranks."""
@@ -97,16 +121,12 @@ def _progress_bar() -> ProgressBar:
     return TQDMProgressBar(refresh_rate=10)
 
 
-def main(args: Any = None) -> None:
-    """Entry point of the console script: a mistake of the user's ends in its message, not in a traceback.
-
-    Args:
-        args: Command line as a list; None reads `sys.argv`.
-    """
+def main() -> None:
+    """Entry point of the console script: a mistake of the user's ends in its message, not in a traceback."""
     for message in QUIET:
         warnings.filterwarnings("ignore", message)
     try:
-        LossCLI(args)
+        LossCLI()
     except (DDPLossError, MisconfigurationException) as error:
         if getattr(error, "collective", False) and groups.rank() > 0:
             sys.exit(1)  # rank 0 says the same

@@ -96,13 +96,14 @@ class RunReport(Callback):
                 draw_embedding(held_out.embeddings, held_out.labels, folder / "embedding_2d.png", title=title)
                 self.outputs.append(("picture", str(folder / "embedding_2d.png")))
         except ImportError as error:
-            self.outputs.append(("no picture", f"{error.name} is missing: pip install 'lightning-ddp-losses[demo]'"))
+            package = str(error.name).split(".", maxsplit=1)[0]
+            self.outputs.append(("no picture", f"{package} is missing: pip install 'lightning-ddp-losses[demo]'"))
 
     def _print(self, title: str, *tables: Table) -> None:
         console = self.console or Console()
         console.print(title, *tables, sep="\n", highlight=False)
-        for name, value in self.outputs:
-            console.print(f"[bold]{name:<11}[/bold]{value}", soft_wrap=True, highlight=False)
+        for name, value in self.outputs:  # paths and package extras hold brackets, which are no markup
+            console.print(f"{name:<11}{value}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _raw_metrics(trainer: Trainer) -> tuple[str, dict[str, float]] | None:
