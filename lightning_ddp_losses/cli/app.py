@@ -13,7 +13,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningCLI
 from rich.console import Console
 
 from lightning_ddp_losses import groups
@@ -34,8 +34,9 @@ QUIET = (
 class LossCLI(LightningCLI):
     """LightningCLI with the defaults of this package.
 
-    Model and data are given by `class_path`. Where encoder and loss both take `embedding_size`, the loss gets the encoder's.
-    Output goes to a new folder under ``logs/`` for each run, with the config in it.
+    Model and data are given by `class_path`. Output goes to a new folder under ``logs/`` for each run, with the config in
+    it. No option is filled in from another one: jsonargparse would replace the user's value without a word, and leave it
+    out of the saved config and of the checkpoint's hyperparameters.
 
     Args:
         args: Command line as a list, or a dict of its options; None reads `sys.argv`.
@@ -63,12 +64,6 @@ class LossCLI(LightningCLI):
         )  # one learning rate would replace those of encoder and loss
         kwargs.setdefault("save_config_kwargs", {"overwrite": True})  # each run has a new folder unless one is named
         super().__init__(args=args, run=run, trainer_defaults=defaults | kwargs.pop("trainer_defaults", {}), **kwargs)
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Fill in what follows from other options."""
-        # num_classes is not taken from the data: a checkpoint must load where other data has other classes
-        width = "init_args.embedding_size"
-        parser.link_arguments(f"model.init_args.encoder.{width}", f"model.init_args.loss.{width}")
 
     def before_instantiate_classes(self) -> None:
         """Name the sizes that a loss asks for and did not get: jsonargparse lets untyped parameters pass as None."""

@@ -124,7 +124,7 @@ def test_arrays_of_the_users_own_train(capsys: pytest.CaptureFixture[str], tmp_p
           class_path: EmbeddingModule
           init_args:
             encoder: {class_path: MLPEncoder, init_args: {in_features: 5, embedding_size: 4}}
-            loss: {class_path: pytorch_metric_learning.losses.CosFaceLoss, init_args: {num_classes: 30}}
+            loss: {class_path: pytorch_metric_learning.losses.CosFaceLoss, init_args: {num_classes: 30, embedding_size: 4}}
         data: {class_path: ArrayDataModule, init_args: {features: features.npy, labels: labels.npy, batch_size: 10}}
     """)
     run("fit", "--config", "config.yaml")
@@ -171,9 +171,11 @@ def test_an_unknown_key_in_the_file_is_told(
     assert "max_epoch" in message(capsys, *command("fit", config))
 
 
-def test_a_loss_without_its_number_of_classes_is_told(
-    capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize("line", ["num_classes: 10", "embedding_size: 32 # the encoder's"])
+def test_a_loss_without_one_of_its_sizes_is_told(
+    line: str, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     config = tmp_path_factory.mktemp("configs") / "wrong.yaml"
-    config.write_text(ARCFACE.read_text().replace("        num_classes: 10\n", ""))
-    assert "loss.init_args.num_classes: expected a number, got nothing" in message(capsys, *command("fit", config))
+    config.write_text(ARCFACE.read_text().replace(f"        {line}\n", ""))
+    name = line.split(":", maxsplit=1)[0]
+    assert f"loss.init_args.{name}: expected a number, got nothing" in message(capsys, *command("fit", config))
