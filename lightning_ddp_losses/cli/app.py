@@ -12,9 +12,8 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
-from rich.console import Console
 
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.cli.report import RunReport
@@ -76,7 +75,7 @@ class LossCLI(LightningCLI):
                 )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the trainer, with a progress bar that the terminal can show and the report at the end."""
+        """Make the trainer, with a progress bar that every terminal can show and the report at the end."""
         config = self._get(self.config_init, "trainer", default={})
         if config.get("devices") in (0, "0"):
             fix = "Set trainer.devices to 1 for plain training in one process, to more for more ranks."
@@ -86,7 +85,7 @@ class LossCLI(LightningCLI):
         if config.get("enable_progress_bar") is not False and not any(
             isinstance(each, ProgressBar) for each in callbacks
         ):
-            callbacks.append(_progress_bar())
+            callbacks.append(TQDMProgressBar(refresh_rate=10))  # needs a carriage return only
         try:
             return super().instantiate_trainer(callbacks=[*callbacks, RunReport()], **kwargs)
         except ValueError as error:  # a strategy or precision that Lightning does not know
@@ -106,14 +105,6 @@ class LossCLI(LightningCLI):
         check = getattr(self.datamodule, "check", None)
         if check is not None:
             check(self.trainer.world_size)
-
-
-def _progress_bar() -> ProgressBar:
-    """Rich's where the terminal can move its cursor; else tqdm's, which needs a carriage return only."""
-    console = Console()
-    if console.is_terminal and not console.is_dumb_terminal:
-        return RichProgressBar()
-    return TQDMProgressBar(refresh_rate=10)
 
 
 def main() -> None:

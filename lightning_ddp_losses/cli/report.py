@@ -40,13 +40,14 @@ class RunReport(Callback):
         self.console = console
         self.started = time.perf_counter()
         self.outputs: list[tuple[str, str]] = []
+        self.tables: list[str | Table] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self.started = time.perf_counter()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw and print."""
+        """Draw the pictures and fill the table."""
         folder = trainer.log_dir  # a broadcast: every rank has to ask
         if not trainer.is_global_zero:
             return
@@ -59,7 +60,7 @@ class RunReport(Callback):
         if folder is not None and trainer.loggers:
             self._write(trainer, held_out, metrics, Path(folder))
         rows = "" if held_out is None else f" ({len(held_out.labels)} rows)"
-        self._print(f"Retrieval on the held-out set{rows}", _table(metrics, _raw_metrics(trainer)))
+        self.tables = [f"Retrieval on the held-out set{rows}", _table(metrics, _raw_metrics(trainer))]
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the embeddings in the order of the held-out set."""
@@ -69,11 +70,19 @@ class RunReport(Callback):
             return
         folder = Path(log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.outputs = []
+        self.tables, self.outputs = [f"Embedded {len(held_out.labels)} rows"], []
         for name, tensor in (("embeddings", held_out.embeddings), ("labels", held_out.labels)):
             np.save(folder / f"{name}.npy", tensor.numpy())
             self.outputs.append((name, f"{folder / name}.npy {tuple(tensor.shape)}"))
-        self._print(f"Embedded {len(held_out.labels)} rows")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Print, now that the progress bar has left the terminal alone."""
+        console = self.console or Console()
+        for table in self.tables:
+            console.print(table, highlight=False)
+        for name, value in self.outputs:  # paths and package extras hold brackets, which are no markup
+            console.print(f"{name:<11}{value}", soft_wrap=True, highlight=False, markup=False)
+        self.tables, self.outputs = [], []
 
     def _write(self, trainer: Trainer, held_out: HeldOut | None, metrics: dict[str, float], folder: Path) -> None:
         """Draw the pictures and note where everything is."""
@@ -98,12 +107,6 @@ class RunReport(Callback):
         except ImportError as error:
             package = str(error.name).split(".", maxsplit=1)[0]
             self.outputs.append(("no picture", f"{package} is missing: pip install 'lightning-ddp-losses[demo]'"))
-
-    def _print(self, title: str, *tables: Table) -> None:
-        console = self.console or Console()
-        console.print(title, *tables, sep="\n", highlight=False)
-        for name, value in self.outputs:  # paths and package extras hold brackets, which are no markup
-            console.print(f"{name:<11}{value}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _raw_metrics(trainer: Trainer) -> tuple[str, dict[str, float]] | None:
