@@ -1,7 +1,7 @@
 """What a loss is about to be fed, checked with words before the loss itself fails on an index.
 
-The losses of pytorch-metric-learning that hold one weight per class share attribute names (``num_classes`` and ``W``,
-``fc`` or ``proxies``); the checks read those and nothing else, so a user's loss with the same names is served too.
+The losses of pytorch-metric-learning (PML) that hold one weight per class share attribute names: ``num_classes`` and ``W``,
+``fc`` or ``proxies``. Other losses are checked for rows and NaN only: the same names may mean another layout there.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def check_inputs(
             "Look for the first layer or sample that gives NaN; lower the learning rate or clip gradients.",
         )
     num_classes, weight = getattr(loss, "num_classes", None), _class_weight(loss)
-    if not isinstance(num_classes, int) or weight is None:
+    from_pml = any(cls.__module__.startswith("pytorch_metric_learning.") for cls in type(loss).__mro__)
+    if not from_pml or not isinstance(num_classes, int) or weight is None:
         return
     name, parameter = weight
     width = parameter.shape[_WIDTH_DIM[name]]

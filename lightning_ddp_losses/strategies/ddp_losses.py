@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,18 +22,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses import collectives, frames, groups
-from lightning_ddp_losses.errors import ConfigurationError, HiddenLossError, format_error
+from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.sharding import shard_of
-from lightning_ddp_losses.strategies import wrapping
+from lightning_ddp_losses.strategies import adoption, wrapping
 from lightning_ddp_losses.strategies.discovery import FoundLoss, find_losses, is_loss
 from lightning_ddp_losses.strategies.guard import HiddenSentinel, LossGuard
-from lightning_ddp_losses.strategies.hidden import Hidden, find_hidden
 from lightning_ddp_losses.strategies.precision import PrecisionKeeper
 from lightning_ddp_losses.strategies.reduction import Calls, LossReducer
 
 __all__ = ["DDPLossStrategy"]
-
-_ADOPTED = "_adopted_losses"
 
 
 class DDPLossStrategy(DDPStrategy):
@@ -95,6 +90,7 @@ class DDPLossStrategy(DDPStrategy):
         self._adopt = adopt
         self._check_calls = check_calls
         self._reduce_dtype = wrapping.as_dtype(loss_reduce_dtype)
+        self._adopted: nn.ModuleDict | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -150,13 +146,15 @@ class DDPLossStrategy(DDPStrategy):
             self._precision.remember([loss.module for loss in self._losses])
             super().setup(trainer)
             refuse_nan = getattr(self.precision_plugin, "scaler", None) is None
+            fitting = trainer.state.fn == TrainerFn.FITTING
+            if fitting:
+                self._losses += self._meet_hidden(trainer)
             self._guards = [LossGuard(loss, refuse_nan=refuse_nan) for loss in self._losses]
-            if trainer.state.fn == TrainerFn.FITTING:
-                self._meet_hidden(trainer, refuse_nan=refuse_nan)
+            for stand_in in (*self._guards, *self._sentinels):
+                stand_in.install()
+            if fitting:
                 assert self._reducer is not None
                 self._reducer.watch(self._guards)
-            for guard in self._guards:
-                guard.install()
 
     def model_to_device(self) -> None:
         """Undo what the precision plugin halved in the losses, then move the module."""
@@ -200,45 +198,19 @@ class DDPLossStrategy(DDPStrategy):
             buffers = self._ddp_kwargs.get("broadcast_buffers", True) is not False
             collectives.broadcast_([t for t in tensors if buffers or isinstance(t, nn.Parameter)])
 
-    # ------------------------------------------------------------------ hidden losses
-
-    def _meet_hidden(self, trainer: pl.Trainer, *, refuse_nan: bool) -> None:
-        """Refuse or adopt unregistered losses, on all ranks together."""
-        callbacks = {f"callbacks[{i}] ({type(c).__name__})": c for i, c in enumerate(trainer.callbacks)}  # type: ignore[attr-defined]
-        data = {"datamodule": trainer.datamodule} if getattr(trainer, "datamodule", None) is not None else {}  # type: ignore[attr-defined]
-        hidden = find_hidden(self._module, self.optimizers, {**callbacks, **data})
-        own = [f"{type(m).__name__} at {path}" for path, m in hidden.optimised.items()]
-        refused = hidden.loose if self._adopt else own + hidden.loose
-        everyone = [json.loads(p) for p in frames.exchange("hidden losses", {}, json.dumps(refused).encode())]
-        if any(everyone):
-            raise _hidden_error(everyone, adopt=self._adopt)
+    def _meet_hidden(self, trainer: pl.Trainer) -> list[FoundLoss]:
+        """Refuse unregistered losses, or adopt them, on all ranks together."""
+        elsewhere: dict[str, Any] = {f"callbacks[{i}] ({type(c).__name__})": c for i, c in enumerate(trainer.callbacks)}  # type: ignore[attr-defined]
+        elsewhere["datamodule"] = getattr(trainer, "datamodule", None)
+        hidden = adoption.find(self._module, self.optimizers, elsewhere, adopt=self._adopt)
         for path, module in hidden.idle.items():
             if is_loss(module):
                 self._sentinels.append(HiddenSentinel(module, path, lambda: self._in_training_step))
-        for sentinel in self._sentinels:
-            sentinel.install()
-        if hidden.optimised:
-            self._take_in(hidden, refuse_nan=refuse_nan)
-
-    def _take_in(self, hidden: Hidden, *, refuse_nan: bool) -> None:
-        adopted = nn.ModuleDict(
-            {re.sub(r"\W+", "_", p.removeprefix("self.")).strip("_"): m for p, m in hidden.optimised.items()}
-        )
-        frames.exchange("adopted losses", {"paths": ", ".join(hidden.optimised)})
-        keeper = PrecisionKeeper()
-        keeper.remember([adopted])
-        self.precision_plugin.convert_module(adopted)
-        keeper.restore()
-        adopted.to(self.root_device)
-        self._module.add_module(_ADOPTED, adopted)
-        if isinstance(self.model, DistributedDataParallel):  # it reads the buffers of the live module anew each step
-            self.model.parameters_to_ignore |= {f"{_ADOPTED}.{n}" for n, _ in adopted.named_buffers()}
-        collectives.broadcast_([t for _, t in wrapping.named_tensors(adopted)])
-        for name, module in adopted.items():
-            loss = FoundLoss(f"{_ADOPTED}.{name}", module, learnable=True, owned=True)
-            self._losses.append(loss)
-            self._guards.append(LossGuard(loss, refuse_nan=refuse_nan))
-        rank_zero_info(f"Adopted as submodules: {', '.join(hidden.optimised)}.")
+        if not hidden.optimised:
+            return []
+        ddp = self.model if isinstance(self.model, DistributedDataParallel) else None
+        self._adopted = adoption.adopt(self._module, hidden, self.precision_plugin, self.root_device, ddp)
+        return adoption.as_losses(self._adopted)
 
     # ------------------------------------------------------------------ steps
 
@@ -318,17 +290,24 @@ class DDPLossStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load, leaving out adopted losses where none are registered (validate, test, predict)."""
         state = checkpoint["state_dict"]
-        if not hasattr(self._module, _ADOPTED):
-            state = {k: v for k, v in state.items() if not k.startswith(f"{_ADOPTED}.")}
+        if not hasattr(self._module, adoption.NAME):
+            state = {k: v for k, v in state.items() if not k.startswith(f"{adoption.NAME}.")}
         super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The plain module's state, and that of adopted losses also after the fit."""
+        state = super().lightning_module_state_dict()
+        if self._adopted is not None:
+            state.update({f"{adoption.NAME}.{key}": value for key, value in self._adopted.state_dict().items()})
+        return state
 
     def teardown(self) -> None:
         """Give the module back as it came."""
         for stand_in in (*self._guards, *self._sentinels):
             stand_in.remove()
         module = self.lightning_module
-        if module is not None and hasattr(module, _ADOPTED):
-            delattr(module, _ADOPTED)
+        if module is not None and hasattr(module, adoption.NAME):
+            delattr(module, adoption.NAME)
         super().teardown()
         self._reset()
 
@@ -345,25 +324,3 @@ class DDPLossStrategy(DDPStrategy):
             yield
         except Exception as error:
             frames.fail_together(error, where)
-
-
-def _hidden_error(everyone: list[list[str]], *, adopt: bool) -> HiddenLossError:
-    same = all(own == everyone[0] for own in everyone)
-    got = "; ".join(everyone[0]) if same else None
-    if adopt:
-        fix = "Only modules that can be reached by attributes, containers, closures or callbacks can be adopted."
-    else:
-        fix = (
-            "They would not be moved, synchronised or saved. Assign them to attributes of the LightningModule (nn.ModuleList or "
-            "nn.ModuleDict for several), or pass DDPLossStrategy(adopt=True)."
-        )
-    return HiddenLossError(
-        format_error(
-            "parameters in an optimizer",
-            expected="parameters of registered submodules",
-            got=got,
-            ranks=None if same else ["; ".join(own) or "none hidden" for own in everyone],
-            fix=fix,
-        ),
-        collective=True,
-    )

@@ -1,0 +1,99 @@
+"""What happens to a hidden loss: the same refusal on every rank, or a place under ``_adopted_losses``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_ddp_losses import collectives, frames
+from lightning_ddp_losses.errors import HiddenLossError, format_error
+from lightning_ddp_losses.strategies import wrapping
+from lightning_ddp_losses.strategies.discovery import FoundLoss
+from lightning_ddp_losses.strategies.hidden import Hidden, find_hidden
+from lightning_ddp_losses.strategies.precision import PrecisionKeeper
+
+__all__ = ["NAME", "adopt", "as_losses", "find"]
+
+NAME = "_adopted_losses"
+
+
+def find(module: nn.Module, optimizers: Iterable[Optimizer], elsewhere: Mapping[str, Any], *, adopt: bool) -> Hidden:
+    """Search for hidden losses; refuse those that will not be adopted.
+
+    Raises:
+        HiddenLossError: on every rank, with the paths.
+
+    Communication: one frame.
+    """
+    hidden = find_hidden(module, optimizers, elsewhere)
+    named = [f"{type(m).__name__} at {path}" for path, m in hidden.optimised.items()]
+    refused = hidden.loose if adopt else named + hidden.loose
+    everyone = [json.loads(p) for p in frames.exchange("hidden losses", {}, json.dumps(refused).encode())]
+    if any(everyone):
+        raise _refusal(everyone, adopt=adopt)
+    return hidden
+
+
+def adopt(
+    module: nn.Module,
+    hidden: Hidden,
+    precision: Precision,
+    device: torch.device,
+    ddp: DistributedDataParallel | None,
+) -> nn.ModuleDict:
+    """Register the optimised hidden modules under ``module._adopted_losses``, on the device and equal on all ranks.
+
+    Communication: one frame and a broadcast.
+    """
+    frames.exchange("adopted losses", {"paths": ", ".join(hidden.optimised)})
+    adopted = nn.ModuleDict({_key(path): found for path, found in hidden.optimised.items()})
+    keeper = PrecisionKeeper()
+    keeper.remember([adopted])
+    precision.convert_module(adopted)
+    keeper.restore()
+    adopted.to(device)
+    module.add_module(NAME, adopted)
+    if ddp is not None:  # it reads the buffers of the live module anew each step
+        ddp.parameters_to_ignore |= {f"{NAME}.{name}" for name, _ in adopted.named_buffers()}
+    collectives.broadcast_([tensor for _, tensor in wrapping.named_tensors(adopted)])
+    rank_zero_info(f"Adopted as submodules: {', '.join(hidden.optimised)}.")
+    return adopted
+
+
+def as_losses(adopted: nn.ModuleDict) -> list[FoundLoss]:
+    """The adopted modules as the strategy knows losses."""
+    return [FoundLoss(f"{NAME}.{key}", module, learnable=True, owned=True) for key, module in adopted.items()]
+
+
+def _key(path: str) -> str:
+    return re.sub(r"\W+", "_", path.removeprefix("self.")).strip("_")
+
+
+def _refusal(everyone: list[list[str]], *, adopt: bool) -> HiddenLossError:
+    same = all(own == everyone[0] for own in everyone)
+    if adopt:
+        fix = "Only modules that can be reached by attributes, containers, closures or callbacks can be adopted."
+    else:
+        fix = (
+            "They would not be moved, synchronised or saved. Assign them to attributes of the LightningModule (nn.ModuleList or "
+            "nn.ModuleDict for several), or pass DDPLossStrategy(adopt=True)."
+        )
+    return HiddenLossError(
+        format_error(
+            "parameters in an optimizer",
+            expected="parameters of registered submodules",
+            got="; ".join(everyone[0]) if same else None,
+            ranks=None if same else ["; ".join(own) or "none hidden" for own in everyone],
+            fix=fix,
+        ),
+        collective=True,
+    )
