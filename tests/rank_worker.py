@@ -59,6 +59,7 @@ class RankError:
 def main(rank: int, pipe: Connection, home: str) -> None:
     _redirect_output(home)
     os.chdir(home)  # whatever a test writes to the working directory goes when the pool goes
+    sys.argv = ["rank"]  # pytest's arguments are not the test's
     import torch
 
     torch.set_num_threads(1)
