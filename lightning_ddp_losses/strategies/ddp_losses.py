@@ -325,4 +325,6 @@ class DDPLossStrategy(DDPStrategy):
         try:
             yield
         except Exception as error:
+            if where == "training_step" and not self._check_calls:
+                raise  # the peers open no frame in which they could be told
             frames.fail_together(error, where)
