@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,11 +115,11 @@ CASES = {
 }
 
 
-def one_process(case: Case, epochs: int = 2, *, drop_last: bool | None = None) -> list[list[list[Any]]]:
+def one_process(case: Case, epochs: Iterable[int] = (0, 1), *, drop_last: bool | None = None) -> list[list[list[Any]]]:
     """The batches of each epoch, from the plain sampler alone."""
     sampler = case.make()
     drawn = []
-    for epoch in range(epochs):
+    for epoch in epochs:
         seed_all(SEED + epoch, sampler)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
