@@ -40,19 +40,19 @@ class GlobalBatchSampler(DistributedSampler[Any]):
     makes the batches, use ``GlobalBatchSampler.batches`` as ``DataLoader(batch_sampler=...)``. Lightning leaves both as
     they are, with ``use_distributed_sampler`` True or False, in fit, validate, test and predict.
 
-    Args:
-        sampler: What one process would use, over the whole data set, equal on every rank: a sampler of torch or
-            pytorch-metric-learning, or any iterable over indices that has a length.
-        local_batch_size: The DataLoader's ``batch_size``; the two must be equal.
-        drop_last: Leave out a last global batch that is not full. Else its rows are dealt as evenly as possible. Set it
-            here and not on the DataLoader, which would drop a batch on some ranks only.
-        seed: 0 to 2**32 - 1. None: ``torch.initial_seed()`` of rank 0, which ``seed_everything`` sets. Give one where a
-            run that is resumed must go on with the same order.
-
     Every generator (torch, numpy, Python, those that the sampler holds) is seeded for the draw and put back afterwards:
     sampling takes nothing from, and gives nothing to, the random numbers of training. Lightning calls ``set_epoch``;
     without it, an epoch that was read to its end is followed by the next. Before torch.distributed is initialised the
     world is one process, and so is ``len``.
+
+    Args:
+        sampler: What one process would use, over the whole data set, equal on every rank: a sampler of torch or
+            pytorch-metric-learning, or any iterable over indices that has a length.
+        local_batch_size: The DataLoader's ``batch_size``; the two must be equal (``DDPLossStrategy`` refuses others).
+        drop_last: Leave out a last global batch that is not full. Else its rows are dealt as evenly as possible. Set it
+            here and not on the DataLoader, which can drop a batch on some ranks only.
+        seed: 0 to 2**32 - 1. None: ``torch.initial_seed()`` of rank 0, which ``seed_everything`` sets. Give one where a
+            run that is resumed must go on with the same order.
 
     Communication: two frames per epoch, when the first batch is asked for. All ranks iterate together, or none.
 
@@ -89,6 +89,7 @@ class GlobalBatchSampler(DistributedSampler[Any]):
                     fix="Write DataLoader(batch_sampler=GlobalBatchSampler.batches(sampler)).",
                 )
             )
+        self.local_batch_size = local_batch_size
         self._draw = GlobalDraw(sampler, local_batch_size=local_batch_size or 0, drop_last=drop_last, seed=seed)
         # rank and world size are placeholders of the base class's: they are asked for anew at each use
         super().__init__(sampler, num_replicas=1, rank=0, shuffle=False, seed=seed or 0, drop_last=drop_last)

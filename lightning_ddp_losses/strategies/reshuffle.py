@@ -2,6 +2,8 @@
 
 Under DDP, Lightning wraps any training sampler in a ``DistributedSamplerWrapper`` that shuffles, and builds a custom batch
 sampler anew around a shuffling ``DistributedSampler``. Batches with M rows per class are lost; nothing tells.
+
+And refuse a DataLoader that cuts what a global sampler deals into other batches than the sampler means.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_ddp_losses.errors import format_error
+from lightning_ddp_losses.errors import ConfigurationError, format_error
 
-__all__ = ["warn_if_reshuffled"]
+__all__ = ["refuse_other_batches", "warn_if_reshuffled"]
 
 
 def warn_if_reshuffled(dataloader: object, *, injecting: bool = True) -> None:
@@ -45,3 +47,44 @@ def _warn(name: str, got: str, size: str) -> None:
             "Trainer(use_distributed_sampler=False) where the sampler itself gives each rank its own rows.",
         )
     )
+
+
+def refuse_other_batches(dataloader: object) -> None:
+    """Refuse a DataLoader whose batches are not those of its global sampler.
+
+    Such a sampler is known by its ``local_batch_size``; it cannot see what the DataLoader makes of its indices.
+
+    Args:
+        dataloader: As ``Strategy.process_dataloader`` gets it.
+
+    Raises:
+        ConfigurationError: another batch size, or ``drop_last`` on the DataLoader, which can leave ranks with different
+            numbers of batches.
+    """
+    if not isinstance(dataloader, DataLoader):
+        return
+    # under a batch sampler of its own, dataloader.sampler is torch's placeholder; in prediction the sampler is inside
+    sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
+    expected = getattr(sampler, "local_batch_size", None)
+    if expected is None or not isinstance(sampler, DistributedSampler):
+        return
+    name = type(sampler).__name__
+    size = getattr(dataloader.batch_sampler, "batch_size", None)
+    if size != expected:
+        raise ConfigurationError(
+            format_error(
+                f"batch_size of the DataLoader around {name}",
+                expected=f"{expected}, as in {name}(sampler, local_batch_size={expected})",
+                got=repr(size),
+                fix="Give both the same number of rows per rank.",
+            )
+        )
+    if getattr(dataloader.batch_sampler, "drop_last", False) and not sampler.drop_last:
+        raise ConfigurationError(
+            format_error(
+                f"drop_last of the DataLoader around {name}",
+                expected=f"drop_last=True on the {name}, which leaves out the same batch on every rank",
+                got="drop_last=True on the DataLoader alone",
+                fix=f"Write {name}(sampler, {expected}, drop_last=True).",
+            )
+        )

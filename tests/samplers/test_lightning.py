@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from lightning_ddp_losses import DDPLossStrategy
+from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
-from lightning_ddp_losses.strategies.reshuffle import warn_if_reshuffled
+from lightning_ddp_losses.strategies.reshuffle import refuse_other_batches, warn_if_reshuffled
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
 from tests.samplers.cases import CASES, ROWS, SEED, one_process
@@ -41,7 +43,7 @@ class Recorder(LightningModule):
             return DataLoader(
                 DATA, batch_sampler=GlobalBatchSampler.batches(case.make(), case.size, seed=SEED, **drop_last)
             )
-        size = (case.size or 0) // 3
+        size = (case.size or 0) // dist.get_world_size()
         sampler = GlobalBatchSampler(case.make(), local_batch_size=size, drop_last=case.drop_last, seed=SEED)
         return DataLoader(DATA, batch_size=size, sampler=sampler)
 
@@ -115,6 +117,15 @@ def test_fit_and_predict(pool: RankPool, form: str, name: str, strategy: str, in
     assert together([rank["predict"] for rank in ranks]) == once
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["made in a hook", "handed in"])
+@pytest.mark.parametrize("form", ["batches", "indices"])
+def test_one_rank(pool: RankPool, form: str, inside: bool) -> None:
+    name = "random, rows of the last batch not divided"
+    (rank,) = pool.run(1, run, name, form, "ddp_losses", True, inside)
+    assert rank["fit"] == rank["validate"] == one_process(CASES[name])
+    assert rank["predict"] == one_process(CASES[name], [2])
+
+
 class MyBatches(BatchSampler):
     """A batch sampler of the user's own, of the kind that Lightning builds anew."""
 
@@ -132,6 +143,7 @@ class Listening(DDPLossStrategy):
             warnings.simplefilter("always")
             warn_if_reshuffled(dataloader, injecting=injecting)
         self.told += [str(warning.message) for warning in caught]
+        refuse_other_batches(dataloader)
         return super().process_dataloader(dataloader)
 
 
@@ -181,3 +193,27 @@ def test_what_keeps_its_order_or_has_none_is_left_in_peace(
 
 def test_what_is_no_loader_has_no_order() -> None:
     warn_if_reshuffled([1, 2, 3])
+
+
+def loader_of(size: int | None, drop_last: bool = False, own_drop_last: bool = False) -> DataLoader:
+    return DataLoader(
+        DATA, batch_size=size, drop_last=drop_last, sampler=GlobalBatchSampler(range(9), 3, drop_last=own_drop_last)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ((4,), r"batch_size of the DataLoader around GlobalBatchSampler: expected 3, .*, got 4"),
+        ((None,), r"expected 3, .*, got None"),
+        ((3, True), r"drop_last of the DataLoader around GlobalBatchSampler"),
+    ],
+)
+def test_a_loader_that_makes_other_batches_is_refused(options: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        refuse_other_batches(loader_of(*options))
+
+
+@pytest.mark.parametrize("loader", [loader_of(3), loader_of(3, True, True), loader_of(3, False, True), [1, 2]])
+def test_a_loader_that_makes_the_same_batches_is_not(loader: object) -> None:
+    refuse_other_batches(loader)
