@@ -15,6 +15,7 @@ PINNED = [
     "DDPLossStrategy",
     "GlobalBatchLoss",
     "GlobalBatchMiner",
+    "GlobalBatchSampler",
     "HiddenLossError",
     "InputError",
     "LossCallError",
