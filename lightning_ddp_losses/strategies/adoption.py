@@ -31,13 +31,15 @@ def find(module: nn.Module, optimizers: Iterable[Optimizer], elsewhere: Mapping[
 
     Raises:
         HiddenLossError: on every rank, with the paths.
+        RankMismatchError: on every rank, when ranks would adopt different modules.
 
     Communication: one frame.
     """
     hidden = find_hidden(module, optimizers, elsewhere)
     named = [f"{type(m).__name__} at {path}" for path, m in hidden.optimised.items()]
     refused = hidden.loose if adopt else named + hidden.loose
-    everyone = [json.loads(p) for p in frames.exchange("hidden losses", {}, json.dumps(refused).encode())]
+    agreed = {"modules to adopt": "; ".join(named) or "none"} if adopt else {}
+    everyone = [json.loads(p) for p in frames.exchange("hidden losses", agreed, json.dumps(refused).encode())]
     if any(everyone):
         raise _refusal(everyone, adopt=adopt)
     return hidden
@@ -52,9 +54,8 @@ def adopt(
 ) -> nn.ModuleDict:
     """Register the optimised hidden modules under ``module._adopted_losses``, on the device and equal on all ranks.
 
-    Communication: one frame and a broadcast.
+    Communication: one broadcast. (That all ranks adopt the same was agreed in ``find``.)
     """
-    frames.exchange("adopted losses", {"paths": ", ".join(hidden.optimised)})
     adopted = nn.ModuleDict()
     for path, found in hidden.optimised.items():
         key = _key(path)

@@ -314,6 +314,16 @@ class DDPLossStrategy(DDPStrategy):
             state.update({f"{adoption.NAME}.{key}": value for key, value in self._adopted.state_dict().items()})
         return state
 
+    def on_exception(self, exception: BaseException) -> None:
+        """What fails on one rank between two steps (a callback, an optimizer, Lightning itself) ends its peers too."""
+        super().on_exception(exception)
+        trainer = self._module._trainer if self.lightning_module is not None else None
+        training = self._reducer is not None and trainer is not None and trainer.training
+        # in validation, and without check_calls, the peers open no frame in which they could be told
+        if training and self._check_calls and isinstance(exception, Exception):
+            with contextlib.suppress(Exception):  # Lightning goes on with the exception itself
+                frames.fail_together(exception, "training")
+
     def teardown(self) -> None:
         """Give the module back as it came."""
         for stand_in in (*self._guards, *self._sentinels):
