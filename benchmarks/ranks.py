@@ -42,7 +42,7 @@ def run_ranks(function: Callable[..., Any], *arguments: Any, world_size: int = 2
         RuntimeError: with the traceback of the rank that failed.
     """
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, _one_thread():
+    with tempfile.TemporaryDirectory() as folder, _settings():
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
@@ -86,11 +86,11 @@ def _answers(pipes: list[Connection], deadline: float) -> list[Any]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Processes started inside have one thread per operation, also in the Python threads that they make."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "1"))
+def _settings() -> Iterator[None]:
+    """Processes started inside have one thread per operation, also in Python threads of theirs, and a quiet profiler."""
+    settings = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:

@@ -51,7 +51,7 @@ def write(name: str, rows: Sequence[Row]) -> Path:
 
 def show(rows: Sequence[Row]) -> None:
     """One table per value of ``table``, columns in the order of the first row's keys."""
-    console = Console(width=None if Console().is_terminal else 160)
+    console = Console(width=None if Console().is_terminal else 210)
     console.print(", ".join(f"{key} {value}" for key, value in machine().items()))
     for title in dict.fromkeys(row["table"] for row in rows):
         mine = [row for row in rows if row["table"] == title]
@@ -71,7 +71,9 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+        if value.is_integer():
+            return f"{value:.0f}"
+        return f"{value:.3f}" if 1e-3 < abs(value) < 10 else f"{value:.4g}"
     if isinstance(value, (list, tuple)):
         return " to ".join(_text(v) for v in value)
     return str(value)

@@ -7,7 +7,9 @@ CPU backward runs in the thread that called it; gloo's own ranges (``gloo:all_re
 Times are of whole training steps of Lightning, taken alternately in the same processes (``interleave``), on the slowest
 rank, after the parameters were found equal. Three fits take turns: ``ddp``, ``ddp`` again, ``ddp_losses``. Reported are
 medians, the ratio of medians, the median of the paired differences with its 95% interval (order statistics), and the A/A
-ratio: ``ddp`` again over ``ddp``, the same estimate where nothing differs.
+ratio: ``ddp`` again over ``ddp``, the same estimate where nothing differs. *Calm* compares the fastest tenth of each
+fit's steps instead of the median: what is left when other programs on the machine are not counted. The encoder's rows are
+chosen so that a step of plain ``ddp`` takes about 10 or 100 ms here.
 
 Memory is the resident set, sampled every half millisecond, in fresh processes for each strategy.
 """
@@ -129,7 +131,7 @@ class Collectives(Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
         """Start and stop recording between two steps."""
         if index == self.first:
-            self.profiler = torch.autograd.profiler.profile(use_kineto=False)
+            self.profiler = torch.autograd.profiler.profile(use_kineto=False)  # sees this thread, and what it calls
             self.profiler.__enter__()
         elif index == self.last + 1:
             self.profiler.__exit__(None, None, None)
@@ -237,21 +239,21 @@ def time_job(theirs: str, job: Job, target_ms: float | None, rounds: int) -> tup
 
 def _rows_for(strategy: str, job: Job, target_ms: float) -> int:
     few, many = 16, 272
-    median = []
+    typical = []
     for rows in (few, many):
         fit = Fit(_starter(strategy, Embedder(job)), batches(replace(job, rows=rows)))
         fit.step()
-        times = torch.tensor([row[0] for row in timed_rounds([fit], 24)[4:]])
+        times = torch.tensor([row[0] for row in timed_rounds([fit], 44)[4:]])
         fit.end()
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        median.append(float(times.median()))
-    per_row = max((median[1] - median[0]) / (many - few), 1e-3)
-    return max(4, min(20_000, round(few + (target_ms - median[0]) / per_row)))
+        typical.append(float(times.quantile(0.3)))
+    per_row = max((typical[1] - typical[0]) / (many - few), 1e-3)
+    return max(4, min(20_000, round(few + (target_ms - typical[0]) / per_row)))
 
 
 def time_table(rounds: float) -> list[Row]:
     """All comparisons of time."""
-    table = "Milliseconds per training step, slowest rank (A/A: plain again over plain)"
+    table = "Milliseconds per training step, slowest rank (A/A: plain again over plain; calm: fastest tenth of steps)"
     cases: list[tuple[str, str, Job, float | None, int, float]] = [
         ("ArcFace", "ddp", Job("arcface", 0), 10, 400, 1.15),
         ("3 losses", "ddp", Job("three", 0), 10, 300, 1.15),
@@ -269,6 +271,7 @@ def time_table(rounds: float) -> list[Row]:
         plain, again, ours = (list(column) for column in zip(*steps, strict=True))
         middle = statistics.median(plain)
         ratio, same = statistics.median(ours) / middle, statistics.median(again) / middle
+        calm, calm_same = (_calm(values) / _calm(plain) for values in (ours, again))
         low, difference, high = _median_interval([b - a for a, b in zip(plain, ours, strict=True)])
         rows.append(
             {
@@ -277,19 +280,32 @@ def time_table(rounds: float) -> list[Row]:
                 "plain": theirs.replace("_parameters_true", ""),
                 "rows": answers[0][2],
                 "plain_ms": middle,
-                "ddp_losses_ms": statistics.median(ours),
+                "ours_ms": statistics.median(ours),
                 "ratio": ratio,
                 "A/A": same,
                 "difference_ms": difference,
-                "95%_interval_ms": [low, high],
+                "95%_interval": [low, high],
                 "paired_ratio": 1 + difference / middle,
+                "calm_ratio": calm,
+                "calm_A/A": calm_same,
                 "limit": limit,
                 "rounds": len(steps),
-                "parameters_differ_by": f"{max(a[1] for a in answers):.0e}",
-                "verdict": "met" if 1 + low / middle <= limit else "missed",
+                "parameters_differ_by": max(a[1] for a in answers),
+                "verdict": _judge(middle, low, difference, limit),
             }
         )
     return rows
+
+
+def _calm(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 10]
+
+
+def _judge(plain_ms: float, low_ms: float, difference_ms: float, limit: float) -> str:
+    """By the paired differences; what the interval does not decide is left open."""
+    if 1 + difference_ms / plain_ms <= limit:
+        return "met"
+    return "missed" if 1 + low_ms / plain_ms > limit else "open"
 
 
 def _median_interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -392,9 +408,11 @@ def memory_table() -> list[Row]:
     for strategy in ("ddp", OURS):
         ranks = run_ranks(step_memory, strategy, job)
         found[strategy] = [max(column) / MIB for column in zip(*ranks, strict=True)]
+    plain_between, plain_peak, _ = found["ddp"]
     rows = []
     for strategy, (between, peak, reduction) in found.items():
-        right = between < 1.25 * gradient and reduction < 0.25 * gradient and peak <= found["ddp"][1]
+        # allocator pools add the same few MiB to both; DDP's bucket is the copy that ours must not have
+        right = between < plain_between - 0.75 * gradient and peak < plain_peak and reduction < 0.25 * gradient
         rows.append(
             {
                 "table": f"MiB per rank above the module's own, ArcFace, {MANY:,} classes",
@@ -403,7 +421,7 @@ def memory_table() -> list[Row]:
                 "between_steps": between,
                 "peak_of_step": peak,
                 "added_after_backward": reduction,
-                "copies_beside_the_gradient": between / gradient - 1,
+                "less_than_ddp": plain_between - between,
                 "verdict": "-" if strategy == "ddp" else "right" if right else "WRONG",
             }
         )
