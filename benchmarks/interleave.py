@@ -8,15 +8,17 @@ milliseconds apart, so a machine that slows down slows them all, and a differenc
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Fit", "timed_rounds"]
+__all__ = ["Fit", "Round", "timed_rounds"]
 
 
 class Fit:
@@ -67,22 +69,40 @@ class Fit:
             index += 1
 
 
-def timed_rounds(fits: Sequence[Fit], rounds: int) -> list[list[float]]:
-    """Milliseconds of one step of each fit, for each round; a round starts one place further each time.
+@dataclass(frozen=True)
+class Round:
+    """One step of each fit.
 
-    The ranks meet before every step, so that nobody pays for what a neighbour's step left behind.
+    Attributes:
+        wall_ms: From the moment all ranks are ready.
+        cpu_ms: Of this process, all its threads: what a busy machine adds to the wall time is not in it.
+    """
+
+    wall_ms: tuple[float, ...]
+    cpu_ms: tuple[float, ...]
+
+
+def timed_rounds(fits: Sequence[Fit], rounds: int, seconds: float = math.inf) -> list[Round]:
+    """Steps of all fits, ``rounds`` times; a round starts one place further each time.
+
+    The ranks meet before every step, so that nobody pays for what a neighbour's step left behind. After ``seconds`` on any
+    rank, all of them stop together at the end of the round.
     """
     meeting = dist.new_group(backend="gloo")
-    token = torch.zeros(1)
+    late, ended = torch.zeros(1), time.monotonic() + seconds
     table = []
     for number in range(rounds):
-        row = [0.0] * len(fits)
+        wall, cpu = [0.0] * len(fits), [0.0] * len(fits)
+        late.fill_(time.monotonic() > ended)
         for place in range(len(fits)):
             index = (number + place) % len(fits)
-            dist.all_reduce(token, group=meeting)
-            started = time.perf_counter()
+            dist.all_reduce(late, group=meeting)
+            started, worked = time.perf_counter(), time.process_time()
             fits[index].step()
-            row[index] = (time.perf_counter() - started) * 1e3
-        table.append(row)
+            wall[index] = (time.perf_counter() - started) * 1e3
+            cpu[index] = (time.process_time() - worked) * 1e3
+        table.append(Round(tuple(wall), tuple(cpu)))
+        if late.item():
+            break
     dist.destroy_process_group(meeting)
     return table
