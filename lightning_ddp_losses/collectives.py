@@ -30,7 +30,14 @@ from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.errors import InputError, format_error
 from lightning_ddp_losses.groups import Group
 
-__all__ = ["all_gather_with_grad", "all_reduce_with_grad", "broadcast_", "reduce_mean_", "reduce_scatter_with_grad"]
+__all__ = [
+    "all_gather_with_grad",
+    "all_reduce_with_grad",
+    "broadcast_",
+    "reduce_mean_",
+    "reduce_scatter_with_grad",
+    "scatter_sum",
+]
 
 Backward = Literal["sum", "own_slice"]
 
@@ -194,7 +201,7 @@ class _AllGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         if ctx.mode == "sum":
-            return _scatter_sum(grad, ctx.counts, ctx.group), None, None, None
+            return scatter_sum(grad, ctx.counts, ctx.group), None, None, None
         rank = groups.rank(ctx.group)
         own = grad.narrow(0, sum(ctx.counts[:rank]), ctx.counts[rank])
         return own * len(ctx.counts), None, None, None
@@ -218,7 +225,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, counts: list[int], group: Group) -> Tensor:
         ctx.counts, ctx.group = counts, group
-        return _scatter_sum(tensor, counts, group)
+        return scatter_sum(tensor, counts, group)
 
     @staticmethod
     @once_differentiable
@@ -279,7 +286,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _scatter_sum(tensor: Tensor, counts: list[int], group: Group) -> Tensor:
+def scatter_sum(tensor: Tensor, counts: list[int], group: Group) -> Tensor:
     """(G, ...) on each rank -> own rows of the sum over ranks, added in rank order and at least float32."""
     rank, row_shape = groups.rank(group), tensor.shape[1:]
     wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_ddp_losses import inputs, numerics
+from lightning_ddp_losses import graph, inputs, numerics
 from lightning_ddp_losses.errors import HiddenLossError, format_error
 from lightning_ddp_losses.strategies.discovery import FoundLoss, unwrap
 
-__all__ = ["HiddenSentinel", "LossGuard", "keep_in_graph"]
+__all__ = ["HiddenSentinel", "LossGuard"]
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,14 +65,18 @@ class LossGuard(_InstanceForward):
     """Runs one loss in full precision on checked inputs and counts its calls.
 
     Attributes:
+        sees_global_batch: Whether the loss evaluates the rows of all ranks.
         counting: Whether calls count (only inside ``training_step``, with gradients on).
         calls: Calls since ``reset``.
         rows: Rows of those calls, summed.
     """
 
-    def __init__(self, loss: FoundLoss, *, refuse_nan: bool) -> None:
+    def __init__(self, loss: FoundLoss, *, refuse_nan: bool, whole: nn.Module | None = None) -> None:
         super().__init__(loss.module)
         self.loss = loss
+        self.sees_global_batch = loss.sees_global_batch or whole is not None
+        self._whole = whole  # evaluates the loss over all ranks, and comes back here for the loss itself
+        self._inside = False
         self.counting = False
         self.calls = self.rows = 0
         self._refuse_nan = refuse_nan
@@ -85,26 +89,31 @@ class LossGuard(_InstanceForward):
     @_eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The loss, in ``promote(float32, parameters, inputs)`` with autocast off."""
-        given = list(numerics.tensors_in((args, kwargs)))
+        if self._inside:
+            return self.original(*args, **kwargs)
         if self.counting and torch.is_grad_enabled():
             self.calls += 1
             self.rows += inputs.num_rows(args, kwargs)
         # reading values waits for the device: on an accelerator only at the first call
-        on_host = all(t.device.type == "cpu" for t in given)
+        on_host = all(t.device.type == "cpu" for t in numerics.tensors_in((args, kwargs)))
         read = on_host or not self._seen
         self._seen = True
-        refuse_nan = read and self._refuse_nan
-        inputs.check_inputs(unwrap(self.module), self.loss.title, args, kwargs, read_values=read, refuse_nan=refuse_nan)
-
-        parameters = list(self.module.parameters())
-        dtype = numerics.compute_dtype([*parameters, *given])
-        args, kwargs = numerics.cast_floating((args, kwargs), dtype)
-        devices = {t.device.type for t in given}
-        with numerics.full_precision(dtype, devices), numerics.cast_parameters(self.module, dtype):
-            result = self.original(*args, **kwargs)
-        if torch.is_grad_enabled():
-            result = keep_in_graph(result, [p for p in parameters if p.requires_grad], given)
-        return result
+        inputs.check_inputs(
+            unwrap(self.module),
+            self.loss.title,
+            args,
+            kwargs,
+            read_values=read,
+            refuse_nan=read and self._refuse_nan,
+            allow_empty=self.sees_global_batch,
+        )
+        if self._whole is None:
+            return graph.run_wide(self.module, self.original, args, kwargs)
+        self._inside = True
+        try:
+            return self._whole(*args, **kwargs)
+        finally:
+            self._inside = False
 
 
 class HiddenSentinel(_InstanceForward):
@@ -129,57 +138,3 @@ class HiddenSentinel(_InstanceForward):
                 )
             )
         return self.original(*args, **kwargs)
-
-
-def keep_in_graph(result: Any, parameters: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
-    """Tie parameters that the result does not depend on to it, with a zero gradient.
-
-    A zero loss often leaves the weight out of the graph on that rank only; then the ranks' gradients cannot be averaged.
-
-    Args:
-        result: What the loss returned: a tensor, or a nest of tensors.
-        parameters: The loss's trainable parameters.
-        given: The loss's inputs; the search for parameters ends there.
-    """
-    outputs = [t for t in numerics.tensors_in(result) if t.is_floating_point()]
-    if not outputs or not parameters:
-        return result
-    reached = _reached(outputs, given)
-    missing = [p for p in parameters if id(p) not in reached]
-    if not missing:
-        return result
-    if isinstance(result, Tensor):
-        return _Tie.apply(result, *missing)  # type: ignore[no-untyped-call]
-    if isinstance(result, tuple) and hasattr(result, "_fields"):
-        return type(result)(*(keep_in_graph(item, parameters, given) for item in result))
-    if isinstance(result, (tuple, list)):
-        return type(result)(keep_in_graph(item, parameters, given) for item in result)
-    return {key: keep_in_graph(item, parameters, given) for key, item in result.items()}
-
-
-def _reached(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> set[int]:
-    """Ids of the leaves that the outputs depend on, looking no further than the inputs."""
-    ends = {t.grad_fn for t in given if t.grad_fn is not None}
-    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen, leaves = set(ends), set()
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves.add(id(leaf))
-        stack += [child for child, _ in node.next_functions if child is not None]
-    return leaves
-
-
-class _Tie(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, result: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
-        return result.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)

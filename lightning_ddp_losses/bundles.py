@@ -1,0 +1,149 @@
+"""Several batches gathered as one: labels, indices and masks travel with the embeddings, in a single collective.
+
+Legend: ``W`` ranks, ``B`` rows on this rank (per tensor, may differ), ``G`` their sum.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_ddp_losses import frames, groups
+from lightning_ddp_losses.collectives import Backward, scatter_sum
+from lightning_ddp_losses.groups import Group
+
+__all__ = ["Bundle", "gather_bundle"]
+
+_ALIGN = 16  # bytes; a view of any dtype may start there
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What all ranks brought.
+
+    Attributes:
+        tensors: (G, ...) each, in rank order.
+        counts: Rows of each rank, per tensor.
+        extras: Each rank's own ``extra`` bytes.
+    """
+
+    tensors: list[Tensor]
+    counts: list[list[int]]
+    extras: list[bytes]
+
+    def offset(self, index: int, rank: int) -> int:
+        """First row of ``rank`` in tensor ``index``."""
+        return sum(self.counts[index][:rank])
+
+
+def gather_bundle(
+    what: str,
+    tensors: Mapping[str, Tensor],
+    agreed: Mapping[str, object],
+    *,
+    backward: Backward = "sum",
+    extra: bytes = b"",
+    group: Group = None,
+) -> Bundle:
+    """Rows of all ranks for several tensors at once, in rank order, with their graphs.
+
+    Args:
+        what: The operation, for the frame.
+        tensors: (B, ...) by name; B may differ per rank and per tensor.
+        agreed: What else must be equal on all ranks.
+        backward: As in ``all_gather_with_grad``.
+        extra: Own bytes that ride in the frame.
+        group: Process group; None is the world.
+
+    Communication:
+        Forward one frame and one gather of all tensors' bytes; backward none (``"own_slice"``), or one exchange per
+        floating tensor that needs a gradient (``"sum"``).
+
+    Raises:
+        RankMismatchError: on every rank, when names, widths, dtypes or ``agreed`` differ.
+    """
+    values = list(tensors.values())
+    fixed = {name: f"{('rows', *t.shape[1:])} {t.dtype} {t.device.type}" for name, t in tensors.items()}
+    needs = [t.requires_grad and torch.is_grad_enabled() for t in values]
+    own = json.dumps([[t.shape[0] for t in values], needs]).encode() + b"\0" + extra
+    payloads = frames.exchange(what, {**agreed, "tensors": ", ".join(tensors), **fixed}, own, group=group)
+    heads, extras = zip(*(p.split(b"\0", 1) for p in payloads), strict=True)
+    table = [json.loads(head) for head in heads]
+    counts = [[rows[i] for rows, _ in table] for i in range(len(values))]
+    if groups.world_size(group) == 1:
+        return Bundle(values, counts, list(extras))
+    wanted = [any(grads[i] for _, grads in table) for i in range(len(values))]
+    # a rank whose own rows need no gradient still takes part in backward's collective
+    joined = [
+        t.detach().requires_grad_() if want and not t.requires_grad and torch.is_grad_enabled() else t
+        for t, want in zip(values, wanted, strict=True)
+    ]
+    out = _Gather.apply(counts, group, backward, *joined)  # type: ignore[no-untyped-call]
+    return Bundle(list(out), counts, list(extras))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, counts: list[list[int]], group: Group, backward: Backward, *tensors: Tensor) -> Any:
+        ctx.counts, ctx.group, ctx.mode = counts, group, backward
+        ctx.set_materialize_grads(False)
+        out = _gather_packed(tensors, counts, group)
+        ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
+        ctx.shapes = [(t.shape, t.dtype, t.device) for t in out]
+        return tuple(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        own: list[Tensor | None] = []
+        rank = groups.rank(ctx.group)
+        for index, (grad, counts) in enumerate(zip(grads, ctx.counts, strict=True)):
+            if not ctx.needs_input_grad[3 + index]:
+                own.append(None)
+            elif ctx.mode == "sum":
+                shape, dtype, device = ctx.shapes[index]
+                whole = torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+                own.append(scatter_sum(whole, counts, ctx.group))
+            elif grad is None:
+                own.append(None)
+            else:
+                own.append(grad.narrow(0, sum(counts[:rank]), counts[rank]) * len(counts))
+        return None, None, None, *own
+
+
+def _gather_packed(tensors: Sequence[Tensor], counts: list[list[int]], group: Group) -> list[Tensor]:
+    world = groups.world_size(group)
+    row_bytes = [t[:0].new_empty((1, *t.shape[1:])).nbytes for t in tensors]
+    sizes = [[_aligned(counts[i][r] * row_bytes[i]) for i in range(len(tensors))] for r in range(world)]
+    longest = max(map(sum, sizes))
+    if longest == 0:
+        return [t.detach().clone() for t in tensors]
+    packed = tensors[0].new_zeros(longest, dtype=torch.uint8)
+    offset = 0
+    for tensor, size in zip(tensors, sizes[groups.rank(group)], strict=True):
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        packed[offset : offset + data.numel()] = data
+        offset += size
+    everyone = packed.new_empty(world * longest)
+    frames.gather_into(everyone, packed, group=groups.family(group).payload(packed))
+    out = []
+    for i, tensor in enumerate(tensors):
+        parts = []
+        for r in range(world):
+            start = r * longest + sum(sizes[r][:i])
+            part = everyone[start : start + counts[i][r] * row_bytes[i]]
+            if start % _ALIGN:
+                part = part.clone()
+            parts.append(part.view(tensor.dtype).view(counts[i][r], *tensor.shape[1:]))
+        out.append(torch.cat(parts))
+    return out
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

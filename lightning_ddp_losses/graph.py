@@ -1,0 +1,104 @@
+"""How a loss is run: in full precision, and with all its parameters in the graph of the result.
+
+A zero loss often leaves the weight out of the graph on one rank only; then the ranks' gradients cannot be averaged. So what
+the result does not depend on is tied to it with a zero gradient.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_losses import numerics
+
+__all__ = ["global_values", "keep_in_graph", "note_global_value", "run_wide"]
+
+_recent_global: deque[Tensor] = deque(maxlen=8)
+
+
+def note_global_value(value: Any) -> None:
+    """Remember a value that is global already, so that reducing it once more can be called waste."""
+    if isinstance(value, Tensor) and value.ndim == 0:
+        _recent_global.append(value.detach())
+
+
+def global_values() -> list[Tensor]:
+    """The last few values that were global when they were made."""
+    return list(_recent_global)
+
+
+def run_wide(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``forward`` in ``promote(float32, parameters, inputs)`` with autocast off.
+
+    Args:
+        module: The loss; its parameters keep their dtype.
+        forward: What to call.
+        args: Positional arguments; floating tensors among them are cast.
+        kwargs: Keyword arguments, likewise.
+    """
+    given = list(numerics.tensors_in((args, kwargs)))
+    parameters = list(module.parameters())
+    dtype = numerics.compute_dtype([*parameters, *given])
+    args, kwargs = numerics.cast_floating((args, kwargs), dtype)
+    devices = {t.device.type for t in given}
+    with numerics.full_precision(dtype, devices), numerics.cast_parameters(module, dtype):
+        result = forward(*args, **kwargs)
+    if torch.is_grad_enabled():
+        result = keep_in_graph(result, [p for p in parameters if p.requires_grad], given)
+    return result
+
+
+def keep_in_graph(result: Any, parameters: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
+    """The result, with every parameter in its graph.
+
+    Args:
+        result: What the loss returned: a tensor, or a nest of tensors.
+        parameters: The loss's trainable parameters.
+        given: The loss's inputs; the search for parameters ends there.
+    """
+    outputs = [t for t in numerics.tensors_in(result) if t.is_floating_point()]
+    if not outputs or not parameters:
+        return result
+    reached = _reached(outputs, given)
+    missing = [p for p in parameters if id(p) not in reached]
+    if not missing:
+        return result
+    if isinstance(result, Tensor):
+        return _Tie.apply(result, *missing)  # type: ignore[no-untyped-call]
+    if isinstance(result, tuple) and hasattr(result, "_fields"):
+        return type(result)(*(keep_in_graph(item, parameters, given) for item in result))
+    if isinstance(result, (tuple, list)):
+        return type(result)(keep_in_graph(item, parameters, given) for item in result)
+    return {key: keep_in_graph(item, parameters, given) for key, item in result.items()}
+
+
+def _reached(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> set[int]:
+    """Ids of the leaves that the outputs depend on, looking no further than the inputs."""
+    ends = {t.grad_fn for t in given if t.grad_fn is not None}
+    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen, leaves = set(ends), set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            leaves.add(id(leaf))
+        stack += [child for child, _ in node.next_functions if child is not None]
+    return leaves
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)

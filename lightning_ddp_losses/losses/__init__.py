@@ -1,0 +1,21 @@
+"""Losses over the global batch, and the one statement of their gradient.
+
+Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` = sum of B. DDP divides the sum of the ranks' gradients by W. Three exact
+ways to evaluate a global loss L = S / N:
+
+| mode | each rank computes | gather's backward | backward communication | exact for |
+|---|---|---|---|---|
+| ``replicated`` | the whole L on all G rows | own slice times W | none | every loss that is deterministic given its inputs |
+| ``rows`` | S_r: elements whose anchor is on this rank, against all G rows | sum over ranks | 1 | sums over anchors |
+| ``elements`` | S_r: elements of its own rows | nothing is gathered | none | sums over samples |
+
+In ``rows`` and ``elements`` each rank back-propagates ``W * S_r / N`` and reports ``L`` (``reduction``). A ``replicated`` loss needs no
+factor for its own parameters: every rank holds the full gradient and DDP's mean leaves it alone.
+"""
+
+from lightning_ddp_losses.losses.global_batch import GlobalBatchLoss
+from lightning_ddp_losses.losses.miner import GlobalBatchMiner
+from lightning_ddp_losses.losses.separable import check_separable
+from lightning_ddp_losses.losses.table import register_element_wise, register_row_separable
+
+__all__ = ["GlobalBatchLoss", "GlobalBatchMiner", "check_separable", "register_element_wise", "register_row_separable"]

@@ -1,0 +1,43 @@
+"""A loss's configuration as text, to compare between ranks once."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["configuration", "digest"]
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_COUNTERS = ("training", "queue_idx", "has_been_filled")  # change in the course of training
+
+
+def configuration(loss: nn.Module) -> str:
+    """Classes and plain attributes of the loss and everything inside it, sorted, without statistics."""
+    lines = []
+    for name, module in loss.named_modules():
+        statistics = getattr(module, "_record_these_stats", ())
+        own = [
+            f"{key}={value!r}"
+            for key, value in sorted(vars(module).items())
+            if not key.startswith("_") and key not in statistics and key not in _COUNTERS and _is_plain(value)
+        ]
+        shapes = [f"{k}{tuple(p.shape)}" for k, p in module.named_parameters(recurse=False)]
+        lines.append(f"{name or 'loss'}: {type(module).__name__}({', '.join([*own, *shapes])})")
+    return "; ".join(lines)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(_is_plain(item) for item in value.values())
+    return isinstance(value, _PLAIN)
+
+
+def digest(module: nn.Module) -> str:
+    """The configuration's beginning, for reading, and a hash of all of it."""
+    text = configuration(module)
+    return f"{text[:160]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"

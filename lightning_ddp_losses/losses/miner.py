@@ -1,0 +1,80 @@
+"""`GlobalBatchMiner`: a miner over the rows of all ranks, whose tuples feed `GlobalBatchLoss`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pytorch_metric_learning.miners import BaseMiner
+from torch import nn
+
+from lightning_ddp_losses import frames, graph, groups
+from lightning_ddp_losses.bundles import gather_bundle
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, format_error
+from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.losses.fingerprint import digest
+from lightning_ddp_losses.losses.pml_call import PML_NAMES, GlobalTuples, PMLCall
+from lightning_ddp_losses.losses.randomness import pack_draw, same_draws
+
+__all__ = ["GlobalBatchMiner"]
+
+
+class GlobalBatchMiner(nn.Module):
+    """A pytorch-metric-learning miner over the global batch.
+
+    Equivalent to: ``miner(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process.
+
+    Args:
+        miner: Any miner of pytorch-metric-learning. A random one draws the same tuples on all ranks.
+        group: Process group; None is the world.
+
+    Returns:
+        From ``forward``: tuples of global row numbers, equal on every rank, for ``GlobalBatchLoss(..., indices_tuple=...)``.
+
+    Communication: one frame and one gather, none in backward (mining takes no gradient).
+
+    Example:
+        >>> import torch
+        >>> from pytorch_metric_learning.miners import MultiSimilarityMiner
+        >>> miner = GlobalBatchMiner(MultiSimilarityMiner())
+        >>> tuples = miner(torch.randn(4, 8), torch.tensor([0, 0, 1, 1]))
+    """
+
+    def __init__(self, miner: nn.Module, *, group: Group = None) -> None:
+        super().__init__()
+        if not isinstance(miner, BaseMiner):
+            raise ConfigurationError(
+                format_error("GlobalBatchMiner: miner", expected="a miner of pytorch-metric-learning", got=repr(miner))
+            )
+        self.miner = miner
+        self._group = group
+        self._draws = 0
+        self._fingerprint = ""
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
+        """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""
+        return graph.run_wide(self, self._forward, args, kwargs)  # type: ignore[no-any-return]
+
+    def _forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
+        names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
+        given = {n: v for n, v in (dict(zip(names, args, strict=False)) | kwargs).items() if v is not None}
+        title = f"GlobalBatchMiner({type(self.miner).__name__})"
+        self._draws += 1
+        self._fingerprint = self._fingerprint or digest(self.miner)
+        extra = pack_draw(torch.initial_seed(), self._draws)
+        try:
+            call = PMLCall(
+                self.miner,
+                given,
+                lambda batches: gather_bundle(
+                    title, batches, {"configuration": self._fingerprint}, extra=extra, group=self._group
+                ),
+                groups.rank(self._group),
+            )
+            with same_draws(call.seed, call.arguments.values()):
+                return GlobalTuples(self.miner(**call.arguments))
+        except DDPLossError:
+            raise
+        except Exception as error:
+            frames.fail_together(error, title, group=self._group)

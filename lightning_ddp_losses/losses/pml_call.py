@@ -1,0 +1,141 @@
+"""One call of a pytorch-metric-learning (PML) loss or miner: what this rank gave, and the same over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pytorch_metric_learning import losses as pml
+from torch import Tensor, nn
+
+from lightning_ddp_losses.bundles import Bundle
+from lightning_ddp_losses.losses import pml as pml_rows
+from lightning_ddp_losses.losses.randomness import shared_seed
+
+__all__ = ["PML_NAMES", "GlobalTuples", "PMLCall"]
+
+PML_NAMES = ("embeddings", "labels", "indices_tuple", "ref_emb", "ref_labels", "enqueue_mask")
+_NO_IDENTITY = (pml.VICRegLoss, pml.SelfSupervisedLoss)
+
+
+class GlobalTuples(tuple[Tensor, ...]):
+    """A miner's tuples over the global batch, the same on every rank: indices count rows of all ranks."""
+
+    __slots__ = ()
+
+
+class PMLCall:
+    """Gathers the arguments of a call and keeps apart what one process would have kept apart.
+
+    Args:
+        inner: The loss or miner.
+        given: Its arguments by name, none of them None.
+        gather: Gathers named batches.
+        rank: This rank.
+
+    Attributes:
+        arguments: The arguments over all ranks, for ``inner(**arguments)``.
+        counts: Rows of each rank, per gathered tensor.
+        own_labels: This rank's labels; its own identities where none were given.
+        seed: For random draws, the same on every rank.
+    """
+
+    def __init__(
+        self, inner: nn.Module, given: dict[str, Any], gather: Callable[[dict[str, Tensor]], Bundle], rank: int
+    ) -> None:
+        self.given = given
+        self._inner = inner
+        self._rank = rank
+        tuples = given.get("indices_tuple")
+        batches = {n: v for n, v in given.items() if isinstance(v, Tensor)}
+        # PML asks whether the references are the very same tensors
+        same = {
+            ref: own
+            for ref, own in (("ref_emb", "embeddings"), ("ref_labels", "labels"))
+            if ref in batches and batches[ref] is batches.get(own)
+        }
+        for name in same:
+            del batches[name]
+        local = () if tuples is None or isinstance(tuples, GlobalTuples) else tuples
+        bundle = gather(batches | {f"index {i}": index for i, index in enumerate(local)})
+        self.seed = shared_seed(bundle)
+        names = [*batches, *(f"index {i}" for i in range(len(local)))]
+        self.counts = dict(zip(names, bundle.counts, strict=True))
+        out: dict[str, Any] = dict(zip(names, bundle.tensors, strict=True))
+        if local:
+            tuples = self._shift([out.pop(f"index {i}") for i in range(len(local))])
+        self.own_labels: Tensor | None = given.get("labels")
+        if "labels" not in given and "ref_emb" in given and not isinstance(inner, _NO_IDENTITY):
+            self._identities(out)
+        out.update({name: out[own] for name, own in same.items()})
+        if tuples is not None:
+            out["indices_tuple"] = tuple(tuples)
+        # what is no tensor travels nowhere: a flag, a number
+        out.update({n: v for n, v in given.items() if n not in out})
+        self.arguments = out
+
+    @property
+    def total_rows(self) -> int:
+        """G."""
+        return sum(self.counts["embeddings"])
+
+    @property
+    def bound(self) -> tuple[int, int]:
+        """Global rows of this rank: first, one past the last."""
+        return self.bounds()[self._rank]
+
+    @property
+    def ref_labels(self) -> Tensor | None:
+        """Labels of the references; of the anchors where there are no others."""
+        return self.arguments.get("ref_labels", self.arguments.get("labels"))
+
+    def bounds(self, name: str = "embeddings") -> list[tuple[int, int]]:
+        """Global rows of each rank."""
+        stops = torch.tensor(self.counts[name]).cumsum(0).tolist()
+        return list(zip([0, *stops[:-1]], stops, strict=True))
+
+    def rows_possible(self) -> bool:
+        """Whether each rank may evaluate its own anchors; the same verdict on every rank."""
+        labels, ref_labels = self.arguments.get("labels"), self.ref_labels
+        if labels is None or ref_labels is None:
+            return False
+        given = self.arguments.get("indices_tuple")
+        return pml_rows.tuples_suffice(labels, ref_labels, self.bounds(), given, same=ref_labels is labels)
+
+    def own_tuples(self) -> tuple[Tensor, ...]:
+        """Pairs or triplets of this rank's anchors."""
+        labels, ref_labels = self.arguments["labels"], self.ref_labels
+        assert ref_labels is not None
+        given = self.arguments.get("indices_tuple")
+        return pml_rows.anchor_tuples(self._inner, labels, ref_labels, self.bound, given, same=ref_labels is labels)
+
+    def ranks_with_local_identities(self) -> int:
+        """On how many ranks the labels are 0, 1, 2, ... (once, or once per view)."""
+        labels, count = self.arguments["labels"], 0
+        for start, stop in self.bounds("labels"):
+            own, rows = labels[start:stop], stop - start
+            views = (1, 2) if rows % 2 == 0 else (1,)
+            if rows > 2 and any(
+                torch.equal(own, torch.arange(rows // v, device=own.device).repeat(v).to(own)) for v in views
+            ):
+                count += 1
+        return count
+
+    def _identities(self, out: dict[str, Any]) -> None:
+        """Two views without labels: row i of one view belongs to row i of the other, over all ranks."""
+        out["labels"] = torch.arange(self.total_rows, device=out["embeddings"].device)
+        start, stop = self.bound
+        self.own_labels = out["labels"][start:stop]
+        out.setdefault("ref_labels", out["labels"].clone())
+
+    def _shift(self, indices: list[Tensor]) -> list[Tensor]:
+        """Local tuples of all ranks as global ones: anchors count rows, the others count references."""
+        refs = "ref_emb" if "ref_emb" in self.counts else "embeddings"
+        anchors = (0, 2) if len(indices) == 4 else (0,)
+        out = []
+        for position, index in enumerate(indices):
+            counts = torch.tensor(self.counts[f"index {position}"], device=index.device)
+            starts = [start for start, _ in self.bounds("embeddings" if position in anchors else refs)]
+            out.append(index + torch.tensor(starts, device=index.device).repeat_interleave(counts))
+        return out

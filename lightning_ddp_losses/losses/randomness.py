@@ -1,0 +1,47 @@
+"""The same random numbers on every rank for the length of a call; each rank's own generators go on afterwards as before."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterable, Iterator
+
+import torch
+from pytorch_metric_learning.utils import common_functions as c_f
+from torch import Tensor
+
+from lightning_ddp_losses.bundles import Bundle
+
+__all__ = ["pack_draw", "same_draws", "shared_seed"]
+
+_DRAW = struct.Struct("<QQ")
+
+
+@contextlib.contextmanager
+def same_draws(seed: int, tensors: Iterable[object]) -> Iterator[None]:
+    """Seed torch's generators (CPU and the tensors' devices) and PML's numpy generator, and restore them.
+
+    Args:
+        seed: The same on every rank.
+        tensors: The call's inputs; their devices' generators are seeded too.
+    """
+    devices = {t.device for t in tensors if isinstance(t, Tensor) and t.device.type == "cuda"}
+    numpy_state = c_f.NUMPY_RANDOM.get_state()
+    with torch.random.fork_rng(devices=sorted(d.index or 0 for d in devices)):
+        torch.manual_seed(seed)
+        c_f.NUMPY_RANDOM.seed(seed % (1 << 32))
+        try:
+            yield
+        finally:
+            c_f.NUMPY_RANDOM.set_state(numpy_state)
+
+
+def pack_draw(base: int, draws: int) -> bytes:
+    """This rank's seed and how often it drew, to ride in a frame."""
+    return _DRAW.pack(base % (1 << 63), draws)
+
+
+def shared_seed(bundle: Bundle) -> int:
+    """Rank 0's seed for this call."""
+    base, draws = _DRAW.unpack(bundle.extras[0])
+    return int((base * 1_000_003 + draws) % (1 << 63))

@@ -1,0 +1,49 @@
+"""torch.nn's losses as a sum and a divisor, so that uneven ranks give the one-process mean, not a mean of means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_losses.losses.reduction import Share
+
+__all__ = ["torch_share"]
+
+
+def torch_share(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any], world: int) -> Share:
+    """This rank's elements, summed, and what the global sum is to be divided by.
+
+    Args:
+        loss: A loss of torch.nn with ``reduction`` "mean", "batchmean" or "sum".
+        args: Its inputs, this rank's rows.
+        kwargs: Its inputs by keyword.
+        world: Number of ranks.
+    """
+    reduction = loss.reduction
+    loss.reduction = "none"
+    try:
+        values = loss(*args, **kwargs)
+    finally:
+        loss.reduction = reduction
+    if reduction == "sum":
+        return Share(values.sum(), 1.0 / world)
+    if reduction == "batchmean":
+        return Share(values.sum(), float(args[0].shape[0] if args else kwargs["input"].shape[0]))
+    target = args[1] if len(args) > 1 else kwargs.get("target")
+    if (
+        isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
+        and isinstance(target, Tensor)
+        and not target.is_floating_point()
+    ):
+        return Share(values.sum(), _weight_of(target, loss.weight, loss.ignore_index))
+    return Share(values.sum(), float(values.numel()))
+
+
+def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int) -> float:
+    """Sum of the class weights of the targets that count."""
+    counted = target[target != ignore_index]
+    if weight is None:
+        return float(counted.numel())
+    return float(torch.sum(weight[counted]))
