@@ -49,7 +49,7 @@ OURS = "ddp_losses"
 UNUSED = "ddp_find_unused_parameters_true"
 MANY = 100_000
 MIB = 1 << 20
-CASE_SECONDS = 25.0  # of timed rounds per row of the table, however busy the machine is
+CASE_SECONDS = 18.0  # of timed rounds per row of the table, however busy the machine is
 EQUAL = 1e-6  # relative, float32, after the same steps
 
 
