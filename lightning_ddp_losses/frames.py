@@ -27,8 +27,9 @@ from torch import Tensor
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchError, error_class, format_error
 from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.transport import gather_into
 
-__all__ = ["FRAME_BYTES", "PATIENCE", "exchange", "fail_together", "gather_into"]
+__all__ = ["FRAME_BYTES", "PATIENCE", "exchange", "fail_together"]
 
 FRAME_BYTES = 1024
 PATIENCE = timedelta(seconds=60)
@@ -38,9 +39,6 @@ VERSION = 1
 _TEXT_BYTES = 448  # at most; the rest of the frame is the payload's
 _HEADER = struct.Struct("<HHHxxI16s")  # version, kind, bytes of text, bytes of payload, digest of the whole text
 _AGREE, _ERROR = 0, 1
-
-# torch 2.13 renames all_gather_into_tensor and deprecates the old name
-gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Frame(NamedTuple):

@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses import collectives, frames, groups
+from lightning_ddp_losses import frames, groups, transport
 from lightning_ddp_losses.errors import ConfigurationError, LossCallError, RankMismatchError, format_error
 from lightning_ddp_losses.sharding import shard_of
 from lightning_ddp_losses.strategies.discovery import FoundLoss
@@ -204,7 +204,7 @@ class LossReducer:
         if not pieces:
             return []
         world = groups.world_size()
-        mean = collectives.reduce_mean_(torch.cat(pieces))
+        mean = transport.reduce_mean_(torch.cat(pieces))
         counts = [round(value * world) for value in mean[: len(flags)].tolist()]
         offset = len(flags)
         for m, grad in zip(small, grads, strict=True):
@@ -220,7 +220,7 @@ class LossReducer:
         if self._reduce_dtype is not None:
             wire = wire.to(self._reduce_dtype)
         wire = wire.contiguous()
-        collectives.reduce_mean_(wire)
+        transport.reduce_mean_(wire)
         if wire.data_ptr() != grad.data_ptr():
             grad.copy_(wire)
 
