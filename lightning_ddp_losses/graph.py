@@ -43,10 +43,13 @@ def run_wide(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ..
     given = list(numerics.tensors_in((args, kwargs)))
     parameters = list(module.parameters())
     dtype = numerics.compute_dtype([*parameters, *given])
-    args, kwargs = numerics.cast_floating((args, kwargs), dtype)
     devices = {t.device.type for t in given}
-    with numerics.full_precision(dtype, devices), numerics.cast_parameters(module, dtype):
+    if numerics.is_full(dtype, devices, (*parameters, *given)):  # the usual case, and contexts take time
         result = forward(*args, **kwargs)
+    else:
+        args, kwargs = numerics.cast_floating((args, kwargs), dtype)
+        with numerics.full_precision(dtype, devices), numerics.cast_parameters(module, dtype):
+            result = forward(*args, **kwargs)
     if torch.is_grad_enabled():
         result = keep_in_graph(result, [p for p in parameters if p.requires_grad], given)
     return result

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_floating", "cast_parameters", "compute_dtype", "full_precision", "tensors_in"]
+__all__ = ["cast_floating", "cast_parameters", "compute_dtype", "full_precision", "is_full", "tensors_in"]
 
 
 def compute_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
@@ -24,6 +24,15 @@ def compute_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
         if tensor.is_floating_point():
             dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
+
+
+def is_full(dtype: torch.dtype, device_types: Iterable[str], tensors: Iterable[Tensor]) -> bool:
+    """Whether nothing stands in the way of ``dtype``: no autocast, no low default dtype, no floating tensor of another."""
+    return (
+        torch.get_default_dtype().itemsize >= torch.float32.itemsize
+        and not any(torch.is_autocast_enabled(device_type) for device_type in device_types)
+        and all(tensor.dtype == dtype or not tensor.is_floating_point() for tensor in tensors)
+    )
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
