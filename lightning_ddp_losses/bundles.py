@@ -64,7 +64,7 @@ def gather_bundle(
 
     Communication:
         Forward one frame and one gather of all tensors' bytes; backward none (``"own_slice"``), or one exchange per
-        floating tensor that needs a gradient (``"sum"``).
+        dtype that needs a gradient (``"sum"``).
 
     Raises:
         RankMismatchError: on every rank, when names, widths, dtypes or ``agreed`` differ.
@@ -95,27 +95,44 @@ class _Gather(torch.autograd.Function):
         ctx.counts, ctx.group, ctx.mode = counts, group, backward
         ctx.set_materialize_grads(False)
         out = _gather_packed(tensors, counts, group)
-        ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
+        # some losses refuse targets that ask for a gradient
+        ctx.mark_non_differentiable(*(t for i, t in enumerate(out) if not ctx.needs_input_grad[3 + i]))
         ctx.shapes = [(t.shape, t.dtype, t.device) for t in out]
         return tuple(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        own: list[Tensor | None] = []
+        own: list[Tensor | None] = [None] * len(grads)
         rank = groups.rank(ctx.group)
-        for index, (grad, counts) in enumerate(zip(grads, ctx.counts, strict=True)):
-            if not ctx.needs_input_grad[3 + index]:
-                own.append(None)
-            elif ctx.mode == "sum":
-                shape, dtype, device = ctx.shapes[index]
-                whole = torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-                own.append(scatter_sum(whole, counts, ctx.group))
-            elif grad is None:
-                own.append(None)
-            else:
-                own.append(grad.narrow(0, sum(counts[:rank]), counts[rank]) * len(counts))
+        wanted = [i for i in range(len(grads)) if ctx.needs_input_grad[3 + i]]
+        if ctx.mode == "sum":
+            whole = []
+            for i in wanted:
+                shape, dtype, device = ctx.shapes[i]
+                grad = grads[i]
+                whole.append(torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad)
+            found = _scatter_packed(whole, [ctx.counts[i] for i in wanted], ctx.group)
+            for i, rows in zip(wanted, found, strict=True):
+                own[i] = rows
+            return None, None, None, *own
+        for i in wanted:
+            grad, counts = grads[i], ctx.counts[i]
+            if grad is not None:
+                own[i] = grad.narrow(0, sum(counts[:rank]), counts[rank]) * len(counts)
         return None, None, None, *own
+
+
+def _scatter_packed(grads: list[Tensor], counts: list[list[int]], group: Group) -> list[Tensor]:
+    """Own rows of each gradient's sum over ranks; gradients of one dtype travel together."""
+    if len(grads) < 2 or len({g.dtype for g in grads}) > 1:
+        return [scatter_sum(g, c, group) for g, c in zip(grads, counts, strict=True)]
+    rank = groups.rank(group)
+    parts = [torch.split(g, c) for g, c in zip(grads, counts, strict=True)]
+    packed = torch.cat([part[r].reshape(-1) for r in range(len(counts[0])) for part in parts])
+    sizes = [[part[r].numel() for part in parts] for r in range(len(counts[0]))]
+    own = scatter_sum(packed, [sum(s) for s in sizes], group)
+    return [flat.view(part[rank].shape) for flat, part in zip(torch.split(own, sizes[rank]), parts, strict=True)]
 
 
 def _gather_packed(tensors: Sequence[Tensor], counts: list[list[int]], group: Group) -> list[Tensor]:
@@ -128,8 +145,8 @@ def _gather_packed(tensors: Sequence[Tensor], counts: list[list[int]], group: Gr
     packed = tensors[0].new_zeros(longest, dtype=torch.uint8)
     offset = 0
     for tensor, size in zip(tensors, sizes[groups.rank(group)], strict=True):
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        packed[offset : offset + data.numel()] = data
+        # not tensor.contiguous().view: none or one strided row counts as contiguous and cannot be viewed as bytes
+        packed[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         offset += size
     everyone = packed.new_empty(world * longest)
     gather_into(everyone, packed, group=groups.family(group).payload(packed))

@@ -89,7 +89,8 @@ def gather_rows(rows: Tensor, counts: list[int], group: Group) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    # one element counts as contiguous whatever its stride; a view as bytes needs stride 1
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def scatter_sum(tensor: Tensor, counts: list[int], group: Group) -> Tensor:

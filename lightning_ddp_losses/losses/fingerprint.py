@@ -13,6 +13,8 @@ __all__ = ["configuration", "digest"]
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _COUNTERS = ("training", "queue_idx", "has_been_filled")  # change in the course of training
 
+_MEMORIES = ("embedding_memory", "label_memory", "curr_batch_idx", "position", "hist_")
+
 
 def configuration(loss: nn.Module) -> str:
     """Classes and plain attributes of the loss and everything inside it, sorted, without statistics."""
@@ -24,9 +26,21 @@ def configuration(loss: nn.Module) -> str:
             for key, value in sorted(vars(module).items())
             if not key.startswith("_") and key not in statistics and key not in _COUNTERS and _is_plain(value)
         ]
+        held = {**vars(module), **module._buffers}
+        own += [f"{key}#{_hash(held[key])}" for key in sorted(held) if _is_setting(key, held[key])]
         shapes = [f"{k}{tuple(p.shape)}" for k, p in module.named_parameters(recurse=False)]
         lines.append(f"{name or 'loss'}: {type(module).__name__}({', '.join([*own, *shapes])})")
     return "; ".join(lines)
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    """Class weights and the like; not what a loss remembers of its batches."""
+    return isinstance(value, torch.Tensor) and not name.startswith("_") and name not in _MEMORIES
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
+    return hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest()
 
 
 def _is_plain(value: Any) -> bool:

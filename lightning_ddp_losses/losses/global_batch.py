@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses import frames, graph, groups, inputs, numerics
 from lightning_ddp_losses.bundles import Bundle, gather_bundle
 from lightning_ddp_losses.collectives import Backward
-from lightning_ddp_losses.errors import DDPLossError, InputError
+from lightning_ddp_losses.errors import InputError, format_error
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses import pml as pml_rows
 from lightning_ddp_losses.losses.coefficient import CoefficientWatch
@@ -31,6 +31,7 @@ from lightning_ddp_losses.losses.torch_losses import torch_share
 
 __all__ = ["GlobalBatchLoss"]
 
+_VIEWS = ("embeddings", "ref_emb")  # what SelfSupervisedLoss takes, in this order
 _PML = (pml.BaseMetricLossFunction, pml.BaseLossWrapper, pml.MultipleLosses)
 
 
@@ -91,6 +92,7 @@ class GlobalBatchLoss(nn.Module):
         self._group = group
         self._fingerprint = ""
         self._draws = 0
+        self._told = False
         self._coefficients = CoefficientWatch()
         self._is_pml = isinstance(loss, _PML)
         if isinstance(loss, pml.CrossBatchMemory):
@@ -135,16 +137,15 @@ class GlobalBatchLoss(nn.Module):
         modes = self.exact_modes()
         mode = modes[0] if self.mode == "auto" else self.mode
         if mode not in modes:
-            raise not_exact(self._title, mode, modes)
+            frames.fail_together(not_exact(self._title, mode, modes), self._title, group=self._group)
         try:
             if self._is_pml:
-                return self._pml(mode, dict(zip(PML_NAMES, args, strict=False)) | kwargs)
+                names = _VIEWS if isinstance(self.loss, pml.SelfSupervisedLoss) else PML_NAMES
+                return self._pml(mode, dict(zip(names, args, strict=False)) | kwargs)
             if mode == "elements":
                 return self._torch_elements(args, kwargs)
             return self._whole(args, kwargs)
-        except DDPLossError:
-            raise
-        except Exception as error:
+        except Exception as error:  # what all ranks raise alike passes through
             frames.fail_together(error, self._title, group=self._group)
 
     # ------------------------------------------------------------------ PML
@@ -160,7 +161,8 @@ class GlobalBatchLoss(nn.Module):
         if mode == "rows" and self._rows_fit(given) and call.rows_possible():
             return self._rows(call)
         if isinstance(self.loss, pml.CrossBatchMemory):
-            self.queue_position.check(call.total_rows, self._title)
+            mask = call.arguments.get("enqueue_mask")  # only what it marks goes to the memory
+            self.queue_position.check(call.total_rows if mask is None else int(mask.sum()), self._title)
         with same_draws(call.seed, call.arguments.values()):
             value = self.loss(**call.arguments)
         if isinstance(self.loss, pml.CrossBatchMemory):
@@ -176,9 +178,10 @@ class GlobalBatchLoss(nn.Module):
 
     def _warn_identities(self, call: PMLCall) -> None:
         """Hand-made labels of self-supervised use collide between ranks; all ranks see it, rank 0 says so, once."""
-        if self._draws > 3 or "labels" not in call.given or groups.world_size(self._group) == 1:
+        if self._told or self._draws > 3 or "labels" not in call.given or groups.world_size(self._group) == 1:
             return
-        if call.ranks_with_local_identities() > 1 and groups.rank(self._group) == 0:
+        self._told = call.ranks_with_local_identities() > 1
+        if self._told and groups.rank(self._group) == 0:
             warnings.warn(
                 f"{self._title}: several ranks hand in the same labels 0, 1, 2, ...: rows of different ranks count as the same "
                 "identity. If each row is its own identity, pass the second view as ref_emb and labels=None.",
@@ -218,6 +221,9 @@ class GlobalBatchLoss(nn.Module):
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named: dict[int | str, Any] = dict(enumerate(args))
         named.update(kwargs)
+        for name, value in named.items():
+            if self.batch_dims.get(name, 0) is not None and isinstance(value, (list, tuple, dict)):
+                self._refuse_nested(name, value)
         dims = {k: self.batch_dims.get(k, 0) for k, v in named.items() if isinstance(v, Tensor) and v.ndim}
         batches = {str(k): named[k].movedim(d, 0) for k, d in dims.items() if d is not None}
         bundle = self._gather(batches, self.backward)
@@ -226,6 +232,17 @@ class GlobalBatchLoss(nn.Module):
         positional = [named[i] for i in range(len(args))]
         with same_draws(shared_seed(bundle), bundle.tensors):
             return self.loss(*positional, **{k: v for k, v in named.items() if isinstance(k, str)})
+
+    def _refuse_nested(self, name: int | str, value: Any) -> None:
+        if any(t.ndim for t in numerics.tensors_in(value)):
+            raise InputError(
+                format_error(
+                    f"{self._title}: argument {name}",
+                    expected="a tensor",
+                    got=f"a {type(value).__name__} of tensors, whose rows would stay on this rank",
+                    fix=f"Pass the tensors one by one, or say that they are no batches: batch_dims={{{name!r}: None}}.",
+                )
+            )
 
     # ------------------------------------------------------------------ shared
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_ddp_losses import frames, graph, groups
 from lightning_ddp_losses.bundles import gather_bundle
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, format_error
+from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses.fingerprint import digest
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, GlobalTuples, PMLCall
@@ -74,7 +74,5 @@ class GlobalBatchMiner(nn.Module):
             )
             with same_draws(call.seed, call.arguments.values()):
                 return GlobalTuples(self.miner(**call.arguments))
-        except DDPLossError:
-            raise
-        except Exception as error:
+        except Exception as error:  # what all ranks raise alike passes through
             frames.fail_together(error, title, group=self._group)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pytorch_metric_learning import distances
+from pytorch_metric_learning import distances, reducers
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
@@ -19,6 +19,14 @@ __all__ = ["anchor_tuples", "elements", "row_elements", "rows_are_exact", "tuple
 Indices = tuple[Tensor, ...]
 
 _TRIPLET_LOSSES = (pml.TripletMarginLoss, pml.MarginLoss)
+# element losses of shape (n, 1)
+_COLUMNS = (
+    pml.AngularLoss,
+    pml.CircleLoss,
+    pml.GeneralizedLiftedStructureLoss,
+    pml.MultiSimilarityLoss,
+    pml.TupletMarginLoss,
+)
 _ROW_DISTANCES = (
     distances.CosineSimilarity,
     distances.DotProductSimilarity,
@@ -38,7 +46,12 @@ def rows_are_exact(loss: nn.Module) -> bool:
     distance = getattr(loss, "distance", None)
     if distance is not None and type(distance) not in _ROW_DISTANCES:
         return False  # a user's distance may look at the whole batch
-    return can_split(getattr(loss, "reducer", None))
+    reducer = getattr(loss, "reducer", None)
+    if type(loss) in _COLUMNS and isinstance(reducer, nn.Module):
+        # PML 2.9 multiplies these losses' column of elements by a row of class weights: a product of two means
+        weighted = any(isinstance(inner, reducers.ClassWeightedReducer) for inner in reducer.modules())
+        return not weighted and can_split(reducer)
+    return can_split(reducer)
 
 
 def elements(loss: Any, embeddings: Tensor, labels: Tensor | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
 from lightning_ddp_losses.bundles import Bundle
+from lightning_ddp_losses.errors import InputError, format_error
 from lightning_ddp_losses.losses import pml as pml_rows
 from lightning_ddp_losses.losses.randomness import shared_seed
 
@@ -47,6 +48,15 @@ class PMLCall:
         self.given = given
         self._inner = inner
         self._rank = rank
+        self._identities_wanted = "labels" not in given and "ref_emb" in given and not isinstance(inner, _NO_IDENTITY)
+        if self._identities_wanted and "ref_labels" in given:
+            raise InputError(
+                format_error(
+                    f"{type(inner).__name__}: labels",
+                    expected="labels and ref_labels, or neither (each row its own identity)",
+                    got="ref_labels only",
+                )
+            )
         tuples = given.get("indices_tuple")
         batches = {n: v for n, v in given.items() if isinstance(v, Tensor)}
         # PML asks whether the references are the very same tensors
@@ -57,19 +67,21 @@ class PMLCall:
         }
         for name in same:
             del batches[name]
-        local = () if tuples is None or isinstance(tuples, GlobalTuples) else tuples
+        # a tensor is no tuple of indices but a value per row (ManifoldLoss's classes) and gathers like any batch
+        local = () if tuples is None or isinstance(tuples, (GlobalTuples, Tensor)) else tuples
         bundle = gather(batches | {f"index {i}": index for i, index in enumerate(local)})
         self.seed = shared_seed(bundle)
         names = [*batches, *(f"index {i}" for i in range(len(local)))]
         self.counts = dict(zip(names, bundle.counts, strict=True))
+        self._refuse_lengths()
         out: dict[str, Any] = dict(zip(names, bundle.tensors, strict=True))
         if local:
             tuples = self._shift([out.pop(f"index {i}") for i in range(len(local))])
         self.own_labels: Tensor | None = given.get("labels")
-        if "labels" not in given and "ref_emb" in given and not isinstance(inner, _NO_IDENTITY):
+        if self._identities_wanted:
             self._identities(out)
         out.update({name: out[own] for name, own in same.items()})
-        if tuples is not None:
+        if tuples is not None and not isinstance(tuples, Tensor):
             out["indices_tuple"] = tuple(tuples)
         # what is no tensor travels nowhere: a flag, a number
         out.update({n: v for n, v in given.items() if n not in out})
@@ -121,6 +133,23 @@ class PMLCall:
             ):
                 count += 1
         return count
+
+    def _refuse_lengths(self) -> None:
+        """Labels or a mask of another length than the rows they belong to; every rank sees every rank's numbers."""
+        pairs_of_names = [("labels", "embeddings"), ("ref_labels", "ref_emb"), ("enqueue_mask", "embeddings")]
+        if self._identities_wanted:
+            pairs_of_names.append(("ref_emb", "embeddings"))
+        for name, of in pairs_of_names:
+            if name in self.counts and self.counts[name] != self.counts.get(of, self.counts[name]):
+                pairs = zip(self.counts[name], self.counts[of], strict=True)
+                raise InputError(
+                    format_error(
+                        f"{type(self._inner).__name__}: {name}",
+                        expected=f"one per row of {of}",
+                        ranks=[f"{count} for {rows} rows" for count, rows in pairs],
+                    ),
+                    collective=True,
+                )
 
     def _identities(self, out: dict[str, Any]) -> None:
         """Two views without labels: row i of one view belongs to row i of the other, over all ranks."""

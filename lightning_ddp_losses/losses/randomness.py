@@ -27,8 +27,12 @@ def same_draws(seed: int, tensors: Iterable[object]) -> Iterator[None]:
     """
     devices = {t.device for t in tensors if isinstance(t, Tensor) and t.device.type == "cuda"}
     numpy_state = c_f.NUMPY_RANDOM.get_state()
-    with torch.random.fork_rng(devices=sorted(d.index or 0 for d in devices)):
-        torch.manual_seed(seed)
+    indices = sorted(d.index or 0 for d in devices)
+    with torch.random.fork_rng(devices=indices):
+        # not torch.manual_seed: it seeds every device there is, and formats a stack trace for each kind that is not in use
+        torch.default_generator.manual_seed(seed)
+        for index in indices:
+            torch.cuda.default_generators[index].manual_seed(seed)
         c_f.NUMPY_RANDOM.seed(seed % (1 << 32))
         try:
             yield

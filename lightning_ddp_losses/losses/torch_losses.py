@@ -11,6 +11,9 @@ from lightning_ddp_losses.losses.reduction import Share
 
 __all__ = ["torch_share"]
 
+# divided by the weights of the targets that count; LinearCrossEntropyLoss is new in torch 2.13
+_CLASS_INDEX = (nn.CrossEntropyLoss, nn.NLLLoss, getattr(nn, "LinearCrossEntropyLoss", nn.CrossEntropyLoss))
+
 
 def torch_share(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any], world: int) -> Share:
     """This rank's elements, summed, and what the global sum is to be divided by.
@@ -32,18 +35,14 @@ def torch_share(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any], world:
     if reduction == "batchmean":
         return Share(values.sum(), float(args[0].shape[0] if args else kwargs["input"].shape[0]))
     target = args[1] if len(args) > 1 else kwargs.get("target")
-    if (
-        isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
-        and isinstance(target, Tensor)
-        and not target.is_floating_point()
-    ):
+    if isinstance(loss, _CLASS_INDEX) and isinstance(target, Tensor) and not target.is_floating_point():
         return Share(values.sum(), _weight_of(target, loss.weight, loss.ignore_index))
     return Share(values.sum(), float(values.numel()))
 
 
-def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int) -> float:
+def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int | None) -> float:
     """Sum of the class weights of the targets that count."""
-    counted = target[target != ignore_index]
+    counted = target[target != (-100 if ignore_index is None else ignore_index)]
     if weight is None:
         return float(counted.numel())
     return float(torch.sum(weight[counted]))
