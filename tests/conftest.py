@@ -1,0 +1,24 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the forkserver starts: it loads torch for all ranks
+
+import torch
+
+from tests.rank_pool import RankPool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """The rank processes of this test run."""
+    ranks = RankPool()
+    yield ranks
+    ranks.close()

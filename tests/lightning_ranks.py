@@ -1,0 +1,67 @@
+"""A Lightning Trainer on ranks that exist already: nothing is launched, the process group is the pool's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.strategies import Strategy
+
+__all__ = ["RankEnvironment", "make_trainer"]
+
+
+class RankEnvironment(ClusterEnvironment):
+    """Ranks and world size as torch.distributed has them; the processes are there, so Lightning starts none."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        raise RuntimeError("the process group exists: nobody should need a port")
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def set_world_size(self, size: int) -> None:
+        assert size == dist.get_world_size()
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        assert rank == dist.get_rank()
+
+    def local_rank(self) -> int:
+        return dist.get_rank()
+
+    def node_rank(self) -> int:
+        return 0
+
+
+def make_trainer(strategy: str | Strategy, **options: Any) -> Trainer:
+    """A quiet CPU trainer over all ranks of the running group: no logger, no checkpoints, no bars, no summary."""
+    defaults: dict[str, Any] = {
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
+        "barebones": False,
+    }
+    options = defaults | options
+    plugins = [RankEnvironment(), *options.pop("plugins", [])]
+    return Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=plugins, **options)

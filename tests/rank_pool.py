@@ -1,0 +1,237 @@
+"""Rank processes that stay alive for a whole test run: `pool.run(W, fn)` calls `fn` on W ranks of a gloo group.
+
+Starting processes for each test costs seconds; a task for a living pool costs a millisecond. Workers come from a
+forkserver that has torch and lightning loaded, meet through a file (no ports), and talk to the test through one pipe each.
+A group of ranks is one *generation*: after a failure, or when W changes, the next task brings a new generation and every
+rank first leaves its old group. A worker that hangs or dies is replaced, so that the next test runs.
+
+The package under test is not preloaded: its import is to be measured by coverage in the workers too. Warnings are
+errors there as well: each task carries the warning filters of the test that calls it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import pickle
+import re
+import shutil
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests import rank_worker
+from tests.rank_worker import RankError, Reply, Task
+
+__all__ = ["RankError", "RankFailure", "RankPool"]
+
+TASK_SECONDS = 30.0  # more than the 20 s after which a group gives up: a peer's time-out is an error, not a hang
+PRELOAD = ["torch", "torch.distributed", "pytest", "lightning", "pytorch_metric_learning.losses", "torchmetrics"]
+
+
+class RankFailure(AssertionError):
+    """A task that did not do on every rank what the test asked for; the message holds each rank's account."""
+
+
+@dataclass
+class _Worker:
+    process: Any
+    pipe: multiprocessing.connection.Connection
+    log: Path
+
+    def tail(self, characters: int = 3000) -> str:
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        lines = [line for line in text.splitlines() if not line.startswith("Extension modules:")]
+        return "\n".join(lines)[-characters:].strip()
+
+
+class RankPool:
+    """Worker processes, started when first needed; worker i is always rank i."""
+
+    def __init__(self, grace_seconds: float = 4.0) -> None:
+        """Args: grace_seconds: what the other ranks get once one rank of a `run` has failed."""
+        self._grace_seconds = grace_seconds
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._folder = Path(tempfile.mkdtemp(prefix="rank-pool-"))
+        self._workers: list[_Worker | None] = []
+        self._started = 0
+        self._generation = 0
+        self._world_size: int | None = None  # of the living generation; None: the next task needs a new one
+
+    def run(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        distributed: bool = True,
+        fresh: bool = False,
+        seconds: float = TASK_SECONDS,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on each rank and return the results in rank order.
+
+        Args:
+            world_size: Number of ranks.
+            fn: A function at module level; it asks torch.distributed for its rank.
+            distributed: False (one rank only): without a process group.
+            fresh: Start from a new process group even when the living one would do.
+            seconds: A rank that takes longer fails the test.
+        """
+        __tracebackhide__ = True  # the ranks' own tracebacks say where it happened
+        replies = self._ask(world_size, fn, args, kwargs, distributed, fresh, seconds, patient=False)
+        failed = [rank for rank, reply in enumerate(replies) if isinstance(reply, (RankError, str))]
+        if failed:
+            self._world_size = None
+            raise RankFailure(_account(f"{fn.__qualname__} failed on rank(s) {failed} of {world_size}", replies))
+        return [reply.value for reply in replies if isinstance(reply, Reply)]
+
+    def errors(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        distributed: bool = True,
+        fresh: bool = False,
+        seconds: float = TASK_SECONDS,
+        **kwargs: Any,
+    ) -> list[RankError]:
+        """Call `fn` on each rank and return what each rank raised, in rank order; a rank that returned fails the test."""
+        __tracebackhide__ = True
+        replies = self._ask(world_size, fn, args, kwargs, distributed, fresh, seconds, patient=True)
+        self._world_size = None  # what an error leaves behind in a group is not the next test's business
+        odd = [rank for rank, reply in enumerate(replies) if not isinstance(reply, RankError)]
+        if odd:
+            raise RankFailure(_account(f"{fn.__qualname__} did not raise on rank(s) {odd} of {world_size}", replies))
+        return [reply for reply in replies if isinstance(reply, RankError)]
+
+    def pids(self) -> list[int | None]:
+        """Process id per rank, None where no worker lives."""
+        return [worker.process.pid if worker else None for worker in self._workers]
+
+    def close(self) -> None:
+        """End the workers (they leave their groups and save their coverage) and remove their files."""
+        living = [worker for worker in self._workers if worker]
+        for worker in living:
+            worker.pipe.close()  # a worker that finds its pipe closed ends
+        for worker in living:
+            worker.process.join(10)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+        self._workers.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _ask(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        distributed: bool,
+        fresh: bool,
+        seconds: float,
+        patient: bool,
+    ) -> list[Reply | RankError | str]:
+        assert distributed or world_size == 1, "several ranks without a process group are not a world"
+        key = world_size if distributed else 0
+        if fresh or key != self._world_size:
+            self._generation += 1
+            self._world_size = key
+        store = str(self._folder / f"store-{self._generation}")
+        task = Task(self._generation, key, store, pickle.dumps((fn, args, kwargs)), _portable_filters())
+        workers = [self._worker(rank) for rank in range(world_size)]
+        for worker in workers:
+            worker.pipe.send_bytes(pickle.dumps(task))
+        replies = _collect(workers, seconds, seconds if patient else self._grace_seconds)
+        lost = [rank for rank in range(world_size) if replies[rank] is None or isinstance(replies[rank], str)]
+        for rank in lost:
+            replies[rank] = self._replace(rank, hung=replies[rank] is None, seconds=seconds)
+        return [reply for reply in replies if reply is not None]
+
+    def _worker(self, rank: int) -> _Worker:
+        while len(self._workers) <= rank:
+            self._workers.append(None)
+        worker = self._workers[rank]
+        if worker is None:
+            self._started += 1
+            home = self._folder / f"rank-{rank}-{self._started}"
+            home.mkdir()
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=rank_worker.main, args=(rank, theirs, str(home)), daemon=False)
+            process.start()
+            theirs.close()
+            worker = self._workers[rank] = _Worker(process, ours, home / "log")
+        return worker
+
+    def _replace(self, rank: int, *, hung: bool, seconds: float) -> str:
+        """End a lost worker and tell what is known of it; the next task starts another."""
+        worker = self._workers[rank]
+        assert worker is not None
+        self._world_size = None
+        if hung:
+            worker.process.join(0)
+            rank_worker.ask_for_stack(worker.process.pid)
+            time.sleep(0.3)
+            worker.process.kill()
+        worker.process.join(5)
+        worker.pipe.close()
+        self._workers[rank] = None
+        code = worker.process.exitcode
+        end = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        story = f"no answer within {seconds:.0f} s or the grace after a failure" if hung else f"died with {end}"
+        return f"{story}; its output ends with\n{worker.tail()}"
+
+
+def _collect(workers: list[_Worker], seconds: float, grace: float) -> list[Reply | RankError | str | None]:
+    """One answer per rank: a reply, an error, a text for a rank that died, None for a rank that did not answer in time."""
+    replies: list[Reply | RankError | str | None] = [None] * len(workers)
+    waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    deadline = time.monotonic() + seconds
+    while waiting:
+        ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            rank = waiting.pop(pipe)  # type: ignore[call-overload]
+            try:
+                replies[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except (EOFError, ConnectionError):
+                replies[rank] = "died"
+            if not isinstance(replies[rank], Reply):
+                deadline = min(deadline, time.monotonic() + grace)
+    return replies
+
+
+def _account(title: str, replies: Sequence[Reply | RankError | str]) -> str:
+    lines = [title]
+    told: dict[str, int] = {}
+    for rank, reply in enumerate(replies):
+        if isinstance(reply, Reply):
+            lines.append(f"--- rank {rank}: returned {reply.value!r}"[:500])
+        elif isinstance(reply, RankError):
+            first = told.setdefault(reply.traceback, rank)
+            story = reply.traceback if first == rank else f"as on rank {first}"
+            lines.append(f"--- rank {rank}: {reply.type} after {reply.seconds:.1f} s\n{story}")
+        else:
+            lines.append(f"--- rank {rank}: {reply}")
+    return "\n".join(lines)
+
+
+def _portable_filters() -> list[tuple[str, str, type[Warning], str, int]]:
+    """The warning filters of the calling test, marks included, as arguments of `warnings.filterwarnings`."""
+
+    def pattern(entry: Any) -> str:
+        if entry is None:
+            return ""
+        return re.escape(entry) + r"\Z" if isinstance(entry, str) else entry.pattern
+
+    return [
+        (action, pattern(message), category, pattern(module), line)
+        for action, message, category, module, line in warnings.filters
+    ]

@@ -1,0 +1,147 @@
+"""What a rank process of the pool runs: wait for a task, join its group, call it, answer, leave no trace."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+GROUP_TIMEOUT = timedelta(seconds=20)
+
+
+@dataclass(frozen=True)
+class Task:
+    generation: int
+    world_size: int  # 0: no process group
+    store: str
+    call: bytes  # the pickled (fn, args, kwargs): unpickled by the worker so that an import error is an answer too
+    filters: list[tuple[str, str, type[Warning], str, int]]
+
+
+@dataclass(frozen=True)
+class Reply:
+    value: Any
+
+
+@dataclass(frozen=True)
+class RankError:
+    """What a rank raised.
+
+    Attributes:
+        type: Name of the class.
+        bases: Names of the class and its bases, `module.Class`.
+        message: The error's text.
+        seconds: From the start of the call to the error.
+        traceback: For the person who reads a failed test.
+    """
+
+    rank: int
+    type: str
+    bases: tuple[str, ...]
+    message: str
+    seconds: float
+    traceback: str
+
+    def is_a(self, name: str) -> bool:
+        return any(base.rpartition(".")[2] == name for base in self.bases)
+
+
+def main(rank: int, pipe: Connection, home: str) -> None:
+    _redirect_output(home)
+    os.chdir(home)  # whatever a test writes to the working directory goes when the pool goes
+    import torch
+
+    torch.set_num_threads(1)
+    generation = 0
+    while True:
+        try:
+            task: Task = pickle.loads(pipe.recv_bytes())
+        except EOFError:  # the pool has closed our pipe, or is gone
+            break
+        started = time.monotonic()
+        try:
+            if task.generation != generation:
+                _leave_group()
+                _join_group(task, rank)
+                generation = task.generation
+            started = time.monotonic()
+            answer: Reply | RankError = Reply(_call(task))
+            message = pickle.dumps(answer)
+        except BaseException as error:  # the test decides what it means, SystemExit included
+            message = pickle.dumps(_describe(error, rank, time.monotonic() - started))
+        pipe.send_bytes(message)
+    _leave_group()
+
+
+def ask_for_stack(pid: int) -> None:
+    """Have a worker write where each of its threads is to its log."""
+    os.kill(pid, signal.SIGUSR1)
+
+
+def _redirect_output(home: str) -> None:
+    log = os.open(os.path.join(home, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+
+
+def _join_group(task: Task, rank: int) -> None:
+    import torch.distributed as dist
+
+    if task.world_size:
+        store = dist.FileStore(task.store, task.world_size)
+        store.set_timeout(GROUP_TIMEOUT)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=task.world_size, timeout=GROUP_TIMEOUT)
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()  # all groups that were made under it too
+
+
+def _call(task: Task) -> Any:
+    import torch
+
+    environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    random.seed(0)
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.resetwarnings()
+            for action, message, category, module, line in reversed(task.filters):
+                warnings.filterwarnings(action, message, category, module, line)  # type: ignore[arg-type]
+            fn, args, kwargs = pickle.loads(task.call)
+            return fn(*args, **kwargs)
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+
+
+def _describe(error: BaseException, rank: int, seconds: float) -> RankError:
+    print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    return RankError(
+        rank=rank,
+        type=type(error).__name__,
+        bases=tuple(f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__),
+        message=str(error),
+        seconds=seconds,
+        traceback="".join(traceback.format_exception(error))[-6000:],
+    )

@@ -1,0 +1,118 @@
+"""Small training jobs and how tests run them: on ranks under a strategy, and in one process under plain Lightning.
+
+The one process trains on the whole batches with none of our code; slices are even unless a test says otherwise, so the
+mean over ranks of the ranks' means is the mean over the batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from pytorch_metric_learning import losses as pml
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ddp_losses import DDPLossStrategy
+from tests.lightning_ranks import make_trainer
+from tests.oracle import Encoder, Task, batches, cuts
+
+__all__ = ["ELEMENTS", "OPTIMIZERS", "TASK", "Job", "fit", "fit_alone", "loader", "make_loss", "strategy_of"]
+
+TASK = Task()
+ELEMENTS = [
+    "ArcFaceLoss",
+    "CosFaceLoss",
+    "LargeMarginSoftmaxLoss",
+    "NormalizedSoftmaxLoss",
+    "ProxyNCALoss",
+    "SoftTripleLoss",
+    "SphereFaceLoss",
+    "SubCenterArcFaceLoss",
+]
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-2),
+    "adam": partial(torch.optim.Adam, lr=0.05),
+    "still": partial(torch.optim.SGD, lr=0.0),
+}
+Strategy = dict[str, Any] | str
+Make = Callable[[], "Job"]
+
+
+def make_loss(name: str = "ArcFaceLoss", seed: int = 0) -> nn.Module:
+    """A learnable loss of pytorch-metric-learning; the same seed gives the same weight on every rank."""
+    torch.manual_seed(100 + seed)
+    loss: nn.Module = getattr(pml, name)(TASK.classes, TASK.dim)
+    return loss.double()
+
+
+class Job(LightningModule):
+    """An encoder and one learnable loss in float64; jobs differ in `build` and `objective`."""
+
+    def __init__(self, loss: str = "ArcFaceLoss", optimizer: str = "sgd") -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        torch.manual_seed(1)
+        self.encoder = Encoder(TASK).double()
+        self.build(loss)
+
+    def build(self, loss: str) -> None:
+        self.loss = make_loss(loss)
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor | None:
+        return self.loss(self.encoder(features), labels)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
+        return self.objective(*batch, index)
+
+    def optimised(self) -> list[nn.Parameter]:
+        return list(self.parameters())
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.optimizer](self.optimised())
+
+
+def loader(world_size: int, rank: int, *, even: bool = True, task: Task = TASK) -> DataLoader:
+    """This rank's slice of each global batch."""
+    part = cuts(task.rows, world_size, even=even)[rank]
+    return DataLoader([(features[part], labels[part]) for features, labels in batches(task)], batch_size=None)
+
+
+def strategy_of(strategy: Strategy) -> DDPLossStrategy | str:
+    return strategy if isinstance(strategy, str) else DDPLossStrategy(**strategy)
+
+
+def fit(make: Make, strategy: Strategy | None = None, *, even: bool = True, **options: Any) -> dict[str, Tensor]:
+    """Train on all ranks of the pool; returns the module's state."""
+    module = make()
+    trainer = make_trainer(strategy_of(strategy or {}), **options)
+    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), even=even))
+    return dict(module.state_dict())
+
+
+def fit_alone(make: Make, *, task: Task = TASK, ckpt_path: str | None = None, **options: Any) -> dict[str, Tensor]:
+    """Train in this process on the whole batches under plain Lightning; returns the module's state."""
+    module = make()
+    trainer_alone(**options).fit(module, loader(1, 0, task=task), ckpt_path=ckpt_path)
+    return dict(module.state_dict())
+
+
+def trainer_alone(**options: Any) -> Trainer:
+    quiet: dict[str, Any] = {
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
+    }
+    with warnings.catch_warnings():
+        # what Lightning tells about GPUs it could have used is not about us
+        warnings.filterwarnings("ignore", message="GPU available but not used")
+        return Trainer(accelerator="cpu", devices=1, **(quiet | options))

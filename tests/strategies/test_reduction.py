@@ -1,0 +1,100 @@
+"""Right whatever is called, in whatever order, and whatever becomes of the parameters: against one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch.callbacks as callbacks
+import pytest
+from torch import Tensor
+
+from tests.oracle import assert_close, differences
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import Job, fit, fit_alone
+from tests.strategies.scenarios import JOBS, Alternating, Compiled, CompiledAot, CompiledInPlace, OrderByRank, Unreduced
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+def test_ranks_equal_one_process(pool: RankPool, job: type[Job], accumulate: int) -> None:
+    make = partial(job, "CosFaceLoss")
+    expected = fit_alone(make, accumulate_grad_batches=accumulate)
+    for world_size in (1, 2, 3):
+        for state in pool.run(world_size, fit, make, accumulate_grad_batches=accumulate):
+            assert_close(state, expected)
+
+
+# torch's compiler looks at the gradient of every tensor it meets, here as in one process
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("job", [Compiled, CompiledAot, CompiledInPlace], ids=lambda job: job.__name__)
+def test_a_compiled_loss_equals_the_plain_one(pool: RankPool, job: type[Job]) -> None:
+    plain = fit_alone(Job)
+    for state in pool.run(2, fit, job, seconds=120.0):
+        assert_close({name.replace("_orig_mod.", ""): value for name, value in state.items()}, plain)
+
+
+DDP_OPTIONS: list[dict[str, Any]] = [
+    {"find_unused_parameters": True},
+    {"gradient_as_bucket_view": True},
+    {"bucket_cap_mb": 1, "gradient_as_bucket_view": True, "find_unused_parameters": True},
+    {"check_calls": False},
+    {"losses": ["loss"]},
+    {"losses": "lo.s"},
+]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("options", DDP_OPTIONS, ids=str)
+def test_options_of_ddp_change_nothing(pool: RankPool, options: dict[str, Any], accumulate: int) -> None:
+    expected = fit_alone(Job, accumulate_grad_batches=accumulate)
+    for state in pool.run(2, fit, Job, options, accumulate_grad_batches=accumulate):
+        assert_close(state, expected)
+
+
+@pytest.mark.parametrize("job", [Job, Alternating, OrderByRank], ids=lambda job: job.__name__)
+def test_static_graph(pool: RankPool, job: type[Job]) -> None:
+    """Without accumulation: torch's own DDP fails when its first backward under static_graph does not synchronise."""
+    expected = fit_alone(job)
+    for state in pool.run(3, fit, job, {"static_graph": True, "gradient_as_bucket_view": True}):
+        assert_close(state, expected)
+
+
+TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
+    "clip by norm": {"gradient_clip_val": 0.2},
+    "clip by value": {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+    "two epochs": {"max_epochs": 2},
+    "last batches not a full accumulation": {"accumulate_grad_batches": 4, "max_epochs": 2},
+}
+
+
+@pytest.mark.parametrize("name", TRAINER_OPTIONS)
+def test_options_of_the_trainer(pool: RankPool, name: str) -> None:
+    options = TRAINER_OPTIONS[name]
+    expected = fit_alone(Alternating, **options)
+    for state in pool.run(3, fit, Alternating, **options):
+        assert_close(state, expected)
+
+
+def averaged(make: Any, kind: str, world_size: int) -> dict[str, Tensor]:
+    if kind == "swa":
+        callback: callbacks.Callback = callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1, device=None)
+    else:
+        callback = callbacks.EMAWeightAveraging(decay=0.8)
+    run = fit if world_size else fit_alone
+    return run(make, callbacks=[callback], max_epochs=4)
+
+
+@pytest.mark.parametrize("kind", ["swa", "ema"])
+def test_weight_averaging_callbacks(pool: RankPool, kind: str) -> None:
+    expected = averaged(Job, kind, 0)
+    assert max(differences(fit_alone(Job, max_epochs=4), expected).values()) > 1e-6, "averaging did nothing"
+    for state in pool.run(2, averaged, Job, kind, 2):
+        assert_close(state, expected)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_module_that_is_a_loss_and_nothing_else(pool: RankPool, accumulate: int) -> None:
+    expected = fit_alone(Unreduced, accumulate_grad_batches=accumulate)
+    for state in pool.run(2, fit, Unreduced, accumulate_grad_batches=accumulate):
+        assert_close(state, expected)

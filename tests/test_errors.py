@@ -1,0 +1,58 @@
+"""The error tree and the text of an error: what, expected, got, one line per rank, what to do."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+
+from lightning_ddp_losses import errors
+from lightning_ddp_losses.errors import DDPLossError, PeerError, error_class, format_error, register_error
+
+CLASSES = [
+    cls for name in errors.__all__ if inspect.isclass(cls := getattr(errors, name)) and issubclass(cls, BaseException)
+]
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_error_hangs_under_one_root(cls: type[DDPLossError]) -> None:
+    assert issubclass(cls, DDPLossError)
+    assert issubclass(cls, RuntimeError)
+    assert cls.__doc__
+    error = cls("text", findings=[1], collective=True)
+    assert (str(error), error.findings, error.collective) == ("text", [1], True)
+    assert (cls("text").findings, cls("text").collective) == ([], False)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_an_error_survives_pickle(cls: type[DDPLossError]) -> None:
+    again = pickle.loads(pickle.dumps(cls("text", findings=["f"], collective=True)))
+    assert type(again) is cls
+    assert (str(again), again.findings, again.collective) == ("text", ["f"], True)
+
+
+def test_each_class_can_be_raised_by_peers_under_its_name() -> None:
+    assert [error_class(cls.__name__) for cls in CLASSES] == CLASSES
+    assert error_class("ValueError") is PeerError
+
+    @register_error
+    class OurOwnError(DDPLossError):
+        pass
+
+    assert error_class("OurOwnError") is OurOwnError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "loss.W"),
+        ({"expected": "(8, 4)"}, "loss.W: expected (8, 4)"),
+        ({"expected": "(8, 4)", "got": "(8, 5)"}, "loss.W: expected (8, 4), got (8, 5)"),
+        ({"expected": 0, "got": ""}, "loss.W: expected 0, got "),
+        ({"ranks": ["a", "b"]}, "loss.W\n  rank 0: a\n  rank 1: b"),
+        ({"ranks": {2: "a"}, "fix": "Do it."}, "loss.W\n  rank 2: a\nDo it."),
+    ],
+)
+def test_text_of_an_error(arguments: dict[str, object], text: str) -> None:
+    assert format_error("loss.W", **arguments) == text  # type: ignore[arg-type]

@@ -1,0 +1,55 @@
+"""The public names, pinned: whoever adds one adds it here, on purpose."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+
+import lightning_ddp_losses
+
+PINNED = [
+    "ConfigurationError",
+    "DDPLossError",
+    "DDPLossStrategy",
+    "HiddenLossError",
+    "InputError",
+    "LossCallError",
+    "PeerError",
+    "RankMismatchError",
+]
+MODULES = sorted(
+    found.name
+    for found in pkgutil.walk_packages(lightning_ddp_losses.__path__, "lightning_ddp_losses.")
+    if not found.name.endswith("__main__")
+)
+
+
+def test_top_level_names() -> None:
+    assert lightning_ddp_losses.__all__ == PINNED
+    assert sorted(PINNED) == PINNED
+    assert all(getattr(lightning_ddp_losses, name).__doc__ for name in PINNED)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_names_of_each_module_are_sorted_and_there(name: str) -> None:
+    module = importlib.import_module(name)
+    names = list(module.__all__)
+    assert names == sorted(names)
+    assert all(hasattr(module, public) for public in names)
+    assert module.__doc__ or name.rpartition(".")[2].startswith("_")
+
+
+def test_names_promised_below_the_top_level() -> None:
+    from lightning_ddp_losses.collectives import (  # noqa: F401
+        all_gather_with_grad,
+        all_reduce_with_grad,
+        reduce_scatter_with_grad,
+    )
+    from lightning_ddp_losses.sharding import ClassShard  # noqa: F401
+    from lightning_ddp_losses.strategies import register_loss_type  # noqa: F401
+
+
+def test_the_version_is_a_release_number() -> None:
+    assert [part.isdigit() for part in lightning_ddp_losses.__version__.split(".")] == [True] * 3
