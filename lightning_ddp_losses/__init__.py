@@ -4,8 +4,13 @@ Importing the package registers the strategy names (``Trainer(strategy="ddp_loss
 """
 
 from lightning_ddp_losses.errors import DDPLossError
-from lightning_ddp_losses.strategies import DDPLossStrategy
+from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type, use_global_wrapper
 
 __version__ = "0.1.0"
 
-__all__ = ["DDPLossError", "DDPLossStrategy"]
+__all__ = ["DDPLossError", "DDPLossStrategy", "GlobalBatchLoss", "GlobalBatchMiner"]
+
+# losses and strategies are siblings; here, above both, they are introduced to each other
+register_loss_type(GlobalBatchLoss)
+use_global_wrapper(GlobalBatchLoss)

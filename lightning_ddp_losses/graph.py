@@ -6,6 +6,7 @@ the result does not depend on is tied to it with a zero gradient.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,20 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import numerics
 
-__all__ = ["keep_in_graph", "run_wide"]
+__all__ = ["global_values", "keep_in_graph", "note_global_value", "run_wide"]
+
+_recent_global: deque[Tensor] = deque(maxlen=8)
+
+
+def note_global_value(value: Any) -> None:
+    """Remember a value that is global already, so that reducing it once more can be called waste."""
+    if isinstance(value, Tensor) and value.ndim == 0:
+        _recent_global.append(value.detach())
+
+
+def global_values() -> list[Tensor]:
+    """The last few values that were global when they were made."""
+    return list(_recent_global)
 
 
 def run_wide(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

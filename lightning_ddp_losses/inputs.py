@@ -35,6 +35,7 @@ def check_inputs(
     *,
     read_values: bool,
     refuse_nan: bool = True,
+    allow_empty: bool = False,
 ) -> None:
     """Refuse inputs that the loss cannot take.
 
@@ -45,6 +46,7 @@ def check_inputs(
         kwargs: Keyword arguments of the call.
         read_values: Also look at the range of the labels; waits for the device.
         refuse_nan: Also refuse NaN in the embeddings; waits for the device.
+        allow_empty: A rank without rows takes part (in a loss over all ranks).
 
     Raises:
         InputError: with what, expected, got and what to do.
@@ -52,7 +54,8 @@ def check_inputs(
     embeddings = args[0] if args else kwargs.get("embeddings")
     if not isinstance(embeddings, Tensor):
         return
-    if embeddings.ndim and embeddings.shape[0] == 0 and getattr(loss, "reduction", "mean") == "mean":
+    empty = embeddings.ndim and embeddings.shape[0] == 0 and not allow_empty
+    if empty and getattr(loss, "reduction", "mean") == "mean":
         _refuse(
             f"{title}: rows",
             "at least one",

@@ -5,6 +5,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -14,17 +15,18 @@ from pytorch_metric_learning.reducers import DoNothingReducer
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
-from lightning_ddp_losses import frames, graph, groups
+from lightning_ddp_losses import frames, graph, groups, inputs, numerics
 from lightning_ddp_losses.bundles import Bundle, gather_bundle
 from lightning_ddp_losses.collectives import Backward
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, format_error
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, format_error
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses import pml as pml_rows
+from lightning_ddp_losses.losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.losses.fingerprint import digest
 from lightning_ddp_losses.losses.memory import QueuePosition
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall
 from lightning_ddp_losses.losses.randomness import pack_draw, same_draws, shared_seed
-from lightning_ddp_losses.losses.reduction import Share, combine, pack_shares, split, unpack_shares
+from lightning_ddp_losses.losses.reduction import Share, combine, has_per_anchor, pack_shares, split, unpack_shares
 from lightning_ddp_losses.losses.table import MODES, Mode, allowed_modes
 from lightning_ddp_losses.losses.torch_losses import torch_share
 
@@ -90,6 +92,7 @@ class GlobalBatchLoss(nn.Module):
         self._group = group
         self._fingerprint = ""
         self._draws = 0
+        self._coefficients = CoefficientWatch()
         self._is_pml = isinstance(loss, _PML)
         if isinstance(loss, pml.CrossBatchMemory):
             self.queue_position = QueuePosition(loss)
@@ -102,6 +105,8 @@ class GlobalBatchLoss(nn.Module):
         """Modes that are exact for this loss as it is configured now, cheapest first."""
         allowed = allowed_modes(self.loss)
         split_up = not self._is_pml or pml_rows.rows_are_exact(self.loss)
+        if self.backward == "sum":  # a share of the loss has no meaning of its own when ranks weigh it differently
+            return ("replicated",)
         return tuple(m for m in MODES if m in allowed and (m == "replicated" or split_up))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +118,19 @@ class GlobalBatchLoss(nn.Module):
                 enqueue_mask. For others: their own arguments; tensors are batches along dim 0, 0-dim tensors are not.
             kwargs: The same by name.
         """
-        return graph.run_wide(self, self._forward, args, kwargs)
+        try:
+            self._check(args, kwargs)
+        except InputError as error:
+            frames.fail_together(error, self._title, group=self._group)
+        value = graph.run_wide(self, self._forward, args, kwargs)
+        graph.note_global_value(value)
+        return self._coefficients.watch(value)
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        on_host = all(t.device.type == "cpu" for t in numerics.tensors_in((args, kwargs)))
+        inputs.check_inputs(
+            self.loss, self._title, args, kwargs, read_values=on_host, refuse_nan=False, allow_empty=True
+        )
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         modes = self.exact_modes()
@@ -140,7 +157,8 @@ class GlobalBatchLoss(nn.Module):
             return self._elements(given)
         backward: Backward = "sum" if mode == "rows" else self.backward
         call = PMLCall(self.loss, given, lambda batches: self._gather(batches, backward), groups.rank(self._group))
-        if mode == "rows" and "enqueue_mask" not in given and call.rows_possible():
+        self._warn_identities(call)
+        if mode == "rows" and self._rows_fit(given) and call.rows_possible():
             return self._rows(call)
         if isinstance(self.loss, pml.CrossBatchMemory):
             self.queue_position.check(call.total_rows, self._title)
@@ -152,6 +170,21 @@ class GlobalBatchLoss(nn.Module):
 
     def _has_rows(self, given: dict[str, Any]) -> bool:
         return isinstance(given.get("embeddings"), Tensor)
+
+    def _rows_fit(self, given: dict[str, Any]) -> bool:
+        # per anchor, PML counts a pair that a miner names twice once
+        return "indices_tuple" not in given or not has_per_anchor(self.loss.reducer)
+
+    def _warn_identities(self, call: PMLCall) -> None:
+        """Hand-made labels of self-supervised use collide between ranks; all ranks see it, rank 0 says so, once."""
+        if self._draws > 3 or "labels" not in call.given or groups.world_size(self._group) == 1:
+            return
+        if call.ranks_with_local_identities() > 1 and groups.rank(self._group) == 0:
+            warnings.warn(
+                f"{self._title}: several ranks hand in the same labels 0, 1, 2, ...: rows of different ranks count as the same "
+                "identity. If each row is its own identity, pass the second view as ref_emb and labels=None.",
+                stacklevel=2,
+            )
 
     def _elements(self, given: dict[str, Any]) -> Tensor:
         embeddings, labels = given["embeddings"], given.get("labels")
@@ -211,7 +244,11 @@ class GlobalBatchLoss(nn.Module):
 
     def _agreed(self) -> dict[str, object]:
         self._fingerprint = self._fingerprint or digest(self.loss)
-        return {"mode": self.mode, "backward": self.backward, "configuration": self._fingerprint}
+        agreed: dict[str, object] = {"mode": self.mode, "backward": self.backward, "configuration": self._fingerprint}
+        noted = self._coefficients.take()
+        if self.backward == "own_slice":
+            agreed["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted
+        return agreed
 
     @property
     def _title(self) -> str:

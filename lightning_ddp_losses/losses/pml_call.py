@@ -110,6 +110,18 @@ class PMLCall:
         given = self.arguments.get("indices_tuple")
         return pml_rows.anchor_tuples(self._inner, labels, ref_labels, self.bound, given, same=ref_labels is labels)
 
+    def ranks_with_local_identities(self) -> int:
+        """On how many ranks the labels are 0, 1, 2, ... (once, or once per view)."""
+        labels, count = self.arguments["labels"], 0
+        for start, stop in self.bounds("labels"):
+            own, rows = labels[start:stop], stop - start
+            views = (1, 2) if rows % 2 == 0 else (1,)
+            if rows > 2 and any(
+                torch.equal(own, torch.arange(rows // v, device=own.device).repeat(v).to(own)) for v in views
+            ):
+                count += 1
+        return count
+
     def _identities(self, out: dict[str, Any]) -> None:
         """Two views without labels: row i of one view belongs to row i of the other, over all ranks."""
         out["labels"] = torch.arange(self.total_rows, device=out["embeddings"].device)

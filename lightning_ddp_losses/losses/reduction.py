@@ -30,7 +30,7 @@ from torch import Tensor
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.groups import Group
 
-__all__ = ["Share", "can_split", "combine", "pack_shares", "split", "unpack_shares"]
+__all__ = ["Share", "can_split", "combine", "has_per_anchor", "pack_shares", "split", "unpack_shares"]
 
 _PAIR = struct.Struct("<dd?")
 
@@ -65,6 +65,11 @@ def can_split(reducer: Any) -> bool:
         pml.ClassWeightedReducer,
         pml.DivisorReducer,
     )
+
+
+def has_per_anchor(reducer: Any) -> bool:
+    """Whether a reducer, or one inside it, works per anchor."""
+    return any(isinstance(inner, pml.PerAnchorReducer) for inner in reducer.modules())
 
 
 def split(

@@ -55,7 +55,10 @@ def adopt(
     Communication: one frame and a broadcast.
     """
     frames.exchange("adopted losses", {"paths": ", ".join(hidden.optimised)})
-    adopted = nn.ModuleDict({_key(path): found for path, found in hidden.optimised.items()})
+    adopted = nn.ModuleDict()
+    for path, found in hidden.optimised.items():
+        key = _key(path)
+        adopted[key if key not in adopted else f"{key}_{len(adopted)}"] = found
     keeper = PrecisionKeeper()
     keeper.remember([adopted])
     precision.convert_module(adopted)

@@ -16,7 +16,7 @@ import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +25,9 @@ from lightning_ddp_losses import collectives, frames, groups
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.sharding import shard_of
 from lightning_ddp_losses.strategies import adoption, wrapping
+from lightning_ddp_losses.strategies.advice import Advice
 from lightning_ddp_losses.strategies.discovery import FoundLoss, find_losses, is_loss
+from lightning_ddp_losses.strategies.globalise import globalised
 from lightning_ddp_losses.strategies.guard import HiddenSentinel, LossGuard
 from lightning_ddp_losses.strategies.precision import PrecisionKeeper
 from lightning_ddp_losses.strategies.reduction import Calls, LossReducer
@@ -49,6 +51,8 @@ class DDPLossStrategy(DDPStrategy):
             error there. Without it they may hang, and only gradients missing after backward are noticed.
         loss_reduce_dtype: dtype of the losses' gradients on the wire (``torch.bfloat16`` or its name). None: their own,
             and at least float32 where small gradients share a buffer.
+        global_batch: ``"auto"`` evaluates the PML losses it finds over the rows of all ranks, as ``GlobalBatchLoss`` does, without
+            a change to the module.
         **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
 
     Gradient: after backward every parameter holds the mean over ranks, once per synchronising backward.
@@ -76,6 +80,7 @@ class DDPLossStrategy(DDPStrategy):
         adopt: bool = False,
         check_calls: bool = True,
         loss_reduce_dtype: torch.dtype | str | None = None,
+        global_batch: bool | str = False,
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__(**ddp_kwargs)
@@ -91,6 +96,9 @@ class DDPLossStrategy(DDPStrategy):
         self._check_calls = check_calls
         self._reduce_dtype = wrapping.as_dtype(loss_reduce_dtype)
         self._adopted: nn.ModuleDict | None = None
+        if global_batch not in (False, "auto"):
+            raise ConfigurationError(format_error("global_batch", expected="False or 'auto'", got=repr(global_batch)))
+        self._global_batch = global_batch
         self._reset()
 
     def _reset(self) -> None:
@@ -102,7 +110,7 @@ class DDPLossStrategy(DDPStrategy):
         self._calls: Calls | None = None
         self._blocked = False
         self._in_training_step = False
-        self._warned_uneven: set[int] = set()
+        self._advice = Advice()
 
     # ------------------------------------------------------------------ options
 
@@ -149,7 +157,10 @@ class DDPLossStrategy(DDPStrategy):
             fitting = trainer.state.fn == TrainerFn.FITTING
             if fitting:
                 self._losses += self._meet_hidden(trainer)
-            self._guards = [LossGuard(loss, refuse_nan=refuse_nan) for loss in self._losses]
+            self._guards = [
+                LossGuard(loss, refuse_nan=refuse_nan, whole=globalised(loss) if self._global_batch else None)
+                for loss in self._losses
+            ]
             for stand_in in (*self._guards, *self._sentinels):
                 stand_in.install()
             if fitting:
@@ -231,7 +242,7 @@ class DDPLossStrategy(DDPStrategy):
         """Meet the peers before a synchronising backward."""
         if self._reducer is not None and self._check_calls and self._synchronising:
             self._calls = self._reducer.open(self._module.global_step)
-            self._warn_uneven(self._calls)
+            self._advice.uneven_rows(self._calls.uneven)
         super().pre_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -271,19 +282,10 @@ class DDPLossStrategy(DDPStrategy):
         if buffers and self._synchronising:
             collectives.broadcast_(buffers)
 
-    def _warn_uneven(self, calls: Calls) -> None:
-        for index, rows in calls.uneven.items():
-            if index not in self._warned_uneven:
-                self._warned_uneven.add(index)
-                rank_zero_warn(
-                    format_error(
-                        f"rows of {self._guards[index].loss.title} differ between ranks",
-                        ranks=rows,
-                        fix="DDP weighs ranks equally, not rows, so this is not the gradient of one process on the whole "
-                        "batch. Give every rank the same number of rows (drop_last=True, a batch size that the number of "
-                        "ranks divides).",
-                    )
-                )
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As Lightning reduces; a value that is global already is called waste, once."""
+        self._advice.global_already(tensor)
+        return super().reduce(tensor, group, reduce_op)
 
     # ------------------------------------------------------------------ checkpoints, end
 

@@ -48,6 +48,11 @@ class FoundLoss:
     owned: bool
 
     @property
+    def sees_global_batch(self) -> bool:
+        """Whether the loss itself evaluates the rows of all ranks."""
+        return bool(getattr(unwrap(self.module), "sees_global_batch", False))
+
+    @property
     def title(self) -> str:
         """Class and path, for messages."""
         return f"{type(unwrap(self.module)).__name__} `{self.name}`"

@@ -65,14 +65,18 @@ class LossGuard(_InstanceForward):
     """Runs one loss in full precision on checked inputs and counts its calls.
 
     Attributes:
+        sees_global_batch: Whether the loss evaluates the rows of all ranks.
         counting: Whether calls count (only inside ``training_step``, with gradients on).
         calls: Calls since ``reset``.
         rows: Rows of those calls, summed.
     """
 
-    def __init__(self, loss: FoundLoss, *, refuse_nan: bool) -> None:
+    def __init__(self, loss: FoundLoss, *, refuse_nan: bool, whole: nn.Module | None = None) -> None:
         super().__init__(loss.module)
         self.loss = loss
+        self.sees_global_batch = loss.sees_global_batch or whole is not None
+        self._whole = whole  # evaluates the loss over all ranks, and comes back here for the loss itself
+        self._inside = False
         self.counting = False
         self.calls = self.rows = 0
         self._refuse_nan = refuse_nan
@@ -85,18 +89,31 @@ class LossGuard(_InstanceForward):
     @_eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The loss, in ``promote(float32, parameters, inputs)`` with autocast off."""
-        given = list(numerics.tensors_in((args, kwargs)))
+        if self._inside:
+            return self.original(*args, **kwargs)
         if self.counting and torch.is_grad_enabled():
             self.calls += 1
             self.rows += inputs.num_rows(args, kwargs)
         # reading values waits for the device: on an accelerator only at the first call
-        on_host = all(t.device.type == "cpu" for t in given)
+        on_host = all(t.device.type == "cpu" for t in numerics.tensors_in((args, kwargs)))
         read = on_host or not self._seen
         self._seen = True
-        refuse_nan = read and self._refuse_nan
-        inputs.check_inputs(unwrap(self.module), self.loss.title, args, kwargs, read_values=read, refuse_nan=refuse_nan)
-
-        return graph.run_wide(self.module, self.original, args, kwargs)
+        inputs.check_inputs(
+            unwrap(self.module),
+            self.loss.title,
+            args,
+            kwargs,
+            read_values=read,
+            refuse_nan=read and self._refuse_nan,
+            allow_empty=self.sees_global_batch,
+        )
+        if self._whole is None:
+            return graph.run_wide(self.module, self.original, args, kwargs)
+        self._inside = True
+        try:
+            return self._whole(*args, **kwargs)
+        finally:
+            self._inside = False
 
 
 class HiddenSentinel(_InstanceForward):

@@ -41,6 +41,7 @@ class CallCount(Protocol):
     """What the reducer needs of a guard."""
 
     loss: FoundLoss
+    sees_global_batch: bool
     calls: int
     rows: int
 
@@ -61,11 +62,11 @@ class Calls:
 
     Attributes:
         expected: Per loss, whether its parameters may hold gradients.
-        uneven: Per loss with differing rows, the rows of each rank.
+        uneven: By title of a loss with differing rows, the rows of each rank.
     """
 
     expected: list[bool]
-    uneven: dict[int, list[int]] = field(default_factory=dict)
+    uneven: dict[str, list[int]] = field(default_factory=dict)
 
 
 class LossReducer:
@@ -135,14 +136,16 @@ class LossReducer:
         if fresh:
             self._admit(fresh)
         table = [list(_CALL.iter_unpack(p)) for p in payloads]
-        expected, uneven, missing = [], {}, []
+        expected: list[bool] = []
+        uneven: dict[str, list[int]] = {}
+        missing: list[tuple[str, Sequence[int], Sequence[int]]] = []
         for index, count in enumerate(self._counts):
             calls, rows, grads = zip(*(ranks[index] for ranks in table), strict=True)
             expected.append(any(calls) or any(grads))
             if count.loss.learnable and any(calls) and not all(calls):
                 missing.append((count.loss.title, calls, rows))
-            elif len(set(rows)) > 1:
-                uneven[index] = list(rows)
+            elif len(set(rows)) > 1 and not count.sees_global_batch:
+                uneven[count.loss.title] = list(rows)
             count.reset()
         if missing:
             raise _missing_calls(missing)

@@ -1,0 +1,45 @@
+"""``global_batch="auto"``: losses of an unchanged LightningModule, evaluated over the rows of all ranks.
+
+Losses and strategies do not know each other; the package hands the wrapper over when it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytorch_metric_learning.losses as pml
+from torch import nn
+
+from lightning_ddp_losses.errors import ConfigurationError, format_error
+from lightning_ddp_losses.strategies.discovery import FoundLoss, unwrap
+
+__all__ = ["globalised", "use_global_wrapper"]
+
+_WRAPPED = (pml.BaseMetricLossFunction, pml.MultipleLosses, pml.SelfSupervisedLoss)
+_wrapper: list[Callable[[nn.Module], nn.Module]] = []
+
+
+def use_global_wrapper(wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    """Say what makes a loss global (``GlobalBatchLoss``)."""
+    _wrapper[:] = [wrapper]
+
+
+def globalised(loss: FoundLoss) -> nn.Module | None:
+    """The loss over all ranks, around the loss itself; None for one that is no PML loss, or global already.
+
+    Raises:
+        ConfigurationError: for a cross-batch memory, whose position only an explicit wrapper can save.
+    """
+    inner = unwrap(loss.module)
+    if loss.sees_global_batch:
+        return None
+    if isinstance(inner, pml.CrossBatchMemory):
+        raise ConfigurationError(
+            format_error(
+                f"global_batch='auto': {loss.title}",
+                expected="losses without a memory",
+                got="a CrossBatchMemory, whose queue position would not be saved",
+                fix="Write GlobalBatchLoss(CrossBatchMemory(...)) in the module.",
+            )
+        )
+    return _wrapper[0](loss.module) if isinstance(inner, _WRAPPED) else None
