@@ -59,6 +59,7 @@ class RankError:
 def main(rank: int, pipe: Connection, home: str) -> None:
     _redirect_output(home)
     os.chdir(home)  # whatever a test writes to the working directory goes when the pool goes
+    sys.argv = ["rank"]  # pytest's arguments are not the test's
     import torch
 
     torch.set_num_threads(1)
@@ -68,6 +69,7 @@ def main(rank: int, pipe: Connection, home: str) -> None:
             task: Task = pickle.loads(pipe.recv_bytes())
         except EOFError:  # the pool has closed our pipe, or is gone
             break
+        os.ftruncate(2, 0)  # the log tells of one task
         started = time.monotonic()
         try:
             if task.generation != generation:

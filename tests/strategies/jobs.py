@@ -47,7 +47,7 @@ Make = Callable[[], "Job"]
 def make_loss(name: str = "ArcFaceLoss", seed: int = 0) -> nn.Module:
     """A learnable loss of pytorch-metric-learning; the same seed gives the same weight on every rank."""
     torch.manual_seed(100 + seed)
-    loss: nn.Module = getattr(pml, name)(TASK.classes, TASK.dim)
+    loss: nn.Module = getattr(pml, name)(num_classes=TASK.classes, embedding_size=TASK.dim)
     return loss.double()
 
 

@@ -1,0 +1,180 @@
+"""Bad input on one rank, or on all: every rank raises the same error, names the rank and says what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import TASK, Job, fit, fit_alone
+from tests.strategies.test_calls import assert_same_error
+
+Spoil = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def with_nan(embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    bad = torch.zeros_like(embeddings)
+    bad[1, 2] = float("nan")
+    return embeddings + bad, labels
+
+
+SPOILS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
+    "label too high": (lambda e, y: (e, y.clone().index_fill_(0, torch.tensor([1]), 17)), ("labels", "17", "4")),
+    "label negative": (lambda e, y: (e, y.clone().index_fill_(0, torch.tensor([0]), -3)), ("labels", "-3")),
+    "labels of floating dtype": (lambda e, y: (e, y.float()), ("labels", "float32")),
+    "labels of bool": (lambda e, y: (e, y > 1), ("labels", "bool")),
+    "too few labels": (lambda e, y: (e, y[:-1]), ("labels",)),
+    "labels of two dimensions": (lambda e, y: (e, nn.functional.one_hot(y, TASK.classes)), ("labels",)),
+    "embeddings too wide": (lambda e, y: (torch.cat([e, e[:, :1]], 1), y), ("embeddings", "5", "4")),
+    "embeddings too narrow": (lambda e, y: (e[:, :-1], y), ("embeddings", "3", "4")),
+    "embeddings of three dimensions": (lambda e, y: (e[None], y), ("embeddings",)),
+    "empty batch": (lambda e, y: (e[:0], y[:0]), ("empty",)),
+    "NaN": (with_nan, ("NaN",)),
+}
+
+
+class Spoiled(Job):
+    def __init__(self, case: str, ranks: tuple[int, ...], at: int, loss: str = "ArcFaceLoss") -> None:
+        super().__init__(loss)
+        self.case, self.ranks, self.at = case, ranks, at
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(features)
+        if index == self.at and self.global_rank in self.ranks:
+            embeddings, labels = SPOILS[self.case][0](embeddings, labels)
+        return self.loss(embeddings, labels)
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0,), (0, 1)], ids=str)
+@pytest.mark.parametrize("case", SPOILS)
+def test_bad_input_is_the_same_error_on_every_rank(pool: RankPool, case: str, ranks: tuple[int, ...]) -> None:
+    errors = pool.errors(2, fit, partial(Spoiled, case, ranks, 1))
+    assert_same_error(errors, "ArcFaceLoss", *SPOILS[case][1], *(f"rank {rank}" for rank in ranks if len(ranks) == 1))
+
+
+@pytest.mark.parametrize("case", SPOILS)
+def test_bad_input_in_one_process(pool: RankPool, case: str) -> None:
+    errors = pool.errors(1, fit, partial(Spoiled, case, (0,), 0))
+    assert_same_error(errors, "ArcFaceLoss", *SPOILS[case][1])
+
+
+@pytest.mark.parametrize("loss", ["SoftTripleLoss", "ProxyNCALoss", "NormalizedSoftmaxLoss", "SubCenterArcFaceLoss"])
+@pytest.mark.parametrize("case", ["label too high", "embeddings too wide", "empty batch", "NaN"])
+def test_bad_input_for_other_losses(pool: RankPool, case: str, loss: str) -> None:
+    assert_same_error(pool.errors(3, fit, partial(Spoiled, case, (2,), 0, loss)), loss, *SPOILS[case][1], "rank 2")
+
+
+class Breaks(Job):
+    """The user's own code fails on one rank."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        value = self.loss(self.encoder(features), labels)
+        if index == 1 and self.global_rank == 1:
+            raise ZeroDivisionError("the user's own")
+        return value
+
+
+def test_the_users_own_error_on_one_rank_ends_all(pool: RankPool) -> None:
+    errors = pool.errors(3, fit, Breaks)
+    assert errors[1].type == "ZeroDivisionError"
+    for error in (errors[0], errors[2]):
+        assert error.is_a("DDPLossError"), error
+        assert "ZeroDivisionError" in error.message
+        assert "rank 1" in error.message
+        assert error.seconds < 15
+
+
+class ReturnsNothing(Job):
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor | None:
+        if index == 1 and self.global_rank == 1:
+            return None
+        return self.loss(self.encoder(features), labels)
+
+
+def test_a_rank_that_lightning_stops_takes_its_peers_along(pool: RankPool) -> None:
+    """Lightning refuses a step without a loss under DDP, on that rank alone; the others wait in our frame for it."""
+    errors = pool.errors(2, fit, ReturnsNothing, seconds=25.0)
+    assert "returning None" in errors[1].message
+    assert errors[0].is_a("DDPLossError"), errors[0]
+    assert "rank 1" in errors[0].message
+
+
+class NamesDiffer(Job):
+    def __init__(self, case: str) -> None:
+        self.case = case
+        super().__init__()
+
+    def build(self, loss: str) -> None:
+        import torch.distributed as dist
+
+        super().build(loss)
+        odd = dist.get_rank() == 1
+        if self.case == "name":
+            self.add_module("other" if odd else "extra", nn.Linear(2, 2))
+        elif self.case == "order":
+            for name in ("b", "a") if odd else ("a", "b"):
+                self.add_module(name, nn.Linear(2, 2))
+        elif self.case == "shape":
+            self.extra = nn.Linear(2, 3 if odd else 2)
+        elif self.case == "dtype":
+            self.extra = nn.Linear(2, 2, dtype=torch.float64 if odd else torch.float32)
+        elif self.case == "missing" and odd:
+            del self.loss.W
+        elif self.case == "frozen":
+            self.loss.requires_grad_(not odd)
+        elif self.case == "buffer":
+            self.register_buffer("table", torch.zeros(3 if odd else 2))
+
+
+@pytest.mark.parametrize("case", ["name", "order", "shape", "dtype", "missing", "frozen", "buffer"])
+def test_ranks_with_different_parameters_are_told_before_the_first_broadcast(pool: RankPool, case: str) -> None:
+    words = {"name": "other", "order": "a.weight", "missing": "loss.W", "frozen": "loss.W", "buffer": "table"}
+    errors = pool.errors(2, fit, partial(NamesDiffer, case))
+    assert_same_error(errors, words.get(case, "extra"), "rank 0", "rank 1")
+
+
+class ValuesDiffer(Job):
+    """Every rank has its own initial values: rank 0's are everybody's after the first broadcast."""
+
+    def build(self, loss: str) -> None:
+        import torch.distributed as dist
+
+        super().build(loss)
+        if dist.is_initialized() and dist.get_rank():
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.add_(dist.get_rank())
+
+
+def test_initial_values_come_from_rank_0(pool: RankPool) -> None:
+    expected = fit_alone(Job)
+    for state in pool.run(3, fit, ValuesDiffer):
+        assert_close(state, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"losses": ["los"]}, ("'los'", "loss")),
+        ({"losses": ["loss", "head"]}, ("'head'", "loss")),
+        ({"losses": "nothing.*"}, ("nothing.*", "loss")),
+        ({"losses": "("}, ("(",)),
+        ({"losses": ["plain"]}, ("plain", "parameter")),
+        ({"losses": [""]}, ("''",)),
+    ],
+    ids=str,
+)
+def test_names_that_cannot_work(pool: RankPool, options: dict[str, Any], words: tuple[str, ...]) -> None:
+    assert_same_error(pool.errors(2, fit, WithPlain, options), *words)
+
+
+class WithPlain(Job):
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        self.plain = nn.CrossEntropyLoss()

@@ -1,0 +1,164 @@
+"""Ranks that do not call the same losses, or not on the same rows: the same error on all of them, or one warning."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_losses.strategies import register_loss_type
+from tests.oracle import assert_close, batches, cuts
+from tests.rank_pool import RankError, RankPool
+from tests.strategies.jobs import TASK, Job, fit, fit_alone, make_loss
+from tests.strategies.scenarios import NeverCalled, TwoLosses
+
+
+def assert_same_error(errors: list[RankError], *words: str, seconds: float = 15.0) -> None:
+    """Every rank raised the same DDPLossError, in time, and it holds these words."""
+    told = [f"rank {error.rank}: {error.type} {error.message}" for error in errors]
+    assert all(error.is_a("DDPLossError") for error in errors), told
+    assert len({(error.type, error.message) for error in errors}) == 1, told
+    assert all(word in errors[0].message for word in words), (words, errors[0].message)
+    assert all(error.seconds < seconds for error in errors)
+
+
+class SkipsALoss(TwoLosses):
+    """From batch `at` on, the ranks in `ranks` do not call the second loss."""
+
+    at, ranks, skipped = 0, (1,), "second"
+
+    def __init__(self, at: int, ranks: tuple[int, ...], skipped: str = "second") -> None:
+        self.at, self.ranks, self.skipped = at, ranks, skipped
+        super().__init__()
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(features)
+        skip = index >= self.at and self.global_rank in self.ranks
+        value = embeddings.square().mean()
+        for name in ("first", "second"):
+            if not (skip and self.skipped in (name, "both")):
+                value = value + getattr(self, name)(embeddings, labels)
+        return value
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize(("world_size", "ranks"), [(2, (0,)), (2, (1,)), (3, (1,)), (3, (0, 2))])
+def test_a_loss_that_some_ranks_skip(pool: RankPool, world_size: int, ranks: tuple[int, ...], at: int) -> None:
+    errors = pool.errors(world_size, fit, partial(SkipsALoss, at, ranks))
+    assert_same_error(errors, "ArcFaceLoss", "second", *(f"rank {rank}" for rank in ranks))
+    assert "`first`" not in errors[0].message
+
+
+@pytest.mark.parametrize("options", [{"check_calls": False}, {"find_unused_parameters": True}], ids=str)
+def test_a_skipped_loss_is_found_by_its_gradient_too(pool: RankPool, options: dict[str, Any]) -> None:
+    assert_same_error(pool.errors(2, fit, partial(SkipsALoss, 1, (1,)), options), "second", "rank 1")
+
+
+def test_a_rank_that_skips_all_losses(pool: RankPool) -> None:
+    assert_same_error(pool.errors(3, fit, partial(SkipsALoss, 1, (1,), "both")), "first", "second", "rank 1")
+
+
+def test_a_skipped_loss_under_accumulation(pool: RankPool) -> None:
+    errors = pool.errors(2, fit, partial(SkipsALoss, 0, (1,)), accumulate_grad_batches=2)
+    assert_same_error(errors, "second", "rank 1")
+
+
+@pytest.mark.filterwarnings("ignore:rows of .* differ between ranks")  # they do: 12 and 6 in an accumulation
+def test_a_loss_skipped_in_part_of_an_accumulation_is_fine(pool: RankPool) -> None:
+    """Rank 1 calls the loss on the second batch of each accumulation only; the mean over ranks is defined all the same."""
+    states = pool.run(2, fit, EverySecondBatchOnRank1, accumulate_grad_batches=2, limit_train_batches=4)
+    assert_close(states[1], states[0], rtol=0)
+
+
+class EverySecondBatchOnRank1(TwoLosses):
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(features)
+        value = self.first(embeddings, labels)
+        return value + (self.second(embeddings, labels) if index % 2 or self.global_rank == 0 else 0)
+
+
+def test_the_next_fit_works_after_an_error(pool: RankPool) -> None:
+    expected = fit_alone(Job)
+    for state in pool.run(2, fail_then_fit):
+        assert_close(state, expected)
+
+
+def fail_then_fit() -> dict[str, Tensor]:
+    from lightning_ddp_losses import DDPLossError
+
+    try:
+        fit(partial(SkipsALoss, 1, (1,)))
+    except DDPLossError:
+        return fit(Job)
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_that_no_rank_calls_is_fine(pool: RankPool, accumulate: int) -> None:
+    expected = fit_alone(NeverCalled, accumulate_grad_batches=accumulate)
+    for state in pool.run(3, fit, NeverCalled, accumulate_grad_batches=accumulate):
+        assert_close(state, expected)
+        assert torch.equal(state["second.W"], make_loss(seed=2).W)
+
+
+def fit_recording(make: Any, **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(make, **options)
+    return [str(warning.message) for warning in caught if "rows" in str(warning.message)]
+
+
+def test_uneven_rows_warn_once_with_all_counts_and_the_fix(pool: RankPool) -> None:
+    told = pool.run(2, fit_recording, Job, even=False)
+    assert [len(messages) for messages in told] == [1, 0], told
+    assert all(word in told[0][0] for word in ("4", "8", "ArcFaceLoss", "rank 0", "rank 1", "drop_last"))
+    assert pool.run(2, fit_recording, Job, even=True) == [[], []]
+    assert len(pool.run(2, fit_recording, Job, even=False, accumulate_grad_batches=2)[0]) == 1
+
+
+@register_loss_type
+class ZeroAtTimes(nn.Module):
+    """Returns a zero that depends on the embeddings only, or on nothing, where no label reaches the threshold."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.kind = kind
+        self.W = nn.Parameter(torch.randn(TASK.dim, TASK.classes, dtype=torch.float64))
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Any:
+        kept = labels >= 4
+        if not kept.any():
+            zero = torch.zeros((), dtype=torch.float64)
+            return {"sum": (embeddings * 0).sum(), "constant": zero, "dict": {"loss": zero}}[self.kind]
+        value = nn.functional.cross_entropy(embeddings @ self.W, labels, reduction="none")[kept].sum() / len(labels)
+        return {"loss": value} if self.kind == "dict" else value
+
+
+class ZeroOnSomeRanks(Job):
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        super().__init__()
+
+    def build(self, loss: str) -> None:
+        self.loss = ZeroAtTimes(self.kind)
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        value = self.loss(self.encoder(features), labels)
+        value = value["loss"] if isinstance(value, dict) else value
+        return value + self.encoder(features).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["sum", "constant", "dict"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_zero_loss_keeps_its_parameters_in_the_graph(pool: RankPool, world_size: int, kind: str) -> None:
+    slices = [labels[part] for _, labels in batches(TASK) for part in cuts(TASK.rows, world_size)]
+    assert {bool((labels >= 4).any()) for labels in slices} == {True, False}
+    make = partial(ZeroOnSomeRanks, kind)
+    expected = fit_alone(make)
+    for state in pool.run(world_size, fit, make):
+        assert_close(state, expected)

@@ -1,0 +1,195 @@
+"""Trainable losses that are no registered submodules: told with their path, or adopted; copies are left alone."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from tests.lightning_ranks import make_trainer
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import OPTIMIZERS, TASK, Job, fit, fit_alone, loader, make_loss, strategy_of
+from tests.strategies.test_calls import assert_same_error
+
+
+class Holder:
+    """A plain object of the user's."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        self.criterion = loss
+
+
+class Hidden(Job):
+    """The loss lies in a place where torch does not register it."""
+
+    def __init__(self, place: str, optimise: bool = True) -> None:
+        self.place, self.optimise = place, optimise
+        super().__init__()
+
+    def build(self, loss: str) -> None:
+        hidden = make_loss(loss)
+        self.get = lambda: hidden
+        if self.place == "list":
+            self.losses = [hidden]
+        elif self.place == "dict":
+            self.losses = {"arc": hidden}
+        elif self.place == "nested":
+            self.losses = {"a": [(nn.Identity(), hidden)]}
+        elif self.place == "object":
+            self.holder = Holder(hidden)
+        elif self.place == "partial":
+            self.call = partial(torch.nn.Module.__call__, hidden)
+        if self.place != "closure":
+            del self.get
+
+    def hidden(self) -> nn.Module:
+        if self.place == "callback":
+            return self.trainer.callbacks[0].loss
+        places: dict[str, Any] = {
+            "list": lambda: self.losses[0],
+            "dict": lambda: self.losses["arc"],
+            "nested": lambda: self.losses["a"][0][1],
+            "object": lambda: self.holder.criterion,
+            "partial": lambda: self.call.args[0],
+            "closure": lambda: self.get(),
+        }
+        return places[self.place]()
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.hidden()(self.encoder(features), labels)
+
+    def optimised(self) -> list[nn.Parameter]:
+        known = list(self.parameters())
+        missing = [p for p in self.hidden().parameters() if not any(p is q for q in known)] if self.optimise else []
+        return [*known, *missing]
+
+
+class LossCallback(Callback):
+    def __init__(self) -> None:
+        self.loss = make_loss()
+
+
+PLACES = {
+    "list": "losses[0]",
+    "dict": "losses['arc']",
+    "nested": "losses['a'][0][1]",
+    "object": "holder.criterion",
+    "partial": "call.args[0]",
+    "closure": "get",
+    "callback": "LossCallback",
+}
+
+
+def fit_hidden(make: Any, strategy: dict[str, Any], place: str) -> tuple[dict[str, Tensor], Tensor, list[str]]:
+    module = make()
+    callbacks: list[Callback] = [LossCallback()] if place == "callback" else []
+    trainer = make_trainer(strategy_of(strategy), callbacks=[*callbacks, keys := Keys()])
+    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    return dict(module.state_dict()), module.hidden().W.detach(), keys.seen
+
+
+class Keys(Callback):
+    """The state's keys in the middle of fit."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.seen = sorted(module.state_dict())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_hidden_loss_is_told_with_its_path_and_the_fix(pool: RankPool, place: str) -> None:
+    errors = pool.errors(2, fit_hidden, partial(Hidden, place), {}, place)
+    assert_same_error(errors, "ArcFaceLoss", PLACES[place], "adopt=True")
+    assert errors[0].type == "HiddenLossError"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_hidden_loss_can_be_adopted(pool: RankPool, place: str) -> None:
+    expected = fit_alone(Job)
+    for state, weight, keys in pool.run(2, fit_hidden, partial(Hidden, place), {"adopt": True}, place):
+        assert_close(state | {"loss.W": weight}, expected)  # gone from the module again, and trained
+        assert sum(key.startswith("_adopted_losses.") for key in keys) == 1
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_hidden_loss_that_no_optimizer_holds_is_told_when_it_runs(pool: RankPool, place: str) -> None:
+    errors = pool.errors(2, fit_hidden, partial(Hidden, place, optimise=False), {}, place)
+    assert_same_error(errors, "ArcFaceLoss", PLACES[place])
+
+
+class HiddenOnOneRank(Job):
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        if dist.get_rank() == 1:
+            self.more = [make_loss(seed=3)]
+
+    def optimised(self) -> list[nn.Parameter]:
+        return [*self.parameters(), *(p for loss in getattr(self, "more", []) for p in loss.parameters())]
+
+
+@pytest.mark.parametrize("adopt", [True, False])
+def test_a_loss_hidden_on_one_rank_is_an_error_on_all(pool: RankPool, adopt: bool) -> None:
+    assert_same_error(pool.errors(2, fit, HiddenOnOneRank, {"adopt": adopt}), "more[0]", "rank 1")
+
+
+class KeepsCopies(Job):
+    """Weight averaging by hand: copies of module and loss that no optimizer holds, read without gradients."""
+
+    def on_fit_start(self) -> None:
+        self.average = [copy.deepcopy(self.loss)]
+        self.averages = {"all": torch.optim.swa_utils.AveragedModel(self.encoder)}
+
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        self.before = [copy.deepcopy(self.loss)]
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(features)
+        with torch.no_grad():
+            for other in (*self.before, *self.average):
+                assert other(embeddings, labels) > 0
+        return self.loss(embeddings, labels)
+
+
+@pytest.mark.parametrize("adopt", [True, False])
+def test_copies_that_nobody_optimises_are_left_alone(pool: RankPool, adopt: bool) -> None:
+    expected = fit_alone(Job)
+    for state in pool.run(2, fit, KeepsCopies, {"adopt": adopt}):
+        assert_close(state, expected)
+
+
+class HiddenLayer(Job):
+    """What hides is no loss by type, but an optimizer trains it."""
+
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        torch.manual_seed(5)
+        self.tools = [nn.Linear(TASK.dim, TASK.dim).double()]
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(self.tools[0](self.encoder(features)), labels)
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS["sgd"]([*self.parameters(), *self.tools[0].parameters()])
+
+
+def test_anything_hidden_that_an_optimizer_trains_is_told(pool: RankPool) -> None:
+    assert_same_error(pool.errors(2, fit, HiddenLayer), "tools[0]", "Linear")
+
+
+class LooseParameter(Job):
+    """An optimizer holds a bare tensor that belongs to no module."""
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS["sgd"]([*self.parameters(), torch.zeros(3, requires_grad=True)])
+
+
+@pytest.mark.parametrize("adopt", [True, False])
+def test_a_parameter_of_no_module_cannot_be_adopted(pool: RankPool, adopt: bool) -> None:
+    assert_same_error(pool.errors(2, fit, LooseParameter, {"adopt": adopt}))

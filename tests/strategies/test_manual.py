@@ -1,0 +1,116 @@
+"""Manual optimisation: each manual_backward reduces what it must, with one or several optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import OPTIMIZERS, Job, fit, fit_alone
+from tests.strategies.scenarios import TwoLosses
+
+
+class Manual(TwoLosses):
+    def __init__(self, loss: str = "CosFaceLoss", optimizer: str = "sgd") -> None:
+        super().__init__(loss, optimizer)
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        make = OPTIMIZERS[self.optimizer]
+        return [make([*self.encoder.parameters(), *self.first.parameters()]), make(self.second.parameters())]
+
+
+class OneAfterTheOther(Manual):
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        features, labels = batch
+        for optimizer, loss in zip(self.optimizers(), (self.first, self.second), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(loss(self.encoder(features), labels))
+            optimizer.step()
+
+
+class TwoForwardsThenTwoBackwards(Manual):
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        features, labels = batch
+        values = [loss(self.encoder(features), labels) for loss in (self.first, self.second)]
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        for value in values:
+            self.manual_backward(value)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+class SameLossTwice(Manual):
+    """Two forwards through one loss, then two backwards in the other order."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        features, labels = batch
+        values = [self.first(self.encoder(features * k), labels) for k in (1, 2)]
+        optimizer, _ = self.optimizers()
+        optimizer.zero_grad()
+        for value in reversed(values):
+            self.manual_backward(value)
+        optimizer.step()
+
+
+class EverySecondStep(Manual):
+    """Accumulation by hand: gradients stay over two batches."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        features, labels = batch
+        embeddings = self.encoder(features)
+        loss = self.first if index % 2 else self.second
+        self.manual_backward(loss(embeddings, labels))
+        if index % 2:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class ToggledAndClipped(Manual):
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        features, labels = batch
+        first, second = self.optimizers()
+        with torch.no_grad():
+            frozen = self.encoder(features)
+        second.zero_grad()
+        self.manual_backward(self.second(frozen, labels))
+        self.clip_gradients(second, 0.1, "norm")
+        second.step()
+        if index % 2 == 0:
+            first.zero_grad()
+            self.manual_backward(self.first(self.encoder(features), labels) + self.encoder(features).square().mean())
+            first.step()
+
+
+class NoBackwardOnSomeSteps(Manual):
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        if index % 2:
+            return
+        optimizer, _ = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.first(self.encoder(batch[0]), batch[1]))
+        optimizer.step()
+
+
+MANUAL: list[type[Job]] = [
+    OneAfterTheOther,
+    TwoForwardsThenTwoBackwards,
+    SameLossTwice,
+    EverySecondStep,
+    ToggledAndClipped,
+    NoBackwardOnSomeSteps,
+]
+
+
+@pytest.mark.parametrize("job", MANUAL, ids=lambda job: job.__name__)
+def test_manual_optimisation_equals_one_process(pool: RankPool, job: type[Job]) -> None:
+    expected = fit_alone(job)
+    for world_size in (1, 2, 3):
+        for state in pool.run(world_size, fit, job, {"find_unused_parameters": True}):
+            assert_close(state, expected)

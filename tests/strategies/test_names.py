@@ -1,0 +1,160 @@
+"""The strategy's names, its options from Python and YAML, and `losses=[]`, which is plain DDP bit for bit."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from torch import Tensor
+
+from lightning_ddp_losses import DDPLossStrategy
+from lightning_ddp_losses.errors import ConfigurationError
+from tests.counting import CountCollectives
+from tests.lightning_ranks import RankEnvironment, make_trainer
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import Job, fit, fit_alone, loader, strategy_of
+from tests.strategies.scenarios import Alternating, NoLossAtAll
+
+DDP_NAMES = sorted(name for name in StrategyRegistry if StrategyRegistry[name]["strategy"] is DDPStrategy)
+
+
+def test_every_name_of_ddp_has_its_twin() -> None:
+    assert "ddp" in DDP_NAMES
+    assert len(DDP_NAMES) >= 12
+    for name in DDP_NAMES:
+        twin = name.replace("ddp", "ddp_losses", 1)
+        assert StrategyRegistry[twin]["strategy"] is DDPLossStrategy
+        assert StrategyRegistry[twin]["init_params"] == StrategyRegistry[name]["init_params"]
+    ours = [name for name in StrategyRegistry if StrategyRegistry[name]["strategy"] is DDPLossStrategy]
+    assert len(ours) == len(DDP_NAMES)
+
+
+@pytest.mark.parametrize("name", ["ddp_losses", "ddp_losses_find_unused_parameters_true"])
+def test_the_names_train(pool: RankPool, name: str) -> None:
+    expected = fit_alone(Job)
+    for state in pool.run(2, fit, Job, name):
+        assert_close(state, expected)
+
+
+def yaml_strategy(arguments: dict[str, Any]) -> DDPLossStrategy:
+    entry = {"class_path": "lightning_ddp_losses.DDPLossStrategy", "init_args": arguments}
+    trainer = {"strategy": entry, "accelerator": "cpu", "devices": dist.get_world_size(), "logger": False}
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    cli = LightningCLI(
+        Job,
+        run=False,
+        save_config_callback=None,
+        args={"trainer": {**trainer, **quiet, "max_epochs": 1, "use_distributed_sampler": False}},
+        trainer_defaults={"plugins": [RankEnvironment()]},
+        seed_everything_default=False,
+    )
+    assert isinstance(cli.trainer.strategy, DDPLossStrategy)
+    cli.trainer.fit(cli.model, loader(dist.get_world_size(), dist.get_rank()))
+    return cli.trainer.strategy
+
+
+def compare_yaml_and_python(arguments: dict[str, Any], python: dict[str, Any]) -> None:
+    ours, theirs = yaml_strategy(arguments), strategy_of(python)
+    make_trainer(theirs).fit(Job(), loader(dist.get_world_size(), dist.get_rank()))
+    private = ("_selection", "_adopt", "_check_calls", "_reduce_dtype", "_ddp_kwargs", "_timeout", "_start_method")
+    assert {name: getattr(ours, name) for name in private} == {name: getattr(theirs, name) for name in private}
+
+
+# Lightning's CLI calls jsonargparse by names that jsonargparse deprecates
+@pytest.mark.filterwarnings(r"ignore:\s*By default only one JsonargparseDeprecationWarning")
+@pytest.mark.parametrize(
+    ("arguments", "python"),
+    [
+        ({}, {}),
+        ({"losses": ["loss"], "adopt": True, "check_calls": False}, None),
+        ({"find_unused_parameters": True, "bucket_cap_mb": 1}, None),
+        ({"losses": "lo.*", "gradient_as_bucket_view": True}, None),
+        ({"loss_reduce_dtype": "bfloat16"}, {"loss_reduce_dtype": torch.bfloat16}),
+        ({"timeout": "0:01:00"}, {"timeout": timedelta(minutes=1)}),
+    ],
+    ids=str,
+)
+def test_yaml_and_python_mean_the_same(pool: RankPool, arguments: dict[str, Any], python: Any) -> None:
+    pool.run(2, compare_yaml_and_python, arguments, arguments if python is None else python)
+
+
+class Collectives(Callback):
+    """The collectives of each training batch, from its start to its end."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[str]] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.counter = CountCollectives()
+        self.counter.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.counter.__exit__(None, None, None)
+        self.steps.append(self.counter.take())
+
+
+def count(make: Any, strategy: Any, **options: Any) -> list[list[str]]:
+    counter = Collectives()
+    fit(make, strategy, callbacks=[counter], **options)
+    return counter.steps
+
+
+def test_one_frame_and_one_reduction_beside_ddp(pool: RankPool) -> None:
+    plain = pool.run(2, count, Job, "ddp")[0]
+    for options, extra in (({}, 2), ({"check_calls": False}, 1), ({"losses": []}, 0)):
+        for rank_steps in pool.run(2, count, Job, options):
+            # the first batches show DDP's own set-up
+            assert [len(step) - len(other) for step, other in zip(rank_steps, plain, strict=True)][2:] == [extra] * 3
+
+
+def test_all_losses_share_the_one_reduction(pool: RankPool) -> None:
+    plain = pool.run(2, count, Job, "ddp")[0]
+    steps = pool.run(2, count, Alternating, {})[0]
+    assert [len(step) for step in steps[2:]] == [len(step) + 2 for step in plain[2:]]
+    idle = pool.run(2, count, NoLossAtAll, {})[0]
+    assert len(idle[3]) <= len(plain[3]) + 2, "a step without a loss costs no more than one with"
+
+
+def test_nothing_travels_on_a_batch_that_does_not_synchronise(pool: RankPool) -> None:
+    steps = pool.run(2, count, Alternating, {}, accumulate_grad_batches=5)[0]
+    plain = pool.run(2, count, Job, "ddp", accumulate_grad_batches=5)[0]
+    assert [len(step) for step in steps[1:4]] == [len(step) for step in plain[1:4]]
+
+
+def test_one_rank_talks_to_nobody(pool: RankPool) -> None:
+    plain = pool.run(1, count, Job, "ddp")[0]
+    steps = pool.run(1, count, Job, {})[0]
+    assert [len(step) for step in steps] <= [len(step) for step in plain]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_no_losses_is_plain_ddp_bit_for_bit(pool: RankPool, world_size: int, accumulate: int) -> None:
+    options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.4}
+    plain: list[dict[str, Tensor]] = pool.run(world_size, fit, Job, "ddp", **options)
+    ours: list[dict[str, Tensor]] = pool.run(world_size, fit, Job, {"losses": []}, **options)
+    for one, other in zip(plain, ours, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"losses": 3},
+        {"losses": [1]},
+        {"losses": None},
+        {"loss_reduce_dtype": "float17"},
+        {"loss_reduce_dtype": torch.int8},
+    ],
+    ids=str,
+)
+def test_options_that_cannot_work_are_refused_at_once(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="expected"):
+        DDPLossStrategy(**options)
