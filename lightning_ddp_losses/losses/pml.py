@@ -103,11 +103,10 @@ def tuples_suffice(
     if given is not None:
         parts = [_of_anchors(given, *bound) for bound in bounds]
         return all(min(len(index) for index in part) > 1 for part in parts)
-    matches = labels.unsqueeze(1) == ref_labels.unsqueeze(0)
-    differ = (~matches).sum(1)
-    positive = matches.sum(1) - int(same)
+    _, kind = torch.unique(torch.cat([labels, ref_labels]), return_inverse=True)
+    partners = torch.bincount(kind[len(labels) :], minlength=len(kind))[kind[: len(labels)]]
     for start, stop in bounds:
-        p, n = positive[start:stop], differ[start:stop]
+        p, n = partners[start:stop] - int(same), len(ref_labels) - partners[start:stop]
         if int(p.sum()) < 2 or int(n.sum()) < 2 or not bool(((p > 0) & (n > 0)).any()):
             return False
     return True
