@@ -3,13 +3,34 @@
 Importing the package registers the strategy names (``Trainer(strategy="ddp_losses")``).
 """
 
-from lightning_ddp_losses.errors import DDPLossError
+from lightning_ddp_losses.errors import (
+    ConfigurationError,
+    DDPLossError,
+    HiddenLossError,
+    InputError,
+    LossCallError,
+    PeerError,
+    RankMismatchError,
+)
 from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type, use_global_wrapper
 
 __version__ = "0.1.0"
 
-__all__ = ["DDPLossError", "DDPLossStrategy", "GlobalBatchLoss", "GlobalBatchMiner"]
+__all__ = [
+    "ConfigurationError",
+    "DDPLossError",
+    "DDPLossStrategy",
+    "GlobalBatchLoss",
+    "GlobalBatchMiner",
+    "GlobalBatchSampler",
+    "HiddenLossError",
+    "InputError",
+    "LossCallError",
+    "PeerError",
+    "RankMismatchError",
+]
 
 # losses and strategies are siblings; here, above both, they are introduced to each other
 register_loss_type(GlobalBatchLoss)

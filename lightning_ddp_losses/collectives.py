@@ -45,6 +45,7 @@ Backward = Literal["sum", "own_slice"]
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ROWS = struct.Struct("<q?")
 _BROADCAST_BYTES = 64 << 20
+_GATHER_BYTES = 256 << 10  # over all ranks
 
 
 def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backward = "sum") -> Tensor:
@@ -129,8 +130,9 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
         InputError: on every rank, when the rows do not sum to G.
     """
     _check("reduce_scatter_with_grad", tensor, "sum", group)
+    _check_rows(tensor, rows, group)
     world = groups.world_size(group)
-    total = tensor.shape[0] if tensor.ndim else 0
+    total = tensor.shape[0]
     own = total // world if rows is None else rows
     counts, grad = [own], tensor.requires_grad
     if world > 1:
@@ -154,13 +156,19 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
 def reduce_mean_(tensor: Tensor, *, group: Group = None) -> Tensor:
     """Replace a tensor by its mean over ranks, in place, without a graph and without a frame.
 
-    For callers that agreed on shape and dtype before. Communication: one all-reduce.
+    For callers that agreed on shape and dtype before. Communication: one all-reduce; for few bytes on the CPU one gather.
     """
     world = groups.world_size(group)
-    if world > 1:
-        dist.all_reduce(tensor, group=groups.family(group).payload(tensor))
-        tensor.div_(world)
-    return tensor
+    if world == 1:
+        return tensor
+    channel = groups.family(group).payload(tensor)
+    if tensor.device.type == "cpu" and tensor.nbytes * world <= _GATHER_BYTES and tensor.is_contiguous():
+        everyone = tensor.new_empty((world, tensor.numel()))  # gloo gathers little faster than it reduces it
+        frames.gather_into(everyone.view(-1), tensor.view(-1), group=channel)
+        torch.sum(everyone, 0, out=tensor.view(-1))
+    else:
+        dist.all_reduce(tensor, group=channel)
+    return tensor.div_(world)
 
 
 def broadcast_(tensors: Sequence[Tensor], *, group: Group = None) -> None:
@@ -244,6 +252,16 @@ def _check(what: str, tensor: object, backward: str, group: Group) -> None:
         frames.fail_together(InputError(error), what, group=group)
 
 
+def _check_rows(tensor: Tensor, rows: object, group: Group) -> None:
+    what, got = "reduce_scatter_with_grad", None
+    if tensor.ndim == 0:
+        got = format_error(f"{what}: tensor", expected="rows along dim 0", got="a 0-dim tensor", fix="Reshape it.")
+    elif rows is not None and (not isinstance(rows, int) or isinstance(rows, bool)):
+        got = format_error(f"{what}: rows", expected="an int or None", got=repr(rows))
+    if got is not None:
+        frames.fail_together(InputError(got), what, group=group)
+
+
 def _agree_rows(
     what: str, tensor: Tensor, rows: int | None, backward: str, group: Group, *, same_shape: bool = False
 ) -> tuple[list[int], bool]:
@@ -313,8 +331,8 @@ def scatter_sum(tensor: Tensor, counts: list[int], group: Group) -> Tensor:
 
 
 def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
-    half = tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
-    total = tensor.detach().to(torch.float32) if half else tensor.detach().clone()
-    total = total.contiguous()
+    narrow = tensor.dtype.itemsize < torch.float32.itemsize  # halves lose digits; gloo does not add int16
+    wide = torch.float32 if tensor.is_floating_point() else torch.int32
+    total = (tensor.detach().to(wide) if narrow else tensor.detach().clone()).contiguous()
     dist.all_reduce(total, group=groups.family(group).payload(total))
     return total.to(tensor.dtype)

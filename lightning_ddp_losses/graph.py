@@ -63,8 +63,7 @@ def keep_in_graph(result: Any, parameters: Sequence[Tensor], given: Sequence[Ten
     outputs = [t for t in numerics.tensors_in(result) if t.is_floating_point()]
     if not outputs or not parameters:
         return result
-    reached = _reached(outputs, given)
-    missing = [p for p in parameters if id(p) not in reached]
+    missing = _not_reached(outputs, given, parameters)
     if not missing:
         return result
     if isinstance(result, Tensor):
@@ -76,21 +75,19 @@ def keep_in_graph(result: Any, parameters: Sequence[Tensor], given: Sequence[Ten
     return {key: keep_in_graph(item, parameters, given) for key, item in result.items()}
 
 
-def _reached(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> set[int]:
-    """Ids of the leaves that the outputs depend on, looking no further than the inputs."""
-    ends = {t.grad_fn for t in given if t.grad_fn is not None}
+def _not_reached(outputs: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Parameters that the outputs do not depend on, looking no further than the inputs."""
+    missing = {id(p): p for p in parameters}
+    seen = {t.grad_fn for t in given if t.grad_fn is not None}
     stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen, leaves = set(ends), set()
-    while stack:
+    while stack and missing:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves.add(id(leaf))
+        missing.pop(id(getattr(node, "variable", None)), None)
         stack += [child for child, _ in node.next_functions if child is not None]
-    return leaves
+    return list(missing.values())
 
 
 class _Tie(torch.autograd.Function):

@@ -76,7 +76,8 @@ def set_timeout(timeout: timedelta | None) -> None:
 def family(group: Group = None) -> Family:
     """Our groups over the members of ``group``; made at first use.
 
-    Communication: at first use only, up to four rendezvous through the store; every member must take part.
+    Communication: at first use only, up to four rendezvous through the store; every member must take part. A gloo group that is a
+        part of the world serves for everything itself.
     """
     global _world, _close_registered  # noqa: PLW0603 - the cache belongs to the process's default group
     world = dist.group.WORLD
@@ -88,12 +89,18 @@ def family(group: Group = None) -> Family:
         if not _close_registered:
             atexit.register(close)
             _close_registered = True
-        _families[ranks] = _make(ranks, only_gloo=dist.get_backend(group) == "gloo")
+        _families[ranks] = _make(ranks, group)
     return _families[ranks]
 
 
-def _make(ranks: tuple[int, ...], *, only_gloo: bool) -> Family:
+def _make(ranks: tuple[int, ...], group: Group) -> Family:
+    only_gloo = dist.get_backend(group) == "gloo"
     whole = len(ranks) == dist.get_world_size()
+    if only_gloo and not whole:
+        # the rest of the world is not here to make new groups, and torch names a group made by its members alone by how
+        # many each of them knows: where parts of the world overlap, the names part and the members never meet
+        assert group is not None
+        return Family(group, group, group, group, ranks)
 
     def new(backend: str | None) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(
@@ -127,6 +134,8 @@ def close(*, world: bool = False) -> None:
     global _world  # noqa: PLW0603
     if is_distributed() and dist.group.WORLD is _world:
         for ours in _families.values():
+            if len({ours.frames, ours.host, ours.device, ours.checks}) == 1:
+                continue  # the user's own
             for group in {ours.frames, ours.host, ours.device, ours.checks}:
                 # a peer that died before us has taken its side of the connection along
                 with contextlib.suppress(RuntimeError, ValueError, AssertionError):

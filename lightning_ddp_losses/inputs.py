@@ -62,7 +62,7 @@ def check_inputs(
             "an empty batch",
             "Give every rank at least one sample (drop_last=True); the mean over no rows is not a number.",
         )
-    if refuse_nan and embeddings.is_floating_point() and bool(torch.isnan(embeddings).any()):
+    if refuse_nan and embeddings.is_floating_point() and _has_nan(embeddings):
         bad = torch.isnan(embeddings).reshape(embeddings.shape[0] if embeddings.ndim else 1, -1).any(1)
         _refuse(
             f"{title}: embeddings",
@@ -70,11 +70,13 @@ def check_inputs(
             f"NaN in {int(bad.sum())} of {bad.numel()} rows (first: row {int(bad.nonzero()[0])})",
             "Look for the first layer or sample that gives NaN; lower the learning rate or clip gradients.",
         )
-    num_classes, weight = getattr(loss, "num_classes", None), _class_weight(loss)
+    weight = _class_weight(loss)
     from_pml = any(cls.__module__.startswith("pytorch_metric_learning.") for cls in type(loss).__mro__)
-    if not from_pml or not isinstance(num_classes, int) or weight is None:
+    if not from_pml or weight is None or not isinstance(getattr(loss, "num_classes", None), int):
         return
     name, parameter = weight
+    # some of PML's losses leave the attribute at 0
+    num_classes = int(loss.num_classes) or parameter.shape[1 - _WIDTH_DIM[name]]  # type: ignore[arg-type]
     width = parameter.shape[_WIDTH_DIM[name]]
     if embeddings.ndim != 2 or embeddings.shape[1] != width:
         _refuse(
@@ -86,6 +88,11 @@ def check_inputs(
     labels = args[1] if len(args) > 1 else kwargs.get("labels")
     if isinstance(labels, Tensor):
         _check_labels(title, labels, embeddings.shape[0], num_classes, read_values=read_values)
+
+
+def _has_nan(values: Tensor) -> bool:
+    # a sum without NaN has no NaN in it, and costs a tenth
+    return bool(values.detach().sum().isnan()) and bool(values.isnan().any())
 
 
 def _check_labels(title: str, labels: Tensor, rows: int, num_classes: int, *, read_values: bool) -> None:

@@ -31,6 +31,7 @@ from lightning_ddp_losses.strategies.globalise import globalised
 from lightning_ddp_losses.strategies.guard import HiddenSentinel, LossGuard
 from lightning_ddp_losses.strategies.precision import PrecisionKeeper
 from lightning_ddp_losses.strategies.reduction import Calls, LossReducer
+from lightning_ddp_losses.strategies.reshuffle import refuse_other_batches, warn_if_reshuffled
 
 __all__ = ["DDPLossStrategy"]
 
@@ -223,6 +224,16 @@ class DDPLossStrategy(DDPStrategy):
         self._adopted = adoption.adopt(self._module, hidden, self.precision_plugin, self.root_device, ddp)
         return adoption.as_losses(self._adopted)
 
+    # ------------------------------------------------------------------ data
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Say when Lightning destroys a sampler's structure, and refuse a loader that a global sampler cannot serve."""
+        if not self._plain and self._module._trainer is not None:
+            injecting = self._module._trainer._accelerator_connector.use_distributed_sampler
+            warn_if_reshuffled(dataloader, injecting=injecting)
+            refuse_other_batches(dataloader)
+        return super().process_dataloader(dataloader)
+
     # ------------------------------------------------------------------ steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -325,4 +336,6 @@ class DDPLossStrategy(DDPStrategy):
         try:
             yield
         except Exception as error:
+            if where == "training_step" and not self._check_calls:
+                raise  # the peers open no frame in which they could be told
             frames.fail_together(error, where)

@@ -96,6 +96,7 @@ class LossReducer:
         self._counts: list[CallCount] = []
         self._signature: tuple[object, ...] = ()
         self._digest = ""
+        self._opened: list[_Managed] | None = None
 
     def watch(self, counts: Sequence[CallCount]) -> None:
         """Say which losses there are; call after the first broadcast: what exists now counts as synchronised."""
@@ -123,7 +124,7 @@ class LossReducer:
 
         Communication: one frame; one more in a step in which parameters appeared.
         """
-        managed = self.managed()
+        managed = self._opened = self.managed()
         fresh = [m for m in managed if self._known.get(m.name) is not m.parameter]
         has_grad = {m.owner for m in managed if m.parameter.grad is not None}
         own = b"".join(_CALL.pack(c.calls, c.rows, i in has_grad) for i, c in enumerate(self._counts))
@@ -162,7 +163,9 @@ class LossReducer:
 
         Communication: one all-reduce, one more for each gradient over ``LARGE_BYTES``; on an accelerator one frame.
         """
-        managed, world = self.managed(), groups.world_size()
+        # nothing is created or replaced between the two ends of a backward
+        managed, world = self._opened or self.managed(), groups.world_size()
+        self._opened = None
         if not managed or world == 1:
             return
         for m in managed:

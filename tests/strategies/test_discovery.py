@@ -35,7 +35,7 @@ def test_learnable_losses_of_pml_are_found_by_type(name: str) -> None:
 def test_losses_are_found_anywhere_outermost_first() -> None:
     inner = tree(head=tree(arc=make_loss()), list=nn.ModuleList([nn.Linear(2, 2), make_loss()]))
     multiple = pml.MultipleLosses([make_loss(seed=1), make_loss(seed=2)])
-    root = tree(a=inner, b=multiple, c=nn.ModuleDict({"x": pml.CrossBatchMemory(make_loss(seed=3), 4)}))
+    root = tree(a=inner, b=multiple, c=nn.ModuleDict({"x": make_loss(seed=3)}))
     assert learnable(root) == ["a.head.arc", "a.list.1", "b", "c.x"]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.errors import ConfigurationError
 from tests.counting import CountCollectives
-from tests.lightning_ranks import RankEnvironment, make_trainer
+from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, fit, fit_alone, loader, strategy_of
@@ -52,7 +52,7 @@ def yaml_strategy(arguments: dict[str, Any]) -> DDPLossStrategy:
         run=False,
         save_config_callback=None,
         args={"trainer": {**trainer, **quiet, "max_epochs": 1, "use_distributed_sampler": False}},
-        trainer_defaults={"plugins": [RankEnvironment()]},
+        trainer_defaults={"plugins": [{"class_path": "tests.lightning_ranks.RankEnvironment"}]},
         seed_everything_default=False,
     )
     assert isinstance(cli.trainer.strategy, DDPLossStrategy)
@@ -68,7 +68,7 @@ def compare_yaml_and_python(arguments: dict[str, Any], python: dict[str, Any]) -
 
 
 # Lightning's CLI calls jsonargparse by names that jsonargparse deprecates
-@pytest.mark.filterwarnings(r"ignore:\s*By default only one JsonargparseDeprecationWarning")
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 @pytest.mark.parametrize(
     ("arguments", "python"),
     [

@@ -1,0 +1,142 @@
+"""Retrieval metrics of the whole held-out set, from rows that were embedded on several ranks.
+
+Averages of the ranks' own metrics are not the metrics of the whole set: each query would be searched for among one rank's rows
+only. So the rows are gathered once an epoch, put into the order of one process, and every rank computes the same numbers.
+Legend: `G` rows of all ranks, `D` embedding size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from pytorch_metric_learning.distances import DotProductSimilarity
+from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
+from pytorch_metric_learning.utils.inference import CustomKNN
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad
+from lightning_ddp_losses.errors import InputError, format_error
+
+__all__ = ["HeldOut", "HeldOutRows", "exact_scalars", "retrieval_metrics"]
+
+_NAMES = {
+    "precision_at_1": "precision_at_1",
+    "r_precision": "r_precision",
+    "map_at_r": "mean_average_precision_at_r",
+}
+_QUERIES_AT_ONCE = 1024  # bounds the distances that are alive to this many times G
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out set as one process would have it.
+
+    Attributes:
+        embeddings: (G, D), at least float32.
+        labels: (G,) int64.
+        loss: Mean loss over rows; NaN where none was computed.
+    """
+
+    embeddings: Tensor
+    labels: Tensor
+    loss: float
+
+
+@dataclass
+class HeldOutRows:
+    """What this rank has embedded of the held-out set so far."""
+
+    embeddings: list[Tensor] = field(default_factory=list)
+    labels: list[Tensor] = field(default_factory=list)
+    indices: list[Tensor] = field(default_factory=list)
+    loss_sum: float = 0.0
+    loss_rows: int = 0
+
+    def add(self, embeddings: Tensor, labels: Tensor, indices: Tensor | None, loss: Tensor | None = None) -> None:
+        """Keep one batch: (B, D), (B,), positions in the held-out set (B,) or None, and the mean loss of its rows."""
+        self.embeddings.append(embeddings.detach().to(torch.promote_types(embeddings.dtype, torch.float32)))
+        self.labels.append(labels.detach())
+        if indices is not None:
+            self.indices.append(indices)
+        if loss is not None:
+            self.loss_sum += float(loss) * len(labels)
+            self.loss_rows += len(labels)
+
+    @torch.no_grad()
+    def gather(self) -> HeldOut:
+        """Join all ranks' rows; equal on every rank.
+
+        With indices, rows come in their order and those that a sampler repeated count once; the loss is the mean over the
+        rows it was computed on, repeated ones included.
+
+        Raises:
+            InputError: This rank got no held-out batch.
+
+        Communication: two gathers (three with indices) and one small all-reduce; no backward.
+        """
+        if not self.embeddings:
+            fix = "Give every rank at least one held-out batch."
+            raise InputError(format_error("held-out rows of this rank", expected="one at least", got=0, fix=fix))
+        embeddings = all_gather_with_grad(torch.cat(self.embeddings))
+        labels = all_gather_with_grad(torch.cat(self.labels))
+        if self.indices:
+            indices = all_gather_with_grad(torch.cat(self.indices)).cpu().numpy()
+            first = torch.from_numpy(np.unique(indices, return_index=True)[1]).to(labels.device)
+            embeddings, labels = embeddings[first], labels[first]
+        sums = exact_scalars([self.loss_sum, self.loss_rows], embeddings.device)
+        loss_sum, loss_rows = all_reduce_with_grad(sums).tolist()
+        return HeldOut(embeddings, labels, loss_sum / loss_rows if loss_rows else float("nan"))
+
+
+def exact_scalars(values: list[float], device: torch.device) -> Tensor:
+    """Numbers as a tensor of the widest floating dtype that the device has."""
+    return torch.tensor(values, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+
+
+def retrieval_metrics(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
+    """Each row as a query among all others, by cosine similarity.
+
+    Args:
+        embeddings: (G, ...), flattened and normalised here; computed in their own precision, at least float32.
+        labels: (G,) integers.
+
+    Returns:
+        precision_at_1, r_precision and map_at_r (mean average precision at R), each in [0, 1], over the queries whose
+        class has another row; NaN where there is none.
+
+    Raises:
+        InputError: Embeddings that are not finite.
+
+    Source: Musgrave, Belongie, Lim, "A Metric Learning Reality Check" (2020), section 3.2.
+    """
+    rows = torch.flatten(embeddings.detach(), 1)
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    bad = int((~torch.isfinite(rows)).any(1).sum())
+    if bad:
+        fix = "The training diverged, or the inputs hold NaN: lower the learning rate, or check the features."
+        raise InputError(
+            format_error(
+                "embeddings of the held-out set",
+                expected="finite numbers",
+                got=f"{bad} rows of {len(rows)} with NaN or infinity",
+                fix=fix,
+            )
+        )
+    rows = normalize(rows)
+    search = CustomKNN(DotProductSimilarity(normalize_embeddings=False), batch_size=_QUERIES_AT_ONCE)
+
+    def nearest(_query: Tensor, k: int, _reference: Tensor, same: bool) -> tuple[Tensor, Tensor]:
+        # the calculator hands over its float32 copies; near ties must fall as they do in the embeddings' own precision
+        distances, indices = search(rows, k, rows, same)
+        return distances, indices
+
+    calculator = AccuracyCalculator(
+        include=tuple(_NAMES.values()), k="max_bin_count", device=rows.device, knn_func=nearest, kmeans_func=len
+    )
+    # it compares labels as float32 too, which holds small whole numbers only
+    classes = torch.unique(labels, return_inverse=True)[1]
+    found = calculator.get_accuracy(rows, classes)
+    return {name: float(found[theirs]) for name, theirs in _NAMES.items()}

@@ -1,0 +1,159 @@
+"""A LightningModule for metric learning: an encoder, a loss, perhaps a miner, and retrieval metrics of the whole held-out set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Optional
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.mixins import hparams_mixin
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
+
+from lightning_ddp_losses import groups
+from lightning_ddp_losses.cli.evaluation import HeldOut, HeldOutRows, exact_scalars, retrieval_metrics
+from lightning_ddp_losses.errors import format_error
+
+__all__ = ["EmbeddingModule"]
+
+
+class EmbeddingModule(LightningModule):
+    """Trains `encoder` so that `loss(encoder(x), labels[, indices_tuple])` gets small.
+
+    Batches are ``(x, labels)`` or ``(x, labels, indices)``; the indices say where a held-out row stands in its set, so that
+    the metrics do not depend on how the rows were dealt out. Logged: ``train_loss`` (mean over the epoch), and on
+    validation ``val_loss``, ``precision_at_1``, ``r_precision``, ``map_at_r`` of the global held-out set, equal on every
+    rank; on test the same with ``test_``.
+
+    Args:
+        encoder: x -> embeddings (B, D).
+        loss: (embeddings, labels[, indices_tuple]) -> scalar, the pytorch-metric-learning convention. Its parameters are
+            trained with the encoder's.
+        miner: (embeddings, labels) -> indices_tuple.
+        lr: Learning rate of the encoder.
+        loss_lr: Learning rate of the loss's own parameters; `lr` if not given.
+        optimizer: Makes the optimizer from parameter groups.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        loss: nn.Module,
+        miner: Optional[nn.Module] = None,  # noqa: UP045 - read by jsonargparse at run time on every Python
+        *,
+        lr: float = 1e-3,
+        loss_lr: Optional[float] = None,  # noqa: UP045
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = torch.optim.Adam,
+    ) -> None:
+        super().__init__()
+        # made by the command line, the module is described by its plain config; else its parts are not hyperparameters
+        plain = hparams_mixin._given_hyperparameters.get() is not None
+        self.save_hyperparameters(ignore=() if plain else ("encoder", "loss", "miner", "optimizer"))
+        self.encoder, self.loss, self.miner = encoder, loss, miner
+        self.lr, self.loss_lr = lr, lr if loss_lr is None else loss_lr
+        self.make_optimizer = optimizer
+        self.rows = HeldOutRows()
+        self.held_out: HeldOut | None = None
+        """The held-out set as last evaluated, on rank 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Embed a batch."""
+        embeddings: Tensor = self.encoder(x)
+        return embeddings
+
+    def compute_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """The loss, with the miner's tuples where there is one."""
+        if self.miner is None:
+            loss: Tensor = self.loss(embeddings, labels)
+        else:
+            loss = self.loss(embeddings, labels, self.miner(embeddings, labels))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """One optimizer, two groups: the encoder and what belongs to the loss."""
+        encoder = list(self.encoder.parameters())
+        shared = {id(parameter) for parameter in encoder}
+        loss = [parameter for parameter in self.loss.parameters() if id(parameter) not in shared]
+        parts = [
+            {"params": encoder, "lr": self.lr, "name": "encoder"},
+            {"params": loss, "lr": self.loss_lr, "name": "loss"},
+        ]
+        return self.make_optimizer([part for part in parts if part["params"]])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Loss of one batch."""
+        x, labels = batch[:2]
+        loss = self.compute_loss(self(x), labels)
+        self.log(
+            "train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, sync_dist=True, batch_size=len(labels)
+        )
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the last evaluation."""
+        self.rows = HeldOutRows()
+
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Embed one batch and keep it until the epoch's end."""
+        x, labels, indices = (*batch, None)[:3]
+        embeddings = self(x)
+        self.rows.add(embeddings, labels, indices, self.compute_loss(embeddings, labels))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Embeddings (B, D) of one batch."""
+        x, labels, indices = (*batch, None)[:3]
+        embeddings: Tensor = self(x)
+        self.rows.add(embeddings, labels, indices)
+        return embeddings
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the metrics of the global held-out set."""
+        self._evaluate("val_loss", "")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the metrics of the global test set."""
+        self._evaluate("test_loss", "test_")
+
+    def on_predict_epoch_end(self) -> None:
+        """Join the ranks' embeddings; rank 0 keeps them."""
+        self._keep(self._gather())
+
+    def _evaluate(self, loss_name: str, prefix: str) -> None:
+        held_out = self._gather()
+        metrics = {loss_name: held_out.loss}
+        metrics |= {
+            prefix + name: value for name, value in retrieval_metrics(held_out.embeddings, held_out.labels).items()
+        }
+        # every rank holds the same numbers; float64, or the logger would round them
+        values = exact_scalars(list(metrics.values()), held_out.embeddings.device)
+        self.log_dict(dict(zip(metrics, values, strict=True)), prog_bar=True, sync_dist=True)
+        self._keep(held_out)
+
+    def _gather(self) -> HeldOut:
+        self._warn_of_repeated_rows()
+        held_out = self.rows.gather()
+        self.rows = HeldOutRows()
+        return held_out
+
+    def _keep(self, held_out: HeldOut) -> None:
+        if groups.rank() == 0 and not self.trainer.sanity_checking:
+            self.held_out = HeldOut(held_out.embeddings.cpu(), held_out.labels.cpu(), held_out.loss)
+
+    def _warn_of_repeated_rows(self) -> None:
+        """Say so where a sampler that pads makes rows count twice and nothing tells which."""
+        loaders = self.trainer.predict_dataloaders if self.trainer.predicting else self.trainer.val_dataloaders
+        loader = self.trainer.test_dataloaders if self.trainer.testing else loaders
+        sampler = getattr(loader, "sampler", None)
+        if self.rows.indices or not isinstance(sampler, DistributedSampler):
+            return
+        repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
+        if repeated > 0:
+            fix = "Return (x, labels, index) from the dataset, index being the row's position: repeated rows are then dropped."
+            what = "held-out rows that the distributed sampler repeats"
+            rank_zero_warn(format_error(what, expected=0, got=repeated, fix=fix))

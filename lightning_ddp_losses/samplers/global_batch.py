@@ -1,0 +1,209 @@
+"""The batches that one process would draw, each cut over the ranks in rank order.
+
+Lightning re-shuffles a custom training sampler under DDP: batches with M rows per class are destroyed without a word, and
+a sampler that draws at random draws differently on each rank (rows seen twice, rows never seen). It leaves two things
+alone, which is why there are two forms:
+
+* A ``DistributedSampler`` given as ``sampler=`` is not replaced. It yields indices and the DataLoader cuts them into
+  batches of a fixed size, so all full batches are cut evenly: G is W times the DataLoader's batch size.
+* A ``BatchSampler`` given as ``batch_sampler=`` makes the batches itself, of any size, but is *rebuilt* as
+  ``type(b)(sampler, batch_size=b.batch_size, drop_last=...)`` around a sampler of Lightning's, in prediction always. Ours
+  carries the draw in its ``batch_size``, the one thing that comes through every way of rebuilding, and ignores the rest.
+
+One class cannot be both: a ``DistributedSampler`` yields indices, a ``BatchSampler`` lists.
+
+Legend: ``W`` ranks, ``G`` rows of a global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from lightning_ddp_losses import groups
+from lightning_ddp_losses.errors import ConfigurationError, format_error
+from lightning_ddp_losses.samplers.draws import GlobalDraw
+
+__all__ = ["GlobalBatchSampler", "GlobalBatches"]
+
+
+class GlobalBatchSampler(DistributedSampler[Any]):
+    """Deals the batches of one process to the ranks: rank r gets the r-th contiguous part of each.
+
+    Equivalent to: ``DataLoader(data, batch_size=W * local_batch_size, sampler=sampler)`` in one process, whose k-th batch
+    is the concatenation over ranks of their k-th batches. What a random sampler draws in epoch ``e`` is what it draws in
+    one process after ``seed_everything(seed + e)``, for any W.
+
+    This class goes to ``DataLoader(sampler=...)``. Where the number of ranks may not divide a batch, or where the sampler
+    makes the batches, use ``GlobalBatchSampler.batches`` as ``DataLoader(batch_sampler=...)``. Lightning leaves both as
+    they are, with ``use_distributed_sampler`` True or False, in fit, validate, test and predict.
+
+    Every generator (torch, numpy, Python, those that the sampler holds) is seeded for the draw and put back afterwards:
+    sampling takes nothing from, and gives nothing to, the random numbers of training. Lightning calls ``set_epoch``;
+    without it, an epoch that was read to its end is followed by the next. Before torch.distributed is initialised the
+    world is one process, and so is ``len``.
+
+    Args:
+        sampler: What one process would use, over the whole data set, equal on every rank: a sampler of torch or
+            pytorch-metric-learning, or any iterable over indices that has a length.
+        local_batch_size: The DataLoader's ``batch_size``; the two must be equal (``DDPLossStrategy`` refuses others).
+        drop_last: Leave out a last global batch that is not full. Else its rows are dealt as evenly as possible. Set it
+            here and not on the DataLoader, which can drop a batch on some ranks only.
+        seed: 0 to 2**32 - 1. None: ``torch.initial_seed()`` of rank 0, which ``seed_everything`` sets. Give one where a
+            run that is resumed must go on with the same order.
+
+    Communication: two frames per epoch, when the first batch is asked for. All ranks iterate together, or none.
+
+    Raises:
+        ConfigurationError: no sampler, one without length, one that is cut by rank already, sizes that do not match.
+        InputError: a batch with fewer rows than ranks, or batches where indices were expected.
+        RankMismatchError: on every rank, where the ranks' samplers drew different indices.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from pytorch_metric_learning.samplers import MPerClassSampler
+        >>> from lightning_ddp_losses.samplers import GlobalBatchSampler
+        >>> labels = torch.arange(48) % 6
+        >>> data = TensorDataset(torch.randn(48, 8), labels)
+        >>> four_per_class = MPerClassSampler(labels, m=4, batch_size=12, length_before_new_iter=48)
+        >>> loader = DataLoader(data, batch_sampler=GlobalBatchSampler.batches(four_per_class, 12))
+        >>> [sorted(torch.bincount(y, minlength=6).tolist()) for _, y in loader]
+        [[0, 0, 0, 4, 4, 4], [0, 0, 0, 4, 4, 4], [0, 0, 0, 4, 4, 4], [0, 0, 0, 4, 4, 4]]
+        >>> weighted = torch.utils.data.WeightedRandomSampler(torch.ones(48), 48)
+        >>> len(DataLoader(data, batch_size=8, sampler=GlobalBatchSampler(weighted, 8)))
+        6
+    """
+
+    def __init__(
+        self, sampler: Any, local_batch_size: int, *, drop_last: bool = False, seed: int | None = None
+    ) -> None:
+        if isinstance(sampler, BatchSampler):
+            raise ConfigurationError(
+                format_error(
+                    "GlobalBatchSampler as sampler=",
+                    expected="a sampler of indices",
+                    got=type(sampler).__name__,
+                    fix="Write DataLoader(batch_sampler=GlobalBatchSampler.batches(sampler)).",
+                )
+            )
+        self.local_batch_size = local_batch_size
+        self._draw = GlobalDraw(sampler, local_batch_size=local_batch_size or 0, drop_last=drop_last, seed=seed)
+        # rank and world size are placeholders of the base class's: they are asked for anew at each use
+        super().__init__(sampler, num_replicas=1, rank=0, shuffle=False, seed=seed or 0, drop_last=drop_last)
+        self._ask_groups()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is drawn next."""
+        return self._draw.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._draw.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._ask_groups()
+        return iter(self._draw)
+
+    def __len__(self) -> int:
+        self._ask_groups()
+        return self._draw.rows()
+
+    def _ask_groups(self) -> None:
+        self.num_replicas, self.rank = groups.world_size(), groups.rank()
+
+    @staticmethod
+    def batches(
+        sampler: Any,
+        global_batch_size: int | None = None,
+        *,
+        drop_last: bool = False,
+        seed: int | None = None,
+    ) -> BatchSampler:
+        """The form for ``DataLoader(batch_sampler=...)``: batches of any size, cut as evenly as possible.
+
+        Args:
+            sampler: A sampler of indices with ``global_batch_size``, or one of batches without.
+            global_batch_size: G, the same for any number of ranks.
+            drop_last: Leave out a last batch of fewer than G rows; in prediction it is kept all the same, as Lightning
+                does in one process.
+            seed: As above.
+
+        Returns:
+            A ``BatchSampler`` over this rank's parts; its ``batch_size`` is G, its length the number of batches, the same
+            on every rank and before torch.distributed is initialised.
+        """
+        if type(sampler) is BatchSampler:
+            if global_batch_size is not None or drop_last:
+                raise ConfigurationError(
+                    format_error(
+                        "GlobalBatchSampler.batches of a BatchSampler",
+                        expected="no global_batch_size or drop_last beside its own",
+                        got=f"global_batch_size={global_batch_size}, drop_last={drop_last}",
+                        fix="Set them on one of the two.",
+                    )
+                )
+            sampler, global_batch_size, drop_last = sampler.sampler, sampler.batch_size, sampler.drop_last
+        elif global_batch_size is None and drop_last:
+            raise ConfigurationError(
+                format_error(
+                    "drop_last of GlobalBatchSampler.batches",
+                    expected="False where the sampler makes the batches",
+                    got=True,
+                    fix="Leave it to the sampler.",
+                )
+            )
+        draw = GlobalDraw(sampler, global_batch_size=global_batch_size, drop_last=drop_last, seed=seed)
+        return GlobalBatches(draw, batch_size=_CarriedSize.of(draw), drop_last=drop_last)
+
+
+class _CarriedSize(int):
+    """A batch size that brings its draw along when Lightning builds the batch sampler anew."""
+
+    draw: GlobalDraw
+
+    @classmethod
+    def of(cls, draw: GlobalDraw) -> _CarriedSize:
+        declared = getattr(draw.source, "batch_size", None)
+        size = cls(draw.global_batch_size or (declared if isinstance(declared, int) and declared > 0 else 1))
+        size.draw = draw
+        return size
+
+
+class GlobalBatches(BatchSampler):
+    """What ``GlobalBatchSampler.batches`` returns.
+
+    Args:
+        sampler: Ignored; Lightning hands in its own, which would cut a second time.
+        batch_size: Carries the draw.
+        drop_last: False keeps a last batch that was to be left out (Lightning in prediction).
+    """
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool = False) -> None:
+        draw = getattr(batch_size, "draw", None)
+        if not isinstance(draw, GlobalDraw):
+            raise ConfigurationError(
+                format_error(
+                    "batch_size of GlobalBatches",
+                    expected="what GlobalBatchSampler.batches gave it",
+                    got=repr(batch_size),
+                    fix="Write GlobalBatchSampler.batches(sampler, global_batch_size).",
+                )
+            )
+        if draw.drop_last and not drop_last:
+            draw = draw.keeping_last()
+        super().__init__(draw, batch_size, draw.drop_last)
+        self.sampler: GlobalDraw = draw  # under this name Lightning looks for set_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next (Lightning does)."""
+        self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.sampler.batches()
+
+    def __len__(self) -> int:
+        return self.sampler.count()

@@ -1,0 +1,181 @@
+"""The command: every config, the real launcher with two ranks, what it leaves behind, and what it says to a mistake."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lightning_ddp_losses
+from lightning_ddp_losses import groups
+from lightning_ddp_losses.cli import EmbeddingModule, main
+
+CONFIGS = Path(lightning_ddp_losses.__file__).parents[1] / "configs"
+ARCFACE = CONFIGS / "digits_arcface.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Run in an empty folder; afterwards the environment, the seed and the process group are as before."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    # Lightning 2.6 uses jsonargparse in ways that its next major version changes; Python hides this from users
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    monkeypatch.setattr(sys, "argv", ["ddp-losses"])
+    environment, state = dict(os.environ), torch.get_rng_state()
+    yield
+    groups.close(world=True)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_rng_state(state)
+
+
+def command(subcommand: str, config: Path, *options: str) -> list[str]:
+    """The command line in one process, short."""
+    return [subcommand, "--config", str(config), "--trainer.devices", "1", *options]
+
+
+def run(*arguments: str) -> None:
+    """The console script, in this process."""
+    sys.argv[1:] = arguments
+    main()
+
+
+def run_folder(config: Path, version: int = 0) -> Path:
+    return Path("logs") / config.stem / f"version_{version}"
+
+
+def message(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command says as it refuses; nothing may be left behind."""
+    with pytest.raises(SystemExit) as stop:
+        run(*arguments)
+    assert stop.value.code not in (0, None)
+    assert list(Path().iterdir()) == []
+    return f"{stop.value.code}\n{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_trains(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header = config.read_text().split("seed_everything")[0]
+    assert f"ddp-losses fit --config configs/{config.name}" in header
+    run(*command("fit", config, "--trainer.max_steps", "2"))
+    assert "Retrieval on the held-out set" in capsys.readouterr().out
+    assert (run_folder(config) / "config.yaml").is_file()
+
+
+def test_the_command_on_two_ranks_and_what_it_leaves_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--trainer.max_epochs", "2", "--trainer.precision", "64-true"]
+    arguments = ["fit", "--config", str(ARCFACE), *options]
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_ddp_losses", *arguments],
+        env=os.environ | {"PYTHONPATH": str(CONFIGS.parent), "TERM": "dumb"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout + done.stderr
+    assert "Epoch 1: 100%" in shown
+    assert all(name in shown for name in ("precision@1", "R-precision", "MAP@R", "raw pixels", "on 2 ranks"))
+    assert "Warning" not in shown
+    folder = run_folder(ARCFACE)
+    for picture in ("loss_curve.png", "embedding_2d.png"):
+        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    assert str(checkpoint) in shown
+
+    # the same config in one process: the same numbers
+    run(*command("fit", ARCFACE, *options))
+    two, one = (metrics(run_folder(ARCFACE, version)) for version in (0, 1))
+    assert {"train_loss", "val_loss", "precision_at_1", "r_precision", "map_at_r"} < set(one)
+    assert two == pytest.approx(one, rel=1e-9)
+
+    # and its checkpoint, with one process: validated, embedded, loaded without the config
+    run(*command("validate", ARCFACE, "--ckpt_path", str(checkpoint), "--trainer.precision", "64-true"))
+    assert f"{two['map_at_r']:.6f}"[:7] in capsys.readouterr().out
+    run(*command("predict", ARCFACE, "--ckpt_path", str(checkpoint)))
+    assert np.load(run_folder(ARCFACE, 3) / "embeddings.npy").shape == (450, 32)
+    module = EmbeddingModule.load_from_checkpoint(checkpoint)
+    assert module.loss.num_classes == 10
+
+
+def metrics(folder: Path) -> dict[str, float]:
+    """Last value of each column of metrics.csv."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        return {name: float(value) for row in csv.DictReader(file) for name, value in row.items() if value}
+
+
+def test_arrays_of_the_users_own_train(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    labels = np.arange(120) % 30
+    np.save("features.npy", random.normal(size=(120, 5)) + labels[:, None])
+    np.save("labels.npy", labels)
+    Path("config.yaml").write_text("""
+        trainer: {accelerator: cpu, devices: 1, max_epochs: 1, enable_progress_bar: false}
+        model:
+          class_path: EmbeddingModule
+          init_args:
+            encoder: {class_path: MLPEncoder, init_args: {in_features: 5, embedding_size: 4}}
+            loss: {class_path: pytorch_metric_learning.losses.CosFaceLoss, init_args: {num_classes: 30, embedding_size: 4}}
+        data: {class_path: ArrayDataModule, init_args: {features: features.npy, labels: labels.npy, batch_size: 10}}
+    """)
+    run("fit", "--config", "config.yaml")
+    assert "raw features" in capsys.readouterr().out
+    assert Path("logs/fit/version_0/embedding_2d.png").is_file()
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "sklearn.manifold"])
+def test_without_the_plotting_packages_training_ends_well_and_says_what_is_missing(
+    package: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name == package or name.startswith(package + ".")] + [package]:
+        monkeypatch.setitem(sys.modules, name, None)
+    run(*command("fit", ARCFACE, "--trainer.max_epochs", "1"))
+    named = package.split(".", maxsplit=1)[0]
+    assert f"{named} is missing: pip install 'lightning-ddp-losses[demo]'" in capsys.readouterr().out
+    assert not (run_folder(ARCFACE) / "embedding_2d.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--trainer.devices", "0"], "trainer.devices: expected 1 or more ranks, got 0"),
+        (["--trainer.devices", "2", "--data.init_args.batch_size", "63"], "multiple of the 2 ranks, got 63"),
+        (["--data.init_args.batch_size", "4000"], "training rows: expected at least batch_size=4000, got 1347"),
+        (["--data.init_args.held_out", "2"], "held_out (share of every class): expected between 0 and 1, got 2.0"),
+        (["--trainer.bogus", "1"], "unrecognized arguments: --trainer.bogus"),
+        (["--model.init_args.loss.init_args.margins", "1"], "Option 'margins' is not accepted"),
+        (["--trainer.strategy", "dpp"], "strategy='dpp'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_told_before_anything_is_written(
+    options: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in message(capsys, *command("fit", ARCFACE), *options)
+
+
+def test_an_unknown_key_in_the_file_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = tmp_path_factory.mktemp("configs") / "wrong.yaml"
+    config.write_text(ARCFACE.read_text().replace("max_epochs", "max_epoch"))
+    assert "max_epoch" in message(capsys, *command("fit", config))
+
+
+@pytest.mark.parametrize("line", ["num_classes: 10", "embedding_size: 32 # the encoder's"])
+def test_a_loss_without_one_of_its_sizes_is_told(
+    line: str, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = tmp_path_factory.mktemp("configs") / "wrong.yaml"
+    config.write_text(ARCFACE.read_text().replace(f"        {line}\n", ""))
+    name = line.split(":", maxsplit=1)[0]
+    assert f"loss.init_args.{name}: expected a number, got nothing" in message(capsys, *command("fit", config))

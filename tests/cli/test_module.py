@@ -1,0 +1,110 @@
+"""EmbeddingModule: the same training and the same metrics on 1 and 2 ranks, under Lightning's own trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
+from pytorch_metric_learning.losses import ArcFaceLoss, TripletMarginLoss
+from pytorch_metric_learning.miners import TripletMarginMiner
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ddp_losses.cli import DigitsDataModule, DigitsEncoder, EmbeddingModule, MLPEncoder
+from lightning_ddp_losses.errors import InputError
+from tests.lightning_ranks import make_trainer
+from tests.rank_pool import RankPool
+
+
+def train(steps: int) -> dict[str, Any]:
+    """Two short epochs in double precision, `use_distributed_sampler` left at Lightning's default."""
+    seed_everything(0, verbose=False)
+    data = DigitsDataModule(batch_size=66, held_out=0.1)
+    module = EmbeddingModule(DigitsEncoder(16, 4), ArcFaceLoss(10, 16, scale=16), lr=3e-3, loss_lr=1e-2)
+    options = {"use_distributed_sampler": True, "precision": "64-true", "limit_train_batches": steps}
+    trainer = make_trainer("ddp_losses", max_epochs=2, **options)
+    trainer.fit(module, datamodule=data)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    trainer.test(module, datamodule=data, verbose=False)
+    tested = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("test_")}
+    trainer.predict(module, datamodule=data)
+    return {"metrics": metrics, "parameters": parameters, "test": tested, "predicted": module.held_out}
+
+
+def test_any_number_of_ranks_trains_and_measures_like_one_in_float64(pool: RankPool) -> None:
+    (one,) = pool.run(1, train, 6)
+    assert set(one["metrics"]) == {"train_loss", "val_loss", "precision_at_1", "r_precision", "map_at_r"}
+    assert one["test"] == pytest.approx(
+        {"test_loss": one["metrics"]["val_loss"]}
+        | {f"test_{name}": one["metrics"][name] for name in ("precision_at_1", "r_precision", "map_at_r")}
+    )
+    for world_size in (2, 3):
+        for rank, many in enumerate(pool.run(world_size, train, 6)):
+            assert many["metrics"] == pytest.approx(one["metrics"], rel=1e-9)
+            assert many["test"] == pytest.approx(one["test"], rel=1e-9)
+            for name, parameter in one["parameters"].items():
+                assert parameter.dtype == torch.float64
+                torch.testing.assert_close(many["parameters"][name], parameter, rtol=1e-9, atol=1e-12)
+            if rank == 0:
+                torch.testing.assert_close(
+                    many["predicted"].embeddings, one["predicted"].embeddings, rtol=1e-9, atol=1e-12
+                )
+                assert torch.equal(many["predicted"].labels, one["predicted"].labels)
+
+
+def validate_padded(with_indices: bool) -> list[str]:
+    """Validate 13 rows on 2 ranks with the sampler that Lightning puts in."""
+    import warnings
+
+    x, labels = torch.arange(13.0)[:, None].expand(13, 4).contiguous(), torch.arange(13) % 3
+    dataset = TensorDataset(x, labels, *([torch.arange(13)] if with_indices else []))
+    module = EmbeddingModule(MLPEncoder(4, 3), ArcFaceLoss(3, 3))
+    trainer = make_trainer("ddp_losses", use_distributed_sampler=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.validate(module, DataLoader(dataset, batch_size=4), verbose=False)
+    if trainer.is_global_zero:
+        assert module.held_out is not None
+        assert len(module.held_out.labels) == (13 if with_indices else 14)
+        if with_indices:
+            assert torch.equal(module.held_out.labels, labels)
+    return [str(warning.message) for warning in caught if warning.category is not PossibleUserWarning]
+
+
+def test_rows_that_a_foreign_sampler_repeats_are_dropped_or_reported(pool: RankPool) -> None:
+    said, _ = pool.run(2, validate_padded, False)
+    assert any("the distributed sampler repeats: expected 0, got 1" in message for message in said)
+    silent, _ = pool.run(2, validate_padded, True)
+    assert not any("repeats" in message for message in silent)
+
+
+def test_optimizer_has_the_parameters_of_encoder_and_loss_each_once_at_its_own_rate() -> None:
+    loss = ArcFaceLoss(10, 16)
+    encoder = DigitsEncoder(16)
+    groups = EmbeddingModule(encoder, loss, lr=0.1, loss_lr=0.2).configure_optimizers().param_groups
+    assert [(group["name"], group["lr"]) for group in groups] == [("encoder", 0.1), ("loss", 0.2)]
+    assert groups[1]["params"] == [loss.W]
+    groups = EmbeddingModule(encoder, loss, lr=0.1).configure_optimizers().param_groups
+    assert [group["lr"] for group in groups] == [0.1, 0.1]
+    encoder.proxies = loss.W  # one parameter, two owners
+    assert len(EmbeddingModule(encoder, loss).configure_optimizers().param_groups) == 1
+    assert len(EmbeddingModule(encoder, TripletMarginLoss()).configure_optimizers().param_groups) == 1
+
+
+def test_miner_tuples_reach_the_loss() -> None:
+    module = EmbeddingModule(torch.nn.Identity(), TripletMarginLoss(), TripletMarginMiner(type_of_triplets="hard"))
+    embeddings, labels = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
+    expected = module.loss(embeddings, labels, module.miner(embeddings, labels))
+    assert module.compute_loss(embeddings, labels) == expected
+    assert expected != module.loss(embeddings, labels)
+
+
+def test_encoders_name_the_shape_they_wanted() -> None:
+    with pytest.raises(InputError, match=r"images: expected \(B, 1, 8, 8\), got \(2, 8, 8\)"):
+        DigitsEncoder()(torch.zeros(2, 8, 8))
+    with pytest.raises(InputError, match=r"row length: expected in_features=5, got 12 \(shape \(2, 3, 4\)\)"):
+        MLPEncoder(5)(torch.zeros(2, 3, 4))
+    assert MLPEncoder(12, 7)(torch.zeros(2, 3, 4)).shape == (2, 7)

@@ -1,0 +1,402 @@
+"""The ranks' batches, put together in rank order, are those of one process with the plain sampler."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning.samplers import MPerClassSampler
+from pytorch_metric_learning.utils import common_functions as c_f
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+)
+
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
+from lightning_ddp_losses.samplers import GlobalBatchSampler
+from tests.counting import CountCollectives
+from tests.rank_pool import RankPool
+from tests.samplers.cases import CASES, LABELS, ROWS, SEED, Case, one_process
+
+Epochs = list[list[list[Any]]]
+
+
+def build(case: Case, form: str, world_size: int, **options: Any) -> Any:
+    """The batches of this rank, as a DataLoader would ask for them."""
+    if form == "batches":
+        return GlobalBatchSampler.batches(
+            case.make(), case.size, **({"drop_last": True} if case.drop_last else {}), **options
+        )
+    size, rest = divmod(case.size or 0, world_size)
+    assert not rest
+    sampler = GlobalBatchSampler(case.make(), size, drop_last=case.drop_last, **options)
+    return BatchSampler(sampler, size, drop_last=False)
+
+
+def deal(name: str, form: str, epochs: int = 2) -> tuple[Epochs, list[int], bool]:
+    """This rank's batches, the lengths told before, and whether training's random numbers were left alone."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(100 + rank)  # as training may: another stream per rank
+    np.random.seed(100 + rank)
+    random.seed(100 + rank)
+    sampler = build(CASES[name], form, world_size, seed=SEED)
+    before = streams()
+    lengths, drawn = [], []
+    for _ in range(epochs):
+        lengths.append(len(sampler))
+        drawn.append([list(batch) for batch in sampler])
+    return drawn, lengths, same(before, streams())
+
+
+def streams() -> list[Any]:
+    return [
+        torch.get_rng_state().tolist(),
+        np.random.get_state()[1].tolist(),
+        np.random.get_state()[2],
+        random.getstate(),
+    ]
+
+
+def same(before: list[Any], after: list[Any]) -> bool:
+    return all(a == b for a, b in zip(before, after, strict=True))
+
+
+def together(ranks: list[Epochs]) -> Epochs:
+    """Batches of all ranks, in rank order, joined."""
+    return [[list(chain(*parts)) for parts in zip(*epoch, strict=True)] for epoch in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_the_union_is_the_batch_of_one_process(pool: RankPool, name: str, world_size: int) -> None:
+    size = CASES[name].size
+    forms = ["batches"] + ["indices"] * (size is not None and size % max(world_size, 1) == 0)
+    expected = one_process(CASES[name])
+    assert expected[0] != expected[1] or name in ("sequential", "list")
+    for form in forms:
+        replies = pool.run(max(world_size, 1), deal, name, form, distributed=world_size > 0)
+        drawn, lengths, untouched = zip(*replies, strict=True)
+        assert together(list(drawn)) == expected
+        assert all(untouched)
+        for batches in drawn:  # contiguous parts, as even as can be, none empty
+            for mine, whole in zip(batches[0], expected[0], strict=True):
+                assert 0 <= len(mine) - len(whole) // max(world_size, 1) <= 1
+        if name != "by length":  # whose length is a guess
+            assert set(map(tuple, lengths)) == {tuple(len(epoch) for epoch in expected)}
+
+
+def of_each_class(form: str) -> list[list[dict[int, int]]]:
+    sampler = build(CASES["m per class"], form, dist.get_world_size(), seed=SEED)
+    return [[dict(Counter(LABELS[batch].tolist())) for batch in sampler] for _ in range(2)]
+
+
+@pytest.mark.parametrize("form", ["batches", "indices"])
+def test_whole_classes_stay_together_where_the_cut_allows(pool: RankPool, form: str) -> None:
+    for epochs in pool.run(3, of_each_class, form):
+        assert all(set(counts.values()) == {4} for epoch in epochs for counts in epoch)
+
+
+def epochs_of(calls: list[int | None]) -> list[list[Any]]:
+    sampler = build(CASES["m per class"], "batches", 1, seed=SEED)
+    drawn = []
+    for epoch in calls:
+        if epoch is not None:
+            sampler.set_epoch(epoch)
+        drawn.append([list(batch) for batch in sampler])
+    return drawn
+
+
+def test_epochs_follow_set_epoch_and_else_each_other(pool: RankPool) -> None:
+    replies = pool.run(2, epochs_of, [None, None, 1, 7, None])
+    first, second, second_again, eighth, ninth = together(replies)
+    expected = one_process(CASES["m per class"])
+    assert [first, second] == expected
+    assert second_again == second, "a sampler that shuffles in place was drawn twice for one epoch"
+    assert len({str(epoch) for epoch in (first, second, eighth, ninth)}) == 4
+
+
+def abandoned() -> bool:
+    sampler = build(CASES["random"], "batches", 1)
+    first = next(iter(sampler))
+    again = next(iter(sampler))
+    return first == again
+
+
+def test_an_epoch_that_was_not_read_to_its_end_is_not_over(pool: RankPool) -> None:
+    assert pool.run(2, abandoned) == [True, True]
+
+
+def unseeded(seeds: list[int]) -> Epochs:
+    torch.manual_seed(seeds[dist.get_rank()])
+    sampler = build(CASES["random"], "batches", 1)
+    torch.manual_seed(0)
+    return [[list(batch) for batch in sampler]]
+
+
+def test_without_a_seed_all_ranks_follow_the_first(pool: RankPool) -> None:
+    one = together(pool.run(2, unseeded, [4, 5]))
+    assert sorted(chain(*one[0])) == list(range(ROWS))
+
+
+def counted(form: str) -> list[list[str]]:
+    sampler = build(CASES["random"], form, dist.get_world_size())
+    list(sampler)  # the groups are made here
+    taken = []
+    with CountCollectives() as count:
+        len(sampler)
+        taken.append(count.take())
+        list(sampler)
+        taken.append(count.take())
+        sampler.sampler.set_epoch(1)
+        list(sampler)
+        taken.append(count.take())
+    return taken
+
+
+@pytest.mark.parametrize("form", ["batches", "indices"])
+def test_two_frames_per_epoch(pool: RankPool, form: str) -> None:
+    for taken in pool.run(3, counted, form):
+        assert list(map(len, taken)) == [0, 2, 1]
+
+
+def loaded(form: str, num_workers: int) -> Epochs:
+    data = TensorDataset(torch.arange(ROWS))
+    case = CASES["m per class"]
+    options: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    if form == "batches":
+        loader = DataLoader(data, batch_sampler=build(case, form, 1, seed=SEED), **options)
+    else:
+        sampler = GlobalBatchSampler(case.make(), 6, seed=SEED)
+        loader = DataLoader(data, batch_size=6, sampler=sampler, **options)
+    iter(loader)  # Lightning asks for an iterator before the first epoch too
+    drawn = []
+    for epoch in range(2):
+        (loader.batch_sampler if form == "batches" else loader.sampler).set_epoch(epoch)
+        drawn.append([batch.tolist() for (batch,) in loader])
+        assert len(drawn[-1]) == len(loader)
+    return drawn
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("form", ["batches", "indices"])
+def test_through_a_data_loader(pool: RankPool, form: str, num_workers: int) -> None:
+    assert together(pool.run(2, loaded, form, num_workers)) == one_process(CASES["m per class"])
+
+
+def test_generators_that_are_held_are_put_back() -> None:
+    generator = torch.Generator().manual_seed(1)
+    before = generator.get_state()
+    first = list(GlobalBatchSampler(RandomSampler(range(ROWS), generator=generator), 5, seed=2))
+    assert torch.equal(generator.get_state(), before)
+    assert first == list(GlobalBatchSampler(RandomSampler(range(ROWS), generator=generator), 5, seed=2))
+    assert first != list(GlobalBatchSampler(RandomSampler(range(ROWS), generator=generator), 5, seed=3))
+
+
+def test_a_generator_given_to_pml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c_f, "NUMPY_RANDOM", np.random.RandomState(8))
+    before = c_f.NUMPY_RANDOM.get_state()[1].tolist()
+    draw = [list(GlobalBatchSampler(CASES["m per class"].make(), 12, seed=2)) for _ in range(2)]
+    assert draw[0] == draw[1]
+    assert c_f.NUMPY_RANDOM.get_state()[1].tolist() == before
+
+
+def test_what_it_is() -> None:
+    index_form = GlobalBatchSampler(range(12), 4)
+    assert isinstance(index_form, DistributedSampler)
+    assert (index_form.rank, index_form.num_replicas, index_form.epoch, len(index_form)) == (0, 1, 0, 12)
+    batch_form = GlobalBatchSampler.batches(range(12), 5)
+    assert isinstance(batch_form, BatchSampler)
+    assert (batch_form.batch_size, batch_form.drop_last, len(batch_form)) == (5, False, 3)
+    for sampler in (index_form, batch_form):
+        for twin in (pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler)):
+            assert list(twin) == list(sampler)
+    rebuilt = type(batch_form)(range(3), batch_size=batch_form.batch_size, drop_last=False)
+    assert list(rebuilt) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11]]
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Any:
+        return iter(int, 1)
+
+
+class Infinite(Endless):
+    def __len__(self) -> Any:
+        raise NotImplementedError
+
+
+DATA = TensorDataset(torch.arange(4))
+BAD: dict[str, tuple[Callable[[], Any], type[DDPLossError], str]] = {
+    "a number": (lambda: GlobalBatchSampler(7, 2), ConfigurationError, "expected a sampler with a length, got int"),
+    "a data set": (lambda: GlobalBatchSampler.batches(DATA, 2), ConfigurationError, "got TensorDataset"),
+    "a loader": (lambda: GlobalBatchSampler.batches(DataLoader(DATA)), ConfigurationError, "got DataLoader"),
+    "no length": (lambda: GlobalBatchSampler(Endless(), 2), ConfigurationError, "got Endless without one"),
+    "no usable length": (lambda: GlobalBatchSampler(Infinite(), 2), ConfigurationError, "got Infinite without one"),
+    "an iterator": (lambda: GlobalBatchSampler(iter([1]), 2), ConfigurationError, "got list_iterator without one"),
+    "nested": (
+        lambda: GlobalBatchSampler(GlobalBatchSampler(range(4), 2), 2),
+        ConfigurationError,
+        "got GlobalBatchSampler, which is cut by rank already",
+    ),
+    "nested batches": (
+        lambda: GlobalBatchSampler.batches(GlobalBatchSampler.batches(range(4), 2)),
+        ConfigurationError,
+        "got GlobalBatches, which is cut by rank already",
+    ),
+    "around a distributed sampler": (
+        lambda: GlobalBatchSampler.batches(BatchSampler(DistributedSampler(DATA, 2, 0), 2, False)),
+        ConfigurationError,
+        "got DistributedSampler, which is cut by rank already",
+    ),
+    "deep inside": (
+        lambda: GlobalBatchSampler.batches(
+            type("Mine", (BatchSampler,), {})(GlobalBatchSampler(range(4), 2), 2, False)
+        ),
+        ConfigurationError,
+        "got Mine around a GlobalBatchSampler, which is cut by rank already",
+    ),
+    "size 0": (lambda: GlobalBatchSampler(range(4), 0), ConfigurationError, "local_batch_size: expected a positive"),
+    "size True": (
+        lambda: GlobalBatchSampler.batches(range(4), True),
+        ConfigurationError,
+        "global_batch_size: expected",
+    ),
+    "no size": (
+        lambda: GlobalBatchSampler(range(4), None),
+        ConfigurationError,
+        "local_batch_size: expected a positive",
+    ),
+    "seed": (lambda: GlobalBatchSampler(range(4), 2, seed=-1), ConfigurationError, "seed: expected a whole number"),
+    "two sizes": (
+        lambda: GlobalBatchSampler.batches(BatchSampler(range(4), 2, False), 2),
+        ConfigurationError,
+        "expected no global_batch_size or drop_last beside its own",
+    ),
+    "drop_last of batches": (
+        lambda: GlobalBatchSampler.batches(CASES["by length"].make(), drop_last=True),
+        ConfigurationError,
+        "Leave it to the sampler",
+    ),
+    "batches as sampler=": (
+        lambda: GlobalBatchSampler(BatchSampler(range(4), 2, False), 2),
+        ConfigurationError,
+        r"batch_sampler=GlobalBatchSampler\.batches\(sampler\)",
+    ),
+    "batches where indices were said": (
+        lambda: list(GlobalBatchSampler(CASES["hierarchical"].make(), 2)),
+        InputError,
+        "expected indices, got batches",
+    ),
+    "indices where batches were said": (
+        lambda: list(GlobalBatchSampler.batches(SequentialSampler(range(4)))),
+        InputError,
+        r"expected batches, got indices\n.*GlobalBatchSampler\.batches\(sampler, global_batch_size\)",
+    ),
+    "built by hand": (
+        lambda: type(GlobalBatchSampler.batches(range(4), 2))(range(4), 2, False),
+        ConfigurationError,
+        r"Write GlobalBatchSampler\.batches",
+    ),
+    "another batch size inside": (
+        lambda: list(GlobalBatchSampler.batches(MPerClassSampler(LABELS, 4, 12), 24)),
+        ConfigurationError,
+        r"batch_size of the MPerClassSampler: expected 24 \(global_batch_size\), got 12",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    build_it, error, text = BAD[name]
+    with pytest.raises(error, match=text):
+        build_it()
+
+
+def undivided(ask: str) -> None:
+    sampler = GlobalBatchSampler(MPerClassSampler(LABELS, 4, 16, length_before_new_iter=48), 5)
+    len(sampler) if ask == "len" else list(sampler)
+
+
+def too_small(ask: str) -> None:
+    sampler = GlobalBatchSampler.batches(range(50), 12)
+    len(sampler) if ask == "len" else list(sampler)
+
+
+def too_small_among_batches(ask: str) -> None:
+    list(GlobalBatchSampler.batches([[0, 1, 2], [3, 4]]))
+
+
+def other_labels(ask: str) -> None:
+    labels = LABELS.roll(dist.get_rank() // 2)
+    list(GlobalBatchSampler.batches(MPerClassSampler(labels, 4, 12, length_before_new_iter=48), 12))
+
+
+def other_length(ask: str) -> None:
+    list(GlobalBatchSampler.batches(range(48 + 12 * (dist.get_rank() == 1)), 12))
+
+
+def other_epoch(ask: str) -> None:
+    sampler = GlobalBatchSampler.batches(range(48), 12)
+    sampler.set_epoch(dist.get_rank())
+    list(sampler)
+
+
+def fails_on_one(ask: str) -> None:
+    list(GlobalBatchSampler.batches(["a"] * 6 if dist.get_rank() != 1 else [["a"]] * 6, 3))
+
+
+ON_RANKS: dict[str, tuple[Callable[[str], None], str, str, list[str]]] = {
+    "16 rows for 3 ranks, at len": (
+        undivided,
+        "len",
+        "ConfigurationError",
+        ["expected 15 (3 ranks * local_batch_size 5), got 16", "GlobalBatchSampler.batches(sampler, 16)", "unevenly"],
+    ),
+    "16 rows for 3 ranks": (
+        undivided,
+        "iter",
+        "ConfigurationError",
+        ["expected 15 (3 ranks * local_batch_size 5), got 16"],
+    ),
+    "2 rows left for 3 ranks, at len": (
+        too_small,
+        "len",
+        "InputError",
+        ["batch 4: expected at least one", "drop_last=True"],
+    ),
+    "2 rows left for 3 ranks": (too_small, "iter", "InputError", ["batch 4: expected at least one", "got 2"]),
+    "a small batch": (too_small_among_batches, "", "InputError", ["batch 1: expected at least one", "got 2"]),
+    "other labels": (
+        other_labels,
+        "",
+        "RankMismatchError",
+        ["GlobalBatchSampler(MPerClassSampler) drew in epoch 0", "rank 2: digest", "same labels"],
+    ),
+    "other length": (other_length, "", "RankMismatchError", ["GlobalBatchSampler(range): len", "rank 1: len=60"]),
+    "other epoch": (other_epoch, "", "RankMismatchError", ["epoch", "rank 2: epoch=2"]),
+    "one rank fails": (fails_on_one, "", "InputError", ["expected indices, got batches", "rank 1 of 3"]),
+}
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_every_rank_gets_the_error(pool: RankPool, name: str) -> None:
+    fn, ask, error, texts = ON_RANKS[name]
+    errors = pool.errors(3, fn, ask)
+    assert [e.type for e in errors] == [error] * 3
+    assert len({e.message for e in errors}) == 1
+    for text in texts:
+        assert text in errors[0].message

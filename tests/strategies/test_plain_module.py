@@ -1,0 +1,221 @@
+"""The module stays the plain module: attributes, keys, optimizer groups, copies in the middle of fit, and after fit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from tests.counting import CountCollectives
+from tests.lightning_ranks import make_trainer
+from tests.oracle import assert_close, batches
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, strategy_of
+from tests.strategies.scenarios import LinearProbe, NestedLosses, SharedByTwoLosses
+
+
+def portrait(module: nn.Module) -> dict[str, Any]:
+    """All that a strategy could leave on a module, its submodules and its parameters."""
+    found: dict[str, Any] = {}
+    # (Lightning leaves `forward` on a LightningModule that was in DDP)
+    for name, child in module.named_modules():
+        own = {k: v for k, v in vars(child).items() if k != "_trainer" and (name or k != "forward")}
+        found[name] = {k: sorted(v) if isinstance(v, dict) else type(v).__name__ for k, v in own.items()}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        hooks = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+        found[f"tensor {name}"] = (sorted(vars(tensor)), [bool(hook) for hook in hooks], tensor.dtype)
+    return found
+
+
+class Watch(Callback):
+    """What the user sees in the middle of fit."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.keys = list(module.state_dict())
+        self.names = [name for name, _ in module.named_parameters()]
+        self.groups = [[p.shape for p in group["params"]] for group in trainer.optimizers[0].param_groups]
+        assert module.loss.W is dict(module.named_parameters())["loss.W"]
+        assert isinstance(module.loss, type(make_loss()))
+        assert module.loss.get_logits(torch.ones(2, TASK.dim, dtype=torch.float64)).shape == (2, TASK.classes)
+
+
+def watched(strategy: Any) -> tuple[list[str], list[str], list[Any]]:
+    watch = Watch()
+    fit(Job, strategy, callbacks=[watch])
+    return watch.keys, watch.names, watch.groups
+
+
+def test_keys_names_and_groups_are_those_of_the_plain_module(pool: RankPool) -> None:
+    plain = pool.run(2, watched, "ddp")
+    assert pool.run(2, watched, {}) == plain
+    assert plain[0][0] == list(Job().state_dict())
+
+
+class CopyOnRank0(Callback):
+    """Copies, pickles and compiles on rank 0 only, where a collective would hang."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if trainer.global_rank == 0 and index == 1:
+            features, labels = batches(TASK)[0]
+            plain = make_loss()
+            plain.load_state_dict(module.loss.state_dict())
+            embeddings = module.encoder(features).detach()
+            twin = self.twin(module)
+            loss = getattr(twin, "loss", twin)
+            assert type(loss).forward is type(plain).forward or self.what == "compile"
+            assert loss.W is not module.loss.W or self.what == "compile"
+            assert torch.allclose(loss(embeddings, labels), plain(embeddings, labels), rtol=1e-12)
+            twin(embeddings, labels) if loss is twin else None
+
+    def twin(self, module: Any) -> nn.Module:
+        if self.what == "deepcopy of module":
+            return copy.deepcopy(module)
+        if self.what == "deepcopy of loss":
+            return copy.deepcopy(module.loss)
+        if self.what == "pickle of module":
+            return pickle.loads(pickle.dumps(module))
+        if self.what == "pickle of loss":
+            return pickle.loads(pickle.dumps(module.loss))
+        if self.what == "compile":
+            return torch.compile(module.loss, backend="eager")
+        assert self.what == "compile of a copy"
+        return torch.compile(copy.deepcopy(module.loss), backend="eager")._orig_mod
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler
+@pytest.mark.parametrize(
+    "what",
+    ["deepcopy of module", "deepcopy of loss", "pickle of module", "pickle of loss", "compile", "compile of a copy"],
+)
+def test_copies_on_one_rank_in_the_middle_of_fit(pool: RankPool, what: str) -> None:
+    expected = fit_alone(Job)
+    for state in pool.run(2, fit, Job, callbacks=[CopyOnRank0(what)], seconds=60.0):
+        assert_close(state, expected)
+
+
+def fit_and_look(make: Any, strategy: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    module = make()
+    module.register_buffer("table", torch.ones(2))
+    module._ddp_params_and_buffers_to_ignore = ["table"]  # the user's own mark stays
+    before = portrait(module)
+    trainer = make_trainer(strategy_of(strategy))
+    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    assert module._ddp_params_and_buffers_to_ignore == ["table"]
+    return before, portrait(module)
+
+
+@pytest.mark.parametrize("make", [Job, NestedLosses, SharedByTwoLosses, LinearProbe], ids=lambda job: job.__name__)
+def test_teardown_restores_the_module_exactly(pool: RankPool, make: type[Job]) -> None:
+    plain = pool.run(2, fit_and_look, make, "ddp_find_unused_parameters_true")
+    for (before, after), (_, plainly) in zip(pool.run(2, fit_and_look, make, {}), plain, strict=True):
+        assert after == plainly
+        assert without_root(before) == without_root(after)
+
+
+def without_root(look: dict[str, Any]) -> dict[str, Any]:
+    """Lightning itself changes the LightningModule in a fit; nobody changes what is inside."""
+    return {name: entry for name, entry in look.items() if name}
+
+
+def fail_and_look() -> tuple[dict[str, Any], dict[str, Any]]:
+    from tests.strategies.test_bad_input import Spoiled
+
+    module = Spoiled("NaN", (1,), 1)
+    before = portrait(module)
+    try:
+        make_trainer(strategy_of({})).fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    except RuntimeError:
+        return before, portrait(module)
+    raise AssertionError("no error")
+
+
+def test_teardown_restores_the_module_after_an_error(pool: RankPool) -> None:
+    for before, after in pool.run(2, fail_and_look):
+        assert without_root(before) == without_root(after)
+
+
+def fit_again_and_again(strategies: list[Any]) -> dict[str, Tensor]:
+    module = Job()
+    for strategy in strategies:
+        make_trainer(strategy_of(strategy)).fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    return dict(module.state_dict())
+
+
+def fit_again_alone(times: int) -> dict[str, Tensor]:
+    module = Job()
+    from tests.strategies.jobs import trainer_alone
+
+    for _ in range(times):
+        trainer_alone().fit(module, loader(1, 0))
+    return dict(module.state_dict())
+
+
+@pytest.mark.parametrize("strategies", [[{}, {}], [{}, "ddp"], ["ddp", {}], [{}, {}, "ddp", {}]], ids=str)
+def test_the_same_module_fits_again_also_under_ddp(pool: RankPool, strategies: list[Any]) -> None:
+    expected = fit_again_alone(len(strategies))
+    for state in pool.run(2, fit_again_and_again, strategies):
+        assert_close(state, expected)
+
+
+class Validated(Job):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[float] = []
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        value = self.loss(self.encoder(batch[0]), batch[1])
+        self.values.append(value.item())
+        return value
+
+    test_step = predict_step = validation_step
+
+
+def evaluate(strategy: Any, stage: str) -> tuple[list[str], list[float], dict[str, Any]]:
+    module = Validated()
+    data = loader(dist.get_world_size(), dist.get_rank())
+    trainer = make_trainer(strategy_of(strategy))
+    with CountCollectives() as counter:
+        getattr(trainer, stage)(module, data)
+    return counter.take(), module.values, portrait(module)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_evaluation_runs_no_collective_of_ours(pool: RankPool, stage: str) -> None:
+    plain, ours = pool.run(2, evaluate, "ddp", stage), pool.run(2, evaluate, {}, stage)
+    for (names, values, look), (our_names, our_values, our_look) in zip(plain, ours, strict=True):
+        assert our_names == names
+        assert our_values == values
+        assert len(values) == TASK.steps
+        assert our_look == look
+
+
+def fit_with_validation(strategy: Any) -> dict[str, Tensor]:
+    module = Validated()
+    trainer = make_trainer(strategy_of(strategy), num_sanity_val_steps=2, max_epochs=2, val_check_interval=2)
+    data = loader(dist.get_world_size(), dist.get_rank())
+    # the ranks validate on different numbers of batches: nothing of ours may wait for a peer there
+    trainer.fit(module, data, loader(dist.get_world_size(), dist.get_rank()))
+    return dict(module.state_dict())
+
+
+def test_validation_inside_fit(pool: RankPool) -> None:
+    expected = fit_alone(Job, max_epochs=2)
+    for state in pool.run(2, fit_with_validation, {}):
+        assert_close(state, expected)
+
+
+def test_copies_are_pickled_with_their_module_whole(pool: RankPool) -> None:
+    """A nested loss too, with the partial that makes the job."""
+    expected = fit_alone(partial(NestedLosses, "CosFaceLoss"))
+    for state in pool.run(2, fit, partial(NestedLosses, "CosFaceLoss")):
+        assert_close(pickle.loads(pickle.dumps(state)), expected)

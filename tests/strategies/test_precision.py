@@ -1,0 +1,173 @@
+"""Numerics never go down: what a loss computes in, what its weight and optimizer state are, under each precision."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from pytorch_metric_learning import losses as pml
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ddp_losses.strategies import register_loss_type
+from tests.lightning_ranks import make_trainer
+from tests.oracle import assert_close, batches, cuts, differences
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import OPTIMIZERS, TASK, strategy_of
+
+PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"]
+# of a float32 loss: the dtype of its weight, and the one it computes in, under each precision
+LOSS_DTYPE = dict.fromkeys(PRECISIONS, torch.float32) | {"64-true": torch.float64}
+
+
+@register_loss_type
+class Records(nn.Module):
+    """A softmax loss that writes down what it is given and how."""
+
+    def __init__(self, learnable: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        weight = torch.randn(TASK.dim, TASK.classes)
+        self.W = nn.Parameter(weight) if learnable else None
+        self.register_buffer("weight", weight)
+        self.seen: set[Any] = set()
+
+    def forward(self, embeddings: Tensor, labels: Tensor, weights: Tensor, *, index: Tensor) -> Tensor:
+        weight = self.weight.to(embeddings.dtype) if self.W is None else self.W
+        logits = embeddings @ weight
+        dtypes = [tensor.dtype for tensor in (embeddings, weight, logits, weights, labels, index)]
+        self.seen.add((*dtypes, torch.is_autocast_enabled("cpu"), torch.get_default_dtype()))
+        return nn.functional.cross_entropy(logits, labels, reduction="none").mul(weights).mean()
+
+
+class Recording(LightningModule):
+    def __init__(self, learnable: bool = True, optimizer: str = "adam") -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        torch.manual_seed(1)
+        self.encoder = nn.Linear(TASK.features, TASK.dim)
+        self.loss = Records(learnable)
+        self.encoded: set[torch.dtype] = set()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        embeddings = self.encoder(batch[0].to(self.encoder.weight.dtype))
+        self.encoded.add(embeddings.dtype)
+        rows = torch.arange(len(embeddings), dtype=torch.int32)
+        return self.loss(embeddings, batch[1], weights=torch.ones(len(embeddings)), index=rows)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+def data(dtype: torch.dtype = torch.float32) -> DataLoader:
+    part = cuts(TASK.rows, dist.get_world_size())[dist.get_rank()]
+    return DataLoader([(x[part].to(dtype), y[part]) for x, y in batches(TASK)], batch_size=None)
+
+
+def record(precision: str, learnable: bool) -> tuple[Any, ...]:
+    module = Recording(learnable)
+    trainer = make_trainer(strategy_of({}), precision=precision)
+    trainer.fit(module, data())
+    state = {name: {s.dtype for s in trainer.optimizers[0].state[p].values() if s.ndim} for name, p in named(module)}
+    return module.loss.seen, module.encoded, {name: p.dtype for name, p in named(module)}, state
+
+
+def named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters())
+
+
+@pytest.mark.parametrize("learnable", [True, False])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_a_loss_computes_in(pool: RankPool, precision: str, learnable: bool) -> None:
+    for seen, encoded, dtypes, states in pool.run(2, record, precision, learnable):
+        ((embeddings, weight, logits, weights, labels, index, autocast, default),) = seen
+        assert embeddings == weight == logits == weights == LOSS_DTYPE[precision]
+        assert (labels, index, autocast) == (torch.int64, torch.int32, False)
+        assert default in (torch.float32, torch.float64)
+        if learnable:
+            assert dtypes["loss.W"] == LOSS_DTYPE[precision]
+            assert states["loss.W"] == {LOSS_DTYPE[precision]}
+        halves = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+        assert encoded == {halves.get(precision, LOSS_DTYPE[precision])}, "the precision itself did nothing"
+
+
+class Learnable(LightningModule):
+    def __init__(self, loss: str = "ArcFaceLoss", dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.encoder = nn.Linear(TASK.features, TASK.dim)
+        self.loss = getattr(pml, loss)(num_classes=TASK.classes, embedding_size=TASK.dim)
+        self.to(dtype)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        return self.loss(self.encoder(batch[0].to(self.encoder.weight.dtype)), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS["adam"](self.parameters(), **self.rate)
+
+    rate: dict[str, float] = {}  # noqa: RUF012
+
+
+class Still(Learnable):
+    rate = {"lr": 0.0}  # noqa: RUF012
+
+
+def fit_precision(make: Any, precision: str, strategy: Any = None) -> dict[str, Tensor]:
+    module = make()
+    make_trainer(strategy_of(strategy or {}), precision=precision).fit(module, data())
+    return dict(module.state_dict())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("loss", ["ArcFaceLoss", "SoftTripleLoss", "ProxyNCALoss", "SubCenterArcFaceLoss"])
+def test_losses_of_pml_keep_dtype_and_bits(pool: RankPool, loss: str, precision: str) -> None:
+    before = Still(loss).state_dict()
+    for state in pool.run(2, fit_precision, partial(Still, loss), precision):
+        for name in (name for name in before if name.startswith("loss.")):
+            assert state[name].dtype == LOSS_DTYPE[precision]
+            assert torch.equal(state[name], before[name].to(LOSS_DTYPE[precision])), "restored from before the halving"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("loss", ["ArcFaceLoss", "LargeMarginSoftmaxLoss", "SphereFaceLoss", "NormalizedSoftmaxLoss"])
+def test_half_precision_trains_near_full_precision_and_equally_on_all_ranks(
+    pool: RankPool, loss: str, precision: str
+) -> None:
+    full = pool.run(1, fit_precision, partial(Learnable, loss), "32-true")[0]
+    for world_size in (1, 2, 3):
+        states = pool.run(world_size, fit_precision, partial(Learnable, loss), precision)
+        assert differences(states[0], full)["loss.W"] < 0.1
+        for state in states[1:]:
+            assert_close(state, states[0], rtol=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_float64_stays_float64(pool: RankPool, world_size: int) -> None:
+    make = partial(Learnable, "CosFaceLoss", torch.float64)
+    alone = pool.run(1, fit_precision, make, "32-true", "ddp")[0]
+    for state in pool.run(world_size, fit_precision, make, "32-true"):
+        assert {tensor.dtype for tensor in state.values()} == {torch.float64}
+        assert_close(state, alone)
+    plain = partial(Learnable, "CosFaceLoss")
+    double = pool.run(1, fit_precision, plain, "64-true", "ddp")[0]
+    for state in pool.run(world_size, fit_precision, plain, "64-true"):
+        assert_close(state, double)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_that_the_user_made_half_computes_in_float32(pool: RankPool, dtype: torch.dtype) -> None:
+    for seen, kept in pool.run(2, record_half, dtype):
+        ((embeddings, weight, logits, *_),) = seen
+        assert embeddings == weight == logits == torch.float32
+        assert kept == dtype, "the parameter is the user's"
+
+
+def record_half(dtype: torch.dtype) -> tuple[set[Any], torch.dtype]:
+    module = Recording(optimizer="sgd")  # Adam's epsilon is 0 in float16
+    module.loss.to(dtype)
+    make_trainer(strategy_of({})).fit(module, data())
+    return module.loss.seen, module.loss.W.dtype
