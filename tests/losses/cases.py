@@ -43,10 +43,6 @@ def both_views(net: Net, rows: Rows) -> Arguments:
     return (net(rows["features"]), net(rows["views"])), {}
 
 
-def one_pair_per_class(net: Net, rows: Rows) -> Arguments:
-    return (net(rows["features"]), rows["labels"]), {}
-
-
 def meta_classes(net: Net, rows: Rows) -> Arguments:
     return (net(rows["features"]),), {"indices_tuple": rows["labels"] % 3}
 

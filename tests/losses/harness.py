@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -126,8 +127,8 @@ def alone(case: Case, sizes: list[int]) -> dict[str, Tensor]:
     """Value and gradients in one process."""
     net, loss = fresh(case)
     rows = global_rows()
-    args, kwargs = case.give(net, rows) if case.give_alone is None else case.give_alone(net, rows, sizes)
     torch.manual_seed(SEED)
+    args, kwargs = case.give(net, rows) if case.give_alone is None else case.give_alone(net, rows, sizes)
     judge = GlobalBatchLoss(loss, **case.options) if case.random else loss
     value = judge(*args, **kwargs)
     value.backward()
@@ -141,11 +142,12 @@ def on_ranks(case: Case, sizes: list[int], mode: str) -> dict[str, Tensor]:
     rank = dist.get_rank()
     net, loss = fresh(case)
     wrapped = GlobalBatchLoss(loss, mode=mode, **case.options)  # type: ignore[arg-type]
+    torch.manual_seed(SEED + rank)  # a random loss draws from rank 0's seed
+    before, numpy_before = torch.get_rng_state(), repr(np.random.get_state())
     args, kwargs = case.give(net, own_rows(sizes, rank))
-    torch.manual_seed(SEED + rank)
-    before = torch.get_rng_state()
     value = wrapped(*args, **kwargs)
     assert torch.equal(before, torch.get_rng_state()), "this rank's own generator moved"
+    assert numpy_before == repr(np.random.get_state()), "this rank's own numpy generator moved"
     value.backward()
     return {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
 
@@ -159,15 +161,19 @@ def mean_over_ranks(results: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor
     return {name: torch.stack([result[name] for result in results]).mean(0) for name in names[0]}
 
 
-def compare(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> None:
+def compare(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], what: str = "") -> None:
     """Assert that value and gradients agree; what one process has not, ours must have as zeros or not at all."""
+    __tracebackhide__ = True
     # a gradient that is zero but for rounding (a bias before a difference) has no direction to compare
     floor = 1e-12 * max([float(t.norm()) for name, t in truth.items() if name != "value"])
     small = {name for name, t in truth.items() if name != "value" and t.norm() < floor}
     small |= set(ours) - set(truth)
     large = [name for name in small & set(ours) if ours[name].norm() > floor]
     assert not large, f"should vanish: {large}"
-    assert_close(*({name: t for name, t in side.items() if name not in small} for side in (ours, truth)))
+    try:
+        assert_close(*({name: t for name, t in side.items() if name not in small} for side in (ours, truth)))
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from None
 
 
 def check(case: Case, results: Sequence[Mapping[str, Mapping[str, Tensor]]], world_size: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners, reducers, regularizers
 from torch import Tensor, nn
 
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
 from tests.losses.cases import classes
 from tests.losses.harness import CLASSES, DIM, Case, compare, fresh, global_rows, gradients, mean_over_ranks
@@ -41,6 +40,13 @@ class Two(nn.Module):
 
     def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
         return a.sin().mean() if b is None else (a * b).mean()
+
+
+class Sums(nn.Module):
+    """A user's loss whose batches come in a list."""
+
+    def forward(self, views: list[Tensor]) -> Tensor:
+        return sum(views, torch.zeros(())).square().mean()
 
 
 class Fails(nn.Module):
@@ -106,6 +112,18 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
     "weights of several losses": (
         lambda r: ask(pml.MultipleLosses([pml.NTXentLoss(), pml.SupConLoss()], weights=[1, 1 + r]), rows(), LABELS),
         ("configuration",),
+    ),
+    "class weights of a torch loss": (
+        lambda r: ask(nn.CrossEntropyLoss(weight=torch.ones(DIM).double() + r), rows(), LABELS),
+        ("configuration",),
+    ),
+    "class weights of a reducer": (
+        lambda r: ask(arc(reducer=reducers.ClassWeightedReducer(torch.ones(CLASSES) + r)), rows(), LABELS),
+        ("configuration",),
+    ),
+    "views of another length, one rank": (
+        lambda r: ask(pml.NTXentLoss(), rows(), ref_emb=rows(count=4 + (r == 1))),
+        ("ref_emb",),
     ),
     "number of classes": (lambda r: ask(arc(num_classes=4 + r), rows(), LABELS), ("configuration",)),
     "mode": (
@@ -226,32 +244,6 @@ def test_a_batch_without_positive_pairs_gives_the_zero_of_one_process(
         compare(mean_over_ranks([result[mode] for result in results]), truth)
 
 
-def a_frozen_rank(name: str, mode: str) -> dict[str, Tensor]:
-    rank, batch = dist.get_rank(), global_rows()
-    net, loss = fresh(Case(getattr(pml, name)))
-    part = slice(0, 5) if rank == 0 else slice(5, 12)
-    embeddings = net(batch["features"][part])
-    value = GlobalBatchLoss(loss, mode=mode)(  # type: ignore[arg-type]
-        embeddings.detach() if rank else embeddings, batch["labels"][part]
-    )
-    value.backward()
-    return {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
-
-
-@pytest.mark.parametrize(("name", "mode"), [("SupConLoss", "rows"), ("SupConLoss", "replicated"), ("NCALoss", "auto")])
-def test_a_rank_whose_rows_need_no_gradient_takes_part(pool: RankPool, name: str, mode: str) -> None:
-    batch = global_rows()
-    net, loss = fresh(Case(getattr(pml, name)))
-    embeddings = net(batch["features"])
-    value = loss(torch.cat([embeddings[:5], embeddings[5:].detach()]), batch["labels"])
-    value.backward()
-    truth = {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
-    first, second = pool.run(2, a_frozen_rank, name, mode)
-    assert set(second) == {"value"}
-    compare({n: t if n == "value" else t / 2 for n, t in first.items()}, truth)
-    assert first["value"] == second["value"]
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "rows": (lambda: GlobalBatchLoss(pml.SmoothAPLoss(), mode="rows"), "SmoothAPLoss.*replicated.*'rows'"),
     "elements": (lambda: GlobalBatchLoss(pml.SupConLoss(), mode="elements"), "SupConLoss.*rows.*'elements'"),
@@ -268,6 +260,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown backward": (lambda: GlobalBatchLoss(pml.SupConLoss(), backward="mean"), "'mean'"),  # type: ignore[arg-type]
     "no module": (lambda: GlobalBatchLoss(torch.sum), "torch.nn.Module"),  # type: ignore[arg-type]
     "no reduction": (lambda: GlobalBatchLoss(nn.CrossEntropyLoss(reduction="none")), "CrossEntropyLoss.*'none'"),
+    "tensors in a list": (lambda: ask(Sums(), [rows(), rows()]), "(?i)list"),
+    "labels of the views only": (
+        lambda: ask(pml.NTXentLoss(), rows(), ref_emb=rows(), ref_labels=LABELS),
+        "ref_labels",
+    ),
     "no miner": (lambda: GlobalBatchMiner(nn.Identity()), "miner"),
 }
 
@@ -275,55 +272,5 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_exact_is_refused_by_name(name: str) -> None:
     call, words = REFUSED[name]
-    with pytest.raises(ConfigurationError, match=f"(?s){words}"):
+    with pytest.raises((ConfigurationError, InputError), match=f"(?s){words}"):
         call()
-
-
-def hand_made_labels(labels: str) -> list[str]:
-    own = torch.arange(4) if labels == "same" else torch.arange(4) + 4 * dist.get_rank()
-    loss = GlobalBatchLoss(pml.NTXentLoss())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            loss(rows(), own, ref_emb=rows(), ref_labels=own)
-    return [str(w.message) for w in caught if "labels" in str(w.message)]
-
-
-def test_ranks_that_number_their_own_rows_are_warned_once(pool: RankPool) -> None:
-    first, second = pool.run(2, hand_made_labels, "same")
-    assert len(first) == 1
-    assert "labels=None" in first[0]
-    assert second == []
-    assert pool.run(2, hand_made_labels, "distinct") == [[], []]
-
-
-def coefficients(backward: str, steps: int) -> list[Tensor]:
-    """Each rank weighs the loss by a number of its own."""
-    rank, batch = dist.get_rank(), global_rows()
-    net, loss = fresh(Case(partial(pml.MarginLoss, learn_beta=True, num_classes=CLASSES)))
-    wrapped = GlobalBatchLoss(loss, backward=backward)  # type: ignore[arg-type]
-    part = slice(0, 5) if rank == 0 else slice(5, 12)
-    for _ in range(steps):
-        for parameter in [*net.parameters(), *loss.parameters()]:
-            parameter.grad = None
-        (wrapped(net(batch["features"][part]), batch["labels"][part]) * (1 + 2 * rank)).backward()
-    return [p.grad for p in [*net.parameters(), *loss.parameters()] if p.grad is not None]
-
-
-def test_coefficients_that_differ_are_exact_with_summed_gradients(pool: RankPool) -> None:
-    """Their mean is the coefficient of one process."""
-    batch = global_rows()
-    net, loss = fresh(Case(partial(pml.MarginLoss, learn_beta=True, num_classes=CLASSES)))
-    (loss(net(batch["features"]), batch["labels"]) * 2).backward()
-    truth = [p.grad for p in [*net.parameters(), *loss.parameters()] if p.grad is not None]
-    first, second = pool.run(2, coefficients, "sum", 2)
-    ours = {str(i): (a + b) / 2 for i, (a, b) in enumerate(zip(first, second, strict=True))}
-    compare(ours | {"value": torch.ones(())}, {str(i): t for i, t in enumerate(truth)} | {"value": torch.ones(())})
-
-
-def test_coefficients_that_differ_are_an_error_that_names_the_ranks(pool: RankPool) -> None:
-    errors = pool.errors(2, coefficients, "own_slice", 2)
-    assert {error.type for error in errors} == {"RankMismatchError"}
-    assert len({error.message for error in errors}) == 1
-    for word in ("coefficient", "rank 0", "rank 1", "1.0", "3.0", "backward='sum'"):
-        assert word in errors[0].message

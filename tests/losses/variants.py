@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.losses import GlobalBatchMiner
 from tests.losses.cases import classes, two_views, two_views_alone
-from tests.losses.harness import CLASSES, DIM, SEED, Arguments, Case, Net, Rows, by_labels
+from tests.losses.harness import CLASSES, DIM, Arguments, Case, Net, Rows, by_labels
 
 __all__ = ["DISTANCES", "MINERS", "REGULARIZERS", "VARIANTS", "WholeBatch"]
 
@@ -104,7 +104,6 @@ def other_labels(net: Net, rows: Rows) -> Arguments:
 def with_tuples(miner: Make, net: Net, rows: Rows) -> Arguments:
     """Each rank mines its own rows; the loss counts them in the global batch."""
     (embeddings, labels), _ = by_labels(net, rows)
-    torch.manual_seed(SEED)
     empty = tuple(torch.zeros(0, dtype=torch.int64) for _ in miner()(*by_labels(net, pairs_of(rows))[0]))
     return (embeddings, labels, miner()(embeddings, labels) if len(labels) > 3 else empty), {}
 
@@ -125,6 +124,28 @@ def with_tuples_alone(miner: Make, net: Net, rows: Rows, sizes: list[int]) -> Ar
 def with_global_tuples(miner: Make, net: Net, rows: Rows) -> Arguments:
     (embeddings, labels), _ = by_labels(net, rows)
     return (embeddings, labels, GlobalBatchMiner(miner())(embeddings, labels)), {}
+
+
+def with_references(net: Net, rows: Rows) -> Arguments:
+    """Global tuples whose partners are references."""
+    (embeddings, labels), more = other_labels(net, rows)
+    tuples = GlobalBatchMiner(miners.PairMarginMiner())(embeddings, labels, **more)
+    return (embeddings, labels, tuples), more
+
+
+def against_references(net: Net, rows: Rows) -> Arguments:
+    """Local tuples whose partners are references: each row with the reference in its place, or with the first."""
+    (embeddings, labels), more = other_labels(net, rows)
+    places = torch.arange(len(labels))
+    return (embeddings, labels, (places, places, places[1:], places[1:] * 0)), more
+
+
+def against_references_alone(net: Net, rows: Rows, sizes: list[int]) -> Arguments:
+    (embeddings, labels), more = other_labels(net, rows)
+    firsts = torch.cat([torch.full((size,), stop - size) for stop, size in zip(accumulate(sizes), sizes, strict=True)])
+    places = torch.arange(len(labels))
+    later = places[places > firsts]
+    return (embeddings, labels, (places, places, later, firsts[places > firsts])), more
 
 
 def mined(miner: str, loss: Make, modes: tuple[str, ...]) -> dict[str, Case]:
@@ -199,6 +220,10 @@ VARIANTS: dict[str, Case] = {
         ]
         for k, case in mined(name, loss, modes).items()
     },
+    "ContrastiveLoss, mined references": Case(pml.ContrastiveLoss, with_references, modes=ROW_WISE),
+    "ContrastiveLoss, tuples of references": Case(
+        pml.ContrastiveLoss, against_references, against_references_alone, ROW_WISE
+    ),
     "a user's loss": Case(Tempered, tempered, modes=WHOLE),
     "a user's loss, dropout": Case(partial(Tempered, 0.4), tempered, modes=WHOLE, random=True),
     "a user's loss, samples are columns": Case(
