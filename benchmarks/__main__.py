@@ -1,0 +1,51 @@
+"""``python -m benchmarks [name ...] [options]``: run benchmarks (all of them without a name; options go to each)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+import time
+
+import benchmarks
+from benchmarks import records
+
+HELPERS = {"__main__", "interleave", "ranks", "records"}
+
+
+def names() -> list[str]:
+    """Benchmarks that exist."""
+    return sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in HELPERS)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the named benchmarks; 1 when a count, an equality or a memory limit did not hold (times only report)."""
+    first_option = next((i for i, a in enumerate(arguments) if a.startswith("-")), len(arguments))
+    chosen, options = arguments[:first_option], arguments[first_option:]
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks", description=__doc__, epilog=f"benchmarks: {', '.join(names())}"
+    )
+    parser.add_argument("name", nargs="*", choices=[[], *names()], metavar="name")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks")
+    if not chosen and ("-h" in options or "--help" in options):
+        parser.parse_args(options)
+    parser.parse_args(chosen)
+    failed = False
+    for name in names():
+        if "--list" in options:
+            print(f"{name}: {(importlib.import_module(f'benchmarks.{name}').__doc__ or '').splitlines()[0]}")
+        elif not chosen or name in chosen:
+            started = time.perf_counter()
+            rows = importlib.import_module(f"benchmarks.{name}").main(options)
+            records.show(rows)
+            target = records.write(name, rows)
+            print(
+                f"{name}: {time.perf_counter() - started:.0f} s, {target.relative_to(records.RESULTS.parent.parent)}\n"
+            )
+            failed |= any(row.get("verdict") == "WRONG" for row in rows)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

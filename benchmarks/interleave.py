@@ -1,0 +1,108 @@
+"""Several fits at once in the same processes, one training step at a time: the pairs that a noisy machine needs.
+
+Each fit runs in a thread of its own and rests whenever its trainer asks for the next batch. Only the thread that holds the
+turn runs, on all ranks the same one, so collectives never mix. A step is what lies between two requests for a batch:
+forward, backward, reduction, optimizer, and everything Lightning does around them. Steps of the competitors lie
+milliseconds apart, so a machine that slows down slows them all, and a difference of neighbours is a difference of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Fit", "Round", "timed_rounds"]
+
+
+class Fit:
+    """One ``Trainer.fit`` that stops before every step.
+
+    Args:
+        start: Runs the whole fit on the batches it is given.
+        batch: The batch of step i.
+    """
+
+    def __init__(self, start: Callable[[Iterator[Any]], object], batch: Callable[[int], Any]) -> None:
+        self._batch = batch
+        self._go, self._rests = threading.Semaphore(0), threading.Semaphore(0)
+        self._ended, self._error = False, None
+        self._thread = threading.Thread(target=self._run, args=(start,), daemon=True)
+        self._thread.start()
+
+    def step(self) -> None:
+        """Give it the turn until it asks for the next batch."""
+        self._go.release()
+        self._rests.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        """No more batches: let the trainer finish and tear down."""
+        self._ended = True
+        self.step()
+        self._thread.join()
+
+    def _run(self, start: Callable[[Iterator[Any]], object]) -> None:
+        torch.set_num_threads(1)
+        self._go.acquire()
+        try:
+            start(self._batches())
+        except BaseException as error:  # raised where the turn was given
+            self._error = error
+        self._rests.release()
+
+    def _batches(self) -> Iterator[Any]:
+        index = 0
+        while True:
+            self._rests.release()
+            self._go.acquire()
+            if self._ended:
+                return
+            yield self._batch(index)
+            index += 1
+
+
+@dataclass(frozen=True)
+class Round:
+    """One step of each fit.
+
+    Attributes:
+        wall_ms: From the moment all ranks are ready.
+        cpu_ms: Of this process, all its threads: what a busy machine adds to the wall time is not in it.
+    """
+
+    wall_ms: tuple[float, ...]
+    cpu_ms: tuple[float, ...]
+
+
+def timed_rounds(fits: Sequence[Fit], rounds: int, seconds: float = math.inf) -> list[Round]:
+    """Steps of all fits, ``rounds`` times; a round starts one place further each time.
+
+    The ranks meet before every step, so that nobody pays for what a neighbour's step left behind. After ``seconds`` on any
+    rank, all of them stop together at the end of the round.
+    """
+    meeting = dist.new_group(backend="gloo")
+    late, ended = torch.zeros(1), time.monotonic() + seconds
+    table = []
+    for number in range(rounds):
+        wall, cpu = [0.0] * len(fits), [0.0] * len(fits)
+        late.fill_(time.monotonic() > ended)
+        for place in range(len(fits)):
+            index = (number + place) % len(fits)
+            dist.all_reduce(late, group=meeting)
+            started, worked = time.perf_counter(), time.process_time()
+            fits[index].step()
+            wall[index] = (time.perf_counter() - started) * 1e3
+            cpu[index] = (time.process_time() - worked) * 1e3
+        table.append(Round(tuple(wall), tuple(cpu)))
+        if late.item():
+            break
+    dist.destroy_process_group(meeting)
+    return table
