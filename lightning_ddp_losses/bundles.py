@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses import frames, groups
-from lightning_ddp_losses.collectives import Backward, scatter_sum
+from lightning_ddp_losses.collectives import Backward
 from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.transport import gather_into, scatter_sum
 
 __all__ = ["Bundle", "gather_bundle"]
 
@@ -131,7 +132,7 @@ def _gather_packed(tensors: Sequence[Tensor], counts: list[list[int]], group: Gr
         packed[offset : offset + data.numel()] = data
         offset += size
     everyone = packed.new_empty(world * longest)
-    frames.gather_into(everyone, packed, group=groups.family(group).payload(packed))
+    gather_into(everyone, packed, group=groups.family(group).payload(packed))
     out = []
     for i, tensor in enumerate(tensors):
         parts = []

@@ -18,34 +18,22 @@ Both give the derivative of the SUM over ranks of what the ranks back-propagate;
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.errors import InputError, format_error
 from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.transport import gather_rows, scatter_sum, sum_over_ranks
 
-__all__ = [
-    "all_gather_with_grad",
-    "all_reduce_with_grad",
-    "broadcast_",
-    "reduce_mean_",
-    "reduce_scatter_with_grad",
-    "scatter_sum",
-]
+__all__ = ["Backward", "all_gather_with_grad", "all_reduce_with_grad", "reduce_scatter_with_grad"]
 
 Backward = Literal["sum", "own_slice"]
 
-# torch 2.13 renames reduce_scatter_tensor and deprecates the old name
-_reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ROWS = struct.Struct("<q?")
-_BROADCAST_BYTES = 64 << 20
-_GATHER_BYTES = 256 << 10  # over all ranks
 
 
 def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backward = "sum") -> Tensor:
@@ -153,57 +141,11 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
     return scattered
 
 
-def reduce_mean_(tensor: Tensor, *, group: Group = None) -> Tensor:
-    """Replace a tensor by its mean over ranks, in place, without a graph and without a frame.
-
-    For callers that agreed on shape and dtype before. Communication: one all-reduce; for few bytes on the CPU one gather.
-    """
-    world = groups.world_size(group)
-    if world == 1:
-        return tensor
-    channel = groups.family(group).payload(tensor)
-    if tensor.device.type == "cpu" and tensor.nbytes * world <= _GATHER_BYTES and tensor.is_contiguous():
-        everyone = tensor.new_empty((world, tensor.numel()))  # gloo gathers little faster than it reduces it
-        frames.gather_into(everyone.view(-1), tensor.view(-1), group=channel)
-        torch.sum(everyone, 0, out=tensor.view(-1))
-    else:
-        dist.all_reduce(tensor, group=channel)
-    return tensor.div_(world)
-
-
-def broadcast_(tensors: Sequence[Tensor], *, group: Group = None) -> None:
-    """Overwrite tensors with those of the group's rank 0, in place, without a graph and without a frame.
-
-    For callers that agreed on shapes and dtypes before. Communication: one broadcast per 64 MiB and device, as bytes.
-    """
-    if groups.world_size(group) == 1:
-        return
-    batch: list[Tensor] = []
-    for index, tensor in enumerate(tensors):
-        batch.append(tensor.detach())
-        last = index + 1 == len(tensors)
-        if last or tensors[index + 1].device != tensor.device or sum(t.nbytes for t in batch) >= _BROADCAST_BYTES:
-            _broadcast_bytes(batch, group)
-            batch = []
-
-
-def _broadcast_bytes(tensors: list[Tensor], group: Group) -> None:
-    family = groups.family(group)
-    packed = torch.cat([_as_bytes(t.contiguous()) for t in tensors])
-    dist.broadcast(packed, src=family.ranks[0], group=family.payload(packed))
-    offset = 0
-    for tensor in tensors:
-        # a slice may start at any byte; a view of another dtype needs an aligned start
-        own = packed[offset : offset + tensor.nbytes].clone().view(tensor.dtype).view(tensor.shape)
-        offset += tensor.nbytes
-        tensor.copy_(own)
-
-
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: list[int], group: Group, backward: Backward) -> Tensor:
         ctx.counts, ctx.group, ctx.mode = counts, group, backward
-        return _gather_rows(rows, counts, group)
+        return gather_rows(rows, counts, group)
 
     @staticmethod
     @once_differentiable
@@ -219,13 +161,13 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, backward: Backward) -> Tensor:
         ctx.group, ctx.mode = group, backward
-        return _all_reduce(tensor, group)
+        return sum_over_ranks(tensor, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if ctx.mode == "sum":
-            return _all_reduce(grad, ctx.group), None, None
+            return sum_over_ranks(grad, ctx.group), None, None
         return grad * groups.world_size(ctx.group), None, None
 
 
@@ -238,7 +180,7 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather_rows(grad, ctx.counts, ctx.group), None, None
+        return gather_rows(grad, ctx.counts, ctx.group), None, None
 
 
 def _check(what: str, tensor: object, backward: str, group: Group) -> None:
@@ -280,59 +222,3 @@ def _join_graph(tensor: Tensor, any_grad: bool) -> Tensor:
     if any_grad and not tensor.requires_grad and torch.is_grad_enabled():
         return tensor.detach().requires_grad_()
     return tensor
-
-
-def _gather_rows(rows: Tensor, counts: list[int], group: Group) -> Tensor:
-    """(B, ...) -> (G, ...) as bytes: bit exact, and for dtypes that a backend cannot reduce."""
-    longest, own = max(counts), rows.detach().contiguous()
-    row_shape, row_bytes = own.shape[1:], own[:0].new_empty((1, *own.shape[1:])).nbytes
-    if longest * row_bytes == 0:
-        return own.new_empty((sum(counts), *row_shape))
-    padded = own
-    if own.shape[0] < longest:
-        padded = own.new_zeros((longest, *row_shape))
-        padded[: own.shape[0]] = own
-    out = own.new_empty((len(counts) * longest, *row_shape))
-    channel = groups.family(group).payload(own)
-    frames.gather_into(_as_bytes(out), _as_bytes(padded), group=channel)
-    if min(counts) == longest:
-        return out
-    return torch.cat([out[i * longest : i * longest + n] for i, n in enumerate(counts)])
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def scatter_sum(tensor: Tensor, counts: list[int], group: Group) -> Tensor:
-    """(G, ...) on each rank -> own rows of the sum over ranks, added in rank order and at least float32."""
-    rank, row_shape = groups.rank(group), tensor.shape[1:]
-    wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
-    source = tensor.detach().contiguous()
-    family = groups.family(group)
-    if source.device.type == "cpu":  # gloo's reduce-scatter moves as much as an all-reduce; this moves each row once
-        width = row_shape.numel()
-        received = source.new_empty((len(counts), counts[rank], *row_shape))
-        dist.all_to_all_single(
-            received.reshape(-1),
-            source.reshape(-1),
-            [counts[rank] * width] * len(counts),
-            [n * width for n in counts],
-            group=family.payload(source),
-        )
-        return received.to(wide).sum(0).to(tensor.dtype)
-    longest = max(counts)
-    padded = source.new_zeros((len(counts), longest, *row_shape), dtype=wide)
-    for block, rows in zip(padded, torch.split(source, counts), strict=True):
-        block[: rows.shape[0]] = rows
-    out = padded.new_empty((longest, *row_shape))
-    _reduce_scatter_into(out.reshape(-1), padded.reshape(-1), group=family.payload(source))
-    return out[: counts[rank]].to(tensor.dtype)
-
-
-def _all_reduce(tensor: Tensor, group: Group) -> Tensor:
-    narrow = tensor.dtype.itemsize < torch.float32.itemsize  # halves lose digits; gloo does not add int16
-    wide = torch.float32 if tensor.is_floating_point() else torch.int32
-    total = (tensor.detach().to(wide) if narrow else tensor.detach().clone()).contiguous()
-    dist.all_reduce(total, group=groups.family(group).payload(total))
-    return total.to(tensor.dtype)

@@ -12,10 +12,12 @@ own data). A payload that does not fit follows in one more gather, which all ran
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import struct
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -25,17 +27,18 @@ from torch import Tensor
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchError, error_class, format_error
 from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.transport import gather_into
 
-__all__ = ["FRAME_BYTES", "exchange", "fail_together", "gather_into"]
+__all__ = ["FRAME_BYTES", "PATIENCE", "exchange", "fail_together"]
 
 FRAME_BYTES = 1024
+PATIENCE = timedelta(seconds=60)
+"""How long a rank that failed waits for its peers to hear of it."""
+
 VERSION = 1
 _TEXT_BYTES = 448  # at most; the rest of the frame is the payload's
 _HEADER = struct.Struct("<HHHxxI16s")  # version, kind, bytes of text, bytes of payload, digest of the whole text
 _AGREE, _ERROR = 0, 1
-
-# torch 2.13 renames all_gather_into_tensor and deprecates the old name
-gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Frame(NamedTuple):
@@ -76,11 +79,11 @@ def exchange(what: str, agreed: Mapping[str, object], payload: bytes = b"", *, g
     raise _verdict(frames)
 
 
-def fail_together(error: BaseException, where: str, *, group: Group = None) -> NoReturn:
+def fail_together(error: Exception, where: str, *, group: Group = None) -> NoReturn:
     """Raise ``error`` on every rank: here, and at the next frame of each peer.
 
     Args:
-        error: What this rank met by itself. One that is already collective is raised without a word to the peers.
+        error: What this rank met by itself. One that the peers know of already is raised without a word to them.
         where: The place, as the user knows it (``training_step``).
         group: Process group; None is the world.
 
@@ -89,15 +92,17 @@ def fail_together(error: BaseException, where: str, *, group: Group = None) -> N
             on the others.
 
     Communication:
-        One frame (and a second gather for a long text), met by the peers' next frame.
+        One frame (and a second gather for a long text), met by the peers' next frame; given up after ``PATIENCE``.
     """
-    if groups.world_size(group) == 1 or (isinstance(error, DDPLossError) and error.collective):
+    if groups.world_size(group) == 1 or getattr(error, "collective", False):
         raise error
+    with contextlib.suppress(AttributeError):  # an exception class may forbid it
+        error.collective = True  # type: ignore[attr-defined]
     ours = isinstance(error, DDPLossError)
     text = str(error) if ours else f"{type(error).__name__}: {error}"
     report = json.dumps({"class": type(error).__name__ if ours else "", "text": text, "where": where})
     try:
-        frames = _gather(_ERROR, where, report.encode(), group)
+        frames = _gather(_ERROR, where, report.encode(), group, PATIENCE)
     except RuntimeError:  # the peers are gone or do not come: this rank's own error is what matters
         raise error from None
     if not ours:
@@ -105,7 +110,7 @@ def fail_together(error: BaseException, where: str, *, group: Group = None) -> N
     raise _verdict(frames) from error
 
 
-def _gather(kind: int, text: str, payload: bytes, group: Group) -> list[_Frame]:
+def _gather(kind: int, text: str, payload: bytes, group: Group, patience: timedelta | None = None) -> list[_Frame]:
     encoded = text.encode()
     shown = encoded[:_TEXT_BYTES]
     digest = hashlib.blake2b(encoded, digest_size=16).digest()
@@ -114,7 +119,7 @@ def _gather(kind: int, text: str, payload: bytes, group: Group) -> list[_Frame]:
     own = bytearray(head + payload if fits else head)
     own.extend(bytes(FRAME_BYTES - len(own)))
     channel = groups.family(group).frames
-    rows = _gather_bytes(own, channel)
+    rows = _gather_bytes(own, channel, patience)
 
     heads = [_HEADER.unpack_from(row) for row in rows]
     payloads = []
@@ -126,7 +131,7 @@ def _gather(kind: int, text: str, payload: bytes, group: Group) -> list[_Frame]:
         more = bytearray(longest)
         if not fits:
             more[: len(payload)] = payload
-        for rank, (row, (_, _, t, n, _)) in enumerate(zip(_gather_bytes(more, channel), heads, strict=True)):
+        for rank, (row, (_, _, t, n, _)) in enumerate(zip(_gather_bytes(more, channel, patience), heads, strict=True)):
             if _HEADER.size + t + n > FRAME_BYTES:
                 payloads[rank] = row[:n]
     return [
@@ -135,12 +140,15 @@ def _gather(kind: int, text: str, payload: bytes, group: Group) -> list[_Frame]:
     ]
 
 
-def _gather_bytes(own: bytearray, channel: dist.ProcessGroup) -> list[bytes]:
+def _gather_bytes(own: bytearray, channel: dist.ProcessGroup, patience: timedelta | None) -> list[bytes]:
     size = len(own)
-    world = dist.get_world_size(channel)
+    world = groups.world_size(channel)
     everyone = torch.empty(world * size, dtype=torch.uint8)
     mine: Tensor = torch.frombuffer(own, dtype=torch.uint8)
-    gather_into(everyone, mine, group=channel)
+    if patience is None:
+        gather_into(everyone, mine, group=channel)
+    else:
+        gather_into(everyone, mine, group=channel, async_op=True).wait(patience)
     data = everyone.numpy().tobytes()
     return [data[i * size : (i + 1) * size] for i in range(world)]
 

@@ -7,8 +7,9 @@ are expected to differ). What two sides share lives here, below both.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["ClassShard", "shard_of", "tag_shard"]
 
@@ -39,8 +40,28 @@ class ClassShard:
             )
 
 
-def tag_shard(parameter: Tensor, shard: ClassShard) -> None:
-    """Mark ``parameter`` as this rank's block of a larger one."""
+class _ShardParameter(nn.Parameter):
+    """A parameter whose tag goes along into copies: an untagged copy of a shard would be averaged away."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ShardParameter:
+        copied: _ShardParameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        setattr(copied, _ATTRIBUTE, shard_of(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (self.data, self.requires_grad, shard_of(self))
+
+
+def _rebuild(data: Tensor, requires_grad: bool, shard: ClassShard) -> _ShardParameter:
+    parameter = _ShardParameter(data, requires_grad)
+    setattr(parameter, _ATTRIBUTE, shard)
+    return parameter
+
+
+def tag_shard(parameter: nn.Parameter, shard: ClassShard) -> None:
+    """Mark ``parameter`` as this rank's block of a larger one; copies and pickles of it are marked too."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = _ShardParameter
     setattr(parameter, _ATTRIBUTE, shard)
 
 

@@ -11,14 +11,12 @@ from typing import Any, Literal
 
 import torch
 from pytorch_metric_learning import losses as pml
-from pytorch_metric_learning.reducers import DoNothingReducer
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
 
 from lightning_ddp_losses import frames, graph, groups, inputs, numerics
 from lightning_ddp_losses.bundles import Bundle, gather_bundle
 from lightning_ddp_losses.collectives import Backward
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, format_error
+from lightning_ddp_losses.errors import DDPLossError, InputError
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses import pml as pml_rows
 from lightning_ddp_losses.losses.coefficient import CoefficientWatch
@@ -27,6 +25,7 @@ from lightning_ddp_losses.losses.memory import QueuePosition
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall
 from lightning_ddp_losses.losses.randomness import pack_draw, same_draws, shared_seed
 from lightning_ddp_losses.losses.reduction import Share, combine, has_per_anchor, pack_shares, split, unpack_shares
+from lightning_ddp_losses.losses.refusals import not_exact, refuse_unfit
 from lightning_ddp_losses.losses.table import MODES, Mode, allowed_modes
 from lightning_ddp_losses.losses.torch_losses import torch_share
 
@@ -84,7 +83,7 @@ class GlobalBatchLoss(nn.Module):
         group: Group = None,
     ) -> None:
         super().__init__()
-        _refuse(loss, mode, backward)
+        refuse_unfit(loss, mode, backward)
         self.loss = loss
         self.mode = mode
         self.backward = backward
@@ -136,7 +135,7 @@ class GlobalBatchLoss(nn.Module):
         modes = self.exact_modes()
         mode = modes[0] if self.mode == "auto" else self.mode
         if mode not in modes:
-            raise self._not_exact(mode, modes)
+            raise not_exact(self._title, mode, modes)
         try:
             if self._is_pml:
                 return self._pml(mode, dict(zip(PML_NAMES, args, strict=False)) | kwargs)
@@ -253,54 +252,3 @@ class GlobalBatchLoss(nn.Module):
     @property
     def _title(self) -> str:
         return f"GlobalBatchLoss({type(self.loss).__name__})"
-
-    def _not_exact(self, mode: str, modes: tuple[str, ...]) -> ConfigurationError:
-        return ConfigurationError(
-            format_error(
-                f"{self._title}: mode",
-                expected=f"one that is exact for this loss as configured: {', '.join(modes)}",
-                got=repr(mode),
-                fix="Use mode='auto', or declare the class with register_row_separable / register_element_wise.",
-            )
-        )
-
-
-def _refuse(loss: nn.Module, mode: str, backward: str) -> None:
-    if not isinstance(loss, nn.Module):
-        raise ConfigurationError(format_error("GlobalBatchLoss: loss", expected="a torch.nn.Module", got=repr(loss)))
-    if mode not in ("auto", *MODES):
-        raise ConfigurationError(
-            format_error("GlobalBatchLoss: mode", expected=f"'auto' or one of {MODES}", got=repr(mode))
-        )
-    if backward not in ("own_slice", "sum"):
-        raise ConfigurationError(
-            format_error("GlobalBatchLoss: backward", expected="'own_slice' or 'sum'", got=repr(backward))
-        )
-    inner = [m for m in loss.modules() if isinstance(getattr(m, "reducer", None), DoNothingReducer)]
-    if inner:
-        raise ConfigurationError(
-            format_error(
-                f"GlobalBatchLoss({type(loss).__name__}): reducer",
-                expected="one that returns a number",
-                got="DoNothingReducer, which returns a dict",
-                fix="Give the loss the reducer that you apply afterwards.",
-            )
-        )
-    if isinstance(loss, _Loss) and getattr(loss, "reduction", "mean") == "none":
-        raise ConfigurationError(
-            format_error(
-                f"GlobalBatchLoss({type(loss).__name__}): reduction",
-                expected="'mean' or 'sum'",
-                got="'none'",
-                fix="What is reduced later cannot be made global here; let the loss reduce.",
-            )
-        )
-    if mode != "auto" and mode not in allowed_modes(loss):
-        raise ConfigurationError(
-            format_error(
-                f"GlobalBatchLoss({type(loss).__name__}): mode",
-                expected=f"one that is exact for this loss: {', '.join(allowed_modes(loss))}",
-                got=repr(mode),
-                fix="Use mode='auto', or declare the class with register_row_separable / register_element_wise.",
-            )
-        )

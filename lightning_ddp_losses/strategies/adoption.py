@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_ddp_losses import collectives, frames
+from lightning_ddp_losses import frames, transport
 from lightning_ddp_losses.errors import HiddenLossError, format_error
 from lightning_ddp_losses.strategies import wrapping
 from lightning_ddp_losses.strategies.discovery import FoundLoss
@@ -26,18 +27,23 @@ __all__ = ["NAME", "adopt", "as_losses", "find"]
 NAME = "_adopted_losses"
 
 
-def find(module: nn.Module, optimizers: Iterable[Optimizer], elsewhere: Mapping[str, Any], *, adopt: bool) -> Hidden:
-    """Search for hidden losses; refuse those that will not be adopted.
+def find(trainer: pl.Trainer, module: nn.Module, optimizers: Iterable[Optimizer], *, adopt: bool) -> Hidden:
+    """Search the module, the callbacks and the data module for hidden losses; refuse those that will not be adopted.
 
     Raises:
         HiddenLossError: on every rank, with the paths.
+        RankMismatchError: on every rank, when ranks would adopt different modules.
 
     Communication: one frame.
     """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    elsewhere: dict[str, Any] = {f"callbacks[{i}] ({type(c).__name__})": c for i, c in enumerate(callbacks)}
+    elsewhere["datamodule"] = getattr(trainer, "datamodule", None)
     hidden = find_hidden(module, optimizers, elsewhere)
     named = [f"{type(m).__name__} at {path}" for path, m in hidden.optimised.items()]
     refused = hidden.loose if adopt else named + hidden.loose
-    everyone = [json.loads(p) for p in frames.exchange("hidden losses", {}, json.dumps(refused).encode())]
+    agreed = {"modules to adopt": "; ".join(named) or "none"} if adopt else {}
+    everyone = [json.loads(p) for p in frames.exchange("hidden losses", agreed, json.dumps(refused).encode())]
     if any(everyone):
         raise _refusal(everyone, adopt=adopt)
     return hidden
@@ -52,9 +58,8 @@ def adopt(
 ) -> nn.ModuleDict:
     """Register the optimised hidden modules under ``module._adopted_losses``, on the device and equal on all ranks.
 
-    Communication: one frame and a broadcast.
+    Communication: one broadcast. (That all ranks adopt the same was agreed in ``find``.)
     """
-    frames.exchange("adopted losses", {"paths": ", ".join(hidden.optimised)})
     adopted = nn.ModuleDict()
     for path, found in hidden.optimised.items():
         key = _key(path)
@@ -67,7 +72,7 @@ def adopt(
     module.add_module(NAME, adopted)
     if ddp is not None:  # it reads the buffers of the live module anew each step
         ddp.parameters_to_ignore |= {f"{NAME}.{name}" for name, _ in adopted.named_buffers()}
-    collectives.broadcast_([tensor for _, tensor in wrapping.named_tensors(adopted)])
+    transport.broadcast_([tensor for _, tensor in wrapping.named_tensors(adopted)])
     rank_zero_info(f"Adopted as submodules: {', '.join(hidden.optimised)}.")
     return adopted
 

@@ -21,9 +21,8 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses import collectives, frames, groups
+from lightning_ddp_losses import frames, groups, transport
 from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.sharding import shard_of
 from lightning_ddp_losses.strategies import adoption, wrapping
 from lightning_ddp_losses.strategies.advice import Advice
 from lightning_ddp_losses.strategies.discovery import FoundLoss, find_losses, is_loss
@@ -157,7 +156,7 @@ class DDPLossStrategy(DDPStrategy):
             refuse_nan = getattr(self.precision_plugin, "scaler", None) is None
             fitting = trainer.state.fn == TrainerFn.FITTING
             if fitting:
-                self._losses += self._meet_hidden(trainer)
+                self._meet_hidden(trainer)
             self._guards = [
                 LossGuard(loss, refuse_nan=refuse_nan, whole=globalised(loss) if self._global_batch else None)
                 for loss in self._losses
@@ -180,49 +179,28 @@ class DDPLossStrategy(DDPStrategy):
             return
         module = self._module
         wrapping.compare_names(module)
-        mine = {
-            f"{loss.name}.{name}"
-            for loss in self._losses
-            if loss.owned
-            for name, _ in (*loss.module.named_parameters(), *loss.module.named_buffers())
-        }
-        theirs = set(getattr(module, wrapping.IGNORE, ()))
-        reduced = [
-            p
-            for n, p in module.named_parameters()
-            if p.requires_grad and n not in mine and n not in theirs and shard_of(p) is None
-        ]
-        shards = {n for n, p in module.named_parameters() if shard_of(p) is not None}
-        if reduced:
-            with wrapping.ignoring(module, mine | theirs | shards):
+        plan = wrapping.plan(module, self._losses)
+        if plan.reduced:  # else DDP would refuse the module
+            with wrapping.ignoring(module, plan.ignored):
                 super().configure_ddp()
-            self._broadcast([t for n, t in wrapping.named_tensors(module) if n in mine and shard_of(t) is None])
-        else:  # DDP refuses a module without trainable parameters of its own
-            rest = [t for n, t in wrapping.named_tensors(module) if n not in theirs and shard_of(t) is None]
-            self._broadcast(rest)
-        self._reducer = LossReducer(module, reduced, sorted(theirs), self._reduce_dtype)
+        if self._ddp_kwargs.get("init_sync", True):
+            buffers = self._ddp_kwargs.get("broadcast_buffers", True) is not False
+            transport.broadcast_([t for t in plan.unsynchronised if buffers or isinstance(t, nn.Parameter)])
+        self._reducer = LossReducer(module, plan.reduced, sorted(plan.theirs), self._reduce_dtype)
         for loss in self._losses:
             if loss.learnable and not loss.owned:
                 rank_zero_info(f"{loss.title} shares a parameter with the model and stays in the model's DDP.")
 
-    def _broadcast(self, tensors: list[Tensor]) -> None:
-        if self._ddp_kwargs.get("init_sync", True):
-            buffers = self._ddp_kwargs.get("broadcast_buffers", True) is not False
-            collectives.broadcast_([t for t in tensors if buffers or isinstance(t, nn.Parameter)])
-
-    def _meet_hidden(self, trainer: pl.Trainer) -> list[FoundLoss]:
-        """Refuse unregistered losses, or adopt them, on all ranks together."""
-        elsewhere: dict[str, Any] = {f"callbacks[{i}] ({type(c).__name__})": c for i, c in enumerate(trainer.callbacks)}  # type: ignore[attr-defined]
-        elsewhere["datamodule"] = getattr(trainer, "datamodule", None)
-        hidden = adoption.find(self._module, self.optimizers, elsewhere, adopt=self._adopt)
-        for path, module in hidden.idle.items():
-            if is_loss(module):
-                self._sentinels.append(HiddenSentinel(module, path, lambda: self._in_training_step))
-        if not hidden.optimised:
-            return []
-        ddp = self.model if isinstance(self.model, DistributedDataParallel) else None
-        self._adopted = adoption.adopt(self._module, hidden, self.precision_plugin, self.root_device, ddp)
-        return adoption.as_losses(self._adopted)
+    def _meet_hidden(self, trainer: pl.Trainer) -> None:
+        hidden = adoption.find(trainer, self._module, self.optimizers, adopt=self._adopt)
+        self._sentinels = [
+            HiddenSentinel(module, path, lambda: self._in_training_step)
+            for path, module in hidden.idle.items()
+            if is_loss(module)
+        ]
+        if hidden.optimised:
+            self._adopted = adoption.adopt(self._module, hidden, self.precision_plugin, self.root_device, self._ddp)
+            self._losses += adoption.as_losses(self._adopted)
 
     # ------------------------------------------------------------------ data
 
@@ -243,8 +221,8 @@ class DDPLossStrategy(DDPStrategy):
         self._count(True)
         try:
             with self._together("training_step"):
-                if not isinstance(self.model, DistributedDataParallel):
-                    self._broadcast_buffers()
+                if self._ddp is None and self._synchronising:  # what DDP's forward does
+                    wrapping.broadcast_buffers(self._module, self._losses, self._ddp_kwargs)
                 return super().training_step(*args, **kwargs)
         finally:
             self._count(False)
@@ -275,23 +253,17 @@ class DDPLossStrategy(DDPStrategy):
 
     @property
     def _synchronising(self) -> bool:
-        if isinstance(self.model, DistributedDataParallel):
-            return bool(self.model.require_backward_grad_sync)
-        return not self._blocked
+        return not self._blocked if self._ddp is None else bool(self._ddp.require_backward_grad_sync)
+
+    @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        """The model's DDP; None in a world where nothing but losses trains."""
+        return self.model if isinstance(self.model, DistributedDataParallel) else None
 
     def _count(self, on: bool) -> None:
         self._in_training_step = on
         for guard in self._guards:
             guard.counting = on
-
-    def _broadcast_buffers(self) -> None:
-        """What DDP's forward does for buffers, where there is no DDP around the model (a frozen encoder)."""
-        if self._ddp_kwargs.get("forward_sync_buffers", self._ddp_kwargs.get("broadcast_buffers", True)) is False:
-            return
-        owned = tuple(f"{loss.name}." for loss in self._losses if loss.owned)
-        buffers = [b for n, b in self._module.named_buffers() if not n.startswith(owned or ("\0",))]
-        if buffers and self._synchronising:
-            collectives.broadcast_(buffers)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As Lightning reduces; a value that is global already is called waste, once."""
@@ -313,6 +285,16 @@ class DDPLossStrategy(DDPStrategy):
         if self._adopted is not None:
             state.update({f"{adoption.NAME}.{key}": value for key, value in self._adopted.state_dict().items()})
         return state
+
+    def on_exception(self, exception: BaseException) -> None:
+        """What fails on one rank between two steps (a callback, an optimizer, Lightning itself) ends its peers too."""
+        super().on_exception(exception)
+        trainer = self._module._trainer if self.lightning_module is not None else None
+        training = self._reducer is not None and trainer is not None and trainer.training
+        # in validation, and without check_calls, the peers open no frame in which they could be told
+        if training and self._check_calls and isinstance(exception, Exception):
+            with contextlib.suppress(Exception):  # Lightning goes on with the exception itself
+                frames.fail_together(exception, "training")
 
     def teardown(self) -> None:
         """Give the module back as it came."""

@@ -26,8 +26,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses import collectives, frames, groups
-from lightning_ddp_losses.errors import ConfigurationError, LossCallError, RankMismatchError, format_error
+from lightning_ddp_losses import frames, groups, transport
+from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
 from lightning_ddp_losses.sharding import shard_of
 from lightning_ddp_losses.strategies.discovery import FoundLoss
 
@@ -168,20 +168,14 @@ class LossReducer:
         self._opened = None
         if not managed or world == 1:
             return
-        for m in managed:
-            if m.parameter.grad is not None and m.parameter.grad.is_sparse:
-                raise ConfigurationError(
-                    format_error(
-                        f"gradient of `{m.name}`", expected="dense", got="sparse", fix="Build it with sparse=False."
-                    )
-                )
-        flags = [m.parameter.grad is not None for m in managed]
+        flags = [_flag(m.parameter.grad, world) for m in managed]
         small = [m for m in managed if m.parameter.nbytes <= LARGE_BYTES and self._is_expected(m, calls)]
-        if all(m.parameter.device.type == "cpu" for m in managed):
+        if self._flags_ride(managed):
             counts = self._reduce_packed(small, flags)
         else:
-            everyone = frames.exchange("gradients", {"parameters": self._describe(managed)}, bytes(flags))
-            counts = [sum(column) for column in zip(*everyone, strict=True)]
+            own = json.dumps(flags).encode()
+            everyone = frames.exchange("gradients", {"parameters": self._describe(managed)}, own)
+            counts = [sum(column) for column in zip(*map(json.loads, everyone), strict=True)]
             small = [m for m, count in zip(managed, counts, strict=True) if count == world and m in small]
             if not set(counts) - {0, world}:
                 self._reduce_packed(small, [])
@@ -192,23 +186,31 @@ class LossReducer:
             if count == world and m.name not in packed:
                 self._reduce_in_place(m.parameter)
 
-    def _reduce_packed(self, small: list[_Managed], flags: list[bool]) -> list[int]:
+    @staticmethod
+    def _flags_ride(managed: list[_Managed]) -> bool:
+        # to read them back from an accelerator would wait for it
+        return all(m.parameter.device.type == "cpu" for m in managed)
+
+    def _reduce_packed(self, small: list[_Managed], flags: list[int]) -> list[int]:
         """Mean small gradients in one buffer; the buffer opens with ``flags``, whose sums come back."""
         grads = [m.parameter.grad for m in small]
         dtype = self._wire_dtype([m.parameter for m in small])
         device = small[0].parameter.device if small else torch.device("cpu")
         pieces = [torch.tensor(flags, dtype=dtype, device=device)] if flags else []
         for m, grad in zip(small, grads, strict=True):
-            own = m.parameter.new_zeros(m.parameter.numel()) if grad is None else grad.detach().reshape(-1)
+            dense = grad is not None and not grad.is_sparse
+            own = (
+                grad.detach().reshape(-1) if grad is not None and dense else m.parameter.new_zeros(m.parameter.numel())
+            )
             pieces.append(own.to(dtype))
         if not pieces:
             return []
         world = groups.world_size()
-        mean = collectives.reduce_mean_(torch.cat(pieces))
+        mean = transport.reduce_mean_(torch.cat(pieces))
         counts = [round(value * world) for value in mean[: len(flags)].tolist()]
         offset = len(flags)
         for m, grad in zip(small, grads, strict=True):
-            if grad is not None:
+            if grad is not None and not grad.is_sparse:
                 grad.copy_(mean[offset : offset + grad.numel()].view(grad.shape))
             offset += m.parameter.numel()
         return counts
@@ -220,7 +222,7 @@ class LossReducer:
         if self._reduce_dtype is not None:
             wire = wire.to(self._reduce_dtype)
         wire = wire.contiguous()
-        collectives.reduce_mean_(wire)
+        transport.reduce_mean_(wire)
         if wire.data_ptr() != grad.data_ptr():
             grad.copy_(wire)
 
@@ -280,11 +282,21 @@ def _missing_calls(missing: Sequence[tuple[str, Sequence[int], Sequence[int]]]) 
     return LossCallError("\n".join([*parts, fix]), collective=True)
 
 
-def _partial_gradients(managed: list[_Managed], flags: list[bool]) -> LossCallError:
-    everyone = frames.exchange("gradients on some ranks only", {}, bytes(flags))
+def _flag(grad: Tensor | None, world: int) -> int:
+    """0 without a gradient, 1 with one, more than all ranks together for one that cannot be reduced."""
+    return 0 if grad is None else world + 1 if grad.is_sparse else 1
+
+
+def _partial_gradients(managed: list[_Managed], flags: list[int]) -> LossCallError:
+    everyone = [json.loads(p) for p in frames.exchange("gradients that differ", {}, json.dumps(flags).encode())]
     parts = []
     for m, column in zip(managed, zip(*everyone, strict=True), strict=True):
-        if len(set(column)) > 1:
+        sparse = max(column) > 1
+        if sparse:
+            expected = "dense (build the module with sparse=False)"
+            ranks = [("no gradient", "dense")[flag] if flag < 2 else "sparse" for flag in column]
+            parts.append(format_error(f"gradient of `{m.name}`", expected=expected, ranks=ranks))
+        elif len(set(column)) > 1:
             ranks = ["gradient" if has else "no gradient" for has in column]
             parts.append(format_error(f"gradient of `{m.name}`", expected="on every rank or on none", ranks=ranks))
     fix = "Use the parameter in the loss of every rank (times 0 where it should not count), or on none."

@@ -6,17 +6,30 @@ import contextlib
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses import frames
+from lightning_ddp_losses import frames, transport
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError, format_error
+from lightning_ddp_losses.sharding import shard_of
+from lightning_ddp_losses.strategies.discovery import FoundLoss
 
-__all__ = ["IGNORE", "as_dtype", "compare_names", "ignoring", "named_tensors", "without_defaults"]
+__all__ = [
+    "IGNORE",
+    "WrapPlan",
+    "as_dtype",
+    "broadcast_buffers",
+    "compare_names",
+    "ignoring",
+    "named_tensors",
+    "plan",
+    "without_defaults",
+]
 
 IGNORE = "_ddp_params_and_buffers_to_ignore"
 _SHOWN = 6  # differing names shown in an error
@@ -49,6 +62,45 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, then buffers, each once."""
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+@dataclass(frozen=True)
+class WrapPlan:
+    """Who reduces what.
+
+    Attributes:
+        reduced: Parameters that the model's DDP reduces; none, where DDP would refuse the module (a frozen encoder).
+        ignored: Names that the model's DDP leaves alone: the losses', class shards, and the user's own.
+        theirs: Names that the user told DDP to ignore, which nobody reduces.
+        unsynchronised: Tensors that DDP will not broadcast and that ought to start equal.
+    """
+
+    reduced: list[nn.Parameter]
+    ignored: set[str]
+    theirs: set[str]
+    unsynchronised: list[Tensor]
+
+
+def plan(module: nn.Module, losses: Iterable[FoundLoss]) -> WrapPlan:
+    """Divide a module's parameters between the model's DDP and the losses' reduction."""
+    tensors = dict(named_tensors(module))
+    mine = {f"{loss.name}.{name}" for loss in losses if loss.owned for name, _ in named_tensors(loss.module)}
+    theirs = set(getattr(module, IGNORE, ()))
+    shards = {name for name, tensor in tensors.items() if shard_of(tensor) is not None}
+    ignored = mine | theirs | shards
+    reduced = [p for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
+    left = mine if reduced else set(tensors) - theirs
+    return WrapPlan(reduced, ignored, theirs, [t for n, t in tensors.items() if n in left - shards])
+
+
+def broadcast_buffers(module: nn.Module, losses: Iterable[FoundLoss], ddp_kwargs: Mapping[str, Any]) -> None:
+    """Rank 0's buffers for all, as DDP's forward does, where there is no DDP around the model; the losses keep theirs."""
+    if ddp_kwargs.get("forward_sync_buffers", ddp_kwargs.get("broadcast_buffers", True)) is False:
+        return
+    owned = tuple(f"{loss.name}." for loss in losses if loss.owned)
+    buffers = [b for n, b in module.named_buffers() if not n.startswith(owned)]
+    if buffers:
+        transport.broadcast_(buffers)
 
 
 @contextlib.contextmanager

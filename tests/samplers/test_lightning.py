@@ -138,13 +138,11 @@ class Listening(DDPLossStrategy):
         self.told: list[str] = []
 
     def process_dataloader(self, dataloader: object) -> object:
-        injecting = self.lightning_module.trainer._accelerator_connector.use_distributed_sampler
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            warn_if_reshuffled(dataloader, injecting=injecting)
+            dataloader = super().process_dataloader(dataloader)
         self.told += [str(warning.message) for warning in caught]
-        refuse_other_batches(dataloader)
-        return super().process_dataloader(dataloader)
+        return dataloader
 
 
 LOADERS: dict[str, Any] = {

@@ -1,0 +1,65 @@
+"""What `GlobalBatchLoss` refuses when it is built, and a mode that would change the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pytorch_metric_learning.reducers import DoNothingReducer
+from torch import nn
+from torch.nn.modules.loss import _Loss
+
+from lightning_ddp_losses.errors import ConfigurationError, format_error
+from lightning_ddp_losses.losses.table import MODES, allowed_modes
+
+__all__ = ["not_exact", "refuse_unfit"]
+
+
+def refuse_unfit(loss: nn.Module, mode: str, backward: str) -> None:
+    """Refuse what cannot be made global, by name.
+
+    Raises:
+        ConfigurationError: no module, an unknown mode, a reduction that happens later, a mode that is not exact for the loss.
+    """
+    if not isinstance(loss, nn.Module):
+        raise ConfigurationError(format_error("GlobalBatchLoss: loss", expected="a torch.nn.Module", got=repr(loss)))
+    if mode not in ("auto", *MODES):
+        raise ConfigurationError(
+            format_error("GlobalBatchLoss: mode", expected=f"'auto' or one of {MODES}", got=repr(mode))
+        )
+    if backward not in ("own_slice", "sum"):
+        raise ConfigurationError(
+            format_error("GlobalBatchLoss: backward", expected="'own_slice' or 'sum'", got=repr(backward))
+        )
+    inner = [m for m in loss.modules() if isinstance(getattr(m, "reducer", None), DoNothingReducer)]
+    if inner:
+        raise ConfigurationError(
+            format_error(
+                f"GlobalBatchLoss({type(loss).__name__}): reducer",
+                expected="one that returns a number",
+                got="DoNothingReducer, which returns a dict",
+                fix="Give the loss the reducer that you apply afterwards.",
+            )
+        )
+    if isinstance(loss, _Loss) and getattr(loss, "reduction", "mean") == "none":
+        raise ConfigurationError(
+            format_error(
+                f"GlobalBatchLoss({type(loss).__name__}): reduction",
+                expected="'mean' or 'sum'",
+                got="'none'",
+                fix="What is reduced later cannot be made global here; let the loss reduce.",
+            )
+        )
+    if mode != "auto" and mode not in allowed_modes(loss):
+        raise not_exact(f"GlobalBatchLoss({type(loss).__name__})", mode, allowed_modes(loss))
+
+
+def not_exact(title: str, mode: str, modes: Sequence[str]) -> ConfigurationError:
+    """The error for a mode that is not exact for a loss."""
+    return ConfigurationError(
+        format_error(
+            f"{title}: mode",
+            expected=f"one that is exact for this loss as configured: {', '.join(modes)}",
+            got=repr(mode),
+            fix="Use mode='auto', or declare the class with register_row_separable / register_element_wise.",
+        )
+    )

@@ -1,0 +1,78 @@
+"""How ranks agree on which parameters have gradients: in the reduced buffer, or by frame as on an accelerator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_losses.strategies.reduction import LossReducer
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import Job, fit, fit_alone
+from tests.strategies.scenarios import Alternating, OrderByRank
+
+
+def fit_as_on_an_accelerator(make: type[Job], **options: Any) -> dict[str, Tensor]:
+    """Nothing is read back from the device there: flags travel from host to host."""
+    ride = LossReducer.__dict__["_flags_ride"]
+    LossReducer._flags_ride = staticmethod(lambda managed: False)  # type: ignore[method-assign]
+    try:
+        return fit(make, **options)
+    finally:
+        LossReducer._flags_ride = ride
+
+
+@pytest.mark.parametrize("job", [Job, Alternating, OrderByRank], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_flags_by_frame_change_nothing(pool: RankPool, job: type[Job], accumulate: int) -> None:
+    expected = fit_alone(job, accumulate_grad_batches=accumulate)
+    for world_size in (1, 2, 3):
+        for state in pool.run(world_size, fit_as_on_an_accelerator, job, accumulate_grad_batches=accumulate):
+            assert_close(state, expected)
+
+
+class Partial(Job):
+    """The loss runs on every rank, but one of them throws its value away."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(features)
+        value = self.loss(embeddings, labels)
+        return embeddings.sum() if index == 1 and self.global_rank == 1 else value + embeddings.sum()
+
+
+@pytest.mark.parametrize("run", [fit, fit_as_on_an_accelerator])
+def test_a_gradient_on_some_ranks_only(pool: RankPool, run: Any) -> None:
+    errors = pool.errors(3, run, Partial)
+    assert len({error.message for error in errors}) == 1
+    for error in errors:
+        assert error.is_a("LossCallError"), error.message
+        assert "`loss.W`" in error.message
+        assert "rank 1: no gradient" in error.message
+        assert "rank 2: gradient" in error.message
+
+
+class Sparse(Job):
+    """A table of centres beside the loss, whose gradient is sparse on one rank."""
+
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        self.centres = nn.Embedding(10, 2, sparse=self.on_rank_one(), dtype=torch.float64)
+
+    @staticmethod
+    def on_rank_one() -> bool:
+        return torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(self.encoder(features), labels) + self.centres(labels).sum()
+
+
+@pytest.mark.parametrize("run", [fit, fit_as_on_an_accelerator])
+def test_a_sparse_gradient_is_named_on_every_rank(pool: RankPool, run: Any) -> None:
+    for error in pool.errors(2, run, Sparse, strategy={"losses": ["loss", "centres"]}):
+        assert error.is_a("LossCallError"), error.message
+        assert "`centres.weight`" in error.message
+        assert "rank 0: dense" in error.message
+        assert "rank 1: sparse" in error.message
