@@ -1,0 +1,153 @@
+"""Every loss of pytorch-metric-learning (PML), configured for the small global batch of `harness`.
+
+A test fails when PML exports a class that is neither in `PML` nor explained in `NOT_LOSSES`: write one row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import miners
+from torch import nn
+
+from tests.losses.harness import CLASSES, DIM, ROWS, Arguments, Case, Net, Rows
+
+__all__ = ["NOT_LOSSES", "PML", "two_views", "two_views_alone"]
+
+NOT_LOSSES = {
+    "BaseLossWrapper": "abstract",
+    "BaseMetricLossFunction": "abstract",
+    "EmbeddingRegularizerMixin": "mix-in",
+    "GenericPairLoss": "base of pair losses: its formula comes from the subclass",
+    "WeightRegularizerMixin": "mix-in",
+}
+ELEMENTS, ROW_WISE, WHOLE = ("elements", "replicated"), ("rows", "replicated"), ("replicated",)
+classes: Any = {"num_classes": CLASSES, "embedding_size": DIM}
+
+
+def two_views(net: Net, rows: Rows) -> Arguments:
+    """Two views of each row, no labels: each row is its own class."""
+    return (net(rows["features"]),), {"ref_emb": net(rows["views"])}
+
+
+def two_views_alone(net: Net, rows: Rows, sizes: list[int]) -> Arguments:
+    labels = torch.arange(ROWS)
+    return (net(rows["features"]), labels), {"ref_emb": net(rows["views"]), "ref_labels": labels.clone()}
+
+
+def both_views(net: Net, rows: Rows) -> Arguments:
+    return (net(rows["features"]), net(rows["views"])), {}
+
+
+def meta_classes(net: Net, rows: Rows) -> Arguments:
+    return (net(rows["features"]),), {"indices_tuple": rows["labels"] % 3}
+
+
+def embeddings_only(net: Net, rows: Rows) -> Arguments:
+    return (net(rows["features"]),), {}
+
+
+def named(cls: type[nn.Module], **options: Any) -> Callable[[], nn.Module]:
+    return partial(cls, **options)
+
+
+def every(modes: tuple[str, ...], losses: list[type[nn.Module]], **options: Any) -> dict[str, Case]:
+    return {cls.__name__: Case(partial(cls, **options), modes=modes) for cls in losses}
+
+
+PML: dict[str, Case] = {
+    **every(
+        ELEMENTS,
+        [
+            pml.ArcFaceLoss,
+            pml.CosFaceLoss,
+            pml.LargeMarginSoftmaxLoss,
+            pml.NormalizedSoftmaxLoss,
+            pml.ProxyNCALoss,
+            pml.SoftTripleLoss,
+            pml.SphereFaceLoss,
+            pml.SubCenterArcFaceLoss,
+        ],
+        **classes,
+    ),
+    **every(
+        ROW_WISE,
+        [
+            pml.AngularLoss,
+            pml.CircleLoss,
+            pml.ContrastiveLoss,
+            pml.GeneralizedLiftedStructureLoss,
+            pml.MarginLoss,
+            pml.MultiSimilarityLoss,
+            pml.NTXentLoss,
+            pml.SignalToNoiseRatioContrastiveLoss,
+            pml.SupConLoss,
+            pml.TripletMarginLoss,
+            pml.TupletMarginLoss,
+        ],
+    ),
+    **every(
+        WHOLE,
+        [
+            pml.DynamicSoftMarginLoss,
+            pml.InstanceLoss,
+            pml.IntraPairVarianceLoss,
+            pml.LiftedStructureLoss,
+            pml.NCALoss,
+            pml.NPairsLoss,
+            pml.PNPLoss,
+            pml.SmoothAPLoss,
+            pml.ThresholdConsistentMarginLoss,
+        ],
+    ),
+    "FastAPLoss": Case(named(pml.FastAPLoss, num_bins=5), modes=WHOLE),
+    "HistogramLoss": Case(named(pml.HistogramLoss, n_bins=10), modes=WHOLE),
+    "P2SGradLoss": Case(named(pml.P2SGradLoss, descriptors_dim=DIM, num_classes=CLASSES), modes=WHOLE),
+    "ProxyAnchorLoss": Case(named(pml.ProxyAnchorLoss, **classes), modes=WHOLE),
+    "RankedListLoss": Case(named(pml.RankedListLoss, margin=1, Tn=1), modes=WHOLE),
+    "VICRegLoss": Case(pml.VICRegLoss, lambda net, rows: ((net(rows["features"]),), {"ref_emb": net(rows["views"])})),
+    "ManifoldLoss": Case(named(pml.ManifoldLoss, l=DIM, K=3), embeddings_only, modes=WHOLE, random=True),
+    "ManifoldLoss with its classes": Case(named(pml.ManifoldLoss, l=DIM, K=3), meta_classes, modes=WHOLE),
+    "ManifoldLoss without a context": Case(
+        named(pml.ManifoldLoss, l=DIM, K=3, lambdaC=0.0), embeddings_only, random=True
+    ),
+    "MarginLoss, one learnt beta": Case(named(pml.MarginLoss, learn_beta=True, nu=0.1), modes=ROW_WISE),
+    "MarginLoss, learnt betas": Case(
+        named(pml.MarginLoss, learn_beta=True, nu=0.1, num_classes=CLASSES), modes=ROW_WISE
+    ),
+    "MarginLoss, 2 triplets per anchor": Case(named(pml.MarginLoss, triplets_per_anchor=2), modes=WHOLE, random=True),
+    "TripletMarginLoss, 2 triplets per anchor": Case(
+        named(pml.TripletMarginLoss, triplets_per_anchor=2), modes=WHOLE, random=True
+    ),
+    "TripletMarginLoss, swap": Case(named(pml.TripletMarginLoss, swap=True), modes=WHOLE),
+    "TripletMarginLoss, smooth": Case(named(pml.TripletMarginLoss, smooth_loss=True), modes=ROW_WISE),
+    "ProxyNCALoss, smooth": Case(named(pml.ProxyNCALoss, softmax_scale=3, **classes), modes=ELEMENTS),
+    "CrossBatchMemory": Case(
+        lambda: pml.CrossBatchMemory(pml.ContrastiveLoss(), DIM, memory_size=30, miner=miners.MultiSimilarityMiner()),
+        modes=WHOLE,
+    ),
+    "MultipleLosses": Case(
+        lambda: pml.MultipleLosses(
+            [pml.ArcFaceLoss(**classes), pml.SupConLoss(), pml.TripletMarginLoss()],
+            miners=[None, miners.MultiSimilarityMiner(), miners.BatchHardMiner()],
+            weights=[0.5, 2.0, 0.25],
+        ),
+        modes=WHOLE,
+    ),
+    "MultipleLosses, by name": Case(
+        lambda: pml.MultipleLosses(
+            {"a": pml.NTXentLoss(), "b": pml.ProxyAnchorLoss(**classes), "c": pml.ContrastiveLoss()},
+            miners={"c": miners.PairMarginMiner()},
+            weights={"a": 1.0, "b": 0.1, "c": 3.0},
+        ),
+        modes=WHOLE,
+    ),
+    "SelfSupervisedLoss": Case(lambda: pml.SelfSupervisedLoss(pml.NTXentLoss()), both_views, modes=WHOLE),
+    "SelfSupervisedLoss, one way": Case(
+        lambda: pml.SelfSupervisedLoss(pml.MultiSimilarityLoss(), symmetric=False), both_views, modes=WHOLE
+    ),
+}

@@ -1,0 +1,198 @@
+"""One loss on ranks and in one process: the same encoder, the same loss, slices of ONE global batch.
+
+The one process calls the loss itself on the whole batch, with no code of ours. What a rank holds after backward is averaged
+over the ranks, as DDP does; every gradient that exists in one process must exist on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ddp_losses.losses import GlobalBatchLoss
+from tests.oracle import Encoder, Task, assert_close
+
+__all__ = [
+    "CLASSES",
+    "DIM",
+    "ROWS",
+    "SEED",
+    "SPLITS",
+    "Arguments",
+    "Case",
+    "Net",
+    "Rows",
+    "alone",
+    "by_labels",
+    "check",
+    "compare",
+    "fresh",
+    "global_rows",
+    "gradients",
+    "mean_over_ranks",
+    "on_ranks",
+    "own_rows",
+]
+
+ROWS, DIM, CLASSES = 12, 6, 4
+TASK = Task(rows=ROWS, features=5, dim=DIM, classes=CLASSES)
+SEED = 7
+SPLITS: dict[int, dict[str, list[int]]] = {  # rows per rank
+    1: {"even": [12]},
+    2: {"even": [6, 6], "uneven": [4, 8], "a rank without rows": [0, 12]},
+    3: {"even": [4, 4, 4], "uneven": [1, 4, 7], "a rank without rows": [5, 0, 7]},
+}
+Rows = dict[str, Tensor]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Net(Encoder):
+    """An encoder with a temperature that is no batch."""
+
+    def __init__(self) -> None:
+        super().__init__(TASK)
+        self.logit_scale = nn.Parameter(torch.tensor(0.7))
+
+
+def by_labels(net: Net, rows: Rows) -> Arguments:
+    """Embeddings and labels, as PML's losses take them."""
+    return (net(rows["features"]), rows["labels"]), {}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configured loss and how it is called.
+
+    Attributes:
+        make: The loss.
+        give: Its arguments from a slice of the batch.
+        give_alone: The arguments in one process where they are not those of a slice that holds everything; it also
+            learns the rows per rank.
+        modes: What `exact_modes` must be; None: not pinned here.
+        options: Of `GlobalBatchLoss`.
+        random: The loss draws: one process then is `GlobalBatchLoss` in a world of one, with rank 0's seed.
+    """
+
+    make: Callable[[], nn.Module]
+    give: Callable[[Net, Rows], Arguments] = by_labels
+    give_alone: Callable[[Net, Rows, list[int]], Arguments] | None = None
+    modes: tuple[str, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    random: bool = False
+
+
+def global_rows() -> Rows:
+    """The one global batch: as many rows of each class; two views; targets for torch's losses."""
+    generator = torch.Generator().manual_seed(11)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    labels = torch.arange(ROWS) % CLASSES
+    return {
+        "features": normal(ROWS, TASK.features),
+        "views": normal(ROWS, TASK.features),
+        "third": normal(ROWS, TASK.features),
+        "labels": labels[torch.randperm(ROWS, generator=generator)],
+        "targets": normal(ROWS, DIM),
+        "signs": torch.randint(2, (ROWS,), generator=generator).double() * 2 - 1,
+        "bits": torch.randint(2, (ROWS, DIM), generator=generator).double(),
+    }
+
+
+def own_rows(sizes: Sequence[int], rank: int) -> Rows:
+    """The slice of rank `rank`."""
+    stop = list(accumulate(sizes))[rank]
+    return {name: tensor[stop - sizes[rank] : stop] for name, tensor in global_rows().items()}
+
+
+def fresh(case: Case) -> tuple[Net, nn.Module]:
+    torch.manual_seed(1)
+    return Net().double(), case.make().double()
+
+
+def gradients(net: nn.Module, loss: nn.Module) -> dict[str, Tensor | None]:
+    own = {f"net.{name}": p.grad for name, p in net.named_parameters()}
+    return own | {f"loss.{name}": p.grad for name, p in loss.named_parameters() if p.requires_grad}
+
+
+def alone(case: Case, sizes: list[int]) -> dict[str, Tensor]:
+    """Value and gradients in one process."""
+    net, loss = fresh(case)
+    rows = global_rows()
+    torch.manual_seed(SEED)
+    args, kwargs = case.give(net, rows) if case.give_alone is None else case.give_alone(net, rows, sizes)
+    judge = GlobalBatchLoss(loss, **case.options) if case.random else loss
+    value = judge(*args, **kwargs)
+    value.backward()
+    found = {name: grad for name, grad in gradients(net, loss).items() if grad is not None}
+    assert any(grad.abs().max() > 0 for grad in found.values()), "the case tests nothing: no gradient"
+    return {"value": value.detach(), **found}
+
+
+def on_ranks(case: Case, sizes: list[int], mode: str) -> dict[str, Tensor]:
+    """This rank's value and gradients; to be called on every rank."""
+    rank = dist.get_rank()
+    net, loss = fresh(case)
+    wrapped = GlobalBatchLoss(loss, mode=mode, **case.options)  # type: ignore[arg-type]
+    torch.manual_seed(SEED + rank)  # a random loss draws from rank 0's seed
+    before, numpy_before = torch.get_rng_state(), repr(np.random.get_state())
+    args, kwargs = case.give(net, own_rows(sizes, rank))
+    value = wrapped(*args, **kwargs)
+    assert torch.equal(before, torch.get_rng_state()), "this rank's own generator moved"
+    assert numpy_before == repr(np.random.get_state()), "this rank's own numpy generator moved"
+    value.backward()
+    return {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
+
+
+def mean_over_ranks(results: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What DDP leaves in the gradients; the value must be one number, a gradient exist on all ranks or on none."""
+    values = {float(result["value"]) for result in results}
+    assert len(values) == 1, f"ranks return different numbers: {values}"
+    names = [sorted(result) for result in results]
+    assert all(own == names[0] for own in names), f"gradients on some ranks only: {names}"
+    return {name: torch.stack([result[name] for result in results]).mean(0) for name in names[0]}
+
+
+def compare(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], what: str = "") -> None:
+    """Assert that value and gradients agree; what one process has not, ours must have as zeros or not at all."""
+    __tracebackhide__ = True
+    # a gradient that is zero but for rounding (a bias before a difference) has no direction to compare
+    floor = 1e-12 * max([float(t.norm()) for name, t in truth.items() if name != "value"])
+    small = {name for name, t in truth.items() if name != "value" and t.norm() < floor}
+    small |= set(ours) - set(truth)
+    large = [name for name in small & set(ours) if ours[name].norm() > floor]
+    assert not large, f"should vanish: {large}"
+    try:
+        assert_close(*({name: t for name, t in side.items() if name not in small} for side in (ours, truth)))
+    except AssertionError as error:
+        raise AssertionError(f"{what}: {error}") from None
+
+
+def check(case: Case, results: Sequence[Mapping[str, Mapping[str, Tensor]]], world_size: int) -> None:
+    """Compare what ranks found (by "split, mode") with one process.
+
+    Args:
+        case: The case.
+        results: One per rank.
+        world_size: Number of ranks.
+    """
+    truths: dict[str, dict[str, Tensor]] = {}
+    problems = []
+    for key in results[0]:
+        split = key.split(", ")[0]
+        if split not in truths:
+            same = truths and case.give_alone is None
+            truths[split] = next(iter(truths.values())) if same else alone(case, SPLITS[world_size][split])
+        try:
+            compare(mean_over_ranks([result[key] for result in results]), truths[split])
+        except AssertionError as error:
+            problems.append(f"{key}: {error}")
+    assert not problems, "\n".join(problems)

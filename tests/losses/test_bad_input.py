@@ -1,0 +1,276 @@
+"""Ranks that disagree get the same error and can go on; ranks without rows and batches without pairs take part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import miners, reducers, regularizers
+from torch import Tensor, nn
+
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
+from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
+from tests.losses.cases import classes
+from tests.losses.harness import CLASSES, DIM, Case, compare, fresh, global_rows, gradients, mean_over_ranks
+from tests.rank_pool import RankPool
+
+LABELS = torch.tensor([0, 0, 1, 1])
+
+
+def rows(width: int = DIM, count: int = 4, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.linspace(-1, 1, count * width, dtype=dtype).view(count, width).sin().requires_grad_()
+
+
+def ask(loss: nn.Module, *args: Any, mode: str = "auto", **kwargs: Any) -> Any:
+    return GlobalBatchLoss(loss, mode=mode)(*args, **kwargs)  # type: ignore[arg-type]
+
+
+def arc(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return pml.ArcFaceLoss(**{**classes, **options}).double()
+
+
+class Two(nn.Module):
+    """Some user's loss; the second argument is optional."""
+
+    def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
+        return a.sin().mean() if b is None else (a * b).mean()
+
+
+class Sums(nn.Module):
+    """A user's loss whose batches come in a list."""
+
+    def forward(self, views: list[Tensor]) -> Tensor:
+        return sum(views, torch.zeros(())).square().mean()
+
+
+class Fails(nn.Module):
+    """A loss that cannot take what one rank gives it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def forward(self, a: Tensor) -> Tensor:
+        if self._rank == 1:
+            raise ValueError("no loss for you")
+        return a.mean()
+
+
+DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
+    # what each rank does, words of the message
+    "width, rows": (lambda r: ask(pml.SupConLoss(), rows(DIM + r), LABELS), ("6", "7")),
+    "width, replicated": (lambda r: ask(pml.SmoothAPLoss(), rows(DIM + r), LABELS), ("6", "7")),
+    "width, elements": (lambda r: ask(arc(embedding_size=DIM + r), rows(DIM + r), LABELS), ("6", "7")),
+    "width, torch": (lambda r: ask(nn.MSELoss(), rows(DIM + r), rows(DIM + r)), ("6", "7")),
+    "width against the weight, one rank": (lambda r: ask(arc(), rows(DIM + r), LABELS), ("7", "W")),
+    "dtype, rows": (
+        lambda r: ask(pml.SupConLoss(), rows(dtype=torch.float32 if r else torch.float64), LABELS),
+        ("float32", "float64"),
+    ),
+    "dtype, torch": (
+        lambda r: ask(nn.MSELoss(), *[rows(dtype=torch.float32 if r else torch.float64)] * 2),
+        ("float32", "float64"),
+    ),
+    "dtype of labels": (lambda r: ask(pml.SupConLoss(), rows(), LABELS.int() if r else LABELS), ("int32", "int64")),
+    "presence of labels": (
+        lambda r: ask(pml.NTXentLoss(), rows(), None if r else LABELS, ref_emb=rows()),
+        ("labels",),
+    ),
+    "references": (lambda r: ask(pml.NTXentLoss(), rows(), LABELS, **({"ref_emb": rows()} if r else {})), ("ref_emb",)),
+    "tuples": (
+        lambda r: ask(pml.NTXentLoss(), rows(), LABELS, miners.BatchHardMiner()(rows(), LABELS) if r else None),
+        ("index",),
+    ),
+    "tuples, elements": (
+        lambda r: ask(arc(), rows(), LABELS, miners.BatchHardMiner()(rows(), LABELS) if r else None),
+        (),
+    ),
+    "arguments of a user's loss": (lambda r: ask(Two(), rows(), *([rows()] if r else [])), ("tensors",)),
+    "class of loss": (lambda r: ask((pml.NTXentLoss if r else pml.SupConLoss)(), rows(), LABELS), ("NTXent", "SupCon")),
+    "option of a loss": (
+        lambda r: ask(pml.NTXentLoss(temperature=0.1 + r), rows(), LABELS),
+        ("temperature=0.1", "temperature=1.1"),
+    ),
+    "option of a distance": (
+        lambda r: ask(
+            pml.ContrastiveLoss(distance=pml.ContrastiveLoss().distance.__class__(power=1 + r)), rows(), LABELS
+        ),
+        ("configuration",),
+    ),
+    "reducer": (
+        lambda r: ask(
+            pml.ContrastiveLoss(reducer=(reducers.SumReducer if r else reducers.MeanReducer)()), rows(), LABELS
+        ),
+        ("configuration",),
+    ),
+    "weights of several losses": (
+        lambda r: ask(pml.MultipleLosses([pml.NTXentLoss(), pml.SupConLoss()], weights=[1, 1 + r]), rows(), LABELS),
+        ("configuration",),
+    ),
+    "class weights of a torch loss": (
+        lambda r: ask(nn.CrossEntropyLoss(weight=torch.ones(DIM).double() + r), rows(), LABELS),
+        ("configuration",),
+    ),
+    "class weights of a reducer": (
+        lambda r: ask(arc(reducer=reducers.ClassWeightedReducer(torch.ones(CLASSES) + r)), rows(), LABELS),
+        ("configuration",),
+    ),
+    "views of another length, one rank": (
+        lambda r: ask(pml.NTXentLoss(), rows(), ref_emb=rows(count=4 + (r == 1))),
+        ("ref_emb",),
+    ),
+    "number of classes": (lambda r: ask(arc(num_classes=4 + r), rows(), LABELS), ("configuration",)),
+    "mode": (
+        lambda r: ask(pml.SupConLoss(), rows(), LABELS, mode="rows" if r else "replicated"),
+        ("rows", "replicated"),
+    ),
+    "elements and replicated": (lambda r: ask(arc(), rows(), LABELS, mode="replicated" if r else "elements"), ()),
+    "an inexact configuration on one rank": (
+        lambda r: ask(
+            pml.SupConLoss(embedding_regularizer=regularizers.LpRegularizer() if r == 1 else None),
+            rows(),
+            LABELS,
+            mode="rows",
+        ),
+        ("rows",),
+    ),
+    "labels of another length, one rank": (
+        lambda r: ask(pml.SupConLoss(), rows(), LABELS[:3] if r == 1 else LABELS),
+        (),
+    ),
+    "labels out of range, one rank": (lambda r: ask(arc(), rows(), LABELS + 9 * (r == 1)), ("0 to 3",)),
+    "labels that are no integers, one rank": (lambda r: ask(arc(), rows(), LABELS / (1 + (r == 1))), ("float",)),
+    "miner": (
+        lambda r: GlobalBatchMiner(miners.MultiSimilarityMiner(epsilon=0.1 + r))(rows(), LABELS),
+        ("configuration",),
+    ),
+    "loss and miner": (
+        lambda r: (
+            GlobalBatchMiner(miners.BatchHardMiner())(rows(), LABELS) if r else ask(pml.SupConLoss(), rows(), LABELS)
+        ),
+        ("GlobalBatchMiner", "GlobalBatchLoss"),
+    ),
+}
+
+
+def disagree_then_go_on(name: str) -> tuple[str, str]:
+    rank = dist.get_rank()
+    try:
+        DISAGREE[name][0](rank)
+    except DDPLossError as error:
+        caught = error
+    else:
+        raise AssertionError(f"no error on rank {rank}")
+    value = ask(pml.SupConLoss(), rows(), LABELS)
+    value.backward()
+    return type(caught).__name__, str(caught)
+
+
+@pytest.mark.parametrize("name", DISAGREE)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_disagree_get_the_same_error_and_go_on(pool: RankPool, world_size: int, name: str) -> None:
+    results = pool.run(world_size, disagree_then_go_on, name)
+    assert len(set(results)) == 1, results
+    for word in DISAGREE[name][1]:
+        assert word in results[0][1], results[0][1]
+    assert any(f"rank {rank}" in results[0][1] for rank in range(world_size))
+
+
+def foreign_error() -> None:
+    ask(Fails(dist.get_rank()), rows())
+
+
+def test_an_error_of_the_loss_itself_reaches_all_ranks(pool: RankPool) -> None:
+    """The rank keeps its own error; where the others are, they learn of it at their next meeting."""
+
+    errors = pool.errors(2, foreign_error_then_next)
+    assert errors[1].type == "ValueError"
+    assert errors[0].type == "PeerError"
+    assert "no loss for you" in errors[0].message
+
+
+def foreign_error_then_next() -> None:
+    foreign_error()
+    ask(pml.SupConLoss(), rows(), LABELS)
+
+
+NO_POSITIVES: dict[str, Callable[[], nn.Module]] = {
+    "ContrastiveLoss": pml.ContrastiveLoss,
+    "MarginLoss": partial(pml.MarginLoss, learn_beta=True, nu=0.1, num_classes=100),
+    "MultiSimilarityLoss": pml.MultiSimilarityLoss,
+    "NTXentLoss": pml.NTXentLoss,
+    "SupConLoss": pml.SupConLoss,
+    "TripletMarginLoss": pml.TripletMarginLoss,
+    "TripletMarginLoss, summed": lambda: pml.TripletMarginLoss(reducer=reducers.SumReducer()),
+    "LiftedStructureLoss": pml.LiftedStructureLoss,
+    "ArcFaceLoss without elements": lambda: pml.ArcFaceLoss(100, DIM, reducer=reducers.ThresholdReducer(low=1e9)),
+    "CrossBatchMemory": lambda: pml.CrossBatchMemory(pml.MarginLoss(learn_beta=True), DIM, memory_size=20),
+}
+
+
+def lonely(name: str, mode: str, part: slice, wrap: bool = True) -> dict[str, Tensor]:
+    """Every row of a class of its own."""
+    net, loss = fresh(Case(NO_POSITIVES[name]))
+    judge = GlobalBatchLoss(loss, mode=mode) if wrap else loss  # type: ignore[arg-type]
+    batch = global_rows()
+    value = judge(net(batch["features"][part]), torch.arange(12)[part] + 50)
+    value.backward()
+    if wrap:
+        assert all(p.grad is not None for p in loss.parameters()), "a parameter left the graph"
+        assert all(p.grad is not None for n, p in net.named_parameters() if n != "logit_scale")
+    return {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
+
+
+def lonely_ranks(name: str, sizes: list[int]) -> dict[str, dict[str, Tensor]]:
+    rank = dist.get_rank()
+    part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    return {m: lonely(name, m, part) for m in GlobalBatchLoss(NO_POSITIVES[name]()).exact_modes()}
+
+
+@pytest.mark.parametrize("name", NO_POSITIVES)
+@pytest.mark.parametrize("sizes", [[6, 6], [0, 12], [5, 0, 7]], ids=str)
+def test_a_batch_without_positive_pairs_gives_the_zero_of_one_process(
+    pool: RankPool, sizes: list[int], name: str
+) -> None:
+    truth = lonely(name, "auto", slice(None), wrap=False)
+    results = pool.run(len(sizes), lonely_ranks, name, sizes)
+    for mode in results[0]:
+        compare(mean_over_ranks([result[mode] for result in results]), truth)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "rows": (lambda: GlobalBatchLoss(pml.SmoothAPLoss(), mode="rows"), "SmoothAPLoss.*replicated.*'rows'"),
+    "elements": (lambda: GlobalBatchLoss(pml.SupConLoss(), mode="elements"), "SupConLoss.*rows.*'elements'"),
+    "a user's loss": (lambda: GlobalBatchLoss(Two(), mode="elements"), "Two.*'elements'"),
+    "rows with a regulariser": (
+        lambda: ask(pml.SupConLoss(embedding_regularizer=regularizers.LpRegularizer()), rows(), LABELS, mode="rows"),
+        "SupConLoss.*'rows'",
+    ),
+    "random triplets": (
+        lambda: ask(pml.TripletMarginLoss(triplets_per_anchor=3), rows(), LABELS, mode="rows"),
+        "TripletMarginLoss.*'rows'",
+    ),
+    "unknown mode": (lambda: GlobalBatchLoss(pml.SupConLoss(), mode="tiles"), "'tiles'"),  # type: ignore[arg-type]
+    "unknown backward": (lambda: GlobalBatchLoss(pml.SupConLoss(), backward="mean"), "'mean'"),  # type: ignore[arg-type]
+    "no module": (lambda: GlobalBatchLoss(torch.sum), "torch.nn.Module"),  # type: ignore[arg-type]
+    "no reduction": (lambda: GlobalBatchLoss(nn.CrossEntropyLoss(reduction="none")), "CrossEntropyLoss.*'none'"),
+    "tensors in a list": (lambda: ask(Sums(), [rows(), rows()]), "(?i)list"),
+    "labels of the views only": (
+        lambda: ask(pml.NTXentLoss(), rows(), ref_emb=rows(), ref_labels=LABELS),
+        "ref_labels",
+    ),
+    "no miner": (lambda: GlobalBatchMiner(nn.Identity()), "miner"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exact_is_refused_by_name(name: str) -> None:
+    call, words = REFUSED[name]
+    with pytest.raises((ConfigurationError, InputError), match=f"(?s){words}"):
+        call()

@@ -1,0 +1,248 @@
+"""What callers may rely on: coefficients, ranks without gradient, precision, draws, registration, one process."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import reducers
+from torch import Tensor, nn
+
+from lightning_ddp_losses.collectives import all_gather_with_grad
+from lightning_ddp_losses.losses import GlobalBatchLoss, check_separable, register_element_wise, register_row_separable
+from tests.losses.cases import PML, classes
+from tests.losses.harness import (
+    CLASSES,
+    DIM,
+    SPLITS,
+    Case,
+    alone,
+    by_labels,
+    compare,
+    fresh,
+    global_rows,
+    gradients,
+    mean_over_ranks,
+    on_ranks,
+)
+from tests.losses.variants import Tempered
+from tests.rank_pool import RankPool
+
+
+def rows() -> Tensor:
+    return torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM).sin().requires_grad_()
+
+
+def a_frozen_rank(name: str, mode: str) -> dict[str, Tensor]:
+    rank, batch = dist.get_rank(), global_rows()
+    net, loss = fresh(Case(getattr(pml, name)))
+    part = slice(0, 5) if rank == 0 else slice(5, 12)
+    embeddings = net(batch["features"][part])
+    value = GlobalBatchLoss(loss, mode=mode)(  # type: ignore[arg-type]
+        embeddings.detach() if rank else embeddings, batch["labels"][part]
+    )
+    value.backward()
+    return {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
+
+
+@pytest.mark.parametrize(("name", "mode"), [("SupConLoss", "rows"), ("SupConLoss", "replicated"), ("NCALoss", "auto")])
+def test_a_rank_whose_rows_need_no_gradient_takes_part(pool: RankPool, name: str, mode: str) -> None:
+    batch = global_rows()
+    net, loss = fresh(Case(getattr(pml, name)))
+    embeddings = net(batch["features"])
+    value = loss(torch.cat([embeddings[:5], embeddings[5:].detach()]), batch["labels"])
+    value.backward()
+    truth = {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
+    first, second = pool.run(2, a_frozen_rank, name, mode)
+    assert set(second) == {"value"}
+    compare({n: t if n == "value" else t / 2 for n, t in first.items()}, truth)
+    assert first["value"] == second["value"]
+
+
+def hand_made_labels(labels: str) -> list[str]:
+    own = torch.arange(4) if labels == "same" else torch.arange(4) + 4 * dist.get_rank()
+    loss = GlobalBatchLoss(pml.NTXentLoss())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            loss(rows(), own, ref_emb=rows(), ref_labels=own)
+    return [str(w.message) for w in caught if "labels" in str(w.message)]
+
+
+def test_ranks_that_number_their_own_rows_are_warned_once(pool: RankPool) -> None:
+    first, second = pool.run(2, hand_made_labels, "same")
+    assert len(first) == 1
+    assert "labels=None" in first[0]
+    assert second == []
+    assert pool.run(2, hand_made_labels, "distinct") == [[], []]
+
+
+def coefficients(backward: str, steps: int) -> list[Tensor]:
+    """Each rank weighs the loss by a number of its own."""
+    rank, batch = dist.get_rank(), global_rows()
+    net, loss = fresh(Case(partial(pml.MarginLoss, learn_beta=True, num_classes=CLASSES)))
+    wrapped = GlobalBatchLoss(loss, backward=backward)  # type: ignore[arg-type]
+    part = slice(0, 5) if rank == 0 else slice(5, 12)
+    for _ in range(steps):
+        for parameter in [*net.parameters(), *loss.parameters()]:
+            parameter.grad = None
+        (wrapped(net(batch["features"][part]), batch["labels"][part]) * (1 + 2 * rank)).backward()
+    return [p.grad for p in [*net.parameters(), *loss.parameters()] if p.grad is not None]
+
+
+def test_coefficients_that_differ_are_exact_with_summed_gradients(pool: RankPool) -> None:
+    """Their mean is the coefficient of one process."""
+    batch = global_rows()
+    net, loss = fresh(Case(partial(pml.MarginLoss, learn_beta=True, num_classes=CLASSES)))
+    (loss(net(batch["features"]), batch["labels"]) * 2).backward()
+    truth = [p.grad for p in [*net.parameters(), *loss.parameters()] if p.grad is not None]
+    first, second = pool.run(2, coefficients, "sum", 2)
+    ours = {str(i): (a + b) / 2 for i, (a, b) in enumerate(zip(first, second, strict=True))}
+    compare(ours | {"value": torch.ones(())}, {str(i): t for i, t in enumerate(truth)} | {"value": torch.ones(())})
+
+
+def test_coefficients_that_differ_are_an_error_that_names_the_ranks(pool: RankPool) -> None:
+    errors = pool.errors(2, coefficients, "own_slice", 2)
+    assert {error.type for error in errors} == {"RankMismatchError"}
+    assert len({error.message for error in errors}) == 1
+    for word in ("coefficient", "rank 0", "rank 1", "1.0", "3.0", "backward='sum'"):
+        assert word in errors[0].message
+
+
+def in_low_precision(name: str, dtype: torch.dtype) -> tuple[Tensor, list[torch.dtype], Tensor]:
+    """Embeddings as an encoder under autocast hands them over, while autocast is on."""
+    rank, batch = dist.get_rank(), global_rows()
+    torch.manual_seed(3)
+    loss = PML[name].make()
+    part = slice(0, 5) if rank == 0 else slice(5, 12)
+    embeddings = torch.nn.functional.pad(batch["features"], (0, 1)).to(dtype)[part].requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        value = GlobalBatchLoss(loss)(embeddings, batch["labels"][part])
+    value.backward()
+    assert embeddings.grad is not None
+    return value.detach(), [p.dtype for p in loss.parameters()], embeddings.grad.double()
+
+
+@pytest.mark.parametrize("name", ["ArcFaceLoss", "MultiSimilarityLoss", "ProxyAnchorLoss"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numerics_never_go_below_float32(pool: RankPool, dtype: torch.dtype, name: str) -> None:
+    """Only the embeddings are low: value and gradient are those of float32 on the very same numbers."""
+    batch = global_rows()
+    torch.manual_seed(3)
+    loss = PML[name].make()
+    leaf = torch.nn.functional.pad(batch["features"], (0, 1)).to(dtype).float().requires_grad_()
+    truth = loss(leaf, batch["labels"])
+    truth.backward()
+    (first, kinds, a), (second, _, b) = pool.run(2, in_low_precision, name, dtype)
+    assert first.dtype == torch.float32
+    assert torch.equal(first, second)
+    assert set(kinds) <= {torch.float32}
+    torch.testing.assert_close(first, truth.detach())
+    gathered = torch.cat([a, b]) / 2  # the mean over ranks
+    torch.testing.assert_close(gathered, leaf.grad.double(), rtol=2e-2, atol=1e-4)  # type: ignore[union-attr]
+
+
+def draws(steps: int) -> list[float]:
+    net, loss = fresh(Case(partial(Tempered, 0.5)))
+    wrapped, batch = GlobalBatchLoss(loss), global_rows()
+    part = slice(0, 5) if dist.get_rank() == 0 else slice(5, 12)
+    torch.manual_seed(dist.get_rank())
+    embeddings = net(batch["features"][part])
+    return [wrapped(embeddings, embeddings, net.logit_scale).item() for _ in range(steps)]
+
+
+def test_each_call_draws_anew_and_all_ranks_draw_alike(pool: RankPool) -> None:
+    first, second = pool.run(2, draws, 3)
+    assert first == second
+    assert len(set(first)) == 3
+
+
+def one_strided_row() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    matrix = torch.arange(6.0).view(1, 6) + 10 * rank
+    expected = torch.tensor([2.0 + 10 * r for r in range(world)])
+    assert torch.equal(all_gather_with_grad(matrix[:, 2]), expected)
+    column = matrix[:, 2].clone().requires_grad_()
+    wide = torch.stack([column] * 6, 1)[:, 2]  # one row, stride 6
+    GlobalBatchLoss(nn.MSELoss(), mode="replicated")(wide, matrix[:, 1]).backward()
+    assert column.grad is not None
+    torch.testing.assert_close(column.grad / world, torch.tensor([2.0 / world]))
+
+
+def test_one_row_with_a_stride_travels_like_any(pool: RankPool) -> None:
+    pool.run(2, one_strided_row)
+
+
+class OwnRows(pml.ContrastiveLoss):
+    """A user's subclass: nobody knows that it is still a sum over anchors."""
+
+
+class OwnElements(pml.ArcFaceLoss):
+    """A user's subclass: nobody knows that it is still a sum over samples."""
+
+
+def registered() -> dict[str, dict[str, Tensor]]:
+    register_row_separable(OwnRows)
+    register_element_wise(OwnElements)
+    sizes = SPLITS[dist.get_world_size()]["uneven"]
+    own = {"rows": Case(OwnRows), "elements": Case(partial(OwnElements, **classes))}
+    assert all(GlobalBatchLoss(case.make()).exact_modes() == (mode, "replicated") for mode, case in own.items())
+    return {mode: on_ranks(case, sizes, mode) for mode, case in own.items()}
+
+
+def test_a_declared_class_runs_in_the_declared_mode(pool: RankPool) -> None:
+    assert GlobalBatchLoss(OwnRows()).exact_modes() == ("replicated",)
+    results = pool.run(2, registered)
+    compare(mean_over_ranks([r["rows"] for r in results]), alone(PML["ContrastiveLoss"], []))
+    compare(mean_over_ranks([r["elements"] for r in results]), alone(PML["ArcFaceLoss"], []))
+
+
+@pytest.mark.parametrize("name", [n for n, c in PML.items() if c.modes and c.modes[0] != "replicated"])
+def test_the_table_is_what_the_check_measures(name: str) -> None:
+    mode = (PML[name].modes or ("",))[0]
+    assert mode in check_separable(PML[name].make(), embedding_size=DIM, num_classes=CLASSES)
+
+
+@pytest.mark.parametrize("name", ["NPairsLoss", "LiftedStructureLoss", "FastAPLoss", "SmoothAPLoss", "RankedListLoss"])
+def test_the_check_finds_losses_that_no_split_gives(name: str) -> None:
+    assert check_separable(PML[name].make(), embedding_size=DIM, num_classes=CLASSES) == ("replicated",)
+
+
+def test_the_check_sees_a_reducer_that_does_not_split() -> None:
+    loss = pml.MultiSimilarityLoss(reducer=reducers.ClassWeightedReducer(torch.linspace(0.1, 2, CLASSES)))
+    assert check_separable(loss, embedding_size=DIM, num_classes=CLASSES) == ("replicated",)
+
+
+@pytest.mark.parametrize("name", ["ArcFaceLoss", "SupConLoss", "NCALoss", "MultipleLosses"])
+def test_without_a_process_group_it_is_the_loss_itself(name: str) -> None:
+    net, loss = fresh(PML[name])
+    args, kwargs = by_labels(net, global_rows())
+    assert not dist.is_initialized()
+    value = GlobalBatchLoss(loss)(*args, **kwargs)
+    value.backward()
+    found = {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
+    compare(found, alone(PML[name], []))
+
+
+def evaluated() -> list[Any]:
+    rank, batch = dist.get_rank(), global_rows()
+    part = slice(0, 5) if rank == 0 else slice(5, 12)
+    found = []
+    for name in ("ArcFaceLoss", "SupConLoss", "NCALoss"):
+        net, loss = fresh(PML[name])
+        with torch.no_grad():
+            value = GlobalBatchLoss(loss)(net(batch["features"][part]), batch["labels"][part])
+        found.append((name, value.item(), value.requires_grad))
+    return found
+
+
+def test_without_gradient_it_gives_the_value(pool: RankPool) -> None:
+    for found in pool.run(2, evaluated):
+        for name, value, needs in found:
+            assert value == pytest.approx(float(alone(PML[name], [])["value"]), rel=1e-9)
+            assert not needs

@@ -1,0 +1,169 @@
+"""Cross-batch memory: one queue, the same on all ranks and in one process, step by step, across checkpoints and world sizes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import miners
+from torch import Tensor, nn
+
+from lightning_ddp_losses.losses import GlobalBatchLoss
+from tests.losses.harness import CLASSES, DIM, ROWS, SPLITS, TASK
+from tests.oracle import Encoder, assert_close, batches, cuts
+from tests.rank_pool import RankPool
+
+STEPS = batches(type(TASK)(rows=ROWS, features=TASK.features, dim=DIM, classes=CLASSES, steps=5))
+INNER: dict[str, Callable[[], nn.Module]] = {
+    "contrastive": pml.ContrastiveLoss,
+    "ntxent": pml.NTXentLoss,
+    "learnt margin": lambda: pml.MarginLoss(learn_beta=True, num_classes=CLASSES, nu=0.1),
+}
+State = dict[str, Any]
+
+
+class Run:
+    """An encoder, a memory and an optimizer; `distributed`: our wrapper and the mean over ranks."""
+
+    def __init__(self, inner: str, size: int, *, distributed: bool, miner: nn.Module | None = None) -> None:
+        torch.manual_seed(5)
+        self.net = Encoder(TASK).double()
+        self.memory = pml.CrossBatchMemory(INNER[inner](), DIM, memory_size=size, miner=miner).double()
+        self.loss = GlobalBatchLoss(self.memory) if distributed else self.memory
+        self.parameters = [*self.net.parameters(), *self.memory.parameters()]
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.1, momentum=0.9)
+        self.distributed = distributed
+
+    def step(self, features: Tensor, labels: Tensor, **more: Any) -> dict[str, Tensor]:
+        """Train on one batch; what the memory holds afterwards."""
+        value = self.loss(self.net(features), labels, **more)
+        self.optimizer.zero_grad()
+        value.backward()
+        if self.distributed:
+            for parameter in self.parameters:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+        self.optimizer.step()
+        return {
+            "value": value.detach(),
+            "queue": self.memory.embedding_memory.clone(),
+            "labels": self.memory.label_memory.clone(),
+            "position": torch.tensor([self.memory.queue_idx, self.memory.has_been_filled]),
+            **{f"parameter {i}": p.detach().clone() for i, p in enumerate(self.parameters)},
+        }
+
+    def state(self) -> State:
+        parts = {"net": self.net, "loss": self.loss, "optimizer": self.optimizer}
+        return copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+
+    def load(self, state: State) -> None:
+        for name, part in (("net", self.net), ("loss", self.loss), ("optimizer", self.optimizer)):
+            part.load_state_dict(copy.deepcopy(state[name]))
+
+
+def own(sizes: list[int]) -> slice:
+    rank = dist.get_rank()
+    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+def mask(labels: Tensor, features: Tensor) -> Tensor:
+    """Which rows go to the queue; the others are compared with it. (On step 0 none would be there to compare with.)"""
+    return features[:, 0] > 0.2
+
+
+def steps_alone(inner: str, size: int, *, masked: bool = False, miner: nn.Module | None = None) -> list[Any]:
+    run = Run(inner, size, distributed=False, miner=miner)
+    return [run.step(x, y, **({"enqueue_mask": mask(y, x)} if masked else {})) for x, y in STEPS]
+
+
+def steps_on_ranks(inner: str, size: int, sizes: list[int], masked: bool, miner: nn.Module | None) -> list[Any]:
+    run, part = Run(inner, size, distributed=True, miner=miner), own(sizes)
+    return [run.step(x[part], y[part], **({"enqueue_mask": mask(y, x)[part]} if masked else {})) for x, y in STEPS]
+
+
+def compare(results: list[list[dict[str, Tensor]]], expected: list[dict[str, Tensor]]) -> None:
+    for index, truth in enumerate(expected):
+        for result in results:
+            assert_close(result[index], truth)
+            assert_close(result[index], results[0][index], rtol=0)
+
+
+@pytest.mark.parametrize("split", ["even", "uneven", "a rank without rows"])
+@pytest.mark.parametrize("size", [12, 13, 17, 30, 100])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_queue_is_that_of_one_process(pool: RankPool, world_size: int, size: int, split: str) -> None:
+    """Sizes from the global batch up; most wrap in the middle of a batch."""
+    sizes = SPLITS[world_size][split]
+    inner = list(INNER)[size % 3]
+    compare(pool.run(world_size, steps_on_ranks, inner, size, sizes, False, None), steps_alone(inner, size))
+
+
+@pytest.mark.parametrize("size", [8, 12, 17])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_mask_says_which_rows_are_remembered(pool: RankPool, world_size: int, size: int) -> None:
+    """With a mask the memory must hold the rows that it marks, as in one process."""
+    marked = max(int(mask(y, x).sum()) for x, y in STEPS)
+    assert 0 < marked <= 8
+    sizes = SPLITS[world_size]["uneven" if world_size > 1 else "even"]
+    expected = steps_alone("contrastive", size, masked=True)
+    compare(pool.run(world_size, steps_on_ranks, "contrastive", size, sizes, True, None), expected)
+
+
+def test_the_memory_mines_the_global_batch(pool: RankPool) -> None:
+    expected = steps_alone("contrastive", 17, miner=miners.PairMarginMiner())
+    results = pool.run(2, steps_on_ranks, "contrastive", 17, [4, 8], False, miners.PairMarginMiner())
+    compare(results, expected)
+
+
+def first_part(steps: int, size: int) -> tuple[State, list[str]]:
+    run, part = Run("learnt margin", size, distributed=True), own(SPLITS[dist.get_world_size()]["even"])
+    for x, y in STEPS[:steps]:
+        run.step(x[part], y[part])
+    return run.state(), sorted(run.loss.state_dict())
+
+
+def second_part(state: State, steps: int, size: int) -> list[Any]:
+    world = dist.get_world_size()
+    run, part = Run("learnt margin", size, distributed=True), cuts(ROWS, world, even=False)[dist.get_rank()]
+    run.load(state)
+    return [run.step(x[part], y[part]) for x, y in STEPS[steps:]]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_resume_at_another_world_size_goes_on_exactly(pool: RankPool, steps: int, before: int, after: int) -> None:
+    size = 17  # full after two steps
+    state, keys = pool.run(before, first_part, steps, size)[0]
+    assert any("position" in key for key in keys)
+    expected = steps_alone("learnt margin", size)[steps:]
+    compare(pool.run(after, second_part, state, steps, size), expected)
+
+
+def test_a_copy_keeps_a_position_of_its_own() -> None:
+    run = Run("contrastive", 17, distributed=False)
+    wrapped = GlobalBatchLoss(run.memory)
+    x, y = STEPS[0]
+    wrapped(run.net(x), y)
+    twin = copy.deepcopy(wrapped)
+    twin(run.net(x), y)
+    assert (run.memory.queue_idx, twin.loss.queue_idx) == (12, 7)
+    assert wrapped.state_dict()["queue_position.position"].tolist() == [12, 0]
+    assert twin.state_dict()["queue_position.position"].tolist() == [7, 1]
+
+
+def too_small() -> None:
+    steps_on_ranks("contrastive", 8, SPLITS[dist.get_world_size()]["uneven"], False, None)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_memory_that_the_global_batch_does_not_fit_is_an_error_on_all_ranks(pool: RankPool, world_size: int) -> None:
+    errors = pool.errors(world_size, too_small)
+    assert {error.type for error in errors} == {"InputError"}
+    assert len({error.message for error in errors}) == 1
+    for word in ("memory_size", "12", "8", "CrossBatchMemory"):
+        assert word in errors[0].message

@@ -1,0 +1,58 @@
+"""W ranks compute the value and all gradients of one process, for every loss that PML and torch.nn export."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from pytorch_metric_learning import losses as pml
+from torch import Tensor
+from torch.nn.modules import loss as torch_losses
+
+from lightning_ddp_losses.losses import GlobalBatchLoss
+from tests.losses.cases import NOT_LOSSES, PML
+from tests.losses.harness import SPLITS, Case, check, on_ranks
+from tests.losses.torch_cases import ALIASES, TORCH
+from tests.losses.variants import VARIANTS
+from tests.rank_pool import RankPool
+
+CASES: dict[str, Case] = {**PML, **TORCH, **VARIANTS}
+
+
+def measure(name: str) -> dict[str, dict[str, Tensor]]:
+    """All splits and modes of one case, on every rank."""
+    case = CASES[name]
+    world = torch.distributed.get_world_size()
+    modes = GlobalBatchLoss(case.make(), **case.options).exact_modes()
+    splits = SPLITS[world].items()
+    return {f"{split}, {mode}": on_ranks(case, sizes, mode) for split, sizes in splits for mode in modes}
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # PML 2.9, of its own HistogramLoss
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss by both")  # torch, of its own KLDivLoss
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_are_one_process(pool: RankPool, world_size: int, name: str) -> None:
+    check(CASES[name], pool.run(world_size, measure, name), world_size)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.modes is not None])
+def test_each_loss_runs_in_its_cheapest_exact_mode(name: str) -> None:
+    wrapped = GlobalBatchLoss(CASES[name].make(), **CASES[name].options)
+    assert wrapped.exact_modes() == CASES[name].modes
+    assert CASES[name].modes[0] in repr(wrapped)
+
+
+def test_every_loss_that_pml_exports_is_a_case() -> None:
+    exported = {name for name, cls in vars(pml).items() if inspect.isclass(cls) and issubclass(cls, torch.nn.Module)}
+    exported |= {name for name, cls in vars(pml).items() if inspect.isclass(cls)}
+    tried = {name.split(",")[0].split(" ")[0] for name in PML}
+    assert exported - tried == set(NOT_LOSSES), "write a row in tests/losses/cases.py"
+    assert tried <= exported
+
+
+def test_every_loss_that_torch_exports_is_a_case() -> None:
+    tried = {name.split(",")[0].removeprefix("nn.") for name in TORCH}
+    assert set(torch_losses.__all__) - tried == set(ALIASES), "write a row in tests/losses/torch_cases.py"
+    assert tried <= set(torch_losses.__all__)

@@ -1,0 +1,97 @@
+"""Every reducer of PML with every loss of PML that is a sum: the divisor is the global one."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import reducers
+from torch import Tensor, nn
+
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.losses import GlobalBatchLoss
+from tests.losses.cases import PML
+from tests.losses.harness import CLASSES, SPLITS, Case, alone, compare, mean_over_ranks, on_ranks
+from tests.rank_pool import RankPool
+
+REDUCERS: dict[str, Callable[[], nn.Module]] = {
+    "MeanReducer": reducers.MeanReducer,
+    "SumReducer": reducers.SumReducer,
+    "AvgNonZeroReducer": reducers.AvgNonZeroReducer,
+    "ThresholdReducer, low": partial(reducers.ThresholdReducer, low=0.3),
+    "ThresholdReducer, high": partial(reducers.ThresholdReducer, high=1.0),
+    "ThresholdReducer, both": partial(reducers.ThresholdReducer, low=0.1, high=1.2),
+    "PerAnchorReducer": reducers.PerAnchorReducer,
+    "PerAnchorReducer, AvgNonZero": lambda: reducers.PerAnchorReducer(reducers.AvgNonZeroReducer()),
+    "PerAnchorReducer, Sum": lambda: reducers.PerAnchorReducer(reducers.SumReducer()),
+    "ClassWeightedReducer": lambda: reducers.ClassWeightedReducer(torch.linspace(0.1, 2, CLASSES)),
+    "MultipleReducers": lambda: reducers.MultipleReducers(
+        {"pos_loss": reducers.SumReducer(), "neg_loss": reducers.AvgNonZeroReducer()}
+    ),
+    "MultipleReducers, default": lambda: reducers.MultipleReducers({}, default_reducer=reducers.SumReducer()),
+}
+REDUCERS["DivisorReducer"] = reducers.DivisorReducer
+SUMS = [name for name, case in PML.items() if case.modes and case.modes[0] != "replicated"]
+
+
+def reduced(loss: str, reducer: str) -> Case:
+    make = PML[loss].make
+    assert isinstance(make, partial)
+    return Case(lambda: make.func(**make.keywords, reducer=REDUCERS[reducer]()))
+
+
+REFUSALS = (NotImplementedError, KeyError, RuntimeError, IndexError, AssertionError)
+
+
+def supported(loss: str) -> dict[str, dict[str, Tensor]]:
+    """What one process finds, by reducer; without those that PML itself cannot use with the loss."""
+    found = {}
+    for reducer in REDUCERS:
+        with contextlib.suppress(*REFUSALS):
+            found[reducer] = alone(reduced(loss, reducer), [])
+    return found
+
+
+def measure(loss: str, names: list[str], split: str) -> dict[str, dict[str, Tensor]]:
+    sizes = SPLITS[torch.distributed.get_world_size()][split]
+    result = {}
+    for name in names:
+        case = reduced(loss, name)
+        for mode in GlobalBatchLoss(case.make()).exact_modes():
+            result[f"{name}: {mode}"] = on_ranks(case, sizes, mode)
+    return result
+
+
+@pytest.mark.parametrize("loss", SUMS)
+@pytest.mark.parametrize(("world_size", "split"), [(2, "uneven"), (3, "a rank without rows")])
+def test_reducers_divide_by_what_all_ranks_have(pool: RankPool, world_size: int, split: str, loss: str) -> None:
+    truths = supported(loss)
+    assert len(truths) >= 6, "PML takes more reducers than that"
+    results = pool.run(world_size, measure, loss, list(truths), split)
+    for key in results[0]:
+        compare(mean_over_ranks([result[key] for result in results]), truths[key.split(": ")[0]], key)
+
+
+def test_every_reducer_is_tried() -> None:
+    exported = {n for n, c in vars(reducers).items() if inspect.isclass(c)}
+    tried = {name.split(",")[0] for name in REDUCERS}
+    assert exported - tried == {"BaseReducer", "DoNothingReducer"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda r: pml.ContrastiveLoss(reducer=r),
+        lambda r: pml.MultipleLosses([pml.NTXentLoss(), pml.ContrastiveLoss(reducer=r)]),
+        lambda r: pml.CrossBatchMemory(pml.ContrastiveLoss(reducer=r), 4),
+    ],
+)
+def test_a_reducer_that_reduces_nothing_is_refused_by_name(make: Callable[[Any], nn.Module]) -> None:
+    with pytest.raises(ConfigurationError, match="DoNothingReducer"):
+        GlobalBatchLoss(make(reducers.DoNothingReducer()))
