@@ -44,8 +44,9 @@ class ClassBatches(Sampler[int]):
 class HeldOutSlices(DistributedSampler[list[int]]):
     """This rank's slice of every held-out batch, in rank order; one list of row numbers per step.
 
-    Every row exactly once, in order, in batches of `batch_size` to twice that many rows that do not depend on the number
-    of ranks; the ranks' slices differ by one row at most. To be given as ``DataLoader(dataset, sampler=...,
+    Every row exactly once, in order, in batches of `batch_size` rows at most that do not depend on the number of ranks;
+    the ranks' slices differ by one row at most. (With one row per rank, batches are larger and no rank gets an empty one.)
+    To be given as ``DataLoader(dataset, sampler=...,
     batch_size=None)``: a `DistributedSampler` is the one thing that Lightning evaluates with on several ranks without
     advising against it.
 
@@ -60,7 +61,8 @@ class HeldOutSlices(DistributedSampler[list[int]]):
 
     def __len__(self) -> int:
         """Number of steps, equal on every rank."""
-        return max(1, self.size // self.batch_size)
+        full, rest = divmod(self.size, self.batch_size)
+        return max(1, full + (rest > 0 and self.batch_size > self.num_replicas))
 
     def __iter__(self) -> Iterator[list[int]]:
         """Row numbers of this rank, one list per step."""

@@ -43,7 +43,9 @@ class Advice:
 
     def global_already(self, tensor: object) -> None:
         """A value that is about to be reduced over ranks although every rank holds the same."""
-        if self._waste or not isinstance(tensor, Tensor) or tensor.ndim or tensor.device.type != "cpu" or tensor == 0:
+        if self._waste or not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            return  # Lightning reduces lengths and counts as well
+        if tensor.ndim or tensor.device.type != "cpu" or tensor == 0:
             return
         values = [v for v in graph.global_values() if v.device.type == "cpu"]
         if any(torch.equal(tensor, value.to(tensor)) for value in values):

@@ -58,10 +58,17 @@ def test_training_batches_join_to_those_of_one_process(pool: RankPool, m_per_cla
 def test_held_out_rows_come_once_in_order_on_any_number_of_ranks(pool: RankPool, size: int) -> None:
     (whole,) = held_out_steps(size, 12)
     assert list(chain(*whole)) == list(range(size))
+    assert max(len(step) for step in whole) <= 12
     for world_size in (2, 3):
         per_rank = pool.run(world_size, held_out_steps, size, 12)
         assert unions(per_rank) == [whole]
         assert all(step for rank in per_rank for epoch in rank for step in epoch)  # no rank gets an empty batch
+
+
+def test_with_one_row_for_each_rank_no_rank_gets_an_empty_held_out_batch(pool: RankPool) -> None:
+    per_rank = pool.run(2, held_out_steps, 7, 2)
+    assert unions(per_rank) == [[[0, 1, 2], [3, 4], [5, 6]]]
+    assert all(step for rank in per_rank for epoch in rank for step in epoch)
 
 
 def test_training_takes_rows_once_drops_the_ragged_batch_and_changes_with_seed_and_epoch() -> None:
