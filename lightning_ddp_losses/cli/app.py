@@ -66,13 +66,16 @@ class LossCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Name the sizes that a loss asks for and did not get: jsonargparse lets untyped parameters pass as None."""
-        sizes = self._get(self.config, "model", default={}).get("init_args.loss.init_args") or {}
-        for name in ("num_classes", "embedding_size"):
-            if name in sizes and sizes[name] is None:
-                what = f"model.init_args.loss.init_args.{name}"
-                raise ConfigurationError(
-                    format_error(what, expected="a number", got="nothing", fix="Set it in the config.")
-                )
+        path = "init_args.loss.init_args"
+        while sizes := self._get(self.config, "model", default={}).get(path):
+            for name in ("num_classes", "embedding_size"):
+                if name in sizes and sizes[name] is None:
+                    raise ConfigurationError(
+                        format_error(
+                            f"model.{path}.{name}", expected="a number", got="nothing", fix="Set it in the config."
+                        )
+                    )
+            path += ".loss.init_args"  # of a loss around a loss
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the trainer, with a progress bar that every terminal can show and the report at the end."""

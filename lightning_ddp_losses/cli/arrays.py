@@ -31,6 +31,7 @@ class ArrayDataModule(BatchedArrayDataModule):
         held_out: Share of every class that is never trained on, where there are no held-out files.
         seed: Fixes the split and, with the epoch, the order of training.
         num_workers: Processes that read ahead on each rank.
+        m_per_class: Rows of each class in a training batch, for losses that compare rows; None: rows at random.
 
     Raises:
         InputError: A file that is missing or not ``.npy``, a wrong shape, a wrong dtype, a length mismatch, a negative label.
@@ -48,8 +49,9 @@ class ArrayDataModule(BatchedArrayDataModule):
         held_out: float = 0.25,
         seed: int = 0,
         num_workers: int = 0,
+        m_per_class: int | None = None,
     ) -> None:
-        super().__init__(batch_size, seed, num_workers)
+        super().__init__(batch_size, seed, num_workers, m_per_class)
         if (val_features is None) != (val_labels is None):
             raise ConfigurationError(
                 format_error(

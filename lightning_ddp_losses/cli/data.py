@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from lightning_ddp_losses.cli.sampling import BatchSlices, check_cut
+from lightning_ddp_losses import groups
+from lightning_ddp_losses.cli.sampling import ClassBatches, HeldOutSlices, check_classes, check_cut
+from lightning_ddp_losses.samplers import GlobalBatchSampler
 
 __all__ = ["BatchedArrayDataModule", "Rows"]
 
@@ -51,6 +53,13 @@ class Rows(Dataset[tuple[Tensor, ...]]):
         )
         return (*batch, torch.as_tensor(positions, dtype=torch.int64)) if self.with_indices else batch
 
+    __getitems__ = __getitem__  # under this name PyTorch asks for the rows of a batch sampler
+
+
+def _as_fetched(batch: Any) -> Any:
+    """Collate nothing: a batch comes out of `Rows` in one piece."""
+    return batch
+
 
 class BatchedArrayDataModule(LightningDataModule):
     """Two arrays, a split and a global batch size; a subclass sets `features`, `labels`, `train_rows` and `held_out_rows`.
@@ -59,6 +68,7 @@ class BatchedArrayDataModule(LightningDataModule):
         batch_size: Rows of the GLOBAL batch, over all ranks.
         seed: Fixes the split and, with the epoch, the order of training.
         num_workers: Processes that read ahead on each rank.
+        m_per_class: Rows of each class in a training batch; None: rows at random, each once an epoch.
     """
 
     inputs_name = "raw features"
@@ -71,9 +81,9 @@ class BatchedArrayDataModule(LightningDataModule):
     train_rows: Array
     held_out_rows: Array
 
-    def __init__(self, batch_size: int, seed: int, num_workers: int) -> None:
+    def __init__(self, batch_size: int, seed: int, num_workers: int, m_per_class: int | None) -> None:
         super().__init__()
-        self.batch_size, self.seed, self.num_workers = batch_size, seed, num_workers
+        self.batch_size, self.seed, self.num_workers, self.m_per_class = batch_size, seed, num_workers, m_per_class
 
     @property
     def num_classes(self) -> int:
@@ -84,10 +94,12 @@ class BatchedArrayDataModule(LightningDataModule):
         """Find out before anything is written whether this many ranks can share the batches.
 
         Raises:
-            ConfigurationError: The global batch does not divide into the ranks.
+            ConfigurationError: The global batch does not divide into the ranks, or into classes.
             InputError: Too few rows.
         """
         check_cut(len(self.train_rows), self.batch_size, world_size, shuffle=True)
+        if self.m_per_class is not None:
+            check_classes(self.labels[self.train_rows], self.m_per_class, self.batch_size)
         check_cut(len(self.held_out_rows), self.batch_size, world_size, shuffle=False)
 
     @property
@@ -108,25 +120,34 @@ class BatchedArrayDataModule(LightningDataModule):
             return Rows(self.features, self.labels, self.train_rows, dtype=dtype)
         return Rows(self.held_out_features, self.held_out_labels, self.held_out_rows, dtype=dtype, with_indices=True)
 
-    def _loader(self, *, train: bool) -> DataLoader[tuple[Tensor, ...]]:
-        rows = self._rows(train=train)
-        cut = BatchSlices(len(rows), self.batch_size, shuffle=train, seed=self.seed)
-        return DataLoader(
-            rows, sampler=cut, batch_size=None, num_workers=self.num_workers, persistent_workers=self.num_workers > 0
-        )
-
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """This rank's slices of the shuffled global batches."""
-        return self._loader(train=True)
+        """This rank's slices of the global batches, which differ by epoch."""
+        self.check(groups.world_size())
+        rows, G = self._rows(train=True), self.batch_size
+        source = RandomSampler(rows) if self.m_per_class is None else self._by_class(self.m_per_class)
+        batches = GlobalBatchSampler.batches(source, G, drop_last=True, seed=self.seed)
+        return DataLoader(rows, batch_sampler=batches, collate_fn=_as_fetched, **self._workers())
+
+    def _by_class(self, m_per_class: int) -> ClassBatches:
+        return ClassBatches(self.labels[self.train_rows], m_per_class, self.batch_size)
+
+    def _held_out_loader(self) -> DataLoader[tuple[Tensor, ...]]:
+        self.check(groups.world_size())
+        rows = self._rows(train=False)
+        cut = HeldOutSlices(len(rows), self.batch_size)
+        return DataLoader(rows, sampler=cut, batch_size=None, **self._workers())
+
+    def _workers(self) -> dict[str, Any]:
+        return {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """This rank's slices of the held-out rows, each row on one rank only."""
-        return self._loader(train=False)
+        return self._held_out_loader()
 
     def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """The held-out rows again: a data set of its own for testing is another data module."""
-        return self._loader(train=False)
+        return self._held_out_loader()
 
     def predict_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """The held-out rows."""
-        return self._loader(train=False)
+        return self._held_out_loader()

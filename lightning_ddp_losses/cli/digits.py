@@ -19,6 +19,7 @@ class DigitsDataModule(BatchedArrayDataModule):
         held_out: Share of every class that is never trained on.
         seed: Fixes the split and, with the epoch, the order of training.
         num_workers: Processes that read ahead on each rank.
+        m_per_class: Rows of each class in a training batch, for losses that compare rows; None: rows at random.
 
     Raises:
         ConfigurationError: scikit-learn is not installed.
@@ -26,8 +27,16 @@ class DigitsDataModule(BatchedArrayDataModule):
 
     inputs_name = "raw pixels"
 
-    def __init__(self, batch_size: int = 128, *, held_out: float = 0.25, seed: int = 0, num_workers: int = 0) -> None:
-        super().__init__(batch_size, seed, num_workers)
+    def __init__(
+        self,
+        batch_size: int = 128,
+        *,
+        held_out: float = 0.25,
+        seed: int = 0,
+        num_workers: int = 0,
+        m_per_class: int | None = None,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers, m_per_class)
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, Optional
 
@@ -9,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.mixins import hparams_mixin
 from lightning.pytorch.utilities import rank_zero_warn
+from pytorch_metric_learning.losses import CrossBatchMemory
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
@@ -25,7 +27,7 @@ class EmbeddingModule(LightningModule):
     Batches are ``(x, labels)`` or ``(x, labels, indices)``; the indices say where a held-out row stands in its set, so that
     the metrics do not depend on how the rows were dealt out. Logged: ``train_loss`` (mean over the epoch), and on
     validation ``val_loss``, ``precision_at_1``, ``r_precision``, ``map_at_r`` of the global held-out set, equal on every
-    rank; on test the same with ``test_``.
+    rank; on test the same with ``test_``. A cross-batch memory takes no held-out rows: they see a copy of it.
 
     Args:
         encoder: x -> embeddings (B, D).
@@ -55,6 +57,7 @@ class EmbeddingModule(LightningModule):
         self.lr, self.loss_lr = lr, lr if loss_lr is None else loss_lr
         self.make_optimizer = optimizer
         self.rows = HeldOutRows()
+        self._evaluated: tuple[nn.Module, ...] = (loss,)  # no submodule of its own
         self.held_out: HeldOut | None = None
         """The held-out set as last evaluated, on rank 0."""
 
@@ -65,11 +68,12 @@ class EmbeddingModule(LightningModule):
 
     def compute_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """The loss, with the miner's tuples where there is one."""
-        if self.miner is None:
-            loss: Tensor = self.loss(embeddings, labels)
-        else:
-            loss = self.loss(embeddings, labels, self.miner(embeddings, labels))
-        return loss
+        return self._loss_of(self.loss, embeddings, labels)
+
+    def _loss_of(self, loss: nn.Module, embeddings: Tensor, labels: Tensor) -> Tensor:
+        tuples = () if self.miner is None else (self.miner(embeddings, labels),)
+        value: Tensor = loss(embeddings, labels, *tuples)
+        return value
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """One optimizer, two groups: the encoder and what belongs to the loss."""
@@ -86,22 +90,30 @@ class EmbeddingModule(LightningModule):
         """Loss of one batch."""
         x, labels = batch[:2]
         loss = self.compute_loss(self(x), labels)
+        # reduced once an epoch; for a global loss too, which ranks with different numbers of rows weigh differently
         self.log(
             "train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, sync_dist=True, batch_size=len(labels)
         )
         return loss
 
     def on_validation_epoch_start(self) -> None:
+        """Forget the last evaluation, and keep held-out rows out of a loss that remembers rows."""
+        self.rows = HeldOutRows()
+        remembers = any(isinstance(module, CrossBatchMemory) for module in self.loss.modules())
+        self._evaluated = (copy.deepcopy(self.loss) if remembers else self.loss,)
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def on_predict_epoch_start(self) -> None:
         """Forget the last evaluation."""
         self.rows = HeldOutRows()
-
-    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Embed one batch and keep it until the epoch's end."""
         x, labels, indices = (*batch, None)[:3]
         embeddings = self(x)
-        self.rows.add(embeddings, labels, indices, self.compute_loss(embeddings, labels))
+        # of a global loss, every rank has the value and adds its share of the rows
+        self.rows.add(embeddings, labels, indices, self._loss_of(self._evaluated[0], embeddings, labels))
 
     test_step = validation_step
 
@@ -130,9 +142,11 @@ class EmbeddingModule(LightningModule):
         metrics |= {
             prefix + name: value for name, value in retrieval_metrics(held_out.embeddings, held_out.labels).items()
         }
-        # every rank holds the same numbers; float64, or the logger would round them
+        self._evaluated = (self.loss,)
+        # float64, or the logger would round them
         values = exact_scalars(list(metrics.values()), held_out.embeddings.device)
-        self.log_dict(dict(zip(metrics, values, strict=True)), prog_bar=True, sync_dist=True)
+        # every rank holds the same numbers; with both options Lightning keeps them on all ranks, and reduces nothing
+        self.log_dict(dict(zip(metrics, values, strict=True)), prog_bar=True, sync_dist=True, rank_zero_only=True)
         self._keep(held_out)
 
     def _gather(self) -> HeldOut:

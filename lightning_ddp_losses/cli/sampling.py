@@ -1,8 +1,6 @@
-"""Cuts one-process batches by rank: the union over ranks of step k's rows is the batch that one process would take at step k.
+"""Which rows go into which global batch: the same for any number of ranks.
 
-It must exist because Lightning replaces every training sampler that is not a `DistributedSampler`, and because the samplers it
-puts there pad (a held-out sample counts twice) and deal the rows out in another order for every number of ranks.
-Legend: `W` ranks, `B` rows of the global batch.
+`GlobalBatchSampler` deals training batches to the ranks. Held-out rows have a cut of their own, in which none counts twice.
 """
 
 from __future__ import annotations
@@ -10,59 +8,76 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from torch.utils.data import DistributedSampler
+from pytorch_metric_learning.samplers import MPerClassSampler
+from torch.utils.data import DistributedSampler, Sampler
 
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
 
-__all__ = ["BatchSlices", "check_cut", "stratified_split"]
+__all__ = ["ClassBatches", "HeldOutSlices", "check_classes", "check_cut", "stratified_split"]
 
 
-class BatchSlices(DistributedSampler[list[int]]):
-    """This rank's contiguous slice of every global batch, in rank order; one list of row numbers per step.
+class ClassBatches(Sampler[int]):
+    """Row numbers in batches of `batch_size` that hold `m_per_class` rows of each of their classes.
 
-    To be given as `DataLoader(dataset, sampler=..., batch_size=None)`: the dataset is asked for a whole slice at once.
+    It is pytorch-metric-learning's `MPerClassSampler`, made anew for each epoch: that one shuffles its classes in place, so
+    that a resumed run would go on with other batches. A class of fewer rows repeats some of them.
 
-    * ``shuffle=True`` (training): batches of exactly `batch_size` rows from a permutation of (seed, epoch); the ragged last
-      one is dropped; every rank gets `batch_size / W` rows.
-    * ``shuffle=False`` (evaluation): every row exactly once, in order, in batches of `batch_size` to twice that many rows
-      that do not depend on W; the ranks' slices differ by one row at most.
+    Args:
+        labels: (N,) integers.
+        m_per_class: Rows of a class in a batch.
+        batch_size: Rows of the global batch.
+    """
+
+    def __init__(self, labels: np.ndarray, m_per_class: int, batch_size: int) -> None:
+        check_classes(labels, m_per_class, batch_size)
+        self.labels, self.m_per_class, self.batch_size = labels, m_per_class, batch_size
+
+    def __len__(self) -> int:
+        """Rows of an epoch: whole batches only."""
+        return len(self.labels) // self.batch_size * self.batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(MPerClassSampler(self.labels, self.m_per_class, self.batch_size, len(self)))
+
+
+class HeldOutSlices(DistributedSampler[list[int]]):
+    """This rank's slice of every held-out batch, in rank order; one list of row numbers per step.
+
+    Every row exactly once, in order, in batches of `batch_size` rows at most that do not depend on the number of ranks;
+    the ranks' slices differ by one row at most. (With one row per rank, batches are larger and no rank gets an empty one.)
+    To be given as ``DataLoader(dataset, sampler=...,
+    batch_size=None)``: a `DistributedSampler` is the one thing that Lightning evaluates with on several ranks without
+    advising against it.
 
     Args:
         size: Rows in the data set.
         batch_size: Rows of the global batch.
-        shuffle: Training or evaluation cut.
-        seed: Together with the epoch, fixes the order of training.
-
-    Raises:
-        ConfigurationError: The global batch does not divide into the ranks.
-        InputError: Fewer rows than a training batch, or than ranks.
     """
 
-    def __init__(self, size: int, batch_size: int, *, shuffle: bool, seed: int = 0) -> None:
-        world = groups.world_size()
-        check_cut(size, batch_size, world, shuffle=shuffle)
-        super().__init__(range(size), num_replicas=world, rank=groups.rank(), shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+    def __init__(self, size: int, batch_size: int) -> None:
+        super().__init__(range(size), groups.world_size(), groups.rank(), shuffle=False)  # type: ignore[arg-type]
         self.size, self.batch_size = size, batch_size
 
     def __len__(self) -> int:
-        """Number of steps in an epoch, equal on every rank."""
-        return max(1, self.size // self.batch_size)
+        """Number of steps, equal on every rank."""
+        full, rest = divmod(self.size, self.batch_size)
+        return max(1, full + (rest > 0 and self.batch_size > self.num_replicas))
 
     def __iter__(self) -> Iterator[list[int]]:
         """Row numbers of this rank, one list per step."""
-        if self.shuffle:
-            # a sequence as seed: (seed, epoch) = (0, 1) and (1, 0) are different orders
-            order = np.random.default_rng((self.seed, self.epoch)).permutation(self.size)
-            batches = np.split(order[: len(self) * self.batch_size], len(self))
-        else:
-            batches = np.array_split(np.arange(self.size), len(self))
-        for batch in batches:
+        for batch in np.array_split(np.arange(self.size), len(self)):
             yield np.array_split(batch, self.num_replicas)[self.rank].tolist()
 
 
 def check_cut(size: int, batch_size: int, world_size: int, *, shuffle: bool) -> None:
-    """Raise unless every rank gets its share of every batch; arguments as for `BatchSlices`.
+    """Raise unless every rank gets its share of every batch.
+
+    Args:
+        size: Rows in the data set.
+        batch_size: Rows of the global batch.
+        world_size: Number of ranks.
+        shuffle: Training, with batches of exactly `batch_size` rows, or evaluation.
 
     Raises:
         ConfigurationError: `batch_size` is not a positive multiple of `world_size`.
@@ -85,6 +100,27 @@ def check_cut(size: int, batch_size: int, world_size: int, *, shuffle: bool) -> 
         )
         fix = "Lower batch_size, or give more rows." if shuffle else "Hold out more rows, or use fewer ranks."
         raise InputError(format_error(f"{part} rows", expected=f"at least {least}", got=size, fix=fix))
+
+
+def check_classes(labels: np.ndarray, m_per_class: int, batch_size: int) -> None:
+    """Raise unless `labels` have the classes that fill a batch with `m_per_class` rows each.
+
+    Raises:
+        ConfigurationError: `m_per_class` does not divide `batch_size`, or there are too few classes.
+    """
+    what = f"m_per_class (rows of a class in the global batch of {batch_size})"
+    if m_per_class < 1 or batch_size % m_per_class:
+        raise ConfigurationError(format_error(what, expected=f"a divisor of {batch_size}", got=m_per_class))
+    classes = len(np.unique(labels))
+    if classes * m_per_class < batch_size:
+        raise ConfigurationError(
+            format_error(
+                what,
+                expected=f"at least {-(-batch_size // classes)}, as there are {classes} classes",
+                got=m_per_class,
+                fix="Raise m_per_class, or lower batch_size.",
+            )
+        )
 
 
 def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

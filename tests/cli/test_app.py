@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import lightning_ddp_losses
 from lightning_ddp_losses import groups
@@ -52,6 +53,22 @@ def run_folder(config: Path, version: int = 0) -> Path:
     return Path("logs") / config.stem / f"version_{version}"
 
 
+def two_ranks(*arguments: str) -> str:
+    """What the command shows in a process of its own, which launches the second rank (before any run in this process)."""
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_ddp_losses", *arguments],
+        env=os.environ | {"PYTHONPATH": str(CONFIGS.parent), "TERM": "dumb"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    shown = done.stdout + done.stderr
+    assert done.returncode == 0, shown
+    assert "Warning" not in shown
+    return shown
+
+
 def message(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What the command says as it refuses; nothing may be left behind."""
     with pytest.raises(SystemExit) as stop:
@@ -73,19 +90,9 @@ def test_every_config_trains(config: Path, capsys: pytest.CaptureFixture[str]) -
 def test_the_command_on_two_ranks_and_what_it_leaves_behind(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--trainer.max_epochs", "2", "--trainer.precision", "64-true"]
     arguments = ["fit", "--config", str(ARCFACE), *options]
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_ddp_losses", *arguments],
-        env=os.environ | {"PYTHONPATH": str(CONFIGS.parent), "TERM": "dumb"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    shown = done.stdout + done.stderr
+    shown = two_ranks(*arguments)
     assert "Epoch 1: 100%" in shown
     assert all(name in shown for name in ("precision@1", "R-precision", "MAP@R", "raw pixels", "on 2 ranks"))
-    assert "Warning" not in shown
     folder = run_folder(ARCFACE)
     for picture in ("loss_curve.png", "embedding_2d.png"):
         assert (folder / picture).read_bytes().startswith(b"\x89PNG")
@@ -105,6 +112,28 @@ def test_the_command_on_two_ranks_and_what_it_leaves_behind(capsys: pytest.Captu
     assert np.load(run_folder(ARCFACE, 3) / "embeddings.npy").shape == (450, 32)
     module = EmbeddingModule.load_from_checkpoint(checkpoint)
     assert module.loss.num_classes == 10
+
+
+def test_a_global_config_gives_the_same_metrics_on_two_ranks_and_on_one_with_and_without_the_wrapper() -> None:
+    config = CONFIGS / "digits_ntxent_global.yaml"
+    options = ["--trainer.limit_train_batches", "4", "--trainer.max_epochs", "1", "--trainer.precision", "64-true"]
+    two_ranks("fit", "--config", str(config), *options)
+    run(*command("fit", config, *options))
+
+    plain = yaml.safe_load(config.read_text())
+    model = plain["model"]["init_args"]
+    model["loss"] = model["loss"]["init_args"]["loss"]
+    Path("plain.yaml").write_text(yaml.safe_dump(plain))
+    auto = ["--trainer.strategy.class_path", "lightning_ddp_losses.DDPLossStrategy"]
+    auto += ["--trainer.strategy.init_args.global_batch", "auto"]
+    run(*command("fit", Path("plain.yaml"), *auto, *options))
+    saved = (run_folder(config, 2) / "config.yaml").read_text()
+    assert "GlobalBatchLoss" not in saved
+    assert "global_batch: auto" in saved
+
+    two, one, auto_metrics = (metrics(run_folder(config, version)) for version in range(3))
+    assert two == pytest.approx(one, rel=1e-6)
+    assert auto_metrics == pytest.approx(one, rel=1e-6)
 
 
 def metrics(folder: Path) -> dict[str, float]:
@@ -150,6 +179,8 @@ def test_without_the_plotting_packages_training_ends_well_and_says_what_is_missi
         (["--trainer.devices", "0"], "trainer.devices: expected 1 or more ranks, got 0"),
         (["--trainer.devices", "2", "--data.init_args.batch_size", "63"], "multiple of the 2 ranks, got 63"),
         (["--data.init_args.batch_size", "4000"], "training rows: expected at least batch_size=4000, got 1347"),
+        (["--data.init_args.m_per_class", "7"], "batch of 64): expected a divisor of 64, got 7"),
+        (["--data.init_args.m_per_class", "4"], "expected at least 7, as there are 10 classes, got 4"),
         (["--data.init_args.held_out", "2"], "held_out (share of every class): expected between 0 and 1, got 2.0"),
         (["--trainer.bogus", "1"], "unrecognized arguments: --trainer.bogus"),
         (["--model.init_args.loss.init_args.margins", "1"], "Option 'margins' is not accepted"),
@@ -169,6 +200,15 @@ def test_an_unknown_key_in_the_file_is_told(
     config = tmp_path_factory.mktemp("configs") / "wrong.yaml"
     config.write_text(ARCFACE.read_text().replace("max_epochs", "max_epoch"))
     assert "max_epoch" in message(capsys, *command("fit", config))
+
+
+def test_a_loss_inside_a_loss_without_its_size_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = tmp_path_factory.mktemp("configs") / "wrong.yaml"
+    config.write_text((CONFIGS / "digits_xbm_global.yaml").read_text().replace("embedding_size: 32 # the", "# the"))
+    expected = "model.init_args.loss.init_args.loss.init_args.embedding_size: expected a number, got nothing"
+    assert expected in message(capsys, *command("fit", config))
 
 
 @pytest.mark.parametrize("line", ["num_classes: 10", "embedding_size: 32 # the encoder's"])

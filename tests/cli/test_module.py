@@ -8,10 +8,11 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
-from pytorch_metric_learning.losses import ArcFaceLoss, TripletMarginLoss
+from pytorch_metric_learning.losses import ArcFaceLoss, ContrastiveLoss, CrossBatchMemory, SupConLoss, TripletMarginLoss
 from pytorch_metric_learning.miners import TripletMarginMiner
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.cli import DigitsDataModule, DigitsEncoder, EmbeddingModule, MLPEncoder
 from lightning_ddp_losses.errors import InputError
 from tests.lightning_ranks import make_trainer
@@ -53,6 +54,66 @@ def test_any_number_of_ranks_trains_and_measures_like_one_in_float64(pool: RankP
                     many["predicted"].embeddings, one["predicted"].embeddings, rtol=1e-9, atol=1e-12
                 )
                 assert torch.equal(many["predicted"].labels, one["predicted"].labels)
+
+
+def train_global(kind: str) -> tuple[dict[str, float], dict[str, torch.Tensor], list[float]]:
+    """Two short epochs of a loss over the global batch; the memory holds one batch and a part of another."""
+    seed_everything(0, verbose=False)
+    triplets = TripletMarginMiner(0.2, type_of_triplets="semihard")
+    loss, miner = {
+        "wrapped": (GlobalBatchLoss(SupConLoss()), None),
+        "by the strategy": (SupConLoss(), None),
+        "mined": (GlobalBatchLoss(TripletMarginLoss(0.2)), GlobalBatchMiner(triplets)),
+        "memory": (GlobalBatchLoss(CrossBatchMemory(ContrastiveLoss(0, 1), 16, memory_size=100)), None),
+    }[kind]
+    data = DigitsDataModule(batch_size=60, held_out=0.06, m_per_class=6)
+    module = EmbeddingModule(DigitsEncoder(16, 4), loss, miner, lr=3e-3)
+    strategy = DDPLossStrategy(global_batch="auto" if kind == "by the strategy" else False)
+    reduced: list[float] = []
+    reduce = strategy.reduce
+
+    def noting(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if tensor.is_floating_point():  # lengths and counts are whole numbers
+            reduced.append(float(tensor))
+        return reduce(tensor, *args, **kwargs)
+
+    strategy.reduce = noting  # type: ignore[method-assign]
+    trainer = make_trainer(strategy, max_epochs=2, limit_train_batches=5, precision="64-true")
+    trainer.fit(module, datamodule=data)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return metrics, {name: value.clone() for name, value in module.state_dict().items()}, reduced
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "mined", "memory"])
+def test_a_global_loss_trains_and_measures_like_one_process(pool: RankPool, kind: str) -> None:
+    ((one, state, _),) = pool.run(1, train_global, kind)
+    assert one["val_loss"] > 0
+    if kind == "memory":  # 10 batches of 60 rows in a ring of 100, and no held-out row among them
+        assert state["loss.queue_position.position"].tolist() == [0, 1]
+    for many, other, reduced in pool.run(3, train_global, kind):
+        assert many == pytest.approx(one, rel=1e-9)
+        assert len(reduced) == 2  # train_loss, once an epoch; the other numbers are global already
+        for name, value in state.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-8, atol=1e-11)
+
+
+def test_the_strategys_global_batch_is_the_wrapper(pool: RankPool) -> None:
+    by_strategy, wrapped = (pool.run(2, train_global, kind)[0][0] for kind in ("by the strategy", "wrapped"))
+    assert by_strategy == pytest.approx(wrapped, rel=1e-9)
+
+
+def test_held_out_rows_leave_a_memory_as_it_was() -> None:
+    memory = CrossBatchMemory(ContrastiveLoss(), 4, memory_size=20)
+    module = EmbeddingModule(torch.nn.Identity(), memory)
+    x, labels = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
+    module.compute_loss(x, labels)
+    before = memory.embedding_memory.clone()
+    module.on_validation_epoch_start()
+    module.validation_step((-x, labels), 0)
+    assert memory.queue_idx == 12
+    assert torch.equal(memory.embedding_memory, before)
+    assert module.rows.loss_sum > 0
+    assert set(module.state_dict()) == {"loss.embedding_memory", "loss.label_memory"}
 
 
 def validate_padded(with_indices: bool) -> list[str]:
