@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.collectives import Backward
 from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.transport import gather_into, scatter_sum
+from lightning_ddp_losses.transport import gather, scatter_sum
 
 __all__ = ["Bundle", "gather_bundle"]
 
@@ -149,7 +149,7 @@ def _gather_packed(tensors: Sequence[Tensor], counts: list[list[int]], group: Gr
         packed[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         offset += size
     everyone = packed.new_empty(world * longest)
-    gather_into(everyone, packed, group=groups.family(group).payload(packed))
+    gather(everyone, packed, group=groups.family(group).payload(packed))
     out = []
     for i, tensor in enumerate(tensors):
         parts = []

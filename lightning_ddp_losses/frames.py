@@ -27,7 +27,7 @@ from torch import Tensor
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchError, error_class, format_error
 from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.transport import gather_into
+from lightning_ddp_losses.transport import gather, gather_into
 
 __all__ = ["FRAME_BYTES", "PATIENCE", "exchange", "fail_together"]
 
@@ -146,7 +146,7 @@ def _gather_bytes(own: bytearray, channel: dist.ProcessGroup, patience: timedelt
     everyone = torch.empty(world * size, dtype=torch.uint8)
     mine: Tensor = torch.frombuffer(own, dtype=torch.uint8)
     if patience is None:
-        gather_into(everyone, mine, group=channel)
+        gather(everyone, mine, group=channel)
     else:
         gather_into(everyone, mine, group=channel, async_op=True).wait(patience)
     data = everyone.numpy().tobytes()

@@ -31,6 +31,7 @@ class Family:
         frames: gloo on the CPU, for host metadata: every collective of losses, metrics and the strategy opens here.
         host: gloo, for CPU tensors that follow an agreed frame.
         device: the backend of the user's group, for tensors on an accelerator; ``host`` itself where that is gloo.
+        gradients: gloo, for the losses' gradients on the CPU alone: they may travel while other collectives run.
         checks: gloo, for checks alone, so that a check never meets a loss.
         ranks: the global ranks of the members, in group order.
     """
@@ -38,6 +39,7 @@ class Family:
     frames: dist.ProcessGroup
     host: dist.ProcessGroup
     device: dist.ProcessGroup
+    gradients: dist.ProcessGroup
     checks: dist.ProcessGroup
     ranks: tuple[int, ...]
 
@@ -76,7 +78,7 @@ def set_timeout(timeout: timedelta | None) -> None:
 def family(group: Group = None) -> Family:
     """Our groups over the members of ``group``; made at first use.
 
-    Communication: at first use only, up to four rendezvous through the store; every member must take part. A gloo group that is a
+    Communication: at first use only, up to five rendezvous through the store; every member must take part. A gloo group that is a
         part of the world serves for everything itself.
     """
     global _world, _close_registered  # noqa: PLW0603 - the cache belongs to the process's default group
@@ -100,7 +102,7 @@ def _make(ranks: tuple[int, ...], group: Group) -> Family:
         # the rest of the world is not here to make new groups, and torch names a group made by its members alone by how
         # many each of them knows: where parts of the world overlap, the names part and the members never meet
         assert group is not None
-        return Family(group, group, group, group, ranks)
+        return Family(group, group, group, group, group, ranks)
 
     def new(backend: str | None) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(
@@ -112,8 +114,8 @@ def _make(ranks: tuple[int, ...], group: Group) -> Family:
         )
         return group
 
-    frames, host, checks = new("gloo"), new("gloo"), new("gloo")
-    return Family(frames, host, host if only_gloo else new(None), checks, ranks)
+    frames, host, gradients, checks = new("gloo"), new("gloo"), new("gloo"), new("gloo")
+    return Family(frames, host, host if only_gloo else new(None), gradients, checks, ranks)
 
 
 def _world_timeout() -> timedelta | None:
@@ -134,9 +136,10 @@ def close(*, world: bool = False) -> None:
     global _world  # noqa: PLW0603
     if is_distributed() and dist.group.WORLD is _world:
         for ours in _families.values():
-            if len({ours.frames, ours.host, ours.device, ours.checks}) == 1:
+            made = {ours.frames, ours.host, ours.device, ours.gradients, ours.checks}
+            if len(made) == 1:
                 continue  # the user's own
-            for group in {ours.frames, ours.host, ours.device, ours.checks}:
+            for group in made:
                 # a peer that died before us has taken its side of the connection along
                 with contextlib.suppress(RuntimeError, ValueError, AssertionError):
                     dist.destroy_process_group(group)

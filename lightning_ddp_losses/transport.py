@@ -6,7 +6,9 @@ cheapest there: gloo's reduce-scatter moves as much as an all-reduce, its small 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,31 +17,83 @@ from torch import Tensor
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.groups import Group
 
-__all__ = ["broadcast_", "gather_into", "gather_rows", "reduce_mean_", "scatter_sum", "sum_over_ranks"]
+__all__ = [
+    "broadcast_",
+    "gather",
+    "gather_into",
+    "gather_rows",
+    "reduce_mean_",
+    "scatter_sum",
+    "start_mean",
+    "sum_over_ranks",
+    "wait",
+]
 
 # torch 2.13 renames these two and deprecates the old names
 gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _BROADCAST_BYTES = 64 << 20
 _GATHER_BYTES = 256 << 10  # over all ranks
+_AWAKE_SECONDS = 0.002
+_give_way = getattr(os, "sched_yield", None) or (lambda: time.sleep(0))
 
 
-def reduce_mean_(tensor: Tensor, *, group: Group = None) -> Tensor:
-    """Replace a tensor by its mean over ranks, in place.
+def wait(work: dist.Work) -> None:
+    """Wait for a collective; on the CPU first awake, for the time that a small one takes.
 
-    Communication: one all-reduce; for few bytes on the CPU one gather.
+    To sleep and be woken costs more than a small collective, on virtual machines several times.
+    """
+    end = time.perf_counter() + _AWAKE_SECONDS
+    while not work.is_completed() and time.perf_counter() < end:
+        _give_way()
+    work.wait()
+
+
+def gather(everyone: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
+    """(n,) of each rank -> (W * n,) in rank order."""
+    work = gather_into(everyone, own, group=group, async_op=True)
+    if own.device.type == "cpu":
+        wait(work)
+    else:
+        work.wait()
+
+
+def start_mean(tensor: Tensor, *, group: Group = None) -> Callable[[], Tensor]:
+    """Start replacing a tensor by its mean over ranks; the answer waits for it and returns it.
+
+    Communication: one all-reduce, on a group that no other collective uses; for few bytes on the CPU one gather.
     """
     world = groups.world_size(group)
     if world == 1:
-        return tensor
-    channel = groups.family(group).payload(tensor)
-    if tensor.device.type == "cpu" and tensor.nbytes * world <= _GATHER_BYTES and tensor.is_contiguous():
+        return lambda: tensor
+    family = groups.family(group)
+    on_host = tensor.device.type == "cpu"
+    channel = family.gradients if on_host else family.device
+    if on_host and tensor.nbytes * world <= _GATHER_BYTES and tensor.is_contiguous():
         everyone = tensor.new_empty((world, tensor.numel()))  # gloo gathers little faster than it reduces it
-        gather_into(everyone.view(-1), tensor.view(-1), group=channel)
-        torch.sum(everyone, 0, out=tensor.view(-1))
-    else:
-        dist.all_reduce(tensor, group=channel)
-    return tensor.div_(world)
+        gathering = gather_into(everyone.view(-1), tensor.view(-1), group=channel, async_op=True)
+
+        def add() -> Tensor:
+            wait(gathering)
+            return torch.sum(everyone, 0, out=tensor.view(-1)).div_(world).view(tensor.shape)
+
+        return add
+    reducing = dist.all_reduce(tensor, group=channel, async_op=True)
+    assert reducing is not None
+
+    def divide() -> Tensor:
+        if on_host:
+            wait(reducing)
+        else:
+            reducing.wait()
+        return tensor.div_(world)
+
+    return divide
+
+
+def reduce_mean_(tensor: Tensor, *, group: Group = None) -> Tensor:
+    """Replace a tensor by its mean over ranks, in place. Communication: as ``start_mean``."""
+    return start_mean(tensor, group=group)()
 
 
 def broadcast_(tensors: Sequence[Tensor], *, group: Group = None) -> None:
@@ -82,7 +136,7 @@ def gather_rows(rows: Tensor, counts: list[int], group: Group) -> Tensor:
         padded[: own.shape[0]] = own
     out = own.new_empty((len(counts) * longest, *row_shape))
     channel = groups.family(group).payload(own)
-    gather_into(_as_bytes(out), _as_bytes(padded), group=channel)
+    gather(_as_bytes(out), _as_bytes(padded), group=channel)
     if min(counts) == longest:
         return out
     return torch.cat([out[i * longest : i * longest + n] for i, n in enumerate(counts)])

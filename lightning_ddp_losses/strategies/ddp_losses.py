@@ -166,6 +166,8 @@ class DDPLossStrategy(DDPStrategy):
             if fitting:
                 assert self._reducer is not None
                 self._reducer.watch(self._guards)
+                for guard in self._guards:
+                    guard.on_return = self._reducer.returned
 
     def model_to_device(self) -> None:
         """Undo what the precision plugin halved in the losses, then move the module."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ddp_losses import graph, inputs, numerics
 from lightning_ddp_losses.errors import HiddenLossError, format_error
@@ -69,6 +69,8 @@ class LossGuard(_InstanceForward):
         counting: Whether calls count (only inside ``training_step``, with gradients on).
         calls: Calls since ``reset``.
         rows: Rows of those calls, summed.
+        awaited: Calls that backward has yet to pass through.
+        on_return: Called when it has; answers whether the call was one of the open backward.
     """
 
     def __init__(self, loss: FoundLoss, *, refuse_nan: bool, whole: nn.Module | None = None) -> None:
@@ -78,13 +80,25 @@ class LossGuard(_InstanceForward):
         self._whole = whole  # evaluates the loss over all ranks, and comes back here for the loss itself
         self._inside = False
         self.counting = False
-        self.calls = self.rows = 0
+        self.calls = self.rows = self.awaited = 0
+        self.on_return: Callable[[], bool] = lambda: True
         self._refuse_nan = refuse_nan
         self._seen = False
 
     def reset(self) -> None:
         """Forget the calls so far."""
-        self.calls = self.rows = 0
+        self.calls = self.rows = self.awaited = 0
+
+    def _await(self, given: Iterable[Tensor]) -> None:
+        """Notice when backward leaves this call: the gradient of an input comes after those of the loss's parameters."""
+        passed_on = next((t for t in given if t.grad_fn is not None), None)
+        if passed_on is not None:
+            self.awaited += 1
+            passed_on.register_hook(self._returned)  # type: ignore[no-untyped-call]
+
+    def _returned(self, _: Tensor) -> None:
+        if not self.on_return():
+            self.awaited = max(0, self.awaited - 1)
 
     @_eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,6 +108,7 @@ class LossGuard(_InstanceForward):
         if self.counting and torch.is_grad_enabled():
             self.calls += 1
             self.rows += inputs.num_rows(args, kwargs)
+            self._await(numerics.tensors_in((args, kwargs)))
         # reading values waits for the device: on an accelerator only at the first call
         on_host = all(t.device.type == "cpu" for t in numerics.tensors_in((args, kwargs)))
         read = on_host or not self._seen

@@ -8,8 +8,9 @@ Two steps per synchronising backward:
 
 1. ``open``, before backward: one frame. Which losses ran, how often, on how many rows; whether they hold a gradient
    already. All ranks then know which losses are *expected* to have gradients, or raise together.
-2. ``reduce``, after backward: one all-reduce of [a has-gradient flag per parameter | small gradients of expected losses].
-   Flags must sum to 0 or W. Gradients over ``LARGE_BYTES`` follow in place, one all-reduce each.
+2. ``reduce``, after backward: one all-reduce of [a has-gradient flag per parameter | small gradients of expected losses]. It
+   is started during backward, when that has passed through the last loss. Flags must sum to 0 or W. Gradients over
+   ``LARGE_BYTES`` follow in place, one all-reduce each.
 
 On an accelerator the flags travel by frame (host to host), so nothing waits for the device.
 """
@@ -30,6 +31,7 @@ from lightning_ddp_losses import frames, groups, transport
 from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
 from lightning_ddp_losses.sharding import shard_of
 from lightning_ddp_losses.strategies.discovery import FoundLoss
+from lightning_ddp_losses.strategies.packing import PackedMean
 
 __all__ = ["LARGE_BYTES", "LossReducer"]
 
@@ -44,6 +46,7 @@ class CallCount(Protocol):
     sees_global_batch: bool
     calls: int
     rows: int
+    awaited: int
 
     def reset(self) -> None:
         """Forget the calls so far."""
@@ -97,6 +100,9 @@ class LossReducer:
         self._signature: tuple[object, ...] = ()
         self._digest = ""
         self._opened: list[_Managed] | None = None
+        self._calls: Calls | None = None
+        self._outstanding = 0
+        self._early: PackedMean | None = None
 
     def watch(self, counts: Sequence[CallCount]) -> None:
         """Say which losses there are; call after the first broadcast: what exists now counts as synchronised."""
@@ -125,6 +131,7 @@ class LossReducer:
         Communication: one frame; one more in a step in which parameters appeared.
         """
         managed = self._opened = self.managed()
+        self._early = None
         fresh = [m for m in managed if self._known.get(m.name) is not m.parameter]
         has_grad = {m.owner for m in managed if m.parameter.grad is not None}
         own = b"".join(_CALL.pack(c.calls, c.rows, i in has_grad) for i, c in enumerate(self._counts))
@@ -147,10 +154,28 @@ class LossReducer:
                 missing.append((count.loss.title, calls, rows))
             elif len(set(rows)) > 1 and not count.sees_global_batch:
                 uneven[count.loss.title] = list(rows)
+        self._outstanding = sum(count.awaited for count in self._counts)
+        for count in self._counts:
             count.reset()
         if missing:
             raise _missing_calls(missing)
-        return Calls(expected, uneven)
+        self._calls = Calls(expected, uneven)
+        return self._calls
+
+    def returned(self) -> bool:
+        """Backward has passed through one call of a loss; the last one starts the small gradients on their way.
+
+        Returns:
+            Whether a backward is open that the call belongs to.
+        """
+        if self._opened is None:
+            return False
+        self._outstanding -= 1
+        world = groups.world_size()
+        if self._outstanding == 0 and world > 1 and self._flags_ride(self._opened):
+            flags = [_flag(m.parameter.grad, world) for m in self._opened]
+            self._early = self._pack(self._small(self._opened, self._calls), flags)
+        return True
 
     def reduce(self, calls: Calls | None) -> None:
         """Replace each gradient by its mean over ranks.
@@ -165,20 +190,25 @@ class LossReducer:
         """
         # nothing is created or replaced between the two ends of a backward
         managed, world = self._opened or self.managed(), groups.world_size()
-        self._opened = None
+        early, self._early, self._opened, self._calls = self._early, None, None, None
         if not managed or world == 1:
             return
         flags = [_flag(m.parameter.grad, world) for m in managed]
-        small = [m for m in managed if m.parameter.nbytes <= LARGE_BYTES and self._is_expected(m, calls)]
+        small = self._small(managed, calls)
+        if early is not None and not early.still_holds([m.parameter for m in small], flags):
+            # something was added after the losses were through; what was sent is void, and the peers must agree to that
+            early.finish(write=False)
+            frames.exchange("gradients that grew after their losses", {"parameters": self._describe(managed)})
+            early = None
         if self._flags_ride(managed):
-            counts = self._reduce_packed(small, flags)
+            counts = (early or self._pack(small, flags)).finish()
         else:
             own = json.dumps(flags).encode()
             everyone = frames.exchange("gradients", {"parameters": self._describe(managed)}, own)
             counts = [sum(column) for column in zip(*map(json.loads, everyone), strict=True)]
             small = [m for m, count in zip(managed, counts, strict=True) if count == world and m in small]
             if not set(counts) - {0, world}:
-                self._reduce_packed(small, [])
+                self._pack(small, []).finish()
         if set(counts) - {0, world}:
             raise _partial_gradients(managed, flags)
         packed = {m.name for m in small}
@@ -191,29 +221,12 @@ class LossReducer:
         # to read them back from an accelerator would wait for it
         return all(m.parameter.device.type == "cpu" for m in managed)
 
-    def _reduce_packed(self, small: list[_Managed], flags: list[int]) -> list[int]:
-        """Mean small gradients in one buffer; the buffer opens with ``flags``, whose sums come back."""
-        grads = [m.parameter.grad for m in small]
-        dtype = self._wire_dtype([m.parameter for m in small])
-        device = small[0].parameter.device if small else torch.device("cpu")
-        pieces = [torch.tensor(flags, dtype=dtype, device=device)] if flags else []
-        for m, grad in zip(small, grads, strict=True):
-            dense = grad is not None and not grad.is_sparse
-            own = (
-                grad.detach().reshape(-1) if grad is not None and dense else m.parameter.new_zeros(m.parameter.numel())
-            )
-            pieces.append(own.to(dtype))
-        if not pieces:
-            return []
-        world = groups.world_size()
-        mean = transport.reduce_mean_(torch.cat(pieces))
-        counts = [round(value * world) for value in mean[: len(flags)].tolist()]
-        offset = len(flags)
-        for m, grad in zip(small, grads, strict=True):
-            if grad is not None and not grad.is_sparse:
-                grad.copy_(mean[offset : offset + grad.numel()].view(grad.shape))
-            offset += m.parameter.numel()
-        return counts
+    def _small(self, managed: list[_Managed], calls: Calls | None) -> list[_Managed]:
+        return [m for m in managed if m.parameter.nbytes <= LARGE_BYTES and self._is_expected(m, calls)]
+
+    def _pack(self, small: list[_Managed], flags: list[int]) -> PackedMean:
+        parameters = [m.parameter for m in small]
+        return PackedMean(parameters, flags, self._wire_dtype(parameters))
 
     def _reduce_in_place(self, parameter: nn.Parameter) -> None:
         grad = parameter.grad
