@@ -76,3 +76,36 @@ def test_a_sparse_gradient_is_named_on_every_rank(pool: RankPool, run: Any) -> N
         assert "`centres.weight`" in error.message
         assert "rank 0: dense" in error.message
         assert "rank 1: sparse" in error.message
+
+
+class UsedEarlier(Job):
+    """The loss's weight also shapes the encoder's input, so its gradient grows after backward has left the loss."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(self.encoder(features + self.shift(index)), labels)
+
+    def shift(self, index: int) -> Tensor:
+        return 0.01 * self.loss.W.sum()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_gradient_that_grows_after_its_loss(pool: RankPool, accumulate: int) -> None:
+    expected = fit_alone(UsedEarlier, accumulate_grad_batches=accumulate)
+    for world_size in (1, 2, 3):
+        for state in pool.run(world_size, fit, UsedEarlier, accumulate_grad_batches=accumulate):
+            assert_close(state, expected)
+
+
+class UsedEarlierOnOneRank(UsedEarlier):
+    """... on rank 1 only, from the second batch on."""
+
+    def shift(self, index: int) -> Tensor:
+        weight = self.loss.W if self.global_rank == 1 and index > 0 else self.loss.W.detach()
+        return 0.01 * weight.sum()
+
+
+def test_a_gradient_that_grows_on_one_rank_only(pool: RankPool) -> None:
+    errors = pool.errors(2, fit, UsedEarlierOnOneRank)
+    assert len({error.message for error in errors}) == 1
+    assert errors[0].is_a("RankMismatchError")
+    assert "gradients that grew after their losses" in errors[0].message
