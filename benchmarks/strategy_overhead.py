@@ -168,7 +168,9 @@ def collectives_table() -> list[Row]:
     for title, (theirs, _, allowed) in jobs.items():
         (plain, plain_gloo), (ours, ours_gloo) = next(counted), next(counted)
         more = {key: ours.get(key, 0) - plain.get(key, 0) for key in {*plain, *ours}}
-        reductions, frames = more.get("allreduce_", 0), more.get("_allgather_base_", 0)
+        gathers = more.get("_allgather_base_", 0)
+        frames = min(gathers, 1)  # a small mean is one more gather, a larger one an all-reduce
+        reductions = more.get("allreduce_", 0) + gathers - frames
         others = sum(more.values()) - reductions - frames
         confirmed = plain_gloo == sum(plain.values()) and ours_gloo == sum(ours.values())
         right = reductions <= allowed and frames == 1 and others == 0 and confirmed
@@ -327,6 +329,7 @@ class Resident:
 
     def __init__(self) -> None:
         self._peak, self._stop = 0, False
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -337,7 +340,8 @@ class Resident:
 
     def reset(self) -> None:
         """Forget the peak so far."""
-        self._peak = self.now()
+        with self._lock:
+            self._peak = self.now()
 
     @property
     def peak(self) -> int:
@@ -351,7 +355,8 @@ class Resident:
 
     def _watch(self) -> None:
         while not self._stop:
-            self._peak = max(self._peak, self.now())
+            with self._lock:  # or a reset between reading and writing is lost
+                self._peak = max(self._peak, self.now())
             time.sleep(5e-4)
 
 
