@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses import frames, groups, transport
-from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
+from lightning_ddp_losses.errors import RankMismatchError, format_error
 from lightning_ddp_losses.sharding import shard_of
+from lightning_ddp_losses.strategies.disagreement import missing_calls, partial_gradients
 from lightning_ddp_losses.strategies.discovery import FoundLoss
 from lightning_ddp_losses.strategies.packing import PackedMean
 
@@ -158,7 +159,7 @@ class LossReducer:
         for count in self._counts:
             count.reset()
         if missing:
-            raise _missing_calls(missing)
+            raise missing_calls(missing)
         self._calls = Calls(expected, uneven)
         return self._calls
 
@@ -210,7 +211,7 @@ class LossReducer:
             if not set(counts) - {0, world}:
                 self._pack(small, []).finish()
         if set(counts) - {0, world}:
-            raise _partial_gradients(managed, flags)
+            raise partial_gradients([m.name for m in managed], flags)
         packed = {m.name for m in small}
         for m, count in zip(managed, counts, strict=True):
             if count == world and m.name not in packed:
@@ -286,31 +287,6 @@ def _bytes_of(parameter: Tensor) -> bytes:
     return parameter.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _missing_calls(missing: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> LossCallError:
-    parts = []
-    for title, calls, rows in missing:
-        ran = [f"{c} call{'s' * (c > 1)} on {r} rows" if c else "not called" for c, r in zip(calls, rows, strict=True)]
-        parts.append(format_error(f"{title} ran on some ranks only", expected="every rank or none", ranks=ran))
-    fix = "Call it on every rank (times 0 where it should not count), or decide on all ranks together."
-    return LossCallError("\n".join([*parts, fix]), collective=True)
-
-
 def _flag(grad: Tensor | None, world: int) -> int:
     """0 without a gradient, 1 with one, more than all ranks together for one that cannot be reduced."""
     return 0 if grad is None else world + 1 if grad.is_sparse else 1
-
-
-def _partial_gradients(managed: list[_Managed], flags: list[int]) -> LossCallError:
-    everyone = [json.loads(p) for p in frames.exchange("gradients that differ", {}, json.dumps(flags).encode())]
-    parts = []
-    for m, column in zip(managed, zip(*everyone, strict=True), strict=True):
-        sparse = max(column) > 1
-        if sparse:
-            expected = "dense (build the module with sparse=False)"
-            ranks = [("no gradient", "dense")[flag] if flag < 2 else "sparse" for flag in column]
-            parts.append(format_error(f"gradient of `{m.name}`", expected=expected, ranks=ranks))
-        elif len(set(column)) > 1:
-            ranks = ["gradient" if has else "no gradient" for has in column]
-            parts.append(format_error(f"gradient of `{m.name}`", expected="on every rank or on none", ranks=ranks))
-    fix = "Use the parameter in the loss of every rank (times 0 where it should not count), or on none."
-    return LossCallError("\n".join([*parts, fix]), collective=True)
