@@ -60,8 +60,8 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks side by side with their peers."""
-    install(session, extras="[demo]")
+    """Run the benchmarks side by side with their peers; their cases and ranks are the tests' own."""
+    install(session, "test", extras="[demo]")
     session.run("python", "-m", "benchmarks", *session.posargs)
 
 

@@ -1,4 +1,4 @@
-"""Rank processes for benchmarks: W fresh processes of one thread each in a gloo group, and Lightning trainers on them."""
+"""Rank processes for benchmarks: W fresh processes of one thread each in a gloo group."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import ClusterEnvironment
 
-__all__ = ["RankEnvironment", "make_trainer", "run_ranks"]
+__all__ = ["run_ranks"]
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 
@@ -116,69 +114,3 @@ def _rank_main(
         dist.destroy_process_group()
     except BaseException:  # whatever it was, the parent reports it
         pipe.send((None, traceback.format_exc()))
-
-
-class RankEnvironment(ClusterEnvironment):
-    """Ranks and world size as torch.distributed has them: Lightning starts no process."""
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """The ranks run already."""
-        return True
-
-    @property
-    def main_address(self) -> str:
-        """Asked for, never used: the group exists."""
-        return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        """Nobody may need one."""
-        raise RuntimeError("the process group exists already")
-
-    @staticmethod
-    def detect() -> bool:
-        """Only by being passed."""
-        return False
-
-    def world_size(self) -> int:
-        """Of the running group."""
-        return dist.get_world_size()
-
-    def set_world_size(self, size: int) -> None:
-        """It is what it is."""
-
-    def global_rank(self) -> int:
-        """Of this process."""
-        return dist.get_rank()
-
-    def set_global_rank(self, rank: int) -> None:
-        """It is what it is."""
-
-    def local_rank(self) -> int:
-        """One machine."""
-        return dist.get_rank()
-
-    def node_rank(self) -> int:
-        """One machine."""
-        return 0
-
-
-def make_trainer(strategy: Any, **options: Any) -> Trainer:
-    """A CPU trainer over all ranks of the running group that does nothing but train."""
-    quiet: dict[str, Any] = {
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "use_distributed_sampler": False,
-    }
-    return Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=strategy,
-        plugins=[RankEnvironment()],
-        **{**quiet, **options},
-    )

@@ -39,8 +39,9 @@ from torch import Tensor, nn
 
 import lightning_ddp_losses  # noqa: F401 - registers the strategy
 from benchmarks.interleave import Fit, Round, timed_rounds
-from benchmarks.ranks import make_trainer, run_ranks
+from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
+from tests.lightning_ranks import make_trainer
 
 __all__ = ["main"]
 

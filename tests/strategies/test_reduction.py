@@ -7,11 +7,14 @@ from typing import Any
 
 import lightning.pytorch.callbacks as callbacks
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, differences
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import Job, fit, fit_alone
+from tests.strategies.jobs import Job, fit, fit_alone, loader
 from tests.strategies.scenarios import JOBS, Alternating, Compiled, CompiledAot, CompiledInPlace, OrderByRank, Unreduced
 
 
@@ -32,6 +35,20 @@ def test_a_compiled_loss_equals_the_plain_one(pool: RankPool, job: type[Job]) ->
     plain = fit_alone(Job)
     for state in pool.run(2, fit, job, seconds=120.0):
         assert_close({name.replace("_orig_mod.", ""): value for name, value in state.items()}, plain)
+
+
+def fit_compiled_module(make: type[Job]) -> dict[str, Tensor]:
+    module = make()
+    trainer = make_trainer("ddp_losses")
+    trainer.fit(torch.compile(module, backend="eager"), loader(dist.get_world_size(), dist.get_rank()))
+    return dict(module.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_module_equals_the_plain_one(pool: RankPool) -> None:
+    plain = fit_alone(Job)
+    for state in pool.run(2, fit_compiled_module, Job, seconds=120.0):
+        assert_close(state, plain)
 
 
 DDP_OPTIONS: list[dict[str, Any]] = [
