@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-__all__ = ["InstanceForward", "StandIn", "eager"]
+__all__ = ["InstanceForward", "StandIn", "all_eager", "eager"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,6 +22,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 def eager(function: F) -> F:
     """Run the function itself outside torch.compile; what it calls may still be compiled."""
     return cast("F", torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
+
+
+def all_eager(function: F) -> F:
+    """Run the function, and whatever it calls, outside torch.compile."""
+    return cast("F", torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 def _plain_method(module: nn.Module, name: str) -> Callable[..., Any]:

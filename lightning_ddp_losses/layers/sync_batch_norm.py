@@ -78,18 +78,17 @@ class SyncBatchNorm(LayerSync):
         self._made: tuple[Any, Group] = (None, None)
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Synchronise every batch norm in ``model``, in place. Communication: one frame."""
+        """Synchronise every batch norm in ``model``, in place; every rank of the world must come here. Communication: one frame."""
         try:
             found = list(_named_layers(model))
             self._refuse_wrong_order(model, found)
-            group = self._group()
+            self._group()
         except Exception as error:
             frames.fail_together(error, "SyncBatchNorm.apply")
         agree_on_names(
             "batch norms to synchronise",
             [f"{title} {type(layer).__name__}" for title, layer in found],
             "Build the same modules on every rank.",
-            group=group,
         )
         self._layers = [SyncedForward(layer, title, self._group) for title, layer in found]
         sentinels = [

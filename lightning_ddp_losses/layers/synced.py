@@ -19,7 +19,7 @@ from lightning_ddp_losses import frames, graph, groups
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.layers.statistics import Call, gather_statistics, normalise
-from lightning_ddp_losses.stand_in import InstanceForward, eager
+from lightning_ddp_losses.stand_in import InstanceForward, all_eager
 
 __all__ = ["SyncedForward", "UnregisteredSentinel", "fail_in"]
 
@@ -42,7 +42,7 @@ class SyncedForward(InstanceForward):
         self.title, self.group = title, group
         self.calls = self.rows = 0
 
-    @eager
+    @all_eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward; in evaluation mode, in a world of one and where all rows are here already, untouched."""
         if not self.module.training or graph.sees_all_rows() or not groups.is_distributed():
@@ -128,7 +128,7 @@ class UnregisteredSentinel(InstanceForward):
         self.path = path
         self._registered = registered
 
-    @eager
+    @all_eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward in evaluation mode and in a world of one."""
         if not self.module.training or groups.world_size() == 1:
