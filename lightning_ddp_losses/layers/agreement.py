@@ -89,4 +89,6 @@ def agree_on_names(what: str, names: Iterable[str], fix: str, *, group: Group = 
         more = [name for name in theirs if name not in common]
         shown = ", ".join(more[:_SHOWN]) + (f" and {len(more) - _SHOWN} more" if len(more) > _SHOWN else "")
         ranks.append(f"{len(common)} in common{f', and {shown}' if more else ''}")
-    raise RankMismatchError(format_error(what, expected="the same on every rank", ranks=ranks, fix=fix), collective=True)
+    raise RankMismatchError(
+        format_error(what, expected="the same on every rank", ranks=ranks, fix=fix), collective=True
+    )

@@ -120,7 +120,7 @@ def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
 def normalise(
     call: Call, x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """y = weight (x - mean) / sqrt(var + eps) + bias, in the dtype and memory format of ``x``.
+    """The rows normalised: weight (x - mean) / sqrt(var + eps) + bias, in the dtype and memory format of ``x``.
 
     Gradient: of the sum over ranks of what they back-propagate; the parameters receive this rank's share.
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_ddp_losses import frames, graph, groups
@@ -74,14 +74,14 @@ class SyncedForward(InstanceForward):
         """``torch.nn.functional.batch_norm`` over the rows of all ranks."""
         plain = (input, running_mean, running_var, weight, bias, training, momentum, eps)
         if not training or not input.is_floating_point() or eps <= 0:
-            return F.batch_norm(*plain)  # or its error
+            return functional.batch_norm(*plain)  # or its error
         self.calls += 1
         self.rows = input.shape[0]
         call = Call(self.title, self.calls, group)
         statistics = gather_statistics(call, input, f"eps={eps}, momentum={momentum}")
         known = next((t for t in (running_mean, weight) if t is not None), None)
         if statistics.total == 0 or (known is not None and known.numel() != input.shape[1]):
-            return F.batch_norm(*plain)
+            return functional.batch_norm(*plain)
         _keep_average(running_mean, statistics.mean, momentum)
         _keep_average(running_var, statistics.unbiased, momentum)
         return normalise(call, input, statistics, weight, bias, eps)
@@ -108,7 +108,7 @@ class _Instead(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is not F.batch_norm:
+        if func is not functional.batch_norm:
             return func(*args, **(kwargs or {}))
         self.met = True
         return self._layer.batch_norm(self._group, *args, **(kwargs or {}))
@@ -162,5 +162,3 @@ def _keep_average(running: Tensor | None, value: Tensor, momentum: float) -> Non
     if running is not None:
         with torch.no_grad():
             running.copy_((1 - momentum) * running.to(value.dtype) + momentum * value)
-
-

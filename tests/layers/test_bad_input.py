@@ -58,13 +58,16 @@ DISAGREE: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
         ("dtype", "float32 cpu", "float64 cpu"),
     ),
     "momentum": (lambda r: synced(nn.BatchNorm1d(3, momentum=0.1 + r))(OK), ("settings", "momentum=1.1")),
-    "number of calls": (lambda r: then_gather(synced(nn.BatchNorm1d(3)), 1 + r), ("SyncBatchNorm call 2", "all_gather")),
+    "number of calls": (
+        lambda r: then_gather(synced(nn.BatchNorm1d(3)), 1 + r),
+        ("SyncBatchNorm call 2", "all_gather"),
+    ),
     "evaluation mode on one rank": (
         lambda r: then_gather(synced(nn.BatchNorm1d(3)).train(r == 0), 1),
         ("SyncBatchNorm call 1", "all_gather"),
     ),
     "gradients on one rank": (
-        lambda r: torch.set_grad_enabled(r == 0) and None or synced(nn.BatchNorm1d(3))(OK),
+        lambda r: (torch.set_grad_enabled(r == 0) and None) or synced(nn.BatchNorm1d(3))(OK),
         ("gradients=True", "gradients=False"),
     ),
     "other layers": (
