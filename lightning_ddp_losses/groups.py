@@ -76,15 +76,12 @@ def set_timeout(timeout: timedelta | None) -> None:
 
 
 def neighbours(size: int) -> Group:
-    """The group of this rank and its neighbours: ranks 0 to size - 1, size to 2 size - 1, ...; None where that is the world.
+    """The group of this rank and its neighbours: ranks 0 to size - 1, size to 2 size - 1, ...; size must divide the world.
 
     Communication: a rendezvous of the world for each group; every rank must take part.
     """
-    world = world_size()
-    if size == world:
-        return None
     mine: Group = None
-    for first in range(0, world, size):
+    for first in range(0, world_size(), size):
         group = dist.new_group(list(range(first, first + size)), timeout=_timeout or _world_timeout())
         if first <= rank() < first + size:
             mine = group

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.errors import RankMismatchError, format_error
 from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.layers.statistics import Scope
 from lightning_ddp_losses.layers.synced import SyncedForward, fail_in
 from lightning_ddp_losses.stand_in import StandIn
 
@@ -31,26 +32,26 @@ class BackwardMeeting(StandIn):
     Args:
         module: The LightningModule.
         layers: The synchronised layers.
-        group: Answers with the process group.
+        scope: Answers who meets.
     """
 
-    def __init__(self, module: pl.LightningModule, layers: Sequence[SyncedForward], group: Callable[[], Group]) -> None:
+    def __init__(self, module: pl.LightningModule, layers: Sequence[SyncedForward], scope: Callable[[], Scope]) -> None:
         super().__init__(module, "on_before_backward")
-        self._layers, self._group = layers, group
+        self._layers, self._scope = layers, scope
 
     def __call__(self, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compare, then what the module itself does here."""
         if any(layer.calls for layer in self._layers):
-            group = self._group()
+            scope = self._scope()
             try:
                 agree_on_names(
                     "batch norms that the loss depends on",
                     calls_in(loss),
                     "Use the output of every batch norm in the loss of every rank (times 0 where it should not count).",
-                    group=group,
+                    group=scope.meeting,
                 )
             except Exception as error:
-                fail_in(group, error, "backward")
+                fail_in(scope, error, "backward")
         return self.original(loss, *args, **kwargs)
 
 

@@ -25,7 +25,7 @@ from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMism
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.transport import gather, sum_over_ranks
 
-__all__ = ["Call", "Statistics", "TooFewValuesError", "gather_statistics", "normalise"]
+__all__ = ["Call", "Scope", "Statistics", "TooFewValuesError", "gather_statistics", "normalise"]
 
 _HEAD = struct.Struct("<q?")  # values per channel, whether the gradient of the input is needed
 _LABEL_BYTES = 64
@@ -36,18 +36,44 @@ class TooFewValuesError(InputError, ValueError):
 
 
 @dataclass(frozen=True)
+class Scope:
+    """Who normalises together, and who meets before they do.
+
+    Attributes:
+        group: Whose rows are normalised together.
+        meeting: The group of the frames: where parts of it normalise apart, all of them still hear of each other's errors.
+        part: Ranks in each part of the meeting; None: all are one part.
+    """
+
+    group: Group = None
+    meeting: Group = None
+    part: int | None = None
+
+    def parts(self) -> list[range]:
+        """The parts of the meeting, as ranks of it."""
+        world = groups.world_size(self.meeting)
+        step = self.part or world
+        return [range(first, first + step) for first in range(0, world, step)]
+
+    def own_part(self) -> range:
+        """The part with this rank in it."""
+        rank = groups.rank(self.meeting)
+        return next(part for part in self.parts() if rank in part)
+
+
+@dataclass(frozen=True)
 class Call:
     """One call of one layer, the same on every rank.
 
     Attributes:
         title: The layer, as messages name it.
         number: Counts the layer's calls.
-        group: Whose rows are normalised together.
+        scope: Whose rows are normalised together.
     """
 
     title: str
     number: int
-    group: Group
+    scope: Scope
 
     def __str__(self) -> str:
         return f"{self.title} call {self.number}"
@@ -82,9 +108,9 @@ def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
 
     Raises:
         RankMismatchError: on every rank, when channels, dtype, device, settings or the place in the program differ.
-        TooFewValuesError: on every rank, for one value per channel over all ranks.
+        TooFewValuesError: on every rank, for one value per channel over all ranks of a part.
 
-    Communication: one frame; one gather of 2 C numbers per rank where they do not fit into it.
+    Communication: one frame; one gather of 2 C numbers per rank where they do not fit into it, or may not.
     """
     count, channels = x.numel() // max(1, x.shape[1]), x.shape[1]
     mean, squares = _local(x, count)
@@ -95,26 +121,32 @@ def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
         "gradients": torch.is_grad_enabled(),
         "settings": settings,
     }
-    on_host = x.device.type != "cuda"  # elsewhere the payload would have to wait for the device
+    # an accelerator would have to be waited for; what is only for one part is not sent to all
+    in_frame = x.device.type != "cuda" and call.scope.part is None
     both = torch.cat([mean, squares])
-    own = head + (both.cpu().numpy().tobytes() if on_host else b"")
-    payloads = frames.exchange(str(call), agreed, own, group=call.group)
+    own = head + (both.cpu().numpy().tobytes() if in_frame else b"")
+    payloads = frames.exchange(str(call), agreed, own, group=call.scope.meeting)
     counts, needs = zip(*(_HEAD.unpack_from(p) for p in payloads), strict=True)
-    if on_host:
+    if any(sum(counts[rank] for rank in part) == 1 for part in call.scope.parts()):
+        raise _too_few(call, x, counts)
+    if in_frame:
         table = torch.frombuffer(bytearray(b"".join(p[_HEAD.size :] for p in payloads)), dtype=both.dtype)
     else:
-        table = both.new_empty(len(payloads) * both.numel())
-        gather(table, both, group=groups.family(call.group).payload(both))
-    total = sum(counts)
-    if total == 1:
-        raise _too_few(call, x, counts)
-    means, all_squares = table.view(len(counts), 2, channels).double().unbind(1)
+        table = both.new_empty(groups.world_size(call.scope.group) * both.numel())
+        gather(table, both, group=groups.family(call.scope.group).payload(both))
+    return _merge([counts[rank] for rank in call.scope.own_part()], table, x, any(needs))
+
+
+def _merge(counts: list[int], table: Tensor, x: Tensor, in_backward: bool) -> Statistics:
+    """Chan's formula over all ranks at once, in float64."""
+    means, squares = table.view(len(counts), 2, -1).double().unbind(1)
     rows = torch.tensor(counts, dtype=torch.float64, device=table.device)[:, None]
+    total = sum(counts)
     mean = (rows * means).sum(0) / max(1, total)
-    squares = (all_squares + rows * (means - mean).square()).sum(0)
-    like = {"dtype": both.dtype, "device": x.device}
-    unbiased = squares / max(1, total - 1)
-    return Statistics(total, mean.to(**like), (squares / max(1, total)).to(**like), unbiased.to(**like), any(needs))
+    squared = (squares + rows * (means - mean).square()).sum(0)
+    biased, unbiased = squared / max(1, total), squared / max(1, total - 1)
+    mean, biased, unbiased = (t.to(x.device, table.dtype) for t in (mean, biased, unbiased))
+    return Statistics(total, mean, biased, unbiased, in_backward)
 
 
 def normalise(
@@ -214,11 +246,11 @@ def _sums(grad: Tensor, x: Tensor, statistics: Statistics, eps: float) -> tuple[
 def _sum_over_ranks(own: Tensor, call: Call) -> Tensor:
     """The sum over ranks, in rank order; who came from another layer is told, where the layers' sizes are equal."""
     if own.device.type == "cuda":
-        return sum_over_ranks(own, call.group)
+        return sum_over_ranks(own, call.scope.group)
     label = str(call).encode()[-_LABEL_BYTES:].rjust(_LABEL_BYTES)
     mine = torch.frombuffer(bytearray(label + own.cpu().numpy().tobytes()), dtype=torch.uint8)
-    everyone = mine.new_empty(groups.world_size(call.group) * mine.numel())
-    gather(everyone, mine, group=groups.family(call.group).host)
+    everyone = mine.new_empty(groups.world_size(call.scope.group) * mine.numel())
+    gather(everyone, mine, group=groups.family(call.scope.group).host)
     rows = everyone.view(-1, mine.numel())
     labels = [row[:_LABEL_BYTES].numpy().tobytes().decode(errors="replace").strip() for row in rows]
     if len(set(labels)) > 1:

@@ -21,6 +21,7 @@ from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.layers.agreement import BackwardMeeting, agree_on_names
+from lightning_ddp_losses.layers.statistics import Scope
 from lightning_ddp_losses.layers.synced import SyncedForward, UnregisteredSentinel
 from lightning_ddp_losses.stand_in import StandIn
 from lightning_ddp_losses.unregistered import unregistered_modules
@@ -39,9 +40,9 @@ class SyncBatchNorm(LayerSync):
 
     Args:
         group_size: Normalise over this many neighbouring ranks each (ranks 0 to k - 1, k to 2 k - 1, ...); it must divide the
-            world. None: over all.
-        process_group: Normalise over this group: a group, or a function that makes it once torch.distributed runs (each rank
-            must be a member of its own). None: the world.
+            world. The frames still go to all, so that an error in one part ends all of them. None: over all.
+        process_group: Normalise over this group, and meet in it alone: a group, or a function that makes it once
+            torch.distributed runs (each rank must be a member of its own). None: the world.
 
     Gradient: of the sum over ranks of what they back-propagate, as DDP's mean over ranks needs it. A second derivative is an
         error.
@@ -75,14 +76,14 @@ class SyncBatchNorm(LayerSync):
         self.group_size, self.process_group = group_size, process_group
         self._stand_ins: list[StandIn] = []
         self._layers: list[SyncedForward] = []
-        self._made: tuple[Any, Group] = (None, None)
+        self._made: tuple[Any, Scope] = (None, Scope())
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Synchronise every batch norm in ``model``, in place; every rank of the world must come here. Communication: one frame."""
         try:
             found = list(_named_layers(model))
             self._refuse_wrong_order(model, found)
-            self._group()
+            self._scope()
         except Exception as error:
             frames.fail_together(error, "SyncBatchNorm.apply")
         agree_on_names(
@@ -90,14 +91,14 @@ class SyncBatchNorm(LayerSync):
             [f"{title} {type(layer).__name__}" for title, layer in found],
             "Build the same modules on every rank.",
         )
-        self._layers = [SyncedForward(layer, title, self._group) for title, layer in found]
+        self._layers = [SyncedForward(layer, title, self._scope) for title, layer in found]
         sentinels = [
             UnregisteredSentinel(layer, path, lambda layer: self._adopt(model, layer))
             for path, layer in _unregistered_layers(model, {id(layer) for _, layer in found})
         ]
         self._stand_ins = [*self._layers, *sentinels]
         if isinstance(model, pl.LightningModule):
-            self._stand_ins.append(BackwardMeeting(model, self._layers, self._group))
+            self._stand_ins.append(BackwardMeeting(model, self._layers, self._scope))
         for stand_in in self._stand_ins:
             stand_in.install()
         return model
@@ -109,18 +110,18 @@ class SyncBatchNorm(LayerSync):
         self._stand_ins, self._layers = [], []
         return model
 
-    def _group(self) -> Group:
-        """The process group, as it is once torch.distributed runs.
+    def _scope(self) -> Scope:
+        """Who normalises together, once torch.distributed runs.
 
         Raises:
             ConfigurationError: a group size that does not divide the world, a group that this rank is not in.
         """
         world = dist.group.WORLD if groups.is_distributed() else None
         if self._made[0] is not world or world is None:
-            self._made = (world, None if world is None else self._make_group())
+            self._made = (world, Scope() if world is None else self._make_scope())
         return self._made[1]
 
-    def _make_group(self) -> Group:
+    def _make_scope(self) -> Scope:
         if self.group_size is not None:
             if groups.world_size() % self.group_size:
                 raise ConfigurationError(
@@ -131,7 +132,9 @@ class SyncBatchNorm(LayerSync):
                         fix="Leave it out to normalise over all ranks.",
                     )
                 )
-            return groups.neighbours(self.group_size)
+            if self.group_size == groups.world_size():
+                return Scope()
+            return Scope(groups.neighbours(self.group_size), None, self.group_size)
         group = self.process_group() if callable(self.process_group) else self.process_group
         if group is not None and groups.rank(group) < 0:
             raise ConfigurationError(
@@ -142,7 +145,7 @@ class SyncBatchNorm(LayerSync):
                     fix="Make a group for every rank, and hand each rank its own.",
                 )
             )
-        return group
+        return Scope(group, group)
 
     def _refuse_wrong_order(self, model: nn.Module, found: list[tuple[str, nn.Module]]) -> None:
         inside = [
@@ -192,7 +195,7 @@ class SyncBatchNorm(LayerSync):
             if known is layer:
                 sentinel = layer.__dict__["forward"]
                 sentinel.remove()
-                synced = SyncedForward(layer, title, self._group)
+                synced = SyncedForward(layer, title, self._scope)
                 synced.install()
                 self._layers.append(synced)
                 self._stand_ins = [s for s in self._stand_ins if s is not sentinel] + [synced]

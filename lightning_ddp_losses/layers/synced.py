@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ddp_losses import frames, graph, groups
 from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.layers.statistics import Call, gather_statistics, normalise
+from lightning_ddp_losses.layers.statistics import Call, Scope, gather_statistics, normalise
 from lightning_ddp_losses.stand_in import InstanceForward, all_eager
 
 __all__ = ["SyncedForward", "UnregisteredSentinel", "fail_in"]
@@ -30,16 +29,16 @@ class SyncedForward(InstanceForward):
     Args:
         layer: A batch norm.
         title: How messages name it.
-        group: Answers with the process group (only once torch.distributed is there).
+        scope: Answers who normalises together (only once torch.distributed is there).
 
     Attributes:
         calls: Calls over more than one rank.
         rows: Rows (dimension 0) of the last of them on this rank.
     """
 
-    def __init__(self, layer: nn.Module, title: str, group: Callable[[], Group]) -> None:
+    def __init__(self, layer: nn.Module, title: str, scope: Callable[[], Scope]) -> None:
         super().__init__(layer)
-        self.title, self.group = title, group
+        self.title, self.scope = title, scope
         self.calls = self.rows = 0
 
     @all_eager
@@ -47,21 +46,21 @@ class SyncedForward(InstanceForward):
         """The layer's forward; in evaluation mode, in a world of one and where all rows are here already, untouched."""
         if not self.module.training or graph.sees_all_rows() or not groups.is_distributed():
             return self.original(*args, **kwargs)
-        group = self.group()
-        if groups.world_size(group) == 1:
+        scope = self.scope()
+        if groups.world_size(scope.meeting) == 1 or scope.part == 1:
             return self.original(*args, **kwargs)
         try:
-            with _Instead(self, group) as inside:
+            with _Instead(self, scope) as inside:
                 output = self.original(*args, **kwargs)
             if not inside.met:
                 raise self._unreachable()
         except Exception as error:  # what all ranks raise alike passes through
-            fail_in(group, error, self.title)
+            fail_in(scope, error, self.title)
         return output
 
     def batch_norm(
         self,
-        group: Group,
+        scope: Scope,
         input: Tensor,
         running_mean: Tensor | None,
         running_var: Tensor | None,
@@ -77,7 +76,7 @@ class SyncedForward(InstanceForward):
             return functional.batch_norm(*plain)  # or its error
         self.calls += 1
         self.rows = input.shape[0]
-        call = Call(self.title, self.calls, group)
+        call = Call(self.title, self.calls, scope)
         statistics = gather_statistics(call, input, f"eps={eps}, momentum={momentum}")
         known = next((t for t in (running_mean, weight) if t is not None), None)
         if statistics.total == 0 or (known is not None and known.numel() != input.shape[1]):
@@ -100,9 +99,9 @@ class SyncedForward(InstanceForward):
 class _Instead(TorchFunctionMode):
     """Puts the synchronised batch norm into the place of torch's."""
 
-    def __init__(self, layer: SyncedForward, group: Group) -> None:
+    def __init__(self, layer: SyncedForward, scope: Scope) -> None:
         super().__init__()
-        self._layer, self._group = layer, group
+        self._layer, self._scope = layer, scope
         self.met = False
 
     def __torch_function__(
@@ -111,7 +110,7 @@ class _Instead(TorchFunctionMode):
         if func is not functional.batch_norm:
             return func(*args, **(kwargs or {}))
         self.met = True
-        return self._layer.batch_norm(self._group, *args, **(kwargs or {}))
+        return self._layer.batch_norm(self._scope, *args, **(kwargs or {}))
 
 
 class UnregisteredSentinel(InstanceForward):
@@ -147,12 +146,12 @@ class UnregisteredSentinel(InstanceForward):
         )
 
 
-def fail_in(group: Group, error: Exception, where: str) -> NoReturn:
-    """Raise on every rank of ``group``; where that is a part of the world, the rest may be told by whoever comes next."""
+def fail_in(scope: Scope, error: Exception, where: str) -> NoReturn:
+    """Raise on every rank of the meeting; where that is a part of the world, the rest may be told by whoever comes next."""
     try:
-        frames.fail_together(error, where, group=group)
+        frames.fail_together(error, where, group=scope.meeting)
     except Exception as known:
-        if groups.world_size(group) < groups.world_size():
+        if groups.world_size(scope.meeting) < groups.world_size():
             with contextlib.suppress(AttributeError):  # an exception class may forbid it
                 known.collective = False  # type: ignore[attr-defined]
         raise

@@ -233,6 +233,8 @@ class DDPLossStrategy(DDPStrategy):
         """Send the frame that meets the peers before a synchronising backward; the first gradient waits for theirs."""
         if self._reducer is not None and self._check_calls and self._synchronising:
             self._reducer.open(self._module.global_step)
+            if layer_sync.meets_in_backward(self._layer_sync):  # earlier than the first gradient
+                self._reducer.agree()
         super().pre_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -144,6 +144,15 @@ def test_one_value_per_channel_over_all_ranks_is_the_error_of_one_process(
     assert all(error.is_a("ValueError") and error.is_a("InputError") for error in errors)
 
 
+def too_few_in_a_pair() -> object:
+    layer = SyncBatchNorm(group_size=2).apply(nn.BatchNorm1d(3))
+    return layer(torch.ones([3, 3, 0, 1][dist.get_rank()], 3))
+
+
+def test_too_few_values_in_one_part_end_all_parts(pool: RankPool) -> None:
+    assert_same_error(pool.errors(4, too_few_in_a_pair), "Expected more than 1 value", "rank 3: 1 value per channel")
+
+
 def without_rows() -> list[Any]:
     layer = synced(nn.BatchNorm1d(3))
     y = layer(torch.ones(0, 3, requires_grad=True))

@@ -205,7 +205,7 @@ class HiddenLoss(Normed):
 
 
 class SkipsOnARank(Normed):
-    """From step 1 on, rank 1 calls the encoder more often, or leaves a batch norm out of its loss."""
+    """At step 1, rank 1 calls the encoder more often, leaves it out of its loss, or fails."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -214,6 +214,8 @@ class SkipsOnARank(Normed):
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         odd = self.global_rank == 1 and index == 1
         embeddings = self.encoder(features)
+        if odd and self.what == "fails":
+            raise KeyError("rank 1 alone")
         if odd and self.what == "one forward more":
             embeddings = embeddings + self.encoder(features)
         if self.what == "left out" and odd:
@@ -235,6 +237,17 @@ ERRORS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     "left out, under ddp": (partial(SkipsOnARank, "left out"), "ddp", ("batch norms that the loss depends on",)),
     "another width": (partial(SkipsOnARank, "one channel more"), {}, ("ranks met at different places",)),
 }
+
+
+def test_what_fails_between_forward_and_backward_ends_the_peers(pool: RankPool) -> None:
+    first, second = pool.errors(2, fit, partial(SkipsOnARank, "fails"), {}, **OURS)
+    assert (first.type, second.type) == ("PeerError", "KeyError")
+    assert "rank 1 alone" in first.message
+
+
+def test_ranks_that_part_in_one_group_end_all_groups(pool: RankPool) -> None:
+    errors = pool.errors(4, fit, partial(SkipsOnARank, "one forward more"), {}, plugins=[SyncBatchNorm(group_size=2)])
+    assert_same_error(errors, "SyncBatchNorm `encoder.1` call 3", "rank 3")
 
 
 @pytest.mark.parametrize("case", ERRORS)
