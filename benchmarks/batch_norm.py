@@ -26,7 +26,7 @@ from tests.counting import CountCollectives
 __all__ = ["main"]
 
 LIMIT, EQUAL = 0.5, 1e-4
-SHAPES = [(8, 64, 28, 28), (32, 64, 28, 28), (32, 512, 7, 7)]
+SHAPES = {(8, 64, 28, 28): LIMIT, (32, 64, 28, 28): LIMIT, (32, 512, 7, 7): None}  # and what is asked of the ratio
 
 
 class Gathered(nn.BatchNorm2d):
@@ -103,14 +103,15 @@ def measure(shape: Sequence[int], rounds: int, seconds: float) -> tuple[float, l
     return off, counts, table[3:]
 
 
-def row_of(shape: Sequence[int], rounds: int, seconds: float) -> Row:
+def row_of(shape: tuple[int, ...], rounds: int, seconds: float) -> Row:
     """One shape."""
     answers = run_ranks(measure, shape, rounds, seconds)
     both = list(zip(*(table for _, _, table in answers), strict=True))
     median: Callable[[int], float] = lambda i: statistics.median(max(rank[i] for rank in ranks) for ranks in both)  # noqa: E731
     gather, again, ours, local = (median(i) for i in range(4))
     off, ratio, counts = max(a[0] for a in answers), ours / gather, answers[0][1]
-    few = counts[2] <= 3  # 2 forward, 1 backward
+    few, limit = counts[2] <= 3, SHAPES[shape]  # 2 forward, 1 backward
+    verdict = "-" if limit is None else "met" if ratio <= limit else "missed"
     return {
         "table": "Forward and backward of one batch norm, 2 ranks, float32, slowest rank",
         "rows_per_rank": shape[0],
@@ -121,12 +122,12 @@ def row_of(shape: Sequence[int], rounds: int, seconds: float) -> Row:
         "local_ms": local,
         "ratio": ratio,
         "A/A": again / gather,
-        "limit": LIMIT,
+        "limit": limit,
         "collectives_gather": counts[0],
         "collectives_ours": counts[2],
         "rounds": len(both),
         "differ_by": off,
-        "verdict": "WRONG" if off > EQUAL or not few else "met" if ratio <= LIMIT else "missed",
+        "verdict": "WRONG" if off > EQUAL or not few else verdict,
     }
 
 

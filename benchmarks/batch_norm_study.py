@@ -161,7 +161,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     parts = ["same batch", "same batch, unbalanced", "same rows per rank"]
     reference = next(row for row in rows if row["comparison"] == "one process")
-    figure = Figure(figsize=(11.5, 4.4), layout="constrained")
+    figure = Figure(figsize=(11.5, 5.0), layout="constrained")
     axes = figure.subplots(1, 3, sharey=True, width_ratios=[1, 1, 1.7])
     colors = {LOCAL: "tab:orange", SYNC: "tab:blue"}
     for axis, part in zip(axes, parts, strict=True):
@@ -185,7 +185,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axis.set_title(part)
         axis.grid(axis="y", alpha=0.3)
     axes[0].set_ylabel("MAP@R on held-out digits")
-    axes[0].legend(loc="lower left", fontsize=9)
+    marks, names = axes[0].get_legend_handles_labels()
+    title = f"{reference['table']}: mean, lowest to highest"
+    figure.legend(marks, names, loc="outside upper center", ncols=3, title=title, frameon=False)
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=130)
 

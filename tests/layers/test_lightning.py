@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, WeightAveraging
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import GlobalBatchLoss, SyncBatchNorm
 from lightning_ddp_losses.strategies import register_loss_type
@@ -100,6 +101,30 @@ class Shared(Normed):
         self.again = self.encoder[1]
 
 
+class Checkpointed(Normed):
+    """The encoder runs again in backward: its averages move twice, as in one process."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(checkpoint(self.encoder, features.requires_grad_(), use_reentrant=True), labels)
+
+
+class Compiled(Normed):
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        self.encoder = torch.compile(self.encoder, backend="eager")
+
+
+class Frozen(Normed):
+    """A frozen encoder, whose averages still move, but for one layer."""
+
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        self.encoder.requires_grad_(False)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.encoder[1].eval()
+
+
 PARITY: dict[str, tuple[type[Job], Any, dict[str, Any], dict[str, Any]]] = {
     # job, strategy, options on the ranks, options of both
     "plugin under ddp_losses": (Normed, {}, OURS, {}),
@@ -111,6 +136,9 @@ PARITY: dict[str, tuple[type[Job], Any, dict[str, Any], dict[str, Any]]] = {
     "two forwards": (TwoForwards, {}, OURS, {}),
     "two backwards": (TwoBackwards, {}, OURS, {}),
     "shared": (Shared, {}, OURS, {}),
+    "checkpointed": (Checkpointed, {}, OURS, {}),
+    "compiled": (Compiled, {}, OURS, {}),
+    "frozen": (Frozen, {"static_graph": True}, OURS, {}),
 }
 
 
