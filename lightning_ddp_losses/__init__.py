@@ -12,9 +12,10 @@ from lightning_ddp_losses.errors import (
     PeerError,
     RankMismatchError,
 )
+from lightning_ddp_losses.layers import SyncBatchNorm
 from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.samplers import GlobalBatchSampler
-from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type, use_global_wrapper
+from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type, use_global_wrapper, use_layer_sync
 
 __version__ = "0.1.0"
 
@@ -30,8 +31,10 @@ __all__ = [
     "LossCallError",
     "PeerError",
     "RankMismatchError",
+    "SyncBatchNorm",
 ]
 
-# losses and strategies are siblings; here, above both, they are introduced to each other
+# losses, layers and strategies are siblings; here, above them, they are introduced to each other
 register_loss_type(GlobalBatchLoss)
 use_global_wrapper(GlobalBatchLoss)
+use_layer_sync(SyncBatchNorm)

@@ -6,8 +6,10 @@ the result does not depend on is tied to it with a zero gradient.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,9 +17,25 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import numerics
 
-__all__ = ["global_values", "keep_in_graph", "note_global_value", "run_wide"]
+__all__ = ["global_values", "keep_in_graph", "note_global_value", "on_all_rows", "run_wide", "sees_all_rows"]
 
 _recent_global: deque[Tensor] = deque(maxlen=8)
+_all_rows: ContextVar[bool] = ContextVar("all_rows", default=False)
+
+
+@contextlib.contextmanager
+def on_all_rows() -> Iterator[None]:
+    """Inside the block every rank computes the same from the rows of all ranks: statistics of the batch are global already."""
+    before = _all_rows.set(True)
+    try:
+        yield
+    finally:
+        _all_rows.reset(before)
+
+
+def sees_all_rows() -> bool:
+    """Whether this runs inside ``on_all_rows``."""
+    return _all_rows.get()
 
 
 def note_global_value(value: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Family", "close", "family", "is_distributed", "rank", "set_timeout", "world_size"]
+__all__ = ["Family", "close", "family", "is_distributed", "neighbours", "rank", "set_timeout", "world_size"]
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 """A process group of torch.distributed; None is the world."""
@@ -73,6 +73,19 @@ def set_timeout(timeout: timedelta | None) -> None:
     """How long our groups made from now on wait for a peer (None: torch's own default)."""
     global _timeout  # noqa: PLW0603 - one setting per process, like the groups themselves
     _timeout = timeout
+
+
+def neighbours(size: int) -> Group:
+    """The group of this rank and its neighbours: ranks 0 to size - 1, size to 2 size - 1, ...; size must divide the world.
+
+    Communication: a rendezvous of the world for each group; every rank must take part.
+    """
+    mine: Group = None
+    for first in range(0, world_size(), size):
+        group = dist.new_group(list(range(first, first + size)), timeout=_timeout or _world_timeout())
+        if first <= rank() < first + size:
+            mine = group
+    return mine
 
 
 def family(group: Group = None) -> Family:

@@ -21,6 +21,7 @@ PINNED = [
     "LossCallError",
     "PeerError",
     "RankMismatchError",
+    "SyncBatchNorm",
 ]
 MODULES = sorted(
     found.name

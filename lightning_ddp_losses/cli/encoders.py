@@ -1,4 +1,4 @@
-"""Two small encoders without batch norm: each row's embedding depends on that row only, so it is the same on any number of ranks."""
+"""Two small encoders. Each row's embedding depends on that row only, so it is the same on any number of ranks; but with ``batch_norm``."""
 
 from __future__ import annotations
 
@@ -18,20 +18,27 @@ class DigitsEncoder(nn.Module):
     Args:
         embedding_size: Width D of the embedding.
         channels: Channels of the first convolution; the others have twice as many.
+        batch_norm: Normalise after each layer, the embedding too (as ArcFace's authors do). Ranks then need `SyncBatchNorm`
+            (``trainer.sync_batchnorm: true``) to train as one process does.
     """
 
-    def __init__(self, embedding_size: int = 32, channels: int = 32) -> None:
+    def __init__(self, embedding_size: int = 32, channels: int = 32, batch_norm: bool = False) -> None:
         super().__init__()
+
+        def normed(width: int) -> list[nn.Module]:
+            return [nn.BatchNorm2d(width), nn.ReLU()] if batch_norm else [nn.ReLU()]
+
         self.layers = nn.Sequential(
             nn.Conv2d(1, channels, 3, padding=1),
-            nn.ReLU(),
+            *normed(channels),
             nn.Conv2d(channels, 2 * channels, 3, padding=1),
-            nn.ReLU(),
+            *normed(2 * channels),
             nn.MaxPool2d(2),
             nn.Conv2d(2 * channels, 2 * channels, 3, padding=1),
-            nn.ReLU(),
+            *normed(2 * channels),
             nn.Flatten(),
             nn.Linear(2 * channels * 16, embedding_size),
+            *([nn.BatchNorm1d(embedding_size)] if batch_norm else []),
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ class GlobalBatchLoss(nn.Module):
         if isinstance(self.loss, pml.CrossBatchMemory):
             mask = call.arguments.get("enqueue_mask")  # only what it marks goes to the memory
             self.queue_position.check(call.total_rows if mask is None else int(mask.sum()), self._title)
-        with same_draws(call.seed, call.arguments.values()):
+        with graph.on_all_rows(), same_draws(call.seed, call.arguments.values()):
             value = self.loss(**call.arguments)
         if isinstance(self.loss, pml.CrossBatchMemory):
             self.queue_position.note()
@@ -230,7 +230,7 @@ class GlobalBatchLoss(nn.Module):
         for (key, dim), tensor in zip(((k, d) for k, d in dims.items() if d is not None), bundle.tensors, strict=True):
             named[key] = tensor.movedim(0, dim)
         positional = [named[i] for i in range(len(args))]
-        with same_draws(shared_seed(bundle), bundle.tensors):
+        with graph.on_all_rows(), same_draws(shared_seed(bundle), bundle.tensors):
             return self.loss(*positional, **{k: v for k, v in named.items() if isinstance(k, str)})
 
     def _refuse_nested(self, name: int | str, value: Any) -> None:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses import frames, groups, transport
 from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.strategies import adoption, wrapping
+from lightning_ddp_losses.strategies import adoption, layer_sync, wrapping
 from lightning_ddp_losses.strategies.advice import Advice
 from lightning_ddp_losses.strategies.discovery import FoundLoss, find_losses, is_loss
 from lightning_ddp_losses.strategies.globalise import globalised
@@ -144,6 +144,7 @@ class DDPLossStrategy(DDPStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Find the losses, wrap the rest of the module, synchronise both."""
+        self._layer_sync = layer_sync.fit_for(self.root_device, self._layer_sync)
         if self._plain:
             super().setup(trainer)
             return
@@ -232,6 +233,8 @@ class DDPLossStrategy(DDPStrategy):
         """Send the frame that meets the peers before a synchronising backward; the first gradient waits for theirs."""
         if self._reducer is not None and self._check_calls and self._synchronising:
             self._reducer.open(self._module.global_step)
+            if layer_sync.meets_in_backward(self._layer_sync):  # earlier than the first gradient
+                self._reducer.agree()
         super().pre_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -6,62 +6,21 @@ those of the plain module. A copy or a pickle of the loss carries the plain ``fo
 
 from __future__ import annotations
 
-import copy
-import types
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses import graph, inputs, numerics
 from lightning_ddp_losses.errors import HiddenLossError, format_error
+from lightning_ddp_losses.stand_in import InstanceForward, eager
 from lightning_ddp_losses.strategies.discovery import FoundLoss, unwrap
 
 __all__ = ["HiddenSentinel", "LossGuard"]
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _eager(function: F) -> F:
-    """Run the function itself outside torch.compile; what it calls may still be compiled."""
-    return cast("F", torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
-
-
-def _plain_forward(module: nn.Module) -> Callable[..., Any]:
-    return types.MethodType(type(module).forward, module)
-
-
-class _InstanceForward:
-    """A stand-in for one module's ``forward`` that installs, removes and copies cleanly."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._original: Callable[..., Any] | None = module.__dict__.get("forward")
-
-    def install(self) -> None:
-        self.module.__dict__["forward"] = self
-
-    def remove(self) -> None:
-        if self.module.__dict__.get("forward") is self:
-            del self.module.__dict__["forward"]
-            if self._original is not None:
-                self.module.__dict__["forward"] = self._original
-
-    def original(self, *args: Any, **kwargs: Any) -> Any:
-        if self._original is not None:
-            return self._original(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return _plain_forward(copy.deepcopy(self.module, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _plain_forward, (self.module,)
-
-
-class LossGuard(_InstanceForward):
+class LossGuard(InstanceForward):
     """Runs one loss in full precision on checked inputs and counts its calls.
 
     Attributes:
@@ -100,7 +59,7 @@ class LossGuard(_InstanceForward):
         if not self.on_return():
             self.awaited = max(0, self.awaited - 1)
 
-    @_eager
+    @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The loss, in ``promote(float32, parameters, inputs)`` with autocast off."""
         if self._inside:
@@ -131,7 +90,7 @@ class LossGuard(_InstanceForward):
             self._inside = False
 
 
-class HiddenSentinel(_InstanceForward):
+class HiddenSentinel(InstanceForward):
     """Waits on an unregistered loss that no optimizer holds: used in ``training_step`` with gradients, it is an error."""
 
     def __init__(self, module: nn.Module, path: str, in_training_step: Callable[[], bool]) -> None:
@@ -139,7 +98,7 @@ class HiddenSentinel(_InstanceForward):
         self.path = path
         self._in_training_step = in_training_step
 
-    @_eager
+    @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, unless it runs with gradients inside ``training_step``."""
         if torch.is_grad_enabled() and self._in_training_step():

@@ -6,23 +6,16 @@ Lightning does not move, synchronise or save them. *Hidden* is what an optimizer
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["Hidden", "find_hidden"]
+from lightning_ddp_losses.unregistered import unregistered_modules
 
-_MAX_OBJECTS = 20_000
-_MAX_DEPTH = 8
-_LIBRARIES = frozenset({"torch", "lightning", "builtins", "numpy", "collections", "rich", "logging"})
-_BACK_REFERENCES = ("_trainer", "trainer", "_fabric")
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, Tensor)
+__all__ = ["Hidden", "find_hidden"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ def find_hidden(module: nn.Module, optimizers: Iterable[Optimizer], elsewhere: M
     }
     optimised: dict[str, nn.Module] = {}
     idle: dict[str, nn.Module] = {}
-    for path, found in _unregistered(module, elsewhere):
+    for path, found in unregistered_modules(module, elsewhere):
         own = [p for p in found.parameters() if id(p) not in registered]
         if any(id(p) in strangers for p in own):
             optimised[path] = found
@@ -67,61 +60,3 @@ def find_hidden(module: nn.Module, optimizers: Iterable[Optimizer], elsewhere: M
         elif any(p.requires_grad for p in own):
             idle[path] = found
     return Hidden(optimised, idle, list(strangers.values()))
-
-
-def _unregistered(module: nn.Module, elsewhere: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
-    """Outermost unregistered modules, each once, breadth first."""
-    seen = {id(inner) for inner in module.modules()}
-    queue: list[tuple[str, Any, int]] = []
-    for name, inner in module.named_modules():
-        prefix = f"self.{name}" if name else "self"
-        queue += [(f"{prefix}.{key}", value, 0) for key, value in _attributes(inner)]
-    queue += [(name, value, 0) for name, value in elsewhere.items()]
-    for count, (path, value, depth) in enumerate(queue):
-        if count > _MAX_OBJECTS:
-            return
-        if isinstance(value, _PLAIN) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            seen.update(id(inner) for inner in value.modules())
-            yield path, value
-        elif depth < _MAX_DEPTH:
-            queue += [(p, v, depth + 1) for p, v in _inside(path, value)]
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """A module's own attributes, without what nn.Module and Lightning keep there."""
-    for key, value in vars(module).items():
-        if key not in ("_modules", "_parameters", "_buffers", "_trainer", "_fabric", "forward"):
-            yield key, value
-
-
-def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((f"{path}[{index}]", item) for index, item in enumerate(value))
-    elif isinstance(value, functools.partial):
-        yield f"{path}.func", value.func
-        yield from ((f"{path}.args[{i}]", item) for i, item in enumerate(value.args))
-        yield from ((f"{path}.keywords[{key!r}]", item) for key, item in value.keywords.items())
-    elif isinstance(value, types.MethodType):
-        yield f"{path}.__self__", value.__self__
-    elif isinstance(value, types.FunctionType):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
-            with contextlib.suppress(ValueError):  # a cell that is not filled yet
-                yield f"{path}.<closure>.{name}", cell.cell_contents
-        yield from ((f"{path}.<default {i}>", item) for i, item in enumerate(value.__defaults__ or ()))
-    elif _may_hold(type(value).__module__):
-        yield from ((f"{path}.{key}", item) for key, item in _vars(value).items())
-
-
-def _may_hold(package: str) -> bool:
-    """Whether an object of a class from that package may hold a user's module (Lightning's own callbacks may)."""
-    return package.startswith("lightning.pytorch.callbacks") or package.split(".", maxsplit=1)[0] not in _LIBRARIES
-
-
-def _vars(value: Any) -> dict[str, Any]:
-    found = getattr(value, "__dict__", None)
-    return {k: v for k, v in found.items() if k not in _BACK_REFERENCES} if isinstance(found, dict) else {}

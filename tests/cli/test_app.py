@@ -136,6 +136,17 @@ def test_a_global_config_gives_the_same_metrics_on_two_ranks_and_on_one_with_and
     assert auto_metrics == pytest.approx(one, rel=1e-6)
 
 
+def test_a_batch_norm_config_gives_the_same_metrics_on_two_ranks_and_on_one() -> None:
+    config = CONFIGS / "digits_arcface_syncbn.yaml"
+    options = ["--trainer.limit_train_batches", "4", "--trainer.max_epochs", "1", "--trainer.precision", "64-true"]
+    two_ranks("fit", "--config", str(config), *options)
+    plugin = ["--trainer.sync_batchnorm", "false", "--trainer.plugins", "lightning_ddp_losses.SyncBatchNorm"]
+    run(*command("fit", config, *plugin, *options))
+    assert "lightning_ddp_losses.SyncBatchNorm" in (run_folder(config, 1) / "config.yaml").read_text()
+    two, one = (metrics(run_folder(config, version)) for version in range(2))
+    assert two == pytest.approx(one, rel=1e-9)
+
+
 def metrics(folder: Path) -> dict[str, float]:
     """Last value of each column of metrics.csv."""
     with (folder / "metrics.csv").open(newline="") as file:

@@ -1,0 +1,215 @@
+"""Ranks that disagree, batches that are too small, wrong orders: the same error on every rank, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp_losses import SyncBatchNorm
+from lightning_ddp_losses.collectives import all_gather_with_grad
+from tests.rank_pool import RankPool
+from tests.strategies.test_calls import assert_same_error
+
+OK = torch.linspace(0, 1, 12).view(4, 3)
+
+
+def synced(layer: nn.Module) -> nn.Module:
+    return SyncBatchNorm().apply(layer)
+
+
+class ByHand(nn.BatchNorm1d):
+    """Statistics that nobody can reach."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return (input - input.mean(0)) / input.std(0)
+
+
+def then_gather(layer: nn.Module, calls: int) -> object:
+    for _ in range(calls):
+        layer(OK)
+    return all_gather_with_grad(OK)
+
+
+def another_layer_in_backward(rank: int) -> object:
+    layers = synced(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
+    outputs = [layer(OK.clone().requires_grad_()) for layer in layers]
+    return outputs[rank].sum().backward()
+
+
+def second_derivative(rank: int) -> object:
+    x = OK.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(synced(nn.BatchNorm1d(3))(x).square().sum(), x, create_graph=True)
+    return grad.square().sum().backward()
+
+
+DISAGREE: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
+    "channels": (
+        lambda r: synced(nn.BatchNorm1d(3 + r))(torch.ones(4, 3 + r)),
+        ("SyncBatchNorm call 1: channels", "rank 0: channels=3", "rank 1: channels=4"),
+    ),
+    "dtype": (
+        lambda r: synced(nn.BatchNorm1d(3).double() if r else nn.BatchNorm1d(3))(OK.double() if r else OK),
+        ("dtype", "float32 cpu", "float64 cpu"),
+    ),
+    "momentum": (lambda r: synced(nn.BatchNorm1d(3, momentum=0.1 + r))(OK), ("settings", "momentum=1.1")),
+    "number of calls": (
+        lambda r: then_gather(synced(nn.BatchNorm1d(3)), 1 + r),
+        ("SyncBatchNorm call 2", "all_gather"),
+    ),
+    "evaluation mode on one rank": (
+        lambda r: then_gather(synced(nn.BatchNorm1d(3)).train(r == 0), 1),
+        ("SyncBatchNorm call 1", "all_gather"),
+    ),
+    "gradients on one rank": (
+        lambda r: (torch.set_grad_enabled(r == 0) and None) or synced(nn.BatchNorm1d(3))(OK),
+        ("gradients=True", "gradients=False"),
+    ),
+    "other layers": (
+        lambda r: synced(nn.Sequential(*[nn.BatchNorm1d(3) for _ in range(1 + r)])),
+        ("batch norms to synchronise", "`1` BatchNorm1d", "1 in common"),
+    ),
+    "other layers in backward": (
+        another_layer_in_backward,
+        ("backward of batch norm", "rank 0: SyncBatchNorm `0`", "rank 1: SyncBatchNorm `1` call 1"),
+    ),
+    "a second derivative": (second_derivative, ("second derivative of SyncBatchNorm call 1", "create_graph=True")),
+    "statistics by hand": (lambda r: synced(ByHand(3))(OK), ("ByHand.forward", "torch.nn.functional.batch_norm")),
+}
+
+
+def disagree(case: str) -> object:
+    table = {**DISAGREE, **ORDERS}
+    try:
+        return table[case][0](dist.get_rank())
+    finally:
+        torch.set_grad_enabled(True)
+
+
+@pytest.mark.parametrize("case", DISAGREE)
+def test_ranks_that_disagree_get_the_same_error(pool: RankPool, case: str) -> None:
+    assert_same_error(pool.errors(2, disagree, case), *DISAGREE[case][1])
+
+
+def wrong_number_of_dimensions() -> object:
+    return synced(nn.BatchNorm2d(3))(torch.ones(2, 3, 2, *[2] * dist.get_rank()))
+
+
+def test_an_error_on_one_rank_reaches_the_others(pool: RankPool) -> None:
+    first, second = pool.errors(2, wrong_number_of_dimensions)
+    assert (first.type, second.type) == ("ValueError", "PeerError")
+    assert "expected 4D input (got 3D input)" in first.message
+    assert first.message in second.message
+
+
+REFUSED: dict[str, Callable[[Callable[[nn.Module], nn.Module]], object]] = {
+    "channels that the layer does not have": lambda convert: convert(nn.BatchNorm1d(3))(torch.ones(4, 5)),
+    "channels of the weight alone": lambda convert: convert(nn.BatchNorm1d(3, track_running_stats=False))(OK[:, :2]),
+    "eps 0": lambda convert: convert(nn.BatchNorm1d(3, eps=0.0))(OK),
+    "integers": lambda convert: convert(nn.BatchNorm1d(3))(OK.long()),
+    "complex numbers": lambda convert: convert(nn.BatchNorm1d(3))(OK.to(torch.complex64)),
+    "one dimension": lambda convert: convert(nn.BatchNorm1d(3))(OK[0]),
+}
+
+
+def refused(case: str) -> object:
+    return REFUSED[case](synced)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_one_process_refuses_is_refused_with_the_same_words(pool: RankPool, case: str) -> None:
+    with pytest.raises((RuntimeError, ValueError)) as alone:
+        REFUSED[case](lambda layer: layer)
+    assert [error.message for error in pool.errors(2, refused, case)] == [str(alone.value)] * 2
+
+
+def too_few(rows: list[int], size: list[int]) -> object:
+    return synced(nn.BatchNorm2d(3) if size else nn.BatchNorm1d(3))(torch.ones(rows[dist.get_rank()], 3, *size))
+
+
+@pytest.mark.parametrize(("rows", "size"), [([1, 0], []), ([0, 0, 1], [1, 1])])
+def test_one_value_per_channel_over_all_ranks_is_the_error_of_one_process(
+    pool: RankPool, rows: list[int], size: list[int]
+) -> None:
+    layer = nn.BatchNorm2d(3) if size else nn.BatchNorm1d(3)
+    with pytest.raises(ValueError, match="more than 1 value") as alone:
+        layer(torch.ones(1, 3, *size))
+    errors = pool.errors(len(rows), too_few, rows, size)
+    assert_same_error(errors, str(alone.value), "rank 0", "1 value per channel", "0 values per channel")
+    assert all(error.is_a("ValueError") and error.is_a("InputError") for error in errors)
+
+
+def too_few_in_a_pair() -> object:
+    layer = SyncBatchNorm(group_size=2).apply(nn.BatchNorm1d(3))
+    return layer(torch.ones([3, 3, 0, 1][dist.get_rank()], 3))
+
+
+def test_too_few_values_in_one_part_end_all_parts(pool: RankPool) -> None:
+    assert_same_error(pool.errors(4, too_few_in_a_pair), "Expected more than 1 value", "rank 3: 1 value per channel")
+
+
+def without_rows() -> list[Any]:
+    layer = synced(nn.BatchNorm1d(3))
+    y = layer(torch.ones(0, 3, requires_grad=True))
+    y.sum().backward()
+    return [tuple(y.shape), *layer.state_dict().values()]
+
+
+def test_no_rows_at_all_are_what_they_are_in_one_process(pool: RankPool) -> None:
+    alone = nn.BatchNorm1d(3)
+    expected = [tuple(alone(torch.ones(0, 3)).shape), *alone.state_dict().values()]
+    for found in pool.run(2, without_rows):
+        assert found[0] == expected[0]
+        assert all(torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True))
+
+
+def part_of_the_world(rank: int) -> object:
+    group = dist.new_group([0])
+    return SyncBatchNorm(process_group=group).apply(nn.BatchNorm1d(3))
+
+
+ORDERS: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
+    "after the wrap": (
+        lambda r: SyncBatchNorm().apply(DistributedDataParallel(nn.BatchNorm1d(3))),
+        ("before the wrap in DistributedDataParallel", "the model itself, wrapped already"),
+    ),
+    "around a wrapped part": (
+        lambda r: SyncBatchNorm().apply(nn.ModuleDict({"part": DistributedDataParallel(nn.BatchNorm1d(3))})),
+        ("`part`, wrapped already",),
+    ),
+    "twice": (
+        lambda r: SyncBatchNorm().apply(SyncBatchNorm().apply(nn.Sequential(nn.BatchNorm1d(3)))),
+        ("`0`, converted already",),
+    ),
+    "after torch's": (
+        lambda r: SyncBatchNorm().apply(nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))),
+        ("`0`, converted already by torch.nn.SyncBatchNorm.convert_sync_batchnorm",),
+    ),
+    "a group that does not divide the world": (
+        lambda r: SyncBatchNorm(group_size=2).apply(nn.BatchNorm1d(3)),
+        ("group_size", "a divisor of the 3 ranks", "got 2"),
+    ),
+    "a group without this rank": (part_of_the_world, ("a group that this rank is a member of", "rank 1")),
+    "both groups": (
+        lambda r: SyncBatchNorm(group_size=1, process_group=dist.group.WORLD),
+        ("group_size= or process_group=",),
+    ),
+    "no number": (lambda r: SyncBatchNorm(group_size=0), ("group_size", "got 0")),
+    "TorchScript": (
+        lambda r: SyncBatchNorm().apply(nn.Sequential(torch.jit.script(nn.BatchNorm1d(3)))),
+        ("`0` in TorchScript",),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("case", ORDERS)
+def test_wrong_orders_and_groups_are_errors_by_name(pool: RankPool, case: str) -> None:
+    errors = pool.errors(3, disagree, case)
+    assert all(error.is_a("ConfigurationError") for error in errors)
+    assert all(words in error.message for words in ORDERS[case][1] for error in errors), errors
