@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.errors import InputError, format_error
 
-__all__ = ["check_inputs", "num_rows"]
+__all__ = ["check_classified", "check_inputs", "num_rows"]
 
 # where a class weight keeps the embedding's dimension
 _WIDTH_DIM = {"W": 0, "fc": 0, "proxies": 1}
@@ -87,6 +87,34 @@ def check_inputs(
         )
     labels = args[1] if len(args) > 1 else kwargs.get("labels")
     if isinstance(labels, Tensor):
+        _check_labels(title, labels, embeddings.shape[0], num_classes, read_values=read_values)
+
+
+def check_classified(
+    title: str, embeddings: Tensor, labels: Tensor | None, width: int, num_classes: int, *, read_values: bool
+) -> None:
+    """Refuse embeddings and labels that a loss with one weight per class cannot take.
+
+    Args:
+        title: How messages name the loss.
+        embeddings: (n, width) expected.
+        labels: (n,) integers from 0 to ``num_classes - 1`` expected; None: not asked for.
+        width: D.
+        num_classes: C.
+        read_values: Also look at the range of the labels; waits for the device.
+
+    Raises:
+        InputError: with what, expected, got and what to do.
+    """
+    if not isinstance(embeddings, Tensor) or embeddings.ndim != 2 or embeddings.shape[1] != width:
+        got = tuple(embeddings.shape) if isinstance(embeddings, Tensor) else type(embeddings).__name__
+        fix = "Set the loss's embedding_size to the encoder's output width."
+        _refuse(f"{title}: embeddings", f"shape (n, {width})", got, fix)
+    if not embeddings.is_floating_point():
+        _refuse(f"{title}: embeddings", "a floating dtype", embeddings.dtype, "Pass the encoder's output.")
+    if labels is not None:
+        if not isinstance(labels, Tensor):
+            _refuse(f"{title}: labels", "a tensor", type(labels).__name__, "Pass torch.tensor(labels).")
         _check_labels(title, labels, embeddings.shape[0], num_classes, read_values=read_values)
 
 

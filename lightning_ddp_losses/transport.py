@@ -26,6 +26,7 @@ __all__ = [
     "scatter_sum",
     "start_mean",
     "sum_over_ranks",
+    "swap",
     "wait",
 ]
 
@@ -171,6 +172,15 @@ def scatter_sum(tensor: Tensor, counts: list[int], group: Group) -> Tensor:
     out = padded.new_empty((longest, *row_shape))
     _reduce_scatter_into(out.reshape(-1), padded.reshape(-1), group=family.payload(source))
     return out[: counts[rank]].to(tensor.dtype)
+
+
+def swap(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:
+    """Give rank i the i-th part (1-D, one dtype); returns what each rank gave, of these sizes. One exchange."""
+    packed = torch.cat(list(parts)).contiguous()
+    received = packed.new_empty(sum(sizes))
+    channel = groups.family(group).payload(packed)
+    dist.all_to_all_single(received, packed, list(sizes), [p.numel() for p in parts], group=channel)
+    return list(torch.split(received, list(sizes)))
 
 
 def sum_over_ranks(tensor: Tensor, group: Group) -> Tensor:

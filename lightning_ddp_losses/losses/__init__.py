@@ -13,9 +13,17 @@ In ``rows`` and ``elements`` each rank back-propagates ``W * S_r / N`` and repor
 factor for its own parameters: every rank holds the full gradient and DDP's mean leaves it alone.
 """
 
+from lightning_ddp_losses.losses.class_sharded import ClassShardedLoss
 from lightning_ddp_losses.losses.global_batch import GlobalBatchLoss
 from lightning_ddp_losses.losses.miner import GlobalBatchMiner
 from lightning_ddp_losses.losses.separable import check_separable
 from lightning_ddp_losses.losses.table import register_element_wise, register_row_separable
 
-__all__ = ["GlobalBatchLoss", "GlobalBatchMiner", "check_separable", "register_element_wise", "register_row_separable"]
+__all__ = [
+    "ClassShardedLoss",
+    "GlobalBatchLoss",
+    "GlobalBatchMiner",
+    "check_separable",
+    "register_element_wise",
+    "register_row_separable",
+]

@@ -1,0 +1,471 @@
+"""`ClassShardedLoss`: a classification loss whose class weight is divided over the ranks, evaluated chunk by chunk.
+
+A million classes of 128 numbers are half a gigabyte of weight and as much of gradient on every rank, and DDP sends all of it
+at every step. Here each rank holds C / W classes; what travels is embeddings and three numbers per row.
+
+Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``D`` embedding size, ``C`` classes, ``c`` classes
+on this rank, ``K`` weight rows per class (sub-centers).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_losses import frames, graph, groups, inputs, transport
+from lightning_ddp_losses.bundles import Bundle, gather_bundle
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, RankMismatchError, format_error
+from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.losses.class_heads import head_of
+from lightning_ddp_losses.losses.class_init import empty_loss, fill, refuse_joint_draws
+from lightning_ddp_losses.losses.class_logits import ClassLogits
+from lightning_ddp_losses.losses.class_penalties import penalty_of
+from lightning_ddp_losses.losses.class_sampling import ClassSampler, SampledSteps
+from lightning_ddp_losses.losses.class_softmax import Held, row_losses
+from lightning_ddp_losses.losses.coefficient import CoefficientWatch
+from lightning_ddp_losses.losses.fingerprint import digest
+from lightning_ddp_losses.losses.mined import counts_of, weights_of
+from lightning_ddp_losses.losses.pml_call import GlobalTuples
+from lightning_ddp_losses.sharding import ClassShard, shard_of, tag_shard
+
+__all__ = ["ClassShardedLoss"]
+
+_CHUNK_BYTES = 2 << 20  # of logits at a time: what a core's cache holds
+
+
+class ClassShardedLoss(ClassLogits, nn.Module):
+    """A loss with one weight row (or several) per class, each rank holding its own classes.
+
+    Equivalent to: ``loss(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process that holds the whole
+    weight, for pytorch-metric-learning's ArcFaceLoss, CosFaceLoss, SubCenterArcFaceLoss, LargeMarginSoftmaxLoss, SphereFaceLoss,
+    NormalizedSoftmaxLoss, ProxyNCALoss and SoftTripleLoss. The margin is theirs, and the gradient goes through it.
+
+    The weight keeps its name and layout (``W`` (D, c K), ``fc``, ``proxies``). Ranks hold consecutive blocks of ``ceil(C / W)`` classes. Made
+    before the ranks exist, as in a LightningModule's ``__init__``, the loss is divided when they do: by ``strategy="ddp_losses"``, or at
+    the first call. In one process it is the chunked evaluation alone.
+
+    Args:
+        loss: An instance; its weight is copied from the group's rank 0 and sliced. ``build`` never holds the whole.
+        chunk_size: Classes whose logits are alive at a time; None: as many as fit 2 MiB.
+        sample_rate: Below 1, a step looks at the batch's own classes and random others, this share of the held ones
+            (PartialFC's sampling). Rows not looked at keep weight and optimizer state: the optimizer must be attached
+            (``attach``; the strategy does it).
+        unbiased: Weigh the sampled negatives by one over their probability.
+        group: Process group that divides the classes; None is the world.
+
+    Returns:
+        From ``forward``: the global loss, 0-dim, equal on every rank; logging it needs no ``sync_dist``.
+
+    Gradient:
+        The weight's is complete for the rows held and must not be averaged (the strategy leaves it alone; outside Lightning keep
+        the loss out of ``DistributedDataParallel``). The encoder's is the one-process gradient after DDP's mean.
+
+    Communication:
+        Frame, gather of the embeddings, gather of 3 G numbers; one exchange of G x D in backward. Nothing depends on C.
+
+    Raises:
+        ConfigurationError: a loss, regulariser or distance that cannot be divided; more ranks than classes; a bad chunk.
+        InputError: on every rank, for labels out of range or a wrong width on any rank.
+        RankMismatchError: on every rank, when configurations, dtypes or widths differ, or when all ranks hold the same rows.
+
+    Example:
+        >>> import torch
+        >>> from pytorch_metric_learning.losses import ArcFaceLoss
+        >>> loss = ClassShardedLoss.build(ArcFaceLoss, num_classes=1000, embedding_size=8)
+        >>> value = loss(torch.randn(4, 8), torch.tensor([0, 7, 99, 999]))
+    """
+
+    sees_global_batch = True
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        *,
+        chunk_size: int | None = None,
+        sample_rate: float = 1.0,
+        unbiased: bool = False,
+        group: Group = None,
+    ) -> None:
+        weight = _take_weight(loss)
+        self._set_up(loss, weight.shape, chunk_size, sample_rate, unbiased, group)
+        self._seed: int | None = None
+        self._register(weight.detach())
+        if groups.is_distributed():
+            self.shard_classes()
+
+    @classmethod
+    def build(
+        cls,
+        loss_class: type[nn.Module],
+        *,
+        num_classes: int,
+        embedding_size: int,
+        chunk_size: int | None = None,
+        sample_rate: float = 1.0,
+        unbiased: bool = False,
+        seed: int | None = None,
+        group: Group = None,
+        **options: Any,
+    ) -> ClassShardedLoss:
+        """The loss from its class, without ever holding the whole weight.
+
+        Args:
+            loss_class: One of the supported classes.
+            num_classes: C.
+            embedding_size: D.
+            chunk_size: As in the constructor.
+            sample_rate: As in the constructor.
+            unbiased: As in the constructor.
+            seed: Of the initial weight, which is the same for any number of ranks; None: drawn from torch's generator, rank 0's
+                counts.
+            group: As in the constructor.
+            **options: Of the loss class (``margin``, ``scale``, ``weight_init_func``, ...).
+        """
+        try:
+            template = empty_loss(loss_class, num_classes, embedding_size, options)
+            head = head_of(template)
+        except (TypeError, AttributeError) as error:
+            raise ConfigurationError(f"ClassShardedLoss.build({getattr(loss_class, '__name__', loss_class)}): {error}") from None
+        refuse_joint_draws(template)
+        shape = [embedding_size, embedding_size]
+        shape[head.class_dim] = num_classes * head.per_class
+        made = cls.__new__(cls)
+        made._set_up(template, torch.Size(shape), chunk_size, sample_rate, unbiased, group)
+        made._seed = int(torch.randint(1 << 62, ())) if seed is None else seed
+        held = list(shape)
+        held[head.class_dim] = 0
+        made._register(getattr(template, head.weight_name).detach().new_empty(held))
+        if groups.is_distributed():
+            made.shard_classes()
+        return made
+
+    def _set_up(
+        self,
+        loss: Any,
+        whole_shape: torch.Size,
+        chunk_size: int | None,
+        sample_rate: float,
+        unbiased: bool,
+        group: Group,
+    ) -> None:
+        nn.Module.__init__(self)
+        self._head = head_of(loss)
+        self._whole_shape = tuple(whole_shape)
+        self._classes = self._whole_shape[self._head.class_dim] // self._head.per_class
+        self._penalty = penalty_of(loss, self._head.per_class)
+        _check_options(self._classes, chunk_size, sample_rate, regularised=self._penalty is not None)
+        self.loss = _without_weight(loss, self._head.weight_name)
+        self._head = head_of(self.loss)
+        self.chunk_size = chunk_size
+        self.sampler = ClassSampler(sample_rate, unbiased) if sample_rate < 1 else None
+        self._group = group
+        self._world = 0  # ranks that the weight is divided over now; 0: not yet
+        self._attached: SampledSteps | None = None
+        self._touched: Tensor | None = None
+        self._draws = 0
+        self._fingerprint = ""
+        self._coefficients = CoefficientWatch()
+
+    def _register(self, weight: Tensor) -> None:
+        parameter = nn.Parameter(_rows_first(weight, self._head.class_dim))
+        self.register_parameter(self._head.weight_name, parameter)
+        held = weight.shape[self._head.class_dim] // self._head.per_class
+        dim, per = self._head.class_dim, self._head.per_class
+        tag_shard(parameter, ClassShard(0, held, self._classes, dim, per))
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The weight of the classes held, in the loss's layout."""
+        parameter = self._parameters[self._head.weight_name]
+        assert isinstance(parameter, nn.Parameter)
+        return parameter
+
+    @property
+    def shard(self) -> ClassShard:
+        """Which classes are held."""
+        shard = shard_of(self.weight)
+        assert shard is not None
+        return shard
+
+    @property
+    def num_classes(self) -> int:
+        """C."""
+        return self._classes
+
+    def extra_repr(self) -> str:
+        """The classes held."""
+        return f"classes {self.shard.start} to {self.shard.stop} of {self._classes}"
+
+    # ------------------------------------------------------------------ dividing
+
+    def shard_classes(self) -> None:
+        """Divide the weight over the ranks of the group, or draw it, if that is not done; all of them must come here.
+
+        Communication: one frame; for a loss made from an instance a broadcast of the whole weight.
+        """
+        world, rank = groups.world_size(self._group), groups.rank(self._group)
+        if self._world == world:
+            return
+        if self._world > 1 or (self._world == 1 and self.shard.classes < self._classes):
+            raise ConfigurationError(
+                format_error(
+                    f"{self._title}: ranks",
+                    expected=f"the {self._world} that its classes were divided over",
+                    got=world,
+                    fix="Save a checkpoint with the strategy, which holds the whole weight, and load it into a new loss.",
+                )
+            )
+        agreed = {"classes": self._classes, "built": self._seed is not None, "configuration": digest(self.loss)}
+        own = (self._seed or 0).to_bytes(8, "little")
+        seeds = frames.exchange(f"{self._title} divides its classes", agreed, own, group=self._group)
+        if self._classes < world:
+            raise ConfigurationError(
+                format_error(f"{self._title}: classes", expected=f"at least one for each of {world} ranks", got=self._classes),
+                collective=True,
+            )
+        dim, per = self._head.class_dim, self._head.per_class
+        shard = ClassShard.of_rank(self._classes, world, rank, dim=dim, per_class=per)
+        parameter = self.weight
+        if self._seed is None:
+            whole = parameter.data
+            transport.broadcast_([whole], group=self._group)
+            if world > 1:
+                parameter.data = _rows_first(shard.own_part(whole), dim)
+        elif self._world == 0:
+            shape = list(self._whole_shape)
+            shape[dim] = shard.classes * per
+            parameter.data = _rows_first(parameter.data.new_empty(shape), dim)
+            seed = int.from_bytes(seeds[0], "little")
+            with torch.no_grad():
+                fill(parameter.data, shard, self.loss.weight_init_func, seed, self._whole_shape)  # type: ignore[arg-type]
+        tag_shard(parameter, shard)
+        parameter.grad = None
+        self._world = world
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Take the whole weight, of which this rank's part is kept, or a part of the right shape."""
+        self.shard_classes()
+        key = prefix + self._head.weight_name
+        given = state_dict.get(key)
+        if isinstance(given, Tensor) and given.shape != self.weight.shape:
+            if tuple(given.shape) != self._whole_shape:
+                raise InputError(
+                    format_error(
+                        f"{self._title}: {key} to load",
+                        expected=f"{self._whole_shape} of all classes, or {tuple(self.weight.shape)} of those held",
+                        got=tuple(given.shape),
+                        fix="Load a checkpoint of a loss with the same classes and embedding size.",
+                    )
+                )
+            state_dict = {**state_dict, key: self.shard.own_part(given)}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        if self._world == 0 and not self.shard.classes:
+            self.shard_classes()
+        super()._save_to_state_dict(*args)
+
+    # ------------------------------------------------------------------ sampling
+
+    def attach(self, optimizer: Any) -> None:
+        """Let an optimizer step only the rows that were looked at; needed with ``sample_rate`` below 1."""
+        if self.sampler is None or self._attached is not None:
+            return
+        steps = SampledSteps(self.weight, self._touched_rows, self._forget)
+        if steps.attach(getattr(optimizer, "_optimizer", optimizer)):
+            self._attached = steps
+
+    def _forget(self) -> None:
+        self._touched = None
+
+    def _note_touched(self, chosen: Tensor) -> None:
+        if self.weight.grad is None or self._touched is None:
+            self._touched = torch.zeros(self.shard.classes, dtype=torch.bool, device=chosen.device)
+        self._touched[chosen] = True
+
+    def _touched_rows(self) -> Tensor | None:
+        return None if self._touched is None else self._touched.repeat_interleave(self._head.per_class)
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -> Tensor:
+        """The global loss.
+
+        Args:
+            embeddings: (B, D); halves are computed in float32.
+            labels: (B,), integers from 0 to C - 1.
+            indices_tuple: A miner's pairs or triplets of local rows; as in PML they weigh the rows.
+        """
+        self._prepare(embeddings, labels)
+        value: Tensor = graph.run_wide(self, self._forward, (embeddings, labels, indices_tuple), {})
+        graph.note_global_value(value)
+        watched: Tensor = self._coefficients.watch(value)
+        return watched
+
+    def _prepare(self, embeddings: Tensor, labels: Tensor | None) -> None:
+        """Divide if that is not done, and refuse what this rank cannot take, together with the peers."""
+        self.shard_classes()
+        try:
+            width = self._whole_shape[1 - self._head.class_dim]
+            inputs.check_classified(
+                self._title, embeddings, labels, width, self._classes, read_values=embeddings.device.type == "cpu"
+            )
+            if labels is not None and self.sampler is not None and self._attached is None and torch.is_grad_enabled():
+                raise ConfigurationError(
+                    format_error(
+                        f"{self._title}: sample_rate",
+                        expected="an optimizer that steps only the sampled rows",
+                        got="none attached",
+                        fix="Call loss.attach(optimizer) once, or train with strategy='ddp_losses', which does it.",
+                    )
+                )
+        except DDPLossError as error:
+            frames.fail_together(error, self._title, group=self._group)
+
+    def _forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Tensor:
+        bundle = self._gather(embeddings, labels.to(torch.int64), indices_tuple)
+        everyone, all_labels = bundle.tensors[:2]
+        rows, scale = self._head.prepare(everyone)
+        held = self._held(all_labels, len(everyone), everyone.element_size())
+        losses, terms, counts = row_losses(held, rows, scale, self._weight_rows())
+        if self.loss.collect_stats and hasattr(self.loss, "avg_angle"):
+            self.loss.avg_angle = float(counts[3]) / max(len(everyone), 1)
+        if isinstance(indices_tuple, GlobalTuples):
+            losses = losses * weights_of(self._counts(indices_tuple, len(everyone))).to(losses)
+        elif indices_tuple is not None:
+            losses = losses * weights_of(bundle.tensors[2]).to(losses)
+        return self._reduce(losses, terms, counts, everyone, all_labels)
+
+    def _gather(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Bundle:
+        batches = {"embeddings": embeddings, "labels": labels}
+        if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
+            batches["rows named by the miner"] = self._counts(indices_tuple, len(labels))
+        self._fingerprint = self._fingerprint or digest(self.loss)
+        agreed = {
+            "classes": self._classes,
+            "sampling": "none" if self.sampler is None else f"{self.sampler.rate} {self.sampler.unbiased}",
+            "configuration": self._fingerprint,
+            "miner": type(indices_tuple).__name__,
+            "coefficient of the last backward": self._coefficients.take(),
+        }
+        bundle = gather_bundle(self._title, batches, agreed, extra=self._stamp(), group=self._group)
+        if len(bundle.tensors[0]) == 0:
+            raise InputError(format_error(f"{self._title}: rows", expected="at least one on some rank", got="none"), collective=True)
+        stamps = [stamp for stamp in bundle.extras if stamp]
+        if len(stamps) > 1 and len(set(stamps)) == 1:
+            raise RankMismatchError(
+                format_error(
+                    f"{self._title}: weight",
+                    expected="other rows on every rank",
+                    got="the same on all of them",
+                    fix="Something broadcast the shards, as strategy='ddp' does. Use strategy='ddp_losses', or keep the loss out of "
+                    "DistributedDataParallel.",
+                ),
+                collective=True,
+            )
+        return bundle
+
+    def _counts(self, indices_tuple: Any, rows: int) -> Tensor:
+        only_anchors = self._head.weight_name == "proxies"  # PML's ProxyNCA counts anchors alone
+        try:
+            return counts_of(indices_tuple, rows, only_anchors=only_anchors, title=self._title)
+        except InputError as error:
+            frames.fail_together(error, self._title, group=self._group)
+
+    def _stamp(self) -> bytes:
+        """What the first class held looks like; nothing where reading it would wait for a device, or where it says nothing."""
+        weight = self.weight
+        if weight.device.type != "cpu" or not self.shard.classes or self._world == 1:
+            return b""
+        row = weight.detach().narrow(self._head.class_dim, 0, 1).contiguous().view(-1)
+        if bool((row == row[0]).all()):
+            return b""  # a constant start is the same everywhere
+        return hashlib.blake2b(row.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
+
+    def _held(self, labels: Tensor, rows: int, element_bytes: int) -> Held:
+        """What this rank looks at in a step."""
+        shard = self.shard
+        local = torch.where((labels >= shard.start) & (labels < shard.stop), labels - shard.start, -1)
+        chunk = self._chunk(rows, element_bytes)
+        if self.sampler is None:
+            return Held(self._head, local, chunk, penalty=self._penalty, group=self._group)
+        self._draws += 1
+        chosen, local, log_weight = self.sampler.draw(local, shard.classes, self._sampling_seed())
+        self._note_touched(chosen)
+        return Held(self._head, local, chunk, chosen, log_weight, self._penalty, self._group)
+
+    def _chunk(self, rows: int, element_bytes: int) -> int:
+        return self.chunk_size or max(16, _CHUNK_BYTES // (max(rows, 1) * element_bytes * self._head.per_class))
+
+    def _all_classes(self, rows: int, element_bytes: int, device: torch.device) -> Held:
+        nobody = torch.full((rows,), -1, device=device)
+        return Held(self._head, nobody, self._chunk(rows, element_bytes), group=self._group)
+
+    def _sampling_seed(self) -> int:
+        text = f"{torch.initial_seed()} {self.shard.start} {self._draws}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+    def _weight_rows(self) -> Tensor:
+        return self.weight.t() if self._head.class_dim else self.weight
+
+    def _reduce(self, losses: Tensor, terms: Tensor, counts: Tensor, everyone: Tensor, labels: Tensor) -> Tensor:
+        """PML's own reducer on the losses of all rows, which every rank knows, and its regularisers."""
+        index = torch.arange(len(losses), device=losses.device)
+        if self._head.weight_name == "proxies":  # PML's ProxyNCA leaves out rows whose probability rounds to zero
+            kept = torch.exp(-losses.detach()) != 0
+            losses, index = losses[kept], index[kept]
+        found: dict[str, Any] = {"loss": {"losses": losses, "indices": index, "reduction_type": "element"}}
+        if self._penalty is not None:
+            value = self._penalty.value(terms, counts[1])
+            found["weight_reg_loss"] = {"losses": value, "indices": None, "reduction_type": "already_reduced"}
+        self.loss.add_embedding_regularization_to_loss_dict(found, everyone)  # type: ignore[operator]
+        reduced: Tensor = self.loss.reducer(found, everyone, labels)  # type: ignore[operator]
+        return reduced
+
+    @property
+    def _title(self) -> str:
+        return f"ClassShardedLoss({type(self.loss).__name__})"
+
+
+def _take_weight(loss: Any) -> Tensor:
+    weight = getattr(loss, head_of(loss).weight_name)
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _without_weight(loss: Any, name: str) -> Any:
+    """The loss without its weight; the caller's own keeps it."""
+    bare = copy.copy(loss)
+    bare._parameters = {key: value for key, value in loss._parameters.items() if key != name}
+    return bare
+
+
+def _rows_first(weight: Tensor, class_dim: int) -> Tensor:
+    """The same values and shape; in memory, each class's row lies in one piece."""
+    if class_dim == 0:
+        return weight.clone(memory_format=torch.contiguous_format)
+    return weight.t().clone(memory_format=torch.contiguous_format).t()
+
+
+def _check_options(classes: int, chunk_size: int | None, sample_rate: float, *, regularised: bool) -> None:
+    if chunk_size is not None and (not isinstance(chunk_size, int) or not 1 <= chunk_size <= classes):
+        raise ConfigurationError(
+            format_error("ClassShardedLoss: chunk_size", expected=f"1 to {classes} classes, or None", got=repr(chunk_size))
+        )
+    if not 0 < sample_rate <= 1:
+        raise ConfigurationError(
+            format_error("ClassShardedLoss: sample_rate", expected="above 0 and at most 1", got=repr(sample_rate))
+        )
+    if sample_rate < 1 and regularised:
+        raise ConfigurationError(
+            format_error(
+                "ClassShardedLoss: weight_regularizer",
+                expected="none together with sample_rate below 1",
+                got=f"one, and sample_rate={sample_rate}",
+                fix="It would see the sampled classes only; use the optimizer's weight_decay, which the sampled rows get.",
+            )
+        )
