@@ -12,13 +12,14 @@ from lightning_ddp_losses.errors import (
     PeerError,
     RankMismatchError,
 )
-from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.losses import ClassShardedLoss, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type, use_global_wrapper
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ClassShardedLoss",
     "ConfigurationError",
     "DDPLossError",
     "DDPLossStrategy",
@@ -34,4 +35,5 @@ __all__ = [
 
 # losses and strategies are siblings; here, above both, they are introduced to each other
 register_loss_type(GlobalBatchLoss)
+register_loss_type(ClassShardedLoss)
 use_global_wrapper(GlobalBatchLoss)

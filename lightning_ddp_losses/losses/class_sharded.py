@@ -335,9 +335,9 @@ class ClassShardedLoss(ClassLogits, nn.Module):
         if self.loss.collect_stats and hasattr(self.loss, "avg_angle"):
             self.loss.avg_angle = float(counts[3]) / max(len(everyone), 1)
         if isinstance(indices_tuple, GlobalTuples):
-            losses = losses * weights_of(self._counts(indices_tuple, len(everyone))).to(losses)
+            losses = losses * weights_of(self._counts(indices_tuple, len(everyone)), losses.dtype)
         elif indices_tuple is not None:
-            losses = losses * weights_of(bundle.tensors[2]).to(losses)
+            losses = losses * weights_of(bundle.tensors[2], losses.dtype)
         return self._reduce(losses, terms, counts, everyone, all_labels)
 
     def _gather(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Bundle:

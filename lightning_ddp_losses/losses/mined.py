@@ -45,7 +45,7 @@ def counts_of(indices_tuple: Sequence[Tensor], rows: int, *, only_anchors: bool,
     return torch.bincount(index.to(torch.int64), minlength=rows)
 
 
-def weights_of(counts: Tensor) -> Tensor:
+def weights_of(counts: Tensor, dtype: torch.dtype) -> Tensor:
     """(G,) weights from the counts over all ranks."""
     highest = counts.max()
-    return torch.where(highest > 0, counts / highest.clamp(min=1), 1.0)
+    return torch.where(highest > 0, counts.to(dtype) / highest.clamp(min=1), torch.ones((), dtype=dtype))
