@@ -22,8 +22,10 @@ __all__ = [
     "gather",
     "gather_into",
     "gather_rows",
+    "receive",
     "reduce_mean_",
     "scatter_sum",
+    "send",
     "start_mean",
     "sum_over_ranks",
     "swap",
@@ -181,6 +183,19 @@ def swap(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Te
     channel = groups.family(group).payload(packed)
     dist.all_to_all_single(received, packed, list(sizes), [p.numel() for p in parts], group=channel)
     return list(torch.split(received, list(sizes)))
+
+
+def send(tensor: Tensor, to: int) -> None:
+    """Give a tensor to one rank of the world, which calls ``receive``."""
+    own = tensor.detach().contiguous()
+    dist.send(own, to, group=groups.family().payload(own))
+
+
+def receive(shape: Sequence[int], like: Tensor, source: int) -> Tensor:
+    """The tensor of this shape that one rank of the world sends, in the dtype and on the device of ``like``."""
+    out = like.new_empty(tuple(shape))
+    dist.recv(out, source, group=groups.family().payload(out))
+    return out
 
 
 def sum_over_ranks(tensor: Tensor, group: Group) -> Tensor:
