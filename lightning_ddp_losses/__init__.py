@@ -12,7 +12,8 @@ from lightning_ddp_losses.errors import (
     PeerError,
     RankMismatchError,
 )
-from lightning_ddp_losses.losses import ClassShardedLoss, GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
+from lightning_ddp_losses.microbatch import microbatched
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type, use_global_wrapper
 
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ClassShardedLoss",
+    "ClipLoss",
     "ConfigurationError",
     "DDPLossError",
     "DDPLossStrategy",
@@ -31,9 +33,13 @@ __all__ = [
     "LossCallError",
     "PeerError",
     "RankMismatchError",
+    "SigLipLoss",
+    "microbatched",
 ]
 
 # losses and strategies are siblings; here, above both, they are introduced to each other
 register_loss_type(GlobalBatchLoss)
 register_loss_type(ClassShardedLoss)
+register_loss_type(ClipLoss)
+register_loss_type(SigLipLoss)
 use_global_wrapper(GlobalBatchLoss)

@@ -11,6 +11,7 @@ import lightning_ddp_losses
 
 PINNED = [
     "ClassShardedLoss",
+    "ClipLoss",
     "ConfigurationError",
     "DDPLossError",
     "DDPLossStrategy",
@@ -22,6 +23,8 @@ PINNED = [
     "LossCallError",
     "PeerError",
     "RankMismatchError",
+    "SigLipLoss",
+    "microbatched",
 ]
 MODULES = sorted(
     found.name

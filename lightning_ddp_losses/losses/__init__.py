@@ -14,15 +14,19 @@ factor for its own parameters: every rank holds the full gradient and DDP's mean
 """
 
 from lightning_ddp_losses.losses.class_sharded import ClassShardedLoss
+from lightning_ddp_losses.losses.clip import ClipLoss
 from lightning_ddp_losses.losses.global_batch import GlobalBatchLoss
 from lightning_ddp_losses.losses.miner import GlobalBatchMiner
 from lightning_ddp_losses.losses.separable import check_separable
+from lightning_ddp_losses.losses.siglip import SigLipLoss
 from lightning_ddp_losses.losses.table import register_element_wise, register_row_separable
 
 __all__ = [
     "ClassShardedLoss",
+    "ClipLoss",
     "GlobalBatchLoss",
     "GlobalBatchMiner",
+    "SigLipLoss",
     "check_separable",
     "register_element_wise",
     "register_row_separable",
