@@ -59,7 +59,9 @@ def microbatched(
             format_error("microbatched: encoder", expected="a torch.nn.Module", got=type(encoder).__name__)
         )
     if not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1:
-        raise ConfigurationError(format_error("microbatched: chunk_size", expected="an int, 1 or more", got=repr(chunk_size)))
+        raise ConfigurationError(
+            format_error("microbatched: chunk_size", expected="an int, 1 or more", got=repr(chunk_size))
+        )
     if batch_norm not in ("refuse", "eval"):
         raise ConfigurationError(
             format_error("microbatched: batch_norm", expected="'refuse' or 'eval'", got=repr(batch_norm))
@@ -98,9 +100,7 @@ class _Pieces:
         before = {name: buffer._version for name, buffer in self.encoder.named_buffers()}
         with self._norms_at_rest():
             result = self.forward(*args, **kwargs)
-        written = [
-            name for name, b in self.encoder.named_buffers() if before.get(name, b._version) != b._version
-        ]
+        written = [name for name, b in self.encoder.named_buffers() if before.get(name, b._version) != b._version]
         if written and torch.is_grad_enabled():
             raise ConfigurationError(
                 format_error(

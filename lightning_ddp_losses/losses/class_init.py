@@ -89,4 +89,3 @@ def fill(
 def _seed_of(seed: int, block: int) -> int:
     digest = hashlib.blake2b(f"{seed} {block}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-

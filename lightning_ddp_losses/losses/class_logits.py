@@ -34,7 +34,7 @@ class ClassLogits:
         _title: str
         shard: ClassShard
 
-        def _prepare(self, embeddings: Tensor, labels: Tensor | None) -> None: ...
+        def _prepare(self, embeddings: Tensor) -> None: ...
         def _all_classes(self, rows: int, element_bytes: int, device: torch.device) -> Held: ...
         def _weight_rows(self) -> Tensor: ...
 
@@ -92,13 +92,15 @@ class ClassLogits:
             found = []
             for tensor in (best, labels):
                 parts = [block.reshape(-1) for block in torch.split(tensor, counts)]
-                found.append(torch.cat([p.view(rows, k) for p in transport.swap(parts, [rows * k] * world, self._group)], 1))
+                found.append(
+                    torch.cat([p.view(rows, k) for p in transport.swap(parts, [rows * k] * world, self._group)], 1)
+                )
             best, place = found[0].topk(k, 1)
             labels = found[1].gather(1, place)
         return best * factor, labels
 
     def _gather_rows(self, embeddings: Tensor, k: int = 0) -> tuple[Tensor, list[int]]:
-        self._prepare(embeddings, None)
+        self._prepare(embeddings)
         dtype = numerics.compute_dtype([embeddings, self._weight_rows()])
         bundle = gather_bundle(
             f"{self._title}: logits", {"embeddings": embeddings.to(dtype)}, {"k": k}, group=self._group

@@ -73,7 +73,9 @@ class SampledSteps:
         forget: Called when a step is done.
     """
 
-    def __init__(self, parameter: nn.Parameter, touched: Callable[[], Tensor | None], forget: Callable[[], None]) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, touched: Callable[[], Tensor | None], forget: Callable[[], None]
+    ) -> None:
         self._parameter, self._touched, self._forget = parameter, touched, forget
         self._part: nn.Parameter | None = None
         self._rows = torch.empty(0, dtype=torch.long)
@@ -82,9 +84,26 @@ class SampledSteps:
         """Install on an optimizer that holds the weight; False for another."""
         if all(p is not self._parameter for group in optimizer.param_groups for p in group["params"]):
             return False
-        optimizer.register_step_pre_hook(lambda opt, *_: self._enter(opt))
+        optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(lambda opt, *_: self._leave(opt))
         return True
+
+    def _before(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Hand over the rows; where forward and backward are yet to come, in a closure, after that."""
+        positional = len(args) > 1
+        closure = args[1] if positional else kwargs.get("closure")
+        if closure is None:
+            self._enter(optimizer)
+            return args, kwargs
+
+        def then_enter() -> Any:
+            result = closure()
+            self._enter(optimizer)
+            return result
+
+        if positional:
+            return (args[0], then_enter, *args[2:]), kwargs
+        return args, {**kwargs, "closure": then_enter}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the loss has other parameters, which no optimizer holds yet

@@ -30,6 +30,7 @@ from lightning_ddp_losses.losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.losses.fingerprint import digest
 from lightning_ddp_losses.losses.mined import counts_of, weights_of
 from lightning_ddp_losses.losses.pml_call import GlobalTuples
+from lightning_ddp_losses.losses.refusals import refuse_unfit
 from lightning_ddp_losses.sharding import ClassShard, shard_of, tag_shard
 
 __all__ = ["ClassShardedLoss"]
@@ -55,7 +56,8 @@ class ClassShardedLoss(ClassLogits, nn.Module):
             (PartialFC's sampling). Rows not looked at keep weight and optimizer state: the optimizer must be attached
             (``attach``; the strategy does it).
         unbiased: Weigh the sampled negatives by one over their probability.
-        group: Process group that divides the classes; None is the world.
+        group: Process group that divides the classes; None is the world. Where it is a part (the ranks of a node), every part holds all
+            classes, the loss is still that of the rows of all ranks, and the weight's gradient is averaged over its replicas here.
 
     Returns:
         From ``forward``: the global loss, 0-dim, equal on every rank; logging it needs no ``sync_dist``.
@@ -65,7 +67,8 @@ class ClassShardedLoss(ClassLogits, nn.Module):
         the loss out of ``DistributedDataParallel``). The encoder's is the one-process gradient after DDP's mean.
 
     Communication:
-        Frame, gather of the embeddings, gather of 3 G numbers; one exchange of G x D in backward. Nothing depends on C.
+        Frame, gather of the embeddings, gather of 3 G numbers; one exchange of G x D in backward. Nothing depends on C. With replicas, a
+        frame and a gather of the losses between them, and the mean of the weight's gradient.
 
     Raises:
         ConfigurationError: a loss, regulariser or distance that cannot be divided; more ranks than classes; a bad chunk.
@@ -129,7 +132,9 @@ class ClassShardedLoss(ClassLogits, nn.Module):
             template = empty_loss(loss_class, num_classes, embedding_size, options)
             head = head_of(template)
         except (TypeError, AttributeError) as error:
-            raise ConfigurationError(f"ClassShardedLoss.build({getattr(loss_class, '__name__', loss_class)}): {error}") from None
+            raise ConfigurationError(
+                f"ClassShardedLoss.build({getattr(loss_class, '__name__', loss_class)}): {error}"
+            ) from None
         refuse_joint_draws(template)
         shape = [embedding_size, embedding_size]
         shape[head.class_dim] = num_classes * head.per_class
@@ -157,12 +162,14 @@ class ClassShardedLoss(ClassLogits, nn.Module):
         self._whole_shape = tuple(whole_shape)
         self._classes = self._whole_shape[self._head.class_dim] // self._head.per_class
         self._penalty = penalty_of(loss, self._head.per_class)
+        refuse_unfit(loss, "auto", "own_slice")
         _check_options(self._classes, chunk_size, sample_rate, regularised=self._penalty is not None)
         self.loss = _without_weight(loss, self._head.weight_name)
         self._head = head_of(self.loss)
         self.chunk_size = chunk_size
         self.sampler = ClassSampler(sample_rate, unbiased) if sample_rate < 1 else None
         self._group = group
+        self._replicas: Group = None
         self._world = 0  # ranks that the weight is divided over now; 0: not yet
         self._attached: SampledSteps | None = None
         self._touched: Tensor | None = None
@@ -224,7 +231,9 @@ class ClassShardedLoss(ClassLogits, nn.Module):
         seeds = frames.exchange(f"{self._title} divides its classes", agreed, own, group=self._group)
         if self._classes < world:
             raise ConfigurationError(
-                format_error(f"{self._title}: classes", expected=f"at least one for each of {world} ranks", got=self._classes),
+                format_error(
+                    f"{self._title}: classes", expected=f"at least one for each of {world} ranks", got=self._classes
+                ),
                 collective=True,
             )
         dim, per = self._head.class_dim, self._head.per_class
@@ -244,7 +253,26 @@ class ClassShardedLoss(ClassLogits, nn.Module):
                 fill(parameter.data, shard, self.loss.weight_init_func, seed, self._whole_shape)  # type: ignore[arg-type]
         tag_shard(parameter, shard)
         parameter.grad = None
+        replicas = groups.across(self._group)
+        self._replicas = None if replicas is self._group else replicas
+        if self._replicas is not None:
+            self._meet_replicas()
         self._world = world
+
+    def _meet_replicas(self) -> None:
+        if getattr(self.loss, "embedding_regularizer", None):
+            raise ConfigurationError(
+                format_error(
+                    f"{self._title}: embedding_regularizer",
+                    expected="none where group= is a part of the ranks",
+                    got=type(self.loss.embedding_regularizer).__name__,
+                    fix="Divide the classes over all ranks (group=None).",
+                ),
+                collective=True,
+            )
+        first = [self.weight.data.t().contiguous() if self._head.class_dim else self.weight.data]
+        transport.broadcast_(first, group=self._replicas)  # of several parts, the first one's weight counts
+        self.weight.data.copy_(first[0].t() if self._head.class_dim else first[0])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Take the whole weight, of which this rank's part is kept, or a part of the right shape."""
@@ -256,7 +284,7 @@ class ClassShardedLoss(ClassLogits, nn.Module):
                 raise InputError(
                     format_error(
                         f"{self._title}: {key} to load",
-                        expected=f"{self._whole_shape} of all classes, or {tuple(self.weight.shape)} of those held",
+                        expected=f"{self._whole_shape} of all classes, or the part that this rank holds",
                         got=tuple(given.shape),
                         fix="Load a checkpoint of a loss with the same classes and embedding size.",
                     )
@@ -300,21 +328,22 @@ class ClassShardedLoss(ClassLogits, nn.Module):
             labels: (B,), integers from 0 to C - 1.
             indices_tuple: A miner's pairs or triplets of local rows; as in PML they weigh the rows.
         """
-        self._prepare(embeddings, labels)
+        self._prepare(embeddings, labels, classified=True)
         value: Tensor = graph.run_wide(self, self._forward, (embeddings, labels, indices_tuple), {})
         graph.note_global_value(value)
         watched: Tensor = self._coefficients.watch(value)
         return watched
 
-    def _prepare(self, embeddings: Tensor, labels: Tensor | None) -> None:
+    def _prepare(self, embeddings: Tensor, labels: Tensor | None = None, *, classified: bool = False) -> None:
         """Divide if that is not done, and refuse what this rank cannot take, together with the peers."""
         self.shard_classes()
         try:
             width = self._whole_shape[1 - self._head.class_dim]
-            inputs.check_classified(
-                self._title, embeddings, labels, width, self._classes, read_values=embeddings.device.type == "cpu"
-            )
-            if labels is not None and self.sampler is not None and self._attached is None and torch.is_grad_enabled():
+            inputs.check_embeddings(self._title, embeddings, width)
+            if classified:
+                read = embeddings.device.type == "cpu"
+                inputs.check_labels(self._title, labels, len(embeddings), self._classes, read_values=read)
+            if classified and self.sampler is not None and self._attached is None and torch.is_grad_enabled():
                 raise ConfigurationError(
                     format_error(
                         f"{self._title}: sample_rate",
@@ -338,6 +367,10 @@ class ClassShardedLoss(ClassLogits, nn.Module):
             losses = losses * weights_of(self._counts(indices_tuple, len(everyone)), losses.dtype)
         elif indices_tuple is not None:
             losses = losses * weights_of(bundle.tensors[2], losses.dtype)
+        if self._replicas is not None:
+            batches = {"losses": losses, "labels": all_labels}
+            world = gather_bundle(f"{self._title}: replicas", batches, {}, backward="own_slice", group=self._replicas)
+            losses, all_labels = world.tensors
         return self._reduce(losses, terms, counts, everyone, all_labels)
 
     def _gather(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Bundle:
@@ -354,7 +387,9 @@ class ClassShardedLoss(ClassLogits, nn.Module):
         }
         bundle = gather_bundle(self._title, batches, agreed, extra=self._stamp(), group=self._group)
         if len(bundle.tensors[0]) == 0:
-            raise InputError(format_error(f"{self._title}: rows", expected="at least one on some rank", got="none"), collective=True)
+            raise InputError(
+                format_error(f"{self._title}: rows", expected="at least one on some rank", got="none"), collective=True
+            )
         stamps = [stamp for stamp in bundle.extras if stamp]
         if len(stamps) > 1 and len(set(stamps)) == 1:
             raise RankMismatchError(
@@ -392,11 +427,11 @@ class ClassShardedLoss(ClassLogits, nn.Module):
         local = torch.where((labels >= shard.start) & (labels < shard.stop), labels - shard.start, -1)
         chunk = self._chunk(rows, element_bytes)
         if self.sampler is None:
-            return Held(self._head, local, chunk, penalty=self._penalty, group=self._group)
+            return Held(self._head, local, chunk, None, None, self._penalty, self._group, self._replicas)
         self._draws += 1
         chosen, local, log_weight = self.sampler.draw(local, shard.classes, self._sampling_seed())
         self._note_touched(chosen)
-        return Held(self._head, local, chunk, chosen, log_weight, self._penalty, self._group)
+        return Held(self._head, local, chunk, chosen, log_weight, None, self._group, self._replicas)
 
     def _chunk(self, rows: int, element_bytes: int) -> int:
         return self.chunk_size or max(16, _CHUNK_BYTES // (max(rows, 1) * element_bytes * self._head.per_class))
@@ -454,7 +489,9 @@ def _rows_first(weight: Tensor, class_dim: int) -> Tensor:
 def _check_options(classes: int, chunk_size: int | None, sample_rate: float, *, regularised: bool) -> None:
     if chunk_size is not None and (not isinstance(chunk_size, int) or not 1 <= chunk_size <= classes):
         raise ConfigurationError(
-            format_error("ClassShardedLoss: chunk_size", expected=f"1 to {classes} classes, or None", got=repr(chunk_size))
+            format_error(
+                "ClassShardedLoss: chunk_size", expected=f"1 to {classes} classes, or None", got=repr(chunk_size)
+            )
         )
     if not 0 < sample_rate <= 1:
         raise ConfigurationError(

@@ -22,7 +22,7 @@ from lightning_ddp_losses import groups
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses.class_heads import Head
 from lightning_ddp_losses.losses.reduction import for_mean_over_ranks
-from lightning_ddp_losses.transport import gather
+from lightning_ddp_losses.transport import gather, reduce_mean_
 
 __all__ = ["Held", "row_losses"]
 
@@ -41,6 +41,7 @@ class Held:
         log_weight: (c',) added to each class's logit in the sum, 0 for a target (sampling); None: nothing.
         penalty: Of a block of weight rows, its summed terms and their number; None: none.
         group: Process group.
+        replicas: Ranks that hold the same classes in other parts of the world; None: there are none.
     """
 
     head: Head
@@ -50,6 +51,7 @@ class Held:
     log_weight: Tensor | None = None
     penalty: Penalty | None = None
     group: Group = None
+    replicas: Group = None
 
     def chunks(self, weight: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """First and one past the last class of each chunk, and their weight rows (classes * K, D)."""
@@ -92,7 +94,7 @@ def row_losses(held: Held, rows: Tensor, scale: Tensor, weight: Tensor) -> tuple
     Gradient: of ``weight`` the complete one; of ``rows`` and ``scale`` this rank's part, such that the mean over ranks of the sums over
         ranks is complete. All ranks must back-propagate the same.
 
-    Communication: one gather of (3 G + 4) numbers; none in backward.
+    Communication: one gather of (3 G + 4) numbers; none in backward but, with replicas, one mean of the weight's gradient over them.
     """
     losses, terms, counts = _ClassSoftmax.apply(held, rows, scale, weight)  # type: ignore[no-untyped-call]
     return losses, terms, counts
@@ -172,6 +174,8 @@ class _ClassSoftmax(torch.autograd.Function):
             d_weight[held.rows_of(start, stop)] = block_grad
         if held.head.has_margin and bool(ctx.own.any()):
             _add_targets(held, ctx.own, grad, lse, target, (rows, scale, weight), (d_rows, d_scale, d_weight))
+        if held.replicas is not None and wants[3]:
+            reduce_mean_(d_weight, group=held.replicas)
         for_mean = [for_mean_over_ranks(g, held.group) if w else None for g, w in zip((d_rows, d_scale), wants[1:3])]
         return None, *for_mean, d_weight if wants[3] else None
 

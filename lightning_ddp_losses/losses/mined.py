@@ -31,7 +31,9 @@ def counts_of(indices_tuple: Sequence[Tensor], rows: int, *, only_anchors: bool,
         raise InputError(
             format_error(f"{title}: indices_tuple", expected="3 or 4 index tensors", got=len(indices_tuple))
         )
-    picked = indices_tuple if not only_anchors else indices_tuple[0::2] if len(indices_tuple) == 4 else indices_tuple[:1]
+    picked = (
+        indices_tuple if not only_anchors else indices_tuple[0::2] if len(indices_tuple) == 4 else indices_tuple[:1]
+    )
     index = torch.cat([part.reshape(-1) for part in picked])
     if index.numel() and (int(index.min()) < 0 or int(index.max()) >= rows):
         raise InputError(

@@ -137,4 +137,3 @@ def _signed(
     pairs, places = pairs_in(first, down, across, images.device)
     signed[pairs, places] *= -1
     return signed
-

@@ -303,7 +303,8 @@ class DDPLossStrategy(DDPStrategy):
         """Load a file, or what is not divided of a folder of shards."""
         self._loaded_from = checkpoint_path if is_sharded(checkpoint_path) else None
         return super().load_checkpoint(
-            Path(checkpoint_path) / REST if self._loaded_from is not None else checkpoint_path, weights_only=weights_only
+            Path(checkpoint_path) / REST if self._loaded_from is not None else checkpoint_path,
+            weights_only=weights_only,
         )
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:

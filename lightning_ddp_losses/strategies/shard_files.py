@@ -143,7 +143,9 @@ class ShardFiles:
         world = groups.world_size()
         if not groups.is_distributed():
             return part
-        if shard != ClassShard.of_rank(shard.num_classes, world, groups.rank(), dim=shard.dim, per_class=shard.per_class):
+        if shard != ClassShard.of_rank(
+            shard.num_classes, world, groups.rank(), dim=shard.dim, per_class=shard.per_class
+        ):
             raise ConfigurationError(
                 format_error(
                     "sharded_checkpoints",

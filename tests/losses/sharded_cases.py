@@ -177,5 +177,3 @@ def measure(names: list[str]) -> dict[str, dict[str, Tensor]]:
             value.backward()
             found[f"{name}; {split}"] = {"value": value.detach(), "weight": loss.weight.grad, **named(encoder)}
     return found
-
-

@@ -208,5 +208,3 @@ def test_options_that_cannot_work(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(Exception, match="expected") as raised:
         make()
     assert type(raised.value).__name__ == "ConfigurationError"
-
-

@@ -73,7 +73,9 @@ def train_at(
 ) -> dict[str, Tensor]:
     if PLACES[place]:
         return joined(
-            pool.run(PLACES[place], fit_sharded, "ArcFaceLoss", "adam", load=load, save=save, max_epochs=epochs, **options)
+            pool.run(
+                PLACES[place], fit_sharded, "ArcFaceLoss", "adam", load=load, save=save, max_epochs=epochs, **options
+            )
         )
     module = Plain("ArcFaceLoss", "adam")
     trainer = trainer_alone(max_epochs=epochs)
