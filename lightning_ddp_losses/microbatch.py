@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +21,21 @@ from lightning_ddp_losses.errors import ConfigurationError, InputError, format_e
 
 __all__ = ["microbatched"]
 
-T = TypeVar("T")
-
 
 def microbatched(
     encoder: nn.Module, chunk_size: int, *, batch_norm: Literal["refuse", "eval"] = "refuse"
 ) -> Callable[..., Any]:
     """An encoder that runs over its batch in pieces.
 
-    Equivalent to: ``encoder(x)``, value and gradient, for an encoder that treats each row by itself. The pieces draw their random numbers one
-    after the other, and draw them again in backward.
+    Equivalent to: ``encoder(x)``, value and gradient, for an encoder that treats each row by itself. The pieces draw their random
+    numbers one after the other, and draw them again in backward.
 
     Args:
-        encoder: Any module; also one inside a LightningModule or a ``DistributedDataParallel`` (whose own wrapper may be given). It is not
-            wrapped: parameter names and checkpoints stay.
+        encoder: Any module; also one inside a LightningModule or a ``DistributedDataParallel`` (whose own wrapper may be given).
+            It is not wrapped: parameter names and checkpoints stay.
         chunk_size: Rows at a time, at least 1; the last piece may be smaller.
-        batch_norm: Batch norm in training would normalise each piece by itself. ``"refuse"``: an error that names it. ``"eval"``: it uses
-            its running statistics, and leaves them.
+        batch_norm: Batch norm in training would normalise each piece by itself. ``"refuse"``: an error that names it. ``"eval"``:
+            it uses its running statistics, and leaves them.
 
     Returns:
         A function with the arguments of ``encoder``; tensors with as many rows (dim 0) as the first are batches, everything else goes to
@@ -166,14 +164,14 @@ class _InsideDDP:
                 inner.__dict__["forward"] = before
 
 
-def _cut(tree: T, rows: int, piece: slice) -> T:
+def _cut(tree: Any, rows: int, piece: slice) -> Any:
     """The nest with a slice of each tensor that has as many rows."""
     if isinstance(tree, Tensor):
         return tree[piece] if tree.ndim and tree.shape[0] == rows else tree
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(_cut(item, rows, piece) for item in tree))
     if isinstance(tree, (tuple, list)):
-        return type(tree)(_cut(item, rows, piece) for item in tree)  # type: ignore[return-value]
+        return type(tree)(_cut(item, rows, piece) for item in tree)
     if isinstance(tree, dict):
         return type(tree)((key, _cut(item, rows, piece)) for key, item in tree.items())
     return tree

@@ -131,7 +131,8 @@ class Head:
             product = self._over_centers(product.view(len(rows), -1, self.per_class))
         if self._norms_count:
             product = product * distance.get_norm(weight).unsqueeze(0)
-        return product if self._linear else product * scale
+        logits: Tensor = product if self._linear else product * scale
+        return logits
 
     def targets(self, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
         """Logits of the target classes, with their margin.
@@ -154,7 +155,8 @@ class Head:
         logit = loss.modify_cosine_of_target_classes(cosine)
         if self._norms_count:
             logit = logit * loss.distance.get_norm(weight[:, 0])
-        return logit * scale.squeeze(1)
+        scaled: Tensor = logit * scale.squeeze(1)
+        return scaled
 
     def angles(self, own: Tensor) -> float:
         """Sum of the angles between the rows marked and their targets, in degrees, where the loss collects statistics."""
@@ -163,9 +165,8 @@ class Head:
 
     def _normalised(self, weight: Tensor) -> Tensor:
         distance = self._loss.distance
-        if type(self._loss) is pml.NormalizedSoftmaxLoss:
-            return distance.normalize(weight)  # type: ignore[no-any-return]
-        return distance.maybe_normalize(weight)  # type: ignore[no-any-return]
+        unit = distance.normalize if type(self._loss) is pml.NormalizedSoftmaxLoss else distance.maybe_normalize
+        return unit(weight)  # type: ignore[no-any-return]
 
     def _over_centers(self, product: Tensor) -> Tensor:
         if type(self._loss) is pml.SoftTripleLoss:

@@ -24,10 +24,10 @@ _JOINT = (torch.nn.init.orthogonal_, torch.nn.init.eye_, torch.nn.init.dirac_, t
 class _Block(torch.Tensor):
     """Some classes of a weight; ``size()`` answers for all of them, because fan-in decides how some of torch's functions draw."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     whole: tuple[int, ...]
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         return torch.Size(self.whole) if dim is None else self.whole[dim]
 
 

@@ -9,36 +9,35 @@ on this rank, ``K`` weight rows per class (sub-centers).
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses import frames, graph, groups, inputs, transport
+from lightning_ddp_losses import frames, graph, groups, inputs
 from lightning_ddp_losses.bundles import Bundle, gather_bundle
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, RankMismatchError, format_error
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses.class_heads import head_of
-from lightning_ddp_losses.losses.class_init import empty_loss, fill, refuse_joint_draws
+from lightning_ddp_losses.losses.class_init import empty_loss, refuse_joint_draws
 from lightning_ddp_losses.losses.class_logits import ClassLogits
 from lightning_ddp_losses.losses.class_penalties import penalty_of
 from lightning_ddp_losses.losses.class_sampling import ClassSampler, SampledSteps
 from lightning_ddp_losses.losses.class_softmax import Held, row_losses
+from lightning_ddp_losses.losses.class_weight import ClassWeight
 from lightning_ddp_losses.losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.losses.fingerprint import digest
 from lightning_ddp_losses.losses.mined import counts_of, weights_of
 from lightning_ddp_losses.losses.pml_call import GlobalTuples
 from lightning_ddp_losses.losses.refusals import refuse_unfit
-from lightning_ddp_losses.sharding import ClassShard, shard_of, tag_shard
 
 __all__ = ["ClassShardedLoss"]
 
 _CHUNK_BYTES = 2 << 20  # of logits at a time: what a core's cache holds
 
 
-class ClassShardedLoss(ClassLogits, nn.Module):
+class ClassShardedLoss(ClassLogits, ClassWeight):
     """A loss with one weight row (or several) per class, each rank holding its own classes.
 
     Equivalent to: ``loss(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process that holds the whole
@@ -95,7 +94,6 @@ class ClassShardedLoss(ClassLogits, nn.Module):
     ) -> None:
         weight = _take_weight(loss)
         self._set_up(loss, weight.shape, chunk_size, sample_rate, unbiased, group)
-        self._seed: int | None = None
         self._register(weight.detach())
         if groups.is_distributed():
             self.shard_classes()
@@ -157,145 +155,18 @@ class ClassShardedLoss(ClassLogits, nn.Module):
         unbiased: bool,
         group: Group,
     ) -> None:
-        nn.Module.__init__(self)
-        self._head = head_of(loss)
-        self._whole_shape = tuple(whole_shape)
-        self._classes = self._whole_shape[self._head.class_dim] // self._head.per_class
-        self._penalty = penalty_of(loss, self._head.per_class)
+        penalty = penalty_of(loss, head_of(loss).per_class)
         refuse_unfit(loss, "auto", "own_slice")
-        _check_options(self._classes, chunk_size, sample_rate, regularised=self._penalty is not None)
-        self.loss = _without_weight(loss, self._head.weight_name)
-        self._head = head_of(self.loss)
+        ClassWeight.__init__(self, loss, whole_shape, group)
+        _check_options(self._classes, chunk_size, sample_rate, regularised=penalty is not None)
+        self._penalty = penalty
         self.chunk_size = chunk_size
         self.sampler = ClassSampler(sample_rate, unbiased) if sample_rate < 1 else None
-        self._group = group
-        self._replicas: Group = None
-        self._world = 0  # ranks that the weight is divided over now; 0: not yet
         self._attached: SampledSteps | None = None
         self._touched: Tensor | None = None
         self._draws = 0
         self._fingerprint = ""
         self._coefficients = CoefficientWatch()
-
-    def _register(self, weight: Tensor) -> None:
-        parameter = nn.Parameter(_rows_first(weight, self._head.class_dim))
-        self.register_parameter(self._head.weight_name, parameter)
-        held = weight.shape[self._head.class_dim] // self._head.per_class
-        dim, per = self._head.class_dim, self._head.per_class
-        tag_shard(parameter, ClassShard(0, held, self._classes, dim, per))
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The weight of the classes held, in the loss's layout."""
-        parameter = self._parameters[self._head.weight_name]
-        assert isinstance(parameter, nn.Parameter)
-        return parameter
-
-    @property
-    def shard(self) -> ClassShard:
-        """Which classes are held."""
-        shard = shard_of(self.weight)
-        assert shard is not None
-        return shard
-
-    @property
-    def num_classes(self) -> int:
-        """C."""
-        return self._classes
-
-    def extra_repr(self) -> str:
-        """The classes held."""
-        return f"classes {self.shard.start} to {self.shard.stop} of {self._classes}"
-
-    # ------------------------------------------------------------------ dividing
-
-    def shard_classes(self) -> None:
-        """Divide the weight over the ranks of the group, or draw it, if that is not done; all of them must come here.
-
-        Communication: one frame; for a loss made from an instance a broadcast of the whole weight.
-        """
-        world, rank = groups.world_size(self._group), groups.rank(self._group)
-        if self._world == world:
-            return
-        if self._world > 1 or (self._world == 1 and self.shard.classes < self._classes):
-            raise ConfigurationError(
-                format_error(
-                    f"{self._title}: ranks",
-                    expected=f"the {self._world} that its classes were divided over",
-                    got=world,
-                    fix="Save a checkpoint with the strategy, which holds the whole weight, and load it into a new loss.",
-                )
-            )
-        agreed = {"classes": self._classes, "built": self._seed is not None, "configuration": digest(self.loss)}
-        own = (self._seed or 0).to_bytes(8, "little")
-        seeds = frames.exchange(f"{self._title} divides its classes", agreed, own, group=self._group)
-        if self._classes < world:
-            raise ConfigurationError(
-                format_error(
-                    f"{self._title}: classes", expected=f"at least one for each of {world} ranks", got=self._classes
-                ),
-                collective=True,
-            )
-        dim, per = self._head.class_dim, self._head.per_class
-        shard = ClassShard.of_rank(self._classes, world, rank, dim=dim, per_class=per)
-        parameter = self.weight
-        if self._seed is None:
-            whole = parameter.data
-            transport.broadcast_([whole], group=self._group)
-            if world > 1:
-                parameter.data = _rows_first(shard.own_part(whole), dim)
-        elif self._world == 0:
-            shape = list(self._whole_shape)
-            shape[dim] = shard.classes * per
-            parameter.data = _rows_first(parameter.data.new_empty(shape), dim)
-            seed = int.from_bytes(seeds[0], "little")
-            with torch.no_grad():
-                fill(parameter.data, shard, self.loss.weight_init_func, seed, self._whole_shape)  # type: ignore[arg-type]
-        tag_shard(parameter, shard)
-        parameter.grad = None
-        replicas = groups.across(self._group)
-        self._replicas = None if replicas is self._group else replicas
-        if self._replicas is not None:
-            self._meet_replicas()
-        self._world = world
-
-    def _meet_replicas(self) -> None:
-        if getattr(self.loss, "embedding_regularizer", None):
-            raise ConfigurationError(
-                format_error(
-                    f"{self._title}: embedding_regularizer",
-                    expected="none where group= is a part of the ranks",
-                    got=type(self.loss.embedding_regularizer).__name__,
-                    fix="Divide the classes over all ranks (group=None).",
-                ),
-                collective=True,
-            )
-        first = [self.weight.data.t().contiguous() if self._head.class_dim else self.weight.data]
-        transport.broadcast_(first, group=self._replicas)  # of several parts, the first one's weight counts
-        self.weight.data.copy_(first[0].t() if self._head.class_dim else first[0])
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Take the whole weight, of which this rank's part is kept, or a part of the right shape."""
-        self.shard_classes()
-        key = prefix + self._head.weight_name
-        given = state_dict.get(key)
-        if isinstance(given, Tensor) and given.shape != self.weight.shape:
-            if tuple(given.shape) != self._whole_shape:
-                raise InputError(
-                    format_error(
-                        f"{self._title}: {key} to load",
-                        expected=f"{self._whole_shape} of all classes, or the part that this rank holds",
-                        got=tuple(given.shape),
-                        fix="Load a checkpoint of a loss with the same classes and embedding size.",
-                    )
-                )
-            state_dict = {**state_dict, key: self.shard.own_part(given)}
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _save_to_state_dict(self, *args: Any) -> None:
-        if self._world == 0 and not self.shard.classes:
-            self.shard_classes()
-        super()._save_to_state_dict(*args)
 
     # ------------------------------------------------------------------ sampling
 
@@ -311,7 +182,7 @@ class ClassShardedLoss(ClassLogits, nn.Module):
         self._touched = None
 
     def _note_touched(self, chosen: Tensor) -> None:
-        if self.weight.grad is None or self._touched is None:
+        if self._touched is None:
             self._touched = torch.zeros(self.shard.classes, dtype=torch.bool, device=chosen.device)
         self._touched[chosen] = True
 
@@ -329,7 +200,12 @@ class ClassShardedLoss(ClassLogits, nn.Module):
             indices_tuple: A miner's pairs or triplets of local rows; as in PML they weigh the rows.
         """
         self._prepare(embeddings, labels, classified=True)
-        value: Tensor = graph.run_wide(self, self._forward, (embeddings, labels, indices_tuple), {})
+        if self.weight.grad is None:  # else the rows of earlier backwards have gradients too
+            self._forget()
+        try:
+            value: Tensor = graph.run_wide(self, self._forward, (embeddings, labels, indices_tuple), {})
+        except Exception as error:  # what all ranks raise alike passes through
+            frames.fail_together(error, self._title, group=self._group)
         graph.note_global_value(value)
         watched: Tensor = self._coefficients.watch(value)
         return watched
@@ -457,33 +333,15 @@ class ClassShardedLoss(ClassLogits, nn.Module):
         if self._penalty is not None:
             value = self._penalty.value(terms, counts[1])
             found["weight_reg_loss"] = {"losses": value, "indices": None, "reduction_type": "already_reduced"}
-        self.loss.add_embedding_regularization_to_loss_dict(found, everyone)  # type: ignore[operator]
-        reduced: Tensor = self.loss.reducer(found, everyone, labels)  # type: ignore[operator]
+        self.loss.add_embedding_regularization_to_loss_dict(found, everyone)
+        reduced: Tensor = self.loss.reducer(found, everyone, labels)
         return reduced
-
-    @property
-    def _title(self) -> str:
-        return f"ClassShardedLoss({type(self.loss).__name__})"
 
 
 def _take_weight(loss: Any) -> Tensor:
     weight = getattr(loss, head_of(loss).weight_name)
     assert isinstance(weight, Tensor)
     return weight
-
-
-def _without_weight(loss: Any, name: str) -> Any:
-    """The loss without its weight; the caller's own keeps it."""
-    bare = copy.copy(loss)
-    bare._parameters = {key: value for key, value in loss._parameters.items() if key != name}
-    return bare
-
-
-def _rows_first(weight: Tensor, class_dim: int) -> Tensor:
-    """The same values and shape; in memory, each class's row lies in one piece."""
-    if class_dim == 0:
-        return weight.clone(memory_format=torch.contiguous_format)
-    return weight.t().clone(memory_format=torch.contiguous_format).t()
 
 
 def _check_options(classes: int, chunk_size: int | None, sample_rate: float, *, regularised: bool) -> None:

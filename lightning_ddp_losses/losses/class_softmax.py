@@ -176,7 +176,10 @@ class _ClassSoftmax(torch.autograd.Function):
             _add_targets(held, ctx.own, grad, lse, target, (rows, scale, weight), (d_rows, d_scale, d_weight))
         if held.replicas is not None and wants[3]:
             reduce_mean_(d_weight, group=held.replicas)
-        for_mean = [for_mean_over_ranks(g, held.group) if w else None for g, w in zip((d_rows, d_scale), wants[1:3])]
+        for_mean = [
+            for_mean_over_ranks(grad, held.group) if wanted else None
+            for grad, wanted in zip((d_rows, d_scale), wants[1:3], strict=True)
+        ]
         return None, *for_mean, d_weight if wants[3] else None
 
 

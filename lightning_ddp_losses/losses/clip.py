@@ -1,7 +1,8 @@
 """`ClipLoss`: the symmetric cross entropy between two towers over the rows of all ranks, never holding the product matrix.
 
-Each direction's loss is ``log(1 + sum_{j != i} exp(z_ij - z_ii))``: differences with the row's own pair, whose 1 is never added up, so
-that float32 keeps its digits where pairs agree well. Rows of this rank are complete here; columns are joined from all ranks' (maximum, sum).
+Each direction's loss is ``log(1 + sum_{j != i} exp(z_ij - z_ii))``: differences with the row's own pair, whose 1 is never added up,
+so that float32 keeps its digits where pairs agree well. Rows of this rank are complete here; columns are joined from all ranks'
+(maximum, sum).
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum, ``M`` columns (G texts and further negatives), ``D`` embedding size.
 """
@@ -31,8 +32,8 @@ class ClipLoss(TwoTowerLoss):
     """Contrastive loss between images and texts (or any two towers) with a learnable temperature.
 
     Equivalent to, with ``x`` and ``y`` the normalised rows of all ranks and ``z = logit_scale.exp() * x @ y.T``:
-    ``(cross_entropy(z, arange(G)) + cross_entropy(z.T, arange(G))) / 2`` in one process. Further negatives are columns of ``z`` in the first
-    term alone.
+    ``(cross_entropy(z, arange(G)) + cross_entropy(z.T, arange(G))) / 2`` in one process. Further negatives are columns of ``z`` in the
+    first term alone.
 
     Args:
         init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``.
@@ -91,7 +92,7 @@ class ClipLoss(TwoTowerLoss):
         return f"max_scale={self.max_scale}, label_smoothing={self.label_smoothing}, normalize={self.normalize}"
 
     def _evaluate(self, images: Tensor, columns: Tensor, bundle: Bundle) -> Tensor:
-        scale = self.logit_scale
+        scale: Tensor = self.logit_scale
         if self.max_scale is not None:
             scale = scale.clamp(max=math.log(self.max_scale))
         plan = _Plan(self._first(bundle), len(bundle.tensors[0]), self.label_smoothing, self.tile_bytes, self._group)

@@ -27,8 +27,8 @@ __all__ = ["SigLipLoss"]
 class SigLipLoss(TwoTowerLoss):
     """Pairwise sigmoid loss between images and texts (or any two towers) with learnable scale and bias.
 
-    Equivalent to, with ``x`` and ``y`` the normalised rows of all ranks, ``z = logit_scale.exp() * x @ y.T + logit_bias`` and ``t`` 1 on the
-    diagonal, -1 elsewhere: ``-logsigmoid(t * z).sum() / G`` in one process. Further negatives are further columns.
+    Equivalent to, with ``x`` and ``y`` the normalised rows of all ranks, ``z = logit_scale.exp() * x @ y.T + logit_bias`` and ``t`` 1
+    on the diagonal, -1 elsewhere: ``-logsigmoid(t * z).sum() / G`` in one process. Further negatives are further columns.
 
     Args:
         init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``.
@@ -88,7 +88,7 @@ class SigLipLoss(TwoTowerLoss):
         return f"max_scale={self.max_scale}, normalize={self.normalize}"
 
     def _evaluate(self, images: Tensor, columns: Tensor, bundle: Bundle) -> Tensor:
-        scale = self.logit_scale
+        scale: Tensor = self.logit_scale
         if self.max_scale is not None:
             scale = scale.clamp(max=math.log(self.max_scale))
         given = (self._first(bundle), self.tile_bytes, images, columns, scale.exp(), self.logit_bias)
@@ -132,7 +132,7 @@ class _PairSum(torch.autograd.Function):
 def _signed(
     first: int, down: slice, across: slice, images: Tensor, columns: Tensor, scale: Tensor, bias: Tensor
 ) -> Tensor:
-    """t * z of a tile."""
+    """Logits of a tile, times t."""
     signed = ((images[down] * scale) @ columns[across].t()).add_(bias).neg_()
     pairs, places = pairs_in(first, down, across, images.device)
     signed[pairs, places] *= -1

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -86,7 +87,7 @@ class ShardFiles:
         folder.mkdir(parents=True, exist_ok=True)
         pieces = {key: self._whole_view(part, parameter) for key, (part, parameter) in self._pieces.items()}
         group = groups.family().host if groups.is_distributed() else None
-        dcp.save(pieces, checkpoint_id=folder, process_group=group, no_dist=group is None)
+        save(pieces, checkpoint_id=folder, process_group=group, no_dist=group is None)
         write_rest(folder / REST)
         self._pieces.clear()
 
@@ -108,7 +109,7 @@ class ShardFiles:
             parts[name] = part
         if wanted:
             group = groups.family().host if groups.is_distributed() else None
-            dcp.load(wanted, checkpoint_id=Path(path), process_group=group, no_dist=group is None)
+            load(wanted, checkpoint_id=Path(path), process_group=group, no_dist=group is None)
         return {**tree, **parts}
 
     def own_optimizer_state(self, optimizer: Any, state: dict[str, Any], path: Any) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Shards:
             return
         own = [[name, s.start, s.stop, s.num_classes, s.dim, s.per_class] for name, (_, s) in tagged.items()]
         everyone = [json.loads(p) for p in frames.exchange("class shards", {}, json.dumps(own).encode())]
-        for index, (name, *_) in enumerate(own):
+        for index, name in enumerate(tagged):
             column = [ClassShard(*row[index][1:]) for row in everyone]
             self.owners[name] = _tile(name, column)
             self._replicas[name] = sum(s.classes for s in column) // column[0].num_classes

@@ -263,7 +263,6 @@ def test_sampled_classes(
     results = pool.run(world_size, sampled, name, unbiased, accumulate, optimizer)
     sizes = [min(-(-CLASSES // world_size), CLASSES - r * -(-CLASSES // world_size)) for r in range(world_size)]
     truth = by_hand(name, [r["drawn"] for r in results], unbiased, accumulate, optimizer, sizes)
-    assert any(len(set(map(len, [d for d in r["drawn"]]))) or True for r in results)
     assert any(len(d) < size for r, size in zip(results, sizes, strict=True) for d in r["drawn"]), "nothing was sampled"
     for result in results:
         torch.testing.assert_close(result["values"], truth["values"], rtol=1e-9, atol=1e-12)

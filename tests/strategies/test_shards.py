@@ -17,7 +17,7 @@ from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import ELEMENTS, TASK, fit_alone, loader, make_loss, trainer_alone
+from tests.strategies.jobs import ELEMENTS, TASK, fit_alone, loader, trainer_alone
 from tests.strategies.sharded_jobs import Plain, Sharded, fit_sharded, whole_state
 
 NAMES = {"SoftTripleLoss": "loss.fc", "ProxyNCALoss": "loss.proxies"}
