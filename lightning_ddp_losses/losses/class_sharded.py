@@ -44,9 +44,9 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
     weight, for pytorch-metric-learning's ArcFaceLoss, CosFaceLoss, SubCenterArcFaceLoss, LargeMarginSoftmaxLoss, SphereFaceLoss,
     NormalizedSoftmaxLoss, ProxyNCALoss and SoftTripleLoss. The margin is theirs, and the gradient goes through it.
 
-    The weight keeps its name and layout (``W`` (D, c K), ``fc``, ``proxies``). Ranks hold consecutive blocks of ``ceil(C / W)`` classes. Made
-    before the ranks exist, as in a LightningModule's ``__init__``, the loss is divided when they do: by ``strategy="ddp_losses"``, or at
-    the first call. In one process it is the chunked evaluation alone.
+    The weight keeps its name and layout (``W`` (D, c K), ``fc``, ``proxies``). Ranks hold consecutive blocks of ``ceil(C / W)`` classes.
+    Made before the ranks exist, as in a LightningModule's ``__init__``, the loss is divided when they do: by
+    ``strategy="ddp_losses"``, or at the first call. In one process it is the chunked evaluation alone.
 
     Args:
         loss: An instance; its weight is copied from the group's rank 0 and sliced. ``build`` never holds the whole.
