@@ -9,6 +9,9 @@ ways to evaluate a global loss L = S / N:
 | ``rows`` | S_r: elements whose anchor is on this rank, against all G rows | sum over ranks | 1 | sums over anchors |
 | ``elements`` | S_r: elements of its own rows | nothing is gathered | none | sums over samples |
 
+Beside them: ``ClassShardedLoss``, whose class weight is divided over the ranks (``class_softmax``: statistics over each rank's classes
+make every row's loss known to all), and two-tower losses in tiles (``two_towers``).
+
 In ``rows`` and ``elements`` each rank back-propagates ``W * S_r / N`` and reports ``L`` (``reduction``). A ``replicated`` loss needs no
 factor for its own parameters: every rank holds the full gradient and DDP's mean leaves it alone.
 """
