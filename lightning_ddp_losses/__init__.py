@@ -13,13 +13,16 @@ from lightning_ddp_losses.errors import (
     RankMismatchError,
 )
 from lightning_ddp_losses.layers import SyncBatchNorm
-from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
+from lightning_ddp_losses.microbatch import microbatched
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type, use_global_wrapper, use_layer_sync
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ClassShardedLoss",
+    "ClipLoss",
     "ConfigurationError",
     "DDPLossError",
     "DDPLossStrategy",
@@ -31,10 +34,15 @@ __all__ = [
     "LossCallError",
     "PeerError",
     "RankMismatchError",
+    "SigLipLoss",
     "SyncBatchNorm",
+    "microbatched",
 ]
 
 # losses, layers and strategies are siblings; here, above them, they are introduced to each other
 register_loss_type(GlobalBatchLoss)
+register_loss_type(ClassShardedLoss)
+register_loss_type(ClipLoss)
+register_loss_type(SigLipLoss)
 use_global_wrapper(GlobalBatchLoss)
 use_layer_sync(SyncBatchNorm)

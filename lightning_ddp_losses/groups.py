@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Family", "close", "family", "is_distributed", "neighbours", "rank", "set_timeout", "world_size"]
+from lightning_ddp_losses.errors import ConfigurationError, format_error
+
+__all__ = ["Family", "across", "close", "family", "is_distributed", "neighbours", "rank", "set_timeout", "world_size"]
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 """A process group of torch.distributed; None is the world."""
@@ -49,6 +51,7 @@ class Family:
 
 
 _families: dict[tuple[int, ...], Family] = {}
+_across: dict[tuple[int, ...], dist.ProcessGroup] = {}
 _world: dist.ProcessGroup | None = None  # the default group that _families belong to
 _timeout: timedelta | None = None
 _close_registered = False
@@ -98,6 +101,7 @@ def family(group: Group = None) -> Family:
     world = dist.group.WORLD
     if world is not _world:  # torch.distributed was initialised anew: the old groups went with it
         _families.clear()
+        _across.clear()
         _world = world
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else world))
     if ranks not in _families:
@@ -106,6 +110,46 @@ def family(group: Group = None) -> Family:
             _close_registered = True
         _families[ranks] = _make(ranks, group)
     return _families[ranks]
+
+
+def across(group: Group) -> Group:
+    """The ranks that stand where this one stands in their own part of the world (its replicas, where each part holds the same).
+
+    Args:
+        group: This rank's part; None is the world.
+
+    Returns:
+        Their group; ``group`` itself where it is the whole world.
+
+    Raises:
+        ConfigurationError: on every rank, when the parts do not divide the world evenly.
+
+    Communication: at first use, one gather of small objects and the making of as many groups as a part has ranks; every rank of the
+        world takes part.
+    """
+    if group is None or len(dist.get_process_group_ranks(group)) == world_size():
+        return group
+    ranks = tuple(dist.get_process_group_ranks(group))
+    channel = family().frames
+    if ranks not in _across:
+        everyone: list[tuple[int, ...]] = [()] * world_size()
+        dist.all_gather_object(everyone, ranks, group=channel)
+        parts = sorted(set(everyone))
+        if sorted(r for part in parts for r in part) != list(range(world_size())) or len({len(p) for p in parts}) > 1:
+            raise ConfigurationError(
+                format_error(
+                    "group",
+                    expected="parts of equal size that together are all ranks",
+                    ranks=[str(list(part)) for part in everyone],
+                    fix="torch.distributed.new_subgroups(group_size) makes such parts.",
+                ),
+                collective=True,
+            )
+        for column in zip(*parts, strict=True):
+            made = dist.new_group(list(column), timeout=_timeout or _world_timeout())
+            if rank() in column:
+                _across[ranks] = made
+    return _across[ranks]
 
 
 def _make(ranks: tuple[int, ...], group: Group) -> Family:
@@ -157,6 +201,7 @@ def close(*, world: bool = False) -> None:
                 with contextlib.suppress(RuntimeError, ValueError, AssertionError):
                     dist.destroy_process_group(group)
     _families.clear()
+    _across.clear()
     _world = None
     if world and is_distributed():
         dist.destroy_process_group()

@@ -6,14 +6,14 @@ The losses of pytorch-metric-learning (PML) that hold one weight per class share
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.errors import InputError, format_error
 
-__all__ = ["check_inputs", "num_rows"]
+__all__ = ["check_embeddings", "check_inputs", "check_labels", "num_rows"]
 
 # where a class weight keeps the embedding's dimension
 _WIDTH_DIM = {"W": 0, "fc": 0, "proxies": 1}
@@ -87,7 +87,21 @@ def check_inputs(
         )
     labels = args[1] if len(args) > 1 else kwargs.get("labels")
     if isinstance(labels, Tensor):
-        _check_labels(title, labels, embeddings.shape[0], num_classes, read_values=read_values)
+        check_labels(title, labels, embeddings.shape[0], num_classes, read_values=read_values)
+
+
+def check_embeddings(title: str, embeddings: Tensor, width: int) -> None:
+    """Refuse what is not (n, width) of a floating dtype.
+
+    Raises:
+        InputError: with what, expected, got and what to do.
+    """
+    if not isinstance(embeddings, Tensor) or embeddings.ndim != 2 or embeddings.shape[1] != width:
+        got = tuple(embeddings.shape) if isinstance(embeddings, Tensor) else type(embeddings).__name__
+        fix = "Set the loss's embedding_size to the encoder's output width."
+        _refuse(f"{title}: embeddings", f"shape (n, {width})", got, fix)
+    if not embeddings.is_floating_point():
+        _refuse(f"{title}: embeddings", "a floating dtype", embeddings.dtype, "Pass the encoder's output.")
 
 
 def _has_nan(values: Tensor) -> bool:
@@ -95,7 +109,21 @@ def _has_nan(values: Tensor) -> bool:
     return bool(values.detach().sum().isnan()) and bool(values.isnan().any())
 
 
-def _check_labels(title: str, labels: Tensor, rows: int, num_classes: int, *, read_values: bool) -> None:
+def check_labels(title: str, labels: object, rows: int, num_classes: int, *, read_values: bool) -> None:
+    """Refuse labels that are not one integer class per row.
+
+    Args:
+        title: How messages name the loss.
+        labels: (rows,) integers from 0 to ``num_classes - 1`` expected.
+        rows: Number of embeddings.
+        num_classes: C.
+        read_values: Also look at their range; waits for the device.
+
+    Raises:
+        InputError: with what, expected, got and what to do.
+    """
+    if not isinstance(labels, Tensor):
+        _refuse(f"{title}: labels", "a tensor", type(labels).__name__, "Pass class indices, one per row.")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         _refuse(
             f"{title}: labels", "an integer dtype (torch.int64)", labels.dtype, "Pass class indices: labels.long()."
@@ -123,5 +151,5 @@ def _class_weight(loss: nn.Module) -> tuple[str, Tensor] | None:
     return None
 
 
-def _refuse(what: str, expected: object, got: object, fix: str) -> None:
+def _refuse(what: str, expected: object, got: object, fix: str) -> NoReturn:
     raise InputError(format_error(what, expected=expected, got=got, fix=fix))

@@ -7,11 +7,11 @@ are expected to differ). What two sides share lives here, below both.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-__all__ = ["ClassShard", "shard_of", "tag_shard"]
+__all__ = ["ClassShard", "Shardable", "shard_of", "tag_shard"]
 
 _ATTRIBUTE = "_ddp_losses_shard"
 
@@ -25,12 +25,36 @@ class ClassShard:
         stop: One past the last class held.
         num_classes: Number of classes over all ranks.
         dim: Dimension of the parameter that counts classes.
+        per_class: Entries along it for each class (sub-centers).
     """
 
     start: int
     stop: int
     num_classes: int
     dim: int = 0
+    per_class: int = 1
+
+    @classmethod
+    def of_rank(cls, num_classes: int, world: int, rank: int, *, dim: int = 0, per_class: int = 1) -> ClassShard:
+        """Consecutive blocks of equal size, the last ones smaller or empty: how ``torch.chunk`` and ``DTensor`` divide."""
+        size = -(-num_classes // world)
+        start, stop = (min(i * size, num_classes) for i in (rank, rank + 1))
+        return cls(start, stop, num_classes, dim, per_class)
+
+    @property
+    def classes(self) -> int:
+        """Number of classes held."""
+        return self.stop - self.start
+
+    def whole_shape(self, held: Tensor) -> tuple[int, ...]:
+        """Shape of the whole of which ``held`` is this block."""
+        shape = list(held.shape)
+        shape[self.dim] = self.num_classes * self.per_class
+        return tuple(shape)
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        """This block of the whole, a view."""
+        return whole.narrow(self.dim, self.start * self.per_class, self.classes * self.per_class)
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop <= self.num_classes:
@@ -38,6 +62,17 @@ class ClassShard:
                 f"ClassShard: expected 0 <= start <= stop <= num_classes, "
                 f"got start={self.start}, stop={self.stop}, num_classes={self.num_classes}"
             )
+
+
+@runtime_checkable
+class Shardable(Protocol):
+    """A module that divides its parameters over the ranks once these exist."""
+
+    def shard_classes(self) -> None:
+        """Divide, if that is not done yet; the parameters stay the same objects. Every rank of the group takes part."""
+
+    def attach(self, optimizer: Any) -> None:
+        """Let the optimizer step only what a step has touched."""
 
 
 class _ShardParameter(nn.Parameter):

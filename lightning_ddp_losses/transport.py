@@ -22,10 +22,13 @@ __all__ = [
     "gather",
     "gather_into",
     "gather_rows",
+    "receive",
     "reduce_mean_",
     "scatter_sum",
+    "send",
     "start_mean",
     "sum_over_ranks",
+    "swap",
     "wait",
 ]
 
@@ -171,6 +174,28 @@ def scatter_sum(tensor: Tensor, counts: list[int], group: Group) -> Tensor:
     out = padded.new_empty((longest, *row_shape))
     _reduce_scatter_into(out.reshape(-1), padded.reshape(-1), group=family.payload(source))
     return out[: counts[rank]].to(tensor.dtype)
+
+
+def swap(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:
+    """Give rank i the i-th part (1-D, one dtype); returns what each rank gave, of these sizes. One exchange."""
+    packed = torch.cat(list(parts)).contiguous()
+    received = packed.new_empty(sum(sizes))
+    channel = groups.family(group).payload(packed)
+    dist.all_to_all_single(received, packed, list(sizes), [p.numel() for p in parts], group=channel)
+    return list(torch.split(received, list(sizes)))
+
+
+def send(tensor: Tensor, to: int) -> None:
+    """Give a tensor to one rank of the world, which calls ``receive``."""
+    own = tensor.detach().contiguous()
+    dist.send(own, to, group=groups.family().payload(own))
+
+
+def receive(shape: Sequence[int], like: Tensor, source: int) -> Tensor:
+    """The tensor of this shape that one rank of the world sends, in the dtype and on the device of ``like``."""
+    out = like.new_empty(tuple(shape))
+    dist.recv(out, source, group=groups.family().payload(out))
+    return out
 
 
 def sum_over_ranks(tensor: Tensor, group: Group) -> Tensor:

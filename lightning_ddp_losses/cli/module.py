@@ -17,6 +17,7 @@ from torch.utils.data import DistributedSampler
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.cli.evaluation import HeldOut, HeldOutRows, exact_scalars, retrieval_metrics
 from lightning_ddp_losses.errors import format_error
+from lightning_ddp_losses.microbatch import microbatched
 
 __all__ = ["EmbeddingModule"]
 
@@ -36,6 +37,7 @@ class EmbeddingModule(LightningModule):
         miner: (embeddings, labels) -> indices_tuple.
         lr: Learning rate of the encoder.
         loss_lr: Learning rate of the loss's own parameters; `lr` if not given.
+        chunk_size: Rows of a training batch that the encoder takes at a time (`microbatched`); all of them if not given.
         optimizer: Makes the optimizer from parameter groups.
     """
 
@@ -47,6 +49,7 @@ class EmbeddingModule(LightningModule):
         *,
         lr: float = 1e-3,
         loss_lr: Optional[float] = None,  # noqa: UP045
+        chunk_size: Optional[int] = None,  # noqa: UP045
         optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = torch.optim.Adam,
     ) -> None:
         super().__init__()
@@ -56,6 +59,8 @@ class EmbeddingModule(LightningModule):
         self.encoder, self.loss, self.miner = encoder, loss, miner
         self.lr, self.loss_lr = lr, lr if loss_lr is None else loss_lr
         self.make_optimizer = optimizer
+        # no submodule: it would name every parameter twice
+        self._pieces = None if chunk_size is None else microbatched(encoder, chunk_size)
         self.rows = HeldOutRows()
         self._evaluated: tuple[nn.Module, ...] = (loss,)  # no submodule of its own
         self.held_out: HeldOut | None = None
@@ -63,7 +68,8 @@ class EmbeddingModule(LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed a batch."""
-        embeddings: Tensor = self.encoder(x)
+        encode = self.encoder if self._pieces is None or not self.training else self._pieces
+        embeddings: Tensor = encode(x)
         return embeddings
 
     def compute_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:

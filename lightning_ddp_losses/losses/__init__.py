@@ -9,13 +9,28 @@ ways to evaluate a global loss L = S / N:
 | ``rows`` | S_r: elements whose anchor is on this rank, against all G rows | sum over ranks | 1 | sums over anchors |
 | ``elements`` | S_r: elements of its own rows | nothing is gathered | none | sums over samples |
 
+Beside them: ``ClassShardedLoss``, whose class weight is divided over the ranks (``class_softmax``: statistics over each rank's classes
+make every row's loss known to all), and two-tower losses in tiles (``two_towers``).
+
 In ``rows`` and ``elements`` each rank back-propagates ``W * S_r / N`` and reports ``L`` (``reduction``). A ``replicated`` loss needs no
 factor for its own parameters: every rank holds the full gradient and DDP's mean leaves it alone.
 """
 
+from lightning_ddp_losses.losses.class_sharded import ClassShardedLoss
+from lightning_ddp_losses.losses.clip import ClipLoss
 from lightning_ddp_losses.losses.global_batch import GlobalBatchLoss
 from lightning_ddp_losses.losses.miner import GlobalBatchMiner
 from lightning_ddp_losses.losses.separable import check_separable
+from lightning_ddp_losses.losses.siglip import SigLipLoss
 from lightning_ddp_losses.losses.table import register_element_wise, register_row_separable
 
-__all__ = ["GlobalBatchLoss", "GlobalBatchMiner", "check_separable", "register_element_wise", "register_row_separable"]
+__all__ = [
+    "ClassShardedLoss",
+    "ClipLoss",
+    "GlobalBatchLoss",
+    "GlobalBatchMiner",
+    "SigLipLoss",
+    "check_separable",
+    "register_element_wise",
+    "register_row_separable",
+]

@@ -30,7 +30,16 @@ from torch import Tensor
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.groups import Group
 
-__all__ = ["Share", "can_split", "combine", "has_per_anchor", "pack_shares", "split", "unpack_shares"]
+__all__ = [
+    "Share",
+    "can_split",
+    "combine",
+    "for_mean_over_ranks",
+    "has_per_anchor",
+    "pack_shares",
+    "split",
+    "unpack_shares",
+]
 
 _PAIR = struct.Struct("<dd?")
 
@@ -130,6 +139,11 @@ def combine(shares: Sequence[Share], table: Sequence[Sequence[tuple[float, float
         value += total / divisor
         graph = graph + share.total * (world / divisor)
     return _Report.apply(graph, value)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def for_mean_over_ranks(share: Tensor, group: Group) -> Tensor:
+    """This rank's part of a sum over ranks, such that DDP's mean over ranks leaves the sum."""
+    return share * groups.world_size(group)
 
 
 class _Report(torch.autograd.Function):

@@ -123,6 +123,11 @@ def ignoring(module: nn.Module, names: set[str]) -> Iterator[None]:
             setattr(module, IGNORE, before)
 
 
+def _shape_of(tensor: Tensor) -> str:
+    shard = shard_of(tensor)
+    return str(tuple(tensor.shape)) if shard is None else f"{shard.whole_shape(tensor)} divided over ranks"
+
+
 def compare_names(module: nn.Module) -> None:
     """Compare names, shapes, dtypes and order of parameters and buffers between ranks.
 
@@ -134,7 +139,7 @@ def compare_names(module: nn.Module) -> None:
     Communication: one frame; one more gather where ranks differ.
     """
     own = [
-        f"{name} {tuple(t.shape)} {t.dtype}{'' if t.requires_grad or not isinstance(t, nn.Parameter) else ' frozen'}"
+        f"{name} {_shape_of(t)} {t.dtype}{'' if t.requires_grad or not isinstance(t, nn.Parameter) else ' frozen'}"
         for name, t in named_tensors(module)
     ]
     digest = hashlib.sha256("\n".join(own).encode()).digest()

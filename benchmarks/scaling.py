@@ -1,0 +1,166 @@
+"""Bytes, collectives and memory of one step against the number of ranks: rank 0 of W = 2 ... 4096 on a pretended group, and real ones.
+
+A fake process group answers every collective at once with this rank's own data, so rank 0 does what it would do among W ranks: the same
+calls, the same sizes, the same buffers. Real gloo ranks (W = 2, 3, 4, 8) confirm calls and bytes. 32 rows per rank, dim 128, float32, 2^20
+classes. Bytes are what one rank sends: its own part to W - 1 peers in a gather, all but its own part in an exchange. The law in the last
+columns is the closed form; a row that departs from it is WRONG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytorch_metric_learning.losses as pml
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning.utils.common_functions import TorchInitWrapper
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.large import Wire
+from benchmarks.ranks import run_ranks
+from benchmarks.records import Row
+from benchmarks.strategy_overhead import MIB, Resident
+from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, groups
+from lightning_ddp_losses.frames import FRAME_BYTES
+
+__all__ = ["main"]
+
+ROWS, DIM, CLASSES, WORD = 32, 128, 1 << 20, 4
+PRETENDED, REAL = (2, 4, 8, 16, 64, 256, 1024, 4096), (2, 3, 4, 8)
+EMBEDDINGS, LABELS = ROWS * DIM * WORD, ROWS * 8
+
+
+def arcface(world: int) -> Any:
+    """Classes divided over the ranks; equal rows, which every pretended peer also holds."""
+    init = TorchInitWrapper(torch.nn.init.constant_, val=0.1)
+    return ClassShardedLoss.build(
+        pml.ArcFaceLoss, num_classes=CLASSES, embedding_size=DIM, weight_init_func=init, seed=0
+    )
+
+
+def scattered(world: int) -> int:
+    """An exchange of the gradient of all rows."""
+    return EMBEDDINGS * (world - 1)
+
+
+# what runs, and the closed forms: collectives, bytes sent by a rank; the largest W that its memory allows here
+MODES: dict[str, tuple[Callable[[int], Any], int, Callable[[int], int], int]] = {
+    "ArcFace, elements": (
+        lambda w: GlobalBatchLoss(pml.ArcFaceLoss(1000, DIM)),
+        1,
+        lambda w: FRAME_BYTES * (w - 1),
+        4096,
+    ),
+    "SupCon, rows": (
+        lambda w: GlobalBatchLoss(pml.SupConLoss(), mode="rows"),
+        4,
+        lambda w: (2 * FRAME_BYTES + EMBEDDINGS + LABELS) * (w - 1) + scattered(w),
+        64,
+    ),
+    "SupCon, replicated": (
+        lambda w: GlobalBatchLoss(pml.SupConLoss(), mode="replicated"),
+        2,
+        lambda w: (FRAME_BYTES + EMBEDDINGS + LABELS) * (w - 1),
+        64,
+    ),
+    "ArcFace, 2^20 classes divided": (
+        arcface,
+        4,
+        lambda w: (FRAME_BYTES + EMBEDDINGS + LABELS + (3 * ROWS * w + 4) * WORD) * (w - 1) + scattered(w),
+        4096,
+    ),
+    "CLIP": (
+        lambda w: ClipLoss(),
+        4,
+        lambda w: (FRAME_BYTES + EMBEDDINGS + ROWS * WORD + (2 * ROWS * w + 1 + DIM) * WORD) * (w - 1) + scattered(w),
+        4096,
+    ),
+    "SigLIP": (
+        lambda w: SigLipLoss(),
+        4,
+        lambda w: (2 * FRAME_BYTES + EMBEDDINGS + ROWS * WORD) * (w - 1) + scattered(w),
+        4096,
+    ),
+}
+
+
+def step(mode: str, loss: Any, rows: Tensor, other: Tensor, labels: Tensor) -> None:
+    """Forward and backward."""
+    second = other if mode in ("CLIP", "SigLIP") else labels
+    loss(rows, second).backward()
+
+
+def measure(mode: str) -> tuple[int, int, float]:
+    """Collectives, bytes sent and MiB of the second step of this rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    rows, other = (torch.randn(ROWS, DIM, generator=generator).requires_grad_() for _ in range(2))
+    labels = torch.arange(ROWS) // 4
+    loss = MODES[mode][0](groups.world_size())
+    step(mode, loss, rows, other, labels)
+    loss.zero_grad(set_to_none=True)
+    rows.grad = other.grad = None
+    gc.collect()
+    resident = Resident()
+    resident.reset()
+    before = resident.now()
+    with Wire() as wire:
+        step(mode, loss, rows, other, labels)
+    grown = resident.peak - before
+    resident.close()
+    return wire.calls, wire.sent, grown / MIB
+
+
+def pretend(mode: str, world: int) -> tuple[int, int, float]:
+    """The same on rank 0 of a group that is not there."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())  # type: ignore[no-untyped-call]
+    group = dist.group.WORLD
+    assert group is not None
+    ours = groups.Family(group, group, group, group, group, tuple(range(world)))
+    with mock.patch.object(groups, "family", lambda _=None: ours):
+        return measure(mode)
+
+
+def row_of(mode: str, world: int, *, real: bool) -> Row:
+    """One measurement beside the closed form."""
+    _, calls, law, _ = MODES[mode]
+    if real:
+        found = run_ranks(measure, mode, world_size=world)
+        got_calls, got_bytes, mib = max(f[0] for f in found), max(f[1] for f in found), max(f[2] for f in found)
+    else:
+        got_calls, got_bytes, mib = run_ranks(pretend, mode, world, world_size=1)[0]
+    # labels and rows of a gather are padded to 16 bytes, a frame never grows
+    right = got_calls == calls and abs(got_bytes - law(world)) <= 64 * world
+    return {
+        "table": f"One step, {ROWS} rows per rank, dim {DIM}: what a rank sends and needs",
+        "mode": mode,
+        "W": world,
+        "ranks": "real" if real else "pretended",
+        "collectives": got_calls,
+        "law_collectives": calls,
+        "sent_KiB": got_bytes / 1024,
+        "law_KiB": law(world) / 1024,
+        "peak_MiB": mib,
+        "verdict": "met" if right else "WRONG",
+    }
+
+
+def main(arguments: list[str]) -> list[Row]:
+    """Rows by mode and number of ranks."""
+    parser = argparse.ArgumentParser("scaling", description=__doc__)
+    parser.add_argument("--only", default="", help="modes whose name contains this")
+    parser.add_argument("--largest", type=int, default=4096, help="number of pretended ranks at most")
+    options = parser.parse_args(arguments)
+    rows = []
+    for mode, (_, _, _, largest) in MODES.items():
+        if options.only not in mode:
+            continue
+        sizes = itertools.chain(((w, True) for w in REAL), ((w, False) for w in PRETENDED))
+        rows += [row_of(mode, w, real=real) for w, real in sizes if real or w <= min(options.largest, largest)]
+    return rows

@@ -1,0 +1,158 @@
+"""Sampled negatives for a class-sharded softmax, and an optimizer that steps only the rows that were looked at.
+
+As in PartialFC (An et al. 2021, arXiv:2010.05222): each rank looks at the classes of the batch's rows that it holds, filled up with random
+others. A dense optimizer would let momentum and weight decay move the other rows too; so it is handed the sampled rows of
+weight and state for the length of its step.
+
+Legend: ``c`` classes held, ``K`` weight rows per class, ``G`` rows of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_losses.sharding import shard_of
+
+__all__ = ["ClassSampler", "SampledSteps"]
+
+
+class ClassSampler:
+    """Draws the classes of a step.
+
+    Args:
+        rate: Share of the held classes that a step looks at; never fewer than the batch's own.
+        unbiased: Weigh each sampled negative by one over the probability with which it was drawn, so that the sum of
+            exponentials is right in expectation.
+    """
+
+    def __init__(self, rate: float, unbiased: bool) -> None:
+        self.rate, self.unbiased = rate, unbiased
+        self.chosen: Tensor | None = None
+        """Classes of the last step, as positions among those held, ascending."""
+
+    def draw(self, labels: Tensor, classes: int, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Choose among the classes held.
+
+        Args:
+            labels: (G,) positions among the classes held, -1 for others.
+            classes: c.
+            seed: Of this step and rank.
+
+        Returns:
+            The classes chosen, ascending; the labels as positions among them; what to add to their logits, or None.
+        """
+        positive = torch.zeros(classes, dtype=torch.bool, device=labels.device)
+        positive[labels[labels >= 0]] = True
+        generator = torch.Generator().manual_seed(seed)
+        keys = torch.rand(classes, generator=generator).to(labels.device)
+        keys[positive] = 2.0
+        certain = int(positive.sum())
+        wanted = min(classes, max(math.ceil(self.rate * classes), certain))
+        chosen = torch.topk(keys, wanted).indices.sort().values
+        place = torch.full((classes,), -1, dtype=torch.long, device=labels.device)
+        place[chosen] = torch.arange(wanted, device=labels.device)
+        self.chosen = chosen
+        log_weight = None
+        if self.unbiased and wanted > certain:
+            correction = math.log((classes - certain) / (wanted - certain))
+            log_weight = torch.where(positive[chosen], 0.0, correction)
+        return chosen, torch.where(labels >= 0, place[labels.clamp(min=0)], -1), log_weight
+
+
+class SampledSteps:
+    """Lets an optimizer see only the sampled rows of a weight, and of its own state for it, while it steps.
+
+    Args:
+        parameter: The weight.
+        touched: The weight rows that have a gradient, as a mask along the class dimension.
+        forget: Called when a step is done.
+    """
+
+    def __init__(
+        self, parameter: nn.Parameter, touched: Callable[[], Tensor | None], forget: Callable[[], None]
+    ) -> None:
+        self._parameter, self._touched, self._forget = parameter, touched, forget
+        self._part: nn.Parameter | None = None
+        self._rows = torch.empty(0, dtype=torch.long)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Install on an optimizer that holds the weight; False for another."""
+        if all(p is not self._parameter for group in optimizer.param_groups for p in group["params"]):
+            return False
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(lambda opt, *_: self._leave(opt))
+        return True
+
+    def _before(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Hand over the rows; where forward and backward are yet to come, in a closure, after that."""
+        positional = len(args) > 1
+        closure = args[1] if positional else kwargs.get("closure")
+        if closure is None:
+            self._enter(optimizer)
+            return args, kwargs
+
+        def then_enter() -> Any:
+            result = closure()
+            self._enter(optimizer)
+            return result
+
+        if positional:
+            return (args[0], then_enter, *args[2:]), kwargs
+        return args, {**kwargs, "closure": then_enter}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of the loss has other parameters, which no optimizer holds yet
+
+    def _enter(self, optimizer: torch.optim.Optimizer) -> None:
+        whole, mask = self._parameter, self._touched()
+        if whole.grad is None or mask is None:
+            return
+        dim = self._dim()
+        self._rows = mask.nonzero().squeeze(1)
+        part = self._part = nn.Parameter(whole.detach().index_select(dim, self._rows))
+        part.grad = whole.grad.index_select(dim, self._rows)
+        self._exchange(optimizer, whole, part)
+        state = optimizer.state.get(whole, {})
+        if state:
+            optimizer.state[part] = {
+                key: value.index_select(dim, self._rows) if _is_like(value, whole) else value
+                for key, value in state.items()
+            }
+
+    def _leave(self, optimizer: torch.optim.Optimizer) -> None:
+        whole, part = self._parameter, self._part
+        if part is None:
+            return
+        dim = self._dim()
+        self._exchange(optimizer, part, whole)
+        with torch.no_grad():
+            whole.index_copy_(dim, self._rows, part)
+            state = optimizer.state[whole]
+            for key, value in optimizer.state.pop(part, {}).items():
+                if not _is_like(value, part):
+                    state[key] = value
+                    continue
+                if key not in state:
+                    state[key] = torch.zeros_like(whole, dtype=value.dtype)
+                state[key].index_copy_(dim, self._rows, value)
+        self._part = None
+        self._forget()
+
+    def _dim(self) -> int:
+        shard = shard_of(self._parameter)
+        assert shard is not None
+        return shard.dim
+
+    @staticmethod
+    def _exchange(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:
+        for group in optimizer.param_groups:
+            group["params"] = [new if p is old else p for p in group["params"]]
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0

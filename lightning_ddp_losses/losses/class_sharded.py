@@ -1,0 +1,366 @@
+"""`ClassShardedLoss`: a classification loss whose class weight is divided over the ranks, evaluated chunk by chunk.
+
+A million classes of 128 numbers are half a gigabyte of weight and as much of gradient on every rank, and DDP sends all of it
+at every step. Here each rank holds C / W classes; what travels is embeddings and three numbers per row.
+
+Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``D`` embedding size, ``C`` classes, ``c`` classes
+on this rank, ``K`` weight rows per class (sub-centers).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_losses import frames, graph, groups, inputs
+from lightning_ddp_losses.bundles import Bundle, gather_bundle
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, RankMismatchError, format_error
+from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.losses.class_heads import head_of
+from lightning_ddp_losses.losses.class_init import empty_loss, refuse_joint_draws
+from lightning_ddp_losses.losses.class_logits import ClassLogits
+from lightning_ddp_losses.losses.class_penalties import penalty_of
+from lightning_ddp_losses.losses.class_sampling import ClassSampler, SampledSteps
+from lightning_ddp_losses.losses.class_softmax import Held, row_losses
+from lightning_ddp_losses.losses.class_weight import ClassWeight
+from lightning_ddp_losses.losses.coefficient import CoefficientWatch
+from lightning_ddp_losses.losses.fingerprint import digest
+from lightning_ddp_losses.losses.mined import counts_of, weights_of
+from lightning_ddp_losses.losses.pml_call import GlobalTuples
+from lightning_ddp_losses.losses.refusals import refuse_unfit
+
+__all__ = ["ClassShardedLoss"]
+
+_CHUNK_BYTES = 2 << 20  # of logits at a time: what a core's cache holds
+
+
+class ClassShardedLoss(ClassLogits, ClassWeight):
+    """A loss with one weight row (or several) per class, each rank holding its own classes.
+
+    Equivalent to: ``loss(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process that holds the whole
+    weight, for pytorch-metric-learning's ArcFaceLoss, CosFaceLoss, SubCenterArcFaceLoss, LargeMarginSoftmaxLoss, SphereFaceLoss,
+    NormalizedSoftmaxLoss, ProxyNCALoss and SoftTripleLoss. The margin is theirs, and the gradient goes through it.
+
+    The weight keeps its name and layout (``W`` (D, c K), ``fc``, ``proxies``). Ranks hold consecutive blocks of ``ceil(C / W)`` classes.
+    Made before the ranks exist, as in a LightningModule's ``__init__``, the loss is divided when they do: by
+    ``strategy="ddp_losses"``, or at the first call. In one process it is the chunked evaluation alone.
+
+    Args:
+        loss: An instance; its weight is copied from the group's rank 0 and sliced. ``build`` never holds the whole.
+        chunk_size: Classes whose logits are alive at a time; None: as many as fit 2 MiB.
+        sample_rate: Below 1, a step looks at the batch's own classes and random others, this share of the held ones
+            (PartialFC's sampling). Rows not looked at keep weight and optimizer state: the optimizer must be attached
+            (``attach``; the strategy does it).
+        unbiased: Weigh the sampled negatives by one over their probability.
+        group: Process group that divides the classes; None is the world. Where it is a part (the ranks of a node), every part holds all
+            classes, the loss is still that of the rows of all ranks, and the weight's gradient is averaged over its replicas here.
+
+    Returns:
+        From ``forward``: the global loss, 0-dim, equal on every rank; logging it needs no ``sync_dist``.
+
+    Gradient:
+        The weight's is complete for the rows held and must not be averaged (the strategy leaves it alone; outside Lightning keep
+        the loss out of ``DistributedDataParallel``). The encoder's is the one-process gradient after DDP's mean.
+
+    Communication:
+        Frame, gather of the embeddings, gather of 3 G numbers; one exchange of G x D in backward. Nothing depends on C. With replicas, a
+        frame and a gather of the losses between them, and the mean of the weight's gradient.
+
+    Raises:
+        ConfigurationError: a loss, regulariser or distance that cannot be divided; more ranks than classes; a bad chunk.
+        InputError: on every rank, for labels out of range or a wrong width on any rank.
+        RankMismatchError: on every rank, when configurations, dtypes or widths differ, or when all ranks hold the same rows.
+
+    Example:
+        >>> import torch
+        >>> from pytorch_metric_learning.losses import ArcFaceLoss
+        >>> loss = ClassShardedLoss.build(ArcFaceLoss, num_classes=1000, embedding_size=8)
+        >>> value = loss(torch.randn(4, 8), torch.tensor([0, 7, 99, 999]))
+    """
+
+    sees_global_batch = True
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        *,
+        chunk_size: int | None = None,
+        sample_rate: float = 1.0,
+        unbiased: bool = False,
+        group: Group = None,
+    ) -> None:
+        weight = _take_weight(loss)
+        self._set_up(loss, weight.shape, chunk_size, sample_rate, unbiased, group)
+        self._register(weight.detach())
+        if groups.is_distributed():
+            self.shard_classes()
+
+    @classmethod
+    def build(
+        cls,
+        loss_class: type[nn.Module],
+        *,
+        num_classes: int,
+        embedding_size: int,
+        chunk_size: int | None = None,
+        sample_rate: float = 1.0,
+        unbiased: bool = False,
+        seed: int | None = None,
+        group: Group = None,
+        **options: Any,
+    ) -> ClassShardedLoss:
+        """The loss from its class, without ever holding the whole weight.
+
+        Args:
+            loss_class: One of the supported classes.
+            num_classes: C.
+            embedding_size: D.
+            chunk_size: As in the constructor.
+            sample_rate: As in the constructor.
+            unbiased: As in the constructor.
+            seed: Of the initial weight, which is the same for any number of ranks; None: drawn from torch's generator, rank 0's
+                counts.
+            group: As in the constructor.
+            **options: Of the loss class (``margin``, ``scale``, ``weight_init_func``, ...).
+        """
+        try:
+            template = empty_loss(loss_class, num_classes, embedding_size, options)
+            head = head_of(template)
+        except (TypeError, AttributeError) as error:
+            raise ConfigurationError(
+                f"ClassShardedLoss.build({getattr(loss_class, '__name__', loss_class)}): {error}"
+            ) from None
+        refuse_joint_draws(template)
+        shape = [embedding_size, embedding_size]
+        shape[head.class_dim] = num_classes * head.per_class
+        made = cls.__new__(cls)
+        made._set_up(template, torch.Size(shape), chunk_size, sample_rate, unbiased, group)
+        made._seed = int(torch.randint(1 << 62, ())) if seed is None else seed
+        held = list(shape)
+        held[head.class_dim] = 0
+        made._register(getattr(template, head.weight_name).detach().new_empty(held))
+        if groups.is_distributed():
+            made.shard_classes()
+        return made
+
+    def _set_up(
+        self,
+        loss: Any,
+        whole_shape: torch.Size,
+        chunk_size: int | None,
+        sample_rate: float,
+        unbiased: bool,
+        group: Group,
+    ) -> None:
+        penalty = penalty_of(loss, head_of(loss).per_class)
+        refuse_unfit(loss, "auto", "own_slice")
+        ClassWeight.__init__(self, loss, whole_shape, group)
+        _check_options(self._classes, chunk_size, sample_rate, regularised=penalty is not None)
+        self._penalty = penalty
+        self.chunk_size = chunk_size
+        self.sampler = ClassSampler(sample_rate, unbiased) if sample_rate < 1 else None
+        self._attached: SampledSteps | None = None
+        self._touched: Tensor | None = None
+        self._draws = 0
+        self._fingerprint = ""
+        self._coefficients = CoefficientWatch()
+
+    # ------------------------------------------------------------------ sampling
+
+    def attach(self, optimizer: Any) -> None:
+        """Let an optimizer step only the rows that were looked at; needed with ``sample_rate`` below 1."""
+        if self.sampler is None or self._attached is not None:
+            return
+        steps = SampledSteps(self.weight, self._touched_rows, self._forget)
+        if steps.attach(getattr(optimizer, "_optimizer", optimizer)):
+            self._attached = steps
+
+    def _forget(self) -> None:
+        self._touched = None
+
+    def _note_touched(self, chosen: Tensor) -> None:
+        if self._touched is None:
+            self._touched = torch.zeros(self.shard.classes, dtype=torch.bool, device=chosen.device)
+        self._touched[chosen] = True
+
+    def _touched_rows(self) -> Tensor | None:
+        return None if self._touched is None else self._touched.repeat_interleave(self._head.per_class)
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -> Tensor:
+        """The global loss.
+
+        Args:
+            embeddings: (B, D); halves are computed in float32.
+            labels: (B,), integers from 0 to C - 1.
+            indices_tuple: A miner's pairs or triplets of local rows; as in PML they weigh the rows.
+        """
+        self._prepare(embeddings, labels, classified=True)
+        if self.weight.grad is None:  # else the rows of earlier backwards have gradients too
+            self._forget()
+        try:
+            value: Tensor = graph.run_wide(self, self._forward, (embeddings, labels, indices_tuple), {})
+        except Exception as error:  # what all ranks raise alike passes through
+            frames.fail_together(error, self._title, group=self._group)
+        graph.note_global_value(value)
+        watched: Tensor = self._coefficients.watch(value)
+        return watched
+
+    def _prepare(self, embeddings: Tensor, labels: Tensor | None = None, *, classified: bool = False) -> None:
+        """Divide if that is not done, and refuse what this rank cannot take, together with the peers."""
+        self.shard_classes()
+        try:
+            width = self._whole_shape[1 - self._head.class_dim]
+            inputs.check_embeddings(self._title, embeddings, width)
+            if classified:
+                read = embeddings.device.type == "cpu"
+                inputs.check_labels(self._title, labels, len(embeddings), self._classes, read_values=read)
+            if classified and self.sampler is not None and self._attached is None and torch.is_grad_enabled():
+                raise ConfigurationError(
+                    format_error(
+                        f"{self._title}: sample_rate",
+                        expected="an optimizer that steps only the sampled rows",
+                        got="none attached",
+                        fix="Call loss.attach(optimizer) once, or train with strategy='ddp_losses', which does it.",
+                    )
+                )
+        except DDPLossError as error:
+            frames.fail_together(error, self._title, group=self._group)
+
+    def _forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Tensor:
+        bundle = self._gather(embeddings, labels.to(torch.int64), indices_tuple)
+        everyone, all_labels = bundle.tensors[:2]
+        rows, scale = self._head.prepare(everyone)
+        held = self._held(all_labels, len(everyone), everyone.element_size())
+        losses, terms, counts = row_losses(held, rows, scale, self._weight_rows())
+        if self.loss.collect_stats and hasattr(self.loss, "avg_angle"):
+            self.loss.avg_angle = float(counts[3]) / max(len(everyone), 1)
+        if isinstance(indices_tuple, GlobalTuples):
+            losses = losses * weights_of(self._counts(indices_tuple, len(everyone)), losses.dtype)
+        elif indices_tuple is not None:
+            losses = losses * weights_of(bundle.tensors[2], losses.dtype)
+        if self._replicas is not None:
+            batches = {"losses": losses, "labels": all_labels}
+            world = gather_bundle(f"{self._title}: replicas", batches, {}, backward="own_slice", group=self._replicas)
+            losses, all_labels = world.tensors
+        return self._reduce(losses, terms, counts, everyone, all_labels)
+
+    def _gather(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Bundle:
+        batches = {"embeddings": embeddings, "labels": labels}
+        if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
+            batches["rows named by the miner"] = self._counts(indices_tuple, len(labels))
+        self._fingerprint = self._fingerprint or digest(self.loss)
+        agreed = {
+            "classes": self._classes,
+            "sampling": "none" if self.sampler is None else f"{self.sampler.rate} {self.sampler.unbiased}",
+            "configuration": self._fingerprint,
+            "miner": type(indices_tuple).__name__,
+            "coefficient of the last backward": self._coefficients.take(),
+        }
+        bundle = gather_bundle(self._title, batches, agreed, extra=self._stamp(), group=self._group)
+        if len(bundle.tensors[0]) == 0:
+            raise InputError(
+                format_error(f"{self._title}: rows", expected="at least one on some rank", got="none"), collective=True
+            )
+        stamps = [stamp for stamp in bundle.extras if stamp]
+        if len(stamps) > 1 and len(set(stamps)) == 1:
+            raise RankMismatchError(
+                format_error(
+                    f"{self._title}: weight",
+                    expected="other rows on every rank",
+                    got="the same on all of them",
+                    fix="Something broadcast the shards, as strategy='ddp' does. Use strategy='ddp_losses', or keep the loss out of "
+                    "DistributedDataParallel.",
+                ),
+                collective=True,
+            )
+        return bundle
+
+    def _counts(self, indices_tuple: Any, rows: int) -> Tensor:
+        only_anchors = self._head.weight_name == "proxies"  # PML's ProxyNCA counts anchors alone
+        try:
+            return counts_of(indices_tuple, rows, only_anchors=only_anchors, title=self._title)
+        except InputError as error:
+            frames.fail_together(error, self._title, group=self._group)
+
+    def _stamp(self) -> bytes:
+        """What the first class held looks like; nothing where reading it would wait for a device, or where it says nothing."""
+        weight = self.weight
+        if weight.device.type != "cpu" or not self.shard.classes or self._world == 1:
+            return b""
+        row = weight.detach().narrow(self._head.class_dim, 0, 1).contiguous().view(-1)
+        if bool((row == row[0]).all()):
+            return b""  # a constant start is the same everywhere
+        return hashlib.blake2b(row.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
+
+    def _held(self, labels: Tensor, rows: int, element_bytes: int) -> Held:
+        """What this rank looks at in a step."""
+        shard = self.shard
+        local = torch.where((labels >= shard.start) & (labels < shard.stop), labels - shard.start, -1)
+        chunk = self._chunk(rows, element_bytes)
+        if self.sampler is None:
+            return Held(self._head, local, chunk, None, None, self._penalty, self._group, self._replicas)
+        self._draws += 1
+        chosen, local, log_weight = self.sampler.draw(local, shard.classes, self._sampling_seed())
+        self._note_touched(chosen)
+        return Held(self._head, local, chunk, chosen, log_weight, None, self._group, self._replicas)
+
+    def _chunk(self, rows: int, element_bytes: int) -> int:
+        return self.chunk_size or max(16, _CHUNK_BYTES // (max(rows, 1) * element_bytes * self._head.per_class))
+
+    def _all_classes(self, rows: int, element_bytes: int, device: torch.device) -> Held:
+        nobody = torch.full((rows,), -1, device=device)
+        return Held(self._head, nobody, self._chunk(rows, element_bytes), group=self._group)
+
+    def _sampling_seed(self) -> int:
+        text = f"{torch.initial_seed()} {self.shard.start} {self._draws}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+    def _weight_rows(self) -> Tensor:
+        return self.weight.t() if self._head.class_dim else self.weight
+
+    def _reduce(self, losses: Tensor, terms: Tensor, counts: Tensor, everyone: Tensor, labels: Tensor) -> Tensor:
+        """PML's own reducer on the losses of all rows, which every rank knows, and its regularisers."""
+        index = torch.arange(len(losses), device=losses.device)
+        if self._head.weight_name == "proxies":  # PML's ProxyNCA leaves out rows whose probability rounds to zero
+            kept = torch.exp(-losses.detach()) != 0
+            losses, index = losses[kept], index[kept]
+        found: dict[str, Any] = {"loss": {"losses": losses, "indices": index, "reduction_type": "element"}}
+        if self._penalty is not None:
+            value = self._penalty.value(terms, counts[1])
+            found["weight_reg_loss"] = {"losses": value, "indices": None, "reduction_type": "already_reduced"}
+        self.loss.add_embedding_regularization_to_loss_dict(found, everyone)
+        reduced: Tensor = self.loss.reducer(found, everyone, labels)
+        return reduced
+
+
+def _take_weight(loss: Any) -> Tensor:
+    weight = getattr(loss, head_of(loss).weight_name)
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _check_options(classes: int, chunk_size: int | None, sample_rate: float, *, regularised: bool) -> None:
+    if chunk_size is not None and (not isinstance(chunk_size, int) or not 1 <= chunk_size <= classes):
+        raise ConfigurationError(
+            format_error(
+                "ClassShardedLoss: chunk_size", expected=f"1 to {classes} classes, or None", got=repr(chunk_size)
+            )
+        )
+    if not 0 < sample_rate <= 1:
+        raise ConfigurationError(
+            format_error("ClassShardedLoss: sample_rate", expected="above 0 and at most 1", got=repr(sample_rate))
+        )
+    if sample_rate < 1 and regularised:
+        raise ConfigurationError(
+            format_error(
+                "ClassShardedLoss: weight_regularizer",
+                expected="none together with sample_rate below 1",
+                got=f"one, and sample_rate={sample_rate}",
+                fix="It would see the sampled classes only; use the optimizer's weight_decay, which the sampled rows get.",
+            )
+        )

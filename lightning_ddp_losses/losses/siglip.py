@@ -1,0 +1,139 @@
+"""`SigLipLoss`: the sigmoid loss between two towers over the rows of all ranks, never holding the product matrix.
+
+Every pair of an image and a text is a sample of its own, so each rank's images against all texts are a share of the sum.
+
+Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum, ``M`` columns (G texts and further negatives), ``D`` embedding size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_ddp_losses import frames
+from lightning_ddp_losses.bundles import Bundle
+from lightning_ddp_losses.errors import ConfigurationError, format_error
+from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.losses.reduction import Share, combine, pack_shares, unpack_shares
+from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss, pairs_in, tiles
+
+__all__ = ["SigLipLoss"]
+
+
+class SigLipLoss(TwoTowerLoss):
+    """Pairwise sigmoid loss between images and texts (or any two towers) with learnable scale and bias.
+
+    Equivalent to, with ``x`` and ``y`` the normalised rows of all ranks, ``z = logit_scale.exp() * x @ y.T + logit_bias`` and ``t`` 1
+    on the diagonal, -1 elsewhere: ``-logsigmoid(t * z).sum() / G`` in one process. Further negatives are further columns.
+
+    Args:
+        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``.
+        init_bias: ``logit_bias`` starts here: most pairs are negative.
+        max_scale: The scale is clamped to this; None: not at all.
+        normalize: Divide embeddings by their length; False where the model has done so.
+        tile_bytes: Of products alive at a time.
+        group: Process group; None is the world.
+
+    Returns:
+        From ``forward``: the global loss, 0-dim, equal on every rank; logging it needs no ``sync_dist``.
+
+    Gradient:
+        After DDP's mean over ranks, encoders, ``logit_scale`` and ``logit_bias`` hold the one-process gradient.
+
+    Communication:
+        Frame, gather of the texts, frame with the sum; one exchange of G x D in backward.
+
+    Raises:
+        ConfigurationError: options that cannot work.
+        InputError: on every rank, for towers that do not fit together on any rank.
+        RankMismatchError: on every rank, when widths, dtypes or options differ.
+
+    Source: Zhai et al. 2023, arXiv:2303.15343, algorithm 1.
+
+    Example:
+        >>> import torch
+        >>> loss = SigLipLoss()
+        >>> value = loss(torch.randn(4, 8), torch.randn(4, 8))
+    """
+
+    def __init__(
+        self,
+        init_temperature: float = 0.1,
+        init_bias: float = -10.0,
+        *,
+        max_scale: float | None = None,
+        normalize: bool = True,
+        tile_bytes: int = TILE_BYTES,
+        group: Group = None,
+    ) -> None:
+        super().__init__(normalize=normalize, tile_bytes=tile_bytes, group=group)
+        if init_temperature <= 0 or (max_scale is not None and max_scale <= 0):
+            raise ConfigurationError(
+                format_error(
+                    "SigLipLoss",
+                    expected="init_temperature > 0, max_scale > 0 or None",
+                    got=f"{init_temperature}, {max_scale}",
+                )
+            )
+        self.max_scale = max_scale
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / init_temperature)))
+        self.logit_bias = nn.Parameter(torch.tensor(float(init_bias)))
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return f"max_scale={self.max_scale}, normalize={self.normalize}"
+
+    def _evaluate(self, images: Tensor, columns: Tensor, bundle: Bundle) -> Tensor:
+        scale: Tensor = self.logit_scale
+        if self.max_scale is not None:
+            scale = scale.clamp(max=math.log(self.max_scale))
+        given = (self._first(bundle), self.tile_bytes, images, columns, scale.exp(), self.logit_bias)
+        total: Tensor = _PairSum.apply(*given)  # type: ignore[no-untyped-call]
+        shares = [Share(total, float(len(images)))]
+        payloads = frames.exchange("SigLipLoss: sum", {}, pack_shares(shares), group=self._group)
+        return combine(shares, unpack_shares(payloads), self._group)
+
+
+class _PairSum(torch.autograd.Function):
+    """``-logsigmoid(t * z).sum()`` of this rank's images against all columns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, first: int, tile_bytes: int, images: Tensor, columns: Tensor, scale: Tensor, bias: Tensor
+    ) -> Tensor:
+        total = images.new_zeros(())
+        for down, across in tiles(len(images), len(columns), images.element_size(), tile_bytes):
+            signed = _signed(first, down, across, images, columns, scale, bias)
+            total += nn.functional.softplus(signed.neg_()).sum()
+        ctx.first, ctx.tile_bytes = first, tile_bytes
+        ctx.save_for_backward(images, columns, scale, bias)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        images, columns, scale, bias = ctx.saved_tensors
+        d_images, d_columns, d_bias = torch.zeros_like(images), torch.zeros_like(columns), torch.zeros_like(bias)
+        for down, across in tiles(len(images), len(columns), images.element_size(), ctx.tile_bytes):
+            share = torch.sigmoid(_signed(ctx.first, down, across, images, columns, scale, bias).neg_())
+            pairs, places = pairs_in(ctx.first, down, across, images.device)
+            share[pairs, places] *= -1  # t is -1 but there
+            d_bias += share.sum()
+            d_images[down].addmm_(share, columns[across])
+            d_columns[across].addmm_(share.t(), images[down])
+        d_scale = (d_images * images).sum()
+        return None, None, d_images * (grad * scale), d_columns * (grad * scale), d_scale * grad, d_bias * grad
+
+
+def _signed(
+    first: int, down: slice, across: slice, images: Tensor, columns: Tensor, scale: Tensor, bias: Tensor
+) -> Tensor:
+    """Logits of a tile, times t."""
+    signed = ((images[down] * scale) @ columns[across].t()).add_(bias).neg_()
+    pairs, places = pairs_in(first, down, across, images.device)
+    signed[pairs, places] *= -1
+    return signed

@@ -1,0 +1,179 @@
+"""The eight losses that `ClassShardedLoss` divides, with their options, and one process as their judge.
+
+Classes are 7: no number of ranks divides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning import distances, miners, reducers, regularizers
+from pytorch_metric_learning import losses as pml
+from torch import Tensor, nn
+
+from lightning_ddp_losses import ClassShardedLoss
+from tests.losses.harness import SPLITS, Net, own_rows
+from tests.losses.harness import global_rows as harness_rows
+
+__all__ = ["CASES", "CLASSES", "DIM", "LOSSES", "Case", "global_rows", "judge", "make", "measure", "whole"]
+
+CLASSES, DIM = 7, 6
+LOSSES = [
+    "ArcFaceLoss",
+    "CosFaceLoss",
+    "LargeMarginSoftmaxLoss",
+    "NormalizedSoftmaxLoss",
+    "ProxyNCALoss",
+    "SoftTripleLoss",
+    "SphereFaceLoss",
+    "SubCenterArcFaceLoss",
+]
+Rows = dict[str, Tensor]
+_WEIGHTS = torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configured loss.
+
+    Attributes:
+        name: Of the class in pytorch-metric-learning.
+        options: Of the loss.
+        sharded: Of ``ClassShardedLoss``.
+        mine: Tuples from embeddings and labels of some rows.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sharded: Mapping[str, Any] = field(default_factory=dict)
+    mine: Callable[[Tensor, Tensor], Any] | None = None
+
+
+def pairs(embeddings: Tensor, labels: Tensor) -> Any:
+    """Tuples that do not depend on other ranks' rows: each row with the one after it, when both are on one rank."""
+    first = torch.arange(max(len(labels) - 1, 0))
+    return first, first + 1, first[:1], first[:1]
+
+
+def hard(embeddings: Tensor, labels: Tensor) -> Any:
+    """Hard triplets; a rank with few rows has none."""
+    if len(labels) < 2:
+        return (torch.empty(0, dtype=torch.long),) * 3
+    return miners.BatchHardMiner()(embeddings, labels)
+
+
+CASES: dict[str, Case] = {
+    **{name: Case(name) for name in LOSSES},
+    **{f"{name}, chunks of 2": Case(name, sharded={"chunk_size": 2}) for name in LOSSES},
+    **{
+        f"{name}, Lp regulariser": Case(name, {"weight_regularizer": regularizers.LpRegularizer(power=2)})
+        for name in ("ArcFaceLoss", "ProxyNCALoss", "SoftTripleLoss")
+    },
+    "ArcFaceLoss, margin and scale": Case("ArcFaceLoss", {"margin": 40.0, "scale": 20.0}),
+    "ArcFaceLoss, beyond the margin": Case("ArcFaceLoss", {"margin": 120.0, "scale": 4.0}),
+    "ArcFaceLoss, sum": Case("ArcFaceLoss", {"reducer": reducers.SumReducer()}),
+    "ArcFaceLoss, threshold": Case("ArcFaceLoss", {"reducer": reducers.ThresholdReducer(low=30.0)}),
+    "CosFaceLoss, non-zero": Case("CosFaceLoss", {"reducer": reducers.AvgNonZeroReducer()}),
+    "CosFaceLoss, class weights": Case("CosFaceLoss", {"reducer": reducers.ClassWeightedReducer(_WEIGHTS)}),
+    "CosFaceLoss, per anchor": Case("CosFaceLoss", {"reducer": reducers.PerAnchorReducer()}),
+    "CosFaceLoss, power": Case("CosFaceLoss", {"distance": distances.CosineSimilarity(power=3), "scale": 8}),
+    "LargeMarginSoftmaxLoss, margin 2": Case("LargeMarginSoftmaxLoss", {"margin": 2, "scale": 3}),
+    "NormalizedSoftmaxLoss, not normalised": Case(
+        "NormalizedSoftmaxLoss", {"distance": distances.DotProductSimilarity(normalize_embeddings=False)}
+    ),
+    "NormalizedSoftmaxLoss, Lp": Case("NormalizedSoftmaxLoss", {"distance": distances.LpDistance(p=2)}),
+    "ProxyNCALoss, cosine": Case("ProxyNCALoss", {"distance": distances.CosineSimilarity(), "softmax_scale": 6}),
+    "ProxyNCALoss, Lp": Case("ProxyNCALoss", {"distance": distances.LpDistance(p=2, normalize_embeddings=False)}),
+    "SubCenterArcFaceLoss, 2": Case("SubCenterArcFaceLoss", {"sub_centers": 2}),
+    "SoftTripleLoss, 1 center": Case("SoftTripleLoss", {"centers_per_class": 1}),
+    "SoftTripleLoss, sparse centers": Case(
+        "SoftTripleLoss",
+        {
+            "centers_per_class": 3,
+            "weight_regularizer": regularizers.SparseCentersRegularizer(CLASSES, 3),
+            "weight_reg_weight": 0.3,
+        },
+    ),
+    "ArcFaceLoss, sum of norms": Case(
+        "ArcFaceLoss", {"weight_regularizer": regularizers.LpRegularizer(p=3, reducer=reducers.SumReducer())}
+    ),
+    "ArcFaceLoss, some norms": Case(
+        "ArcFaceLoss", {"weight_regularizer": regularizers.LpRegularizer(reducer=reducers.ThresholdReducer(low=2.0))}
+    ),
+    "ArcFaceLoss, zero mean": Case("ArcFaceLoss", {"weight_regularizer": regularizers.ZeroMeanRegularizer()}),
+    "CosFaceLoss, embeddings": Case(
+        "CosFaceLoss", {"embedding_regularizer": regularizers.LpRegularizer(), "embedding_reg_weight": 2.0}
+    ),
+    "ArcFaceLoss, mined": Case("ArcFaceLoss", mine=pairs),
+    "ProxyNCALoss, mined": Case("ProxyNCALoss", mine=pairs),
+    "ArcFaceLoss, hard triplets": Case("ArcFaceLoss", mine=hard),
+}
+
+
+def make(case: Case) -> Any:
+    """The plain loss; the same on every rank."""
+    torch.manual_seed(2)
+    return getattr(pml, case.name)(num_classes=CLASSES, embedding_size=DIM, **case.options).double()
+
+
+def global_rows(sizes: list[int] | None = None, rank: int = 0) -> Rows:
+    """The global batch, or one rank's slice of it, with labels from all classes but one."""
+    rows = harness_rows()
+    labels = torch.tensor([0, 6, 2, 2, 5, 1, 0, 6, 4, 1, 5, 0])
+    if sizes is not None:
+        stop = sum(sizes[: rank + 1])
+        rows, labels = own_rows(sizes, rank), labels[stop - sizes[rank] : stop]
+    return {**rows, "labels": labels}
+
+
+def net() -> Net:
+    torch.manual_seed(1)
+    return Net().double()
+
+
+def named(module: nn.Module) -> dict[str, Tensor]:
+    return {f"net.{name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def judge(case: Case, sizes: list[int]) -> dict[str, Tensor]:
+    """Value and gradients of the plain loss in one process."""
+    encoder, loss, rows = net(), make(case), global_rows()
+    embeddings = encoder(rows["features"])
+    tuples = None
+    if case.mine is not None:  # each rank mines its own rows
+        mined, offset = [], 0
+        for size in sizes:
+            part = slice(offset, offset + size)
+            mined.append([i + offset for i in case.mine(embeddings[part], rows["labels"][part])])
+            offset += size
+        tuples = tuple(torch.cat(column) for column in zip(*mined, strict=True))
+    value = loss(embeddings, rows["labels"], tuples)
+    value.backward()
+    weight = next(iter(loss.parameters())).grad
+    return {"value": value.detach(), "weight": weight, **named(encoder)}
+
+
+def whole(parts: list[Tensor], name: str) -> Tensor:
+    """The ranks' blocks of a weight or its gradient as one."""
+    return torch.cat(parts, 0 if name == "ProxyNCALoss" else 1)
+
+
+def measure(names: list[str]) -> dict[str, dict[str, Tensor]]:
+    """Value and gradients on this rank, by case and split."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = {}
+    for name in names:
+        case = CASES[name]
+        for split, sizes in SPLITS[world].items():
+            encoder, rows = net(), global_rows(sizes, rank)
+            loss = ClassShardedLoss(make(case), **case.sharded)
+            embeddings = encoder(rows["features"])
+            tuples = None if case.mine is None else case.mine(embeddings, rows["labels"])
+            value = loss(embeddings, rows["labels"], tuples)
+            value.backward()
+            found[f"{name}; {split}"] = {"value": value.detach(), "weight": loss.weight.grad, **named(encoder)}
+    return found

@@ -1,0 +1,148 @@
+"""A class weight divided over the ranks gives the value and all gradients of one process that holds it whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning import losses as pml
+
+from lightning_ddp_losses import ClassShardedLoss
+from tests.counting import CountCollectives
+from tests.losses.harness import SPLITS
+from tests.losses.sharded_cases import CASES, CLASSES, DIM, LOSSES, Case, global_rows, judge, make, measure, net, whole
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_are_one_process(pool: RankPool, world_size: int) -> None:
+    results = pool.run(world_size, measure, list(CASES))
+    problems = []
+    for name, case in CASES.items():
+        for split, sizes in SPLITS[world_size].items():
+            key = f"{name}; {split}"
+            ranks = [result[key] for result in results]
+            truth = judge(case, sizes)
+            assert truth["weight"].norm() > 0
+            assert len({float(rank["value"]) for rank in ranks}) == 1, f"{key}: the ranks return different numbers"
+            ours = {n: torch.stack([rank[n] for rank in ranks]).mean(0) for n in truth if n != "weight"}
+            ours["weight"] = whole([rank["weight"] for rank in ranks], case.name)
+            try:
+                assert_close(ours, truth)
+            except AssertionError as error:
+                problems.append(f"{key}: {error}")
+    assert not problems, "\n".join(problems)
+
+
+def collectives(name: str) -> tuple[list[str], list[str], int]:
+    rows = global_rows([6, 6], dist.get_rank())
+    loss = ClassShardedLoss(make(Case(name)))
+    for _ in range(2):
+        with CountCollectives() as counter:
+            value = loss(net()(rows["features"]), rows["labels"])
+            forward = counter.take()
+            value.backward()
+            backward = counter.take()
+    return forward, backward, loss.shard.classes
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_step_costs_four_collectives(pool: RankPool, name: str) -> None:
+    held = []
+    for forward, backward, classes in pool.run(2, collectives, name):
+        assert (len(forward), len(backward)) == (3, 1), (forward, backward)
+        held.append(classes)
+    assert held == [4, 3]
+
+
+def no_collectives() -> int:
+    rows = global_rows([12], 0)
+    with CountCollectives() as counter:
+        ClassShardedLoss(make(Case("ArcFaceLoss")))(net()(rows["features"]), rows["labels"]).backward()
+    return len(counter.take())
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_world_of_one_pays_nothing(pool: RankPool, distributed: bool) -> None:
+    assert pool.run(1, no_collectives, distributed=distributed) == [0]
+
+
+def logits_of(name: str) -> list[Any]:
+    loss = make(Case(name))
+    sharded = ClassShardedLoss(loss, chunk_size=2)
+    features = net()(global_rows([5, 7, 0][: dist.get_world_size()] or [12], dist.get_rank())["features"])
+    logits = loss.get_logits(features)
+    ours = sharded.get_logits(features)
+    values, labels = sharded.predict(features, k=3)
+    return [ours, logits, values, labels]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_logits_and_best_classes(pool: RankPool, world_size: int, name: str) -> None:
+    for ours, theirs, values, labels in pool.run(world_size, logits_of, name):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+        smaller_is_better = name == "ProxyNCALoss"
+        best = theirs.topk(3, 1, largest=not smaller_is_better)
+        torch.testing.assert_close(values, best.values, rtol=1e-9, atol=1e-12)
+        assert torch.equal(labels, best.indices)
+
+
+def initial(name: str, seed: int | None, options: dict[str, Any]) -> torch.Tensor:
+    torch.manual_seed(5 if seed is None else 5 + dist.get_rank())
+    cls = getattr(pml, name)
+    loss = ClassShardedLoss.build(cls, num_classes=9001, embedding_size=3, seed=seed, **options)
+    return loss.weight.detach().clone()
+
+
+@pytest.mark.parametrize(("name", "options"), [(name, {}) for name in LOSSES])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_the_initial_weight_is_the_same_for_any_number_of_ranks(
+    pool: RankPool, name: str, options: dict[str, Any], seed: int | None
+) -> None:
+    found = [whole(pool.run(world_size, initial, name, seed, options), name) for world_size in (1, 2, 3)]
+    plain = getattr(pml, name)(num_classes=9001, embedding_size=3, **options)
+    theirs = next(iter(plain.parameters())).detach()
+    assert found[0].shape == theirs.shape
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert abs(float(found[0].std() / theirs.std()) - 1) < 0.05  # kaiming_uniform_ looks at the number of all classes
+    assert len(found[0].unique()) > 0.9 * found[0].numel()
+
+
+def built_before_the_ranks() -> tuple[int, int, bool]:
+    torch.manual_seed(0)
+    early = ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=CLASSES, embedding_size=DIM)
+    before = early.weight.numel()
+    optimizer = torch.optim.SGD(early.parameters(), lr=0.1)
+    rows = global_rows()
+    early.double()
+    first = early.weight
+    early(net()(rows["features"]), rows["labels"]).backward()
+    optimizer.step()
+    return before, early.weight.numel(), first is early.weight
+
+
+def test_a_built_loss_waits_for_its_ranks(pool: RankPool) -> None:
+    assert pool.run(1, built_before_the_ranks, distributed=False) == [(0, CLASSES * DIM, True)]
+
+
+def in_float32(name: str) -> float:
+    """A scale of 64 overflows half precision; the loss runs in float32."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = global_rows([12 // world] * world, rank)
+    embeddings = net()(rows["features"]).half().detach()
+    loss = make(Case(name)).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = ClassShardedLoss(loss)(embeddings, rows["labels"])
+    assert value.dtype == torch.float32
+    everyone = net()(global_rows()["features"]).half().float()
+    return float((value - loss(everyone, global_rows()["labels"])).detach().abs() / value.detach())
+
+
+@pytest.mark.parametrize("name", ["ArcFaceLoss", "SphereFaceLoss", "SoftTripleLoss"])
+def test_half_precision_runs_in_float32(pool: RankPool, name: str) -> None:
+    assert max(pool.run(2, in_float32, name)) < 1e-5

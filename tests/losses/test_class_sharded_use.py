@@ -1,0 +1,370 @@
+"""Divided classes: what is refused, on every rank alike; sampled negatives; replicas of the shards; copies; checkpoints by hand."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning import distances, reducers, regularizers
+from pytorch_metric_learning import losses as pml
+from torch import Tensor
+
+from lightning_ddp_losses import ClassShardedLoss, ConfigurationError
+from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, judge, make, named, net, whole
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+
+ARC = Case("ArcFaceLoss")
+LABELS = torch.tensor([0, 3, 6])
+
+
+def rows(width: int = DIM, count: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.linspace(-1, 1, count * width, dtype=dtype).view(count, width).sin().requires_grad_()
+
+
+def ask(*args: Any, case: Case = ARC, **options: Any) -> Any:
+    return ClassShardedLoss(make(case), **options)(*args)
+
+
+def other(**options: Any) -> ClassShardedLoss:
+    given = {"num_classes": CLASSES, "embedding_size": DIM, **options}
+    return ClassShardedLoss(pml.ArcFaceLoss(**given).double())
+
+
+BAD: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
+    "a label beyond the classes on one rank": (
+        lambda r: ask(rows(), LABELS + r),
+        ("labels", "0 to 6", "1 to 7", "rank 1"),
+    ),
+    "a negative label on one rank": (lambda r: ask(rows(), LABELS - r), ("-1 to 5",)),
+    "labels of a float dtype": (lambda r: ask(rows(), LABELS.double() if r else LABELS), ("integer dtype",)),
+    "too few labels": (lambda r: ask(rows(), LABELS[r:]), ("shape (3,)",)),
+    "no labels": (lambda r: ask(rows(), None if r else LABELS), ("labels",)),
+    "another width on one rank": (lambda r: ask(rows(DIM + r), LABELS), ("(n, 6)", "(3, 7)")),
+    "another dtype on one rank": (
+        lambda r: ClassShardedLoss(make(ARC).float())(rows(dtype=torch.float64 if r else torch.float32), LABELS),
+        ("float32", "float64"),
+    ),
+    "embeddings of integers": (lambda r: ask(torch.ones(3, DIM, dtype=torch.long), LABELS), ("floating",)),
+    "other classes on one rank": (lambda r: other(num_classes=CLASSES + r), ("classes=7", "classes=8")),
+    "another margin on one rank": (lambda r: other(margin=20 + r)(rows(), LABELS), ("margin",)),
+    "a tuple on one rank": (lambda r: ask(rows(), LABELS, (LABELS * 0,) * 3 if r else None), ("miner",)),
+    "a tuple of other rows": (lambda r: ask(rows(), LABELS, (LABELS + 3 * r,) * 3), ("indices_tuple", "0 to 2")),
+    "no rows on any rank": (lambda r: ask(rows(count=0), LABELS[:0]), ("at least one",)),
+    "fewer classes than ranks": (
+        lambda r: ClassShardedLoss(pml.ArcFaceLoss(num_classes=1, embedding_size=DIM)),
+        ("at least one for each of 2 ranks", "1"),
+    ),
+    "fewer classes than ranks, built": (
+        lambda r: ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=1, embedding_size=DIM),
+        ("at least one for each of 2 ranks",),
+    ),
+    "a shard of another rank's size": (lambda r: load({"W": torch.ones(DIM, 2)}), ("(6, 7) of all classes", "(6, 2)")),
+    "another coefficient": (lambda r: weigh(1.0 + r), ("coefficient",)),
+    "the same rows on all ranks": (lambda r: overwrite(), ("ddp_losses",)),
+}
+
+
+def load(state: dict[str, Tensor]) -> None:
+    loss = ClassShardedLoss(make(ARC))
+    loss.load_state_dict(state)
+
+
+def weigh(factor: float) -> None:
+    loss = ClassShardedLoss(make(ARC))
+    for _ in range(2):
+        (loss(rows(), LABELS) * factor).backward()
+
+
+def overwrite() -> None:
+    loss = ClassShardedLoss(pml.ArcFaceLoss(num_classes=8, embedding_size=DIM).double())
+    dist.broadcast(weight := loss.weight.detach().t().contiguous(), 0)
+    loss.weight.data.copy_(weight.t())
+    loss(rows(), LABELS)
+
+
+def run_bad(name: str) -> Any:
+    return BAD[name][0](dist.get_rank())
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_the_same_error_everywhere(pool: RankPool, name: str) -> None:
+    errors = pool.errors(2, run_bad, name)
+    assert errors[0].message == errors[1].message
+    assert all("lightning_ddp_losses.errors.DDPLossError" in error.bases for error in errors)
+    assert [word for word in BAD[name][1] if word not in errors[0].message] == []
+
+
+class Other(pml.ArcFaceLoss):
+    """Might compute anything."""
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a loss without classes": (lambda: ClassShardedLoss(pml.SupConLoss()), "SupConLoss"),
+    "a subclass": (lambda: ClassShardedLoss(Other(num_classes=3, embedding_size=2)), "Other"),
+    "no loss": (lambda: ClassShardedLoss("ArcFaceLoss"), "str"),  # type: ignore[arg-type]
+    "chunk 0": (lambda: ClassShardedLoss(make(ARC), chunk_size=0), "chunk_size"),
+    "chunk beyond the classes": (lambda: ClassShardedLoss(make(ARC), chunk_size=CLASSES + 1), "1 to 7"),
+    "sample rate 0": (lambda: ClassShardedLoss(make(ARC), sample_rate=0.0), "sample_rate"),
+    "a regulariser between classes": (
+        lambda: ClassShardedLoss(
+            make(Case("ArcFaceLoss", {"weight_regularizer": regularizers.RegularFaceRegularizer()}))
+        ),
+        "RegularFaceRegularizer",
+    ),
+    "a regulariser that needs a mean": (
+        lambda: ClassShardedLoss(
+            make(Case("ArcFaceLoss", {"weight_regularizer": regularizers.CenterInvariantRegularizer()}))
+        ),
+        "CenterInvariantRegularizer",
+    ),
+    "a distance": (
+        lambda: ClassShardedLoss(make(Case("NormalizedSoftmaxLoss", {"distance": distances.SNRDistance()}))),
+        "SNRDistance",
+    ),
+    "orthogonal classes": (
+        lambda: ClassShardedLoss.build(
+            pml.ArcFaceLoss, num_classes=9, embedding_size=4, weight_init_func=torch.nn.init.orthogonal_
+        ),
+        "orthogonal_",
+    ),
+    "an option that the loss has not": (
+        lambda: ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=9, embedding_size=4, margins=1),
+        "margins",
+    ),
+    "a loss that cannot be built": (
+        lambda: ClassShardedLoss.build(pml.SupConLoss, num_classes=9, embedding_size=4),
+        "SupConLoss",
+    ),
+    "sampling with a regulariser": (
+        lambda: ClassShardedLoss(
+            make(Case("ArcFaceLoss", {"weight_regularizer": regularizers.LpRegularizer()})), sample_rate=0.5
+        ),
+        "weight_regularizer",
+    ),
+    "a reducer that reduces later": (
+        lambda: ClassShardedLoss(make(Case("ArcFaceLoss", {"reducer": reducers.DoNothingReducer()}))),
+        "DoNothingReducer",
+    ),
+    "sampling with any optimizer": (
+        lambda: ClassShardedLoss(make(ARC), sample_rate=0.5)(rows(), LABELS),
+        "attach",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_by_name(name: str) -> None:
+    run, words = REFUSED[name]
+    with pytest.raises(ConfigurationError) as raised:
+        run()
+    assert words in str(raised.value)
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+def sampled(name: str, unbiased: bool, accumulate: int, optimizer: str) -> dict[str, Any]:
+    """Three optimizer steps on sampled classes; what was drawn comes along."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    loss = ClassShardedLoss(make(Case(name)), sample_rate=0.4, unbiased=unbiased, chunk_size=2)
+    stepper = make_optimizer(optimizer, [loss.weight])
+    loss.attach(stepper)
+    own, drawn, values = [12 // world] * world, [], []
+    for step in range(6):
+        features = net()(global_rows(own, rank)["features"]).detach() * (1 + step)
+        labels = global_rows(own, rank)["labels"] // 3
+        value = loss(features, labels)
+        drawn.append(loss.sampler.chosen + loss.shard.start)
+        values.append(value.detach())
+        value.backward()
+        if (step + 1) % accumulate == 0:
+            stepper.step()
+            stepper.zero_grad()
+    state = {key: v for key, v in stepper.state[loss.weight].items() if v.ndim}
+    return {"drawn": drawn, "values": values, "weight": loss.weight.detach().clone(), **state}
+
+
+def make_optimizer(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
+    if name == "adam":
+        return torch.optim.Adam(parameters, lr=0.1)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def by_hand(
+    name: str, drawn: list[list[Tensor]], unbiased: bool, accumulate: int, optimizer: str, sizes: list[int]
+) -> dict[str, Any]:
+    """One process on the drawn classes: a small loss of their rows alone, and an optimizer for each row."""
+    plain = make(Case(name))
+    weight = next(iter(plain.parameters())).detach()
+    per = weight.shape[1] // CLASSES
+    columns = [weight[:, c * per : (c + 1) * per].clone().requires_grad_() for c in range(CLASSES)]
+    steppers = [make_optimizer(optimizer, [column]) for column in columns]
+    rows_, values, touched = global_rows(), [], set()
+    for step in range(6):
+        features, labels = net()(rows_["features"]).detach() * (1 + step), rows_["labels"] // 3
+        chosen = sorted(int(c) for rank in drawn for c in rank[step])
+        small = getattr(pml, name)(num_classes=len(chosen), embedding_size=DIM).double()
+        key = next(iter(dict(small.named_parameters())))
+        small._parameters[key] = torch.cat([columns[c] for c in chosen], 1)
+        place = torch.tensor([chosen.index(int(label)) for label in labels])
+        if unbiased:  # logits with the logarithm of one over the probability of each negative
+            logits = small.get_logits(features)
+            cosine = logits[torch.arange(12), place] / small.scale
+            logits = logits.clone()
+            logits[torch.arange(12), place] = small.modify_cosine_of_target_classes(cosine) * small.scale
+            start = 0
+            for size in sizes:
+                here = [i for i, c in enumerate(chosen) if start <= c < start + size]
+                certain = {c for c in chosen if c in set(labels.tolist()) and start <= c < start + size}
+                extra = [i for i in here if chosen[i] not in certain]
+                if extra:
+                    chance = len(extra) / (size - len(certain))
+                    logits[:, extra] = logits[:, extra] - torch.tensor(chance, dtype=torch.float64).log()
+                start += size
+            value = torch.nn.functional.cross_entropy(logits, place)
+        else:
+            value = small(features, place)
+        values.append(value.detach())
+        value.backward()
+        touched |= set(chosen)
+        if (step + 1) % accumulate == 0:
+            for c in touched:
+                steppers[c].step()
+                steppers[c].zero_grad()
+            touched = set()
+    found = {"weight": torch.cat([c.detach() for c in columns], 1)}
+    for key in {k for s in steppers for state in s.state.values() for k, v in state.items() if v.ndim}:
+        states = [s.state[c].get(key, torch.zeros_like(c)) for s, c in zip(steppers, columns, strict=True)]
+        found[key] = torch.cat(states, 1)
+    return {"values": values, **found}
+
+
+@pytest.mark.parametrize(
+    ("name", "unbiased", "accumulate", "optimizer"),
+    [
+        ("ArcFaceLoss", False, 1, "sgd"),
+        ("CosFaceLoss", True, 1, "sgd"),
+        ("SubCenterArcFaceLoss", False, 2, "sgd"),
+        ("SoftTripleLoss", False, 3, "sgd"),
+        ("NormalizedSoftmaxLoss", False, 2, "sgd"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_sampled_classes(
+    pool: RankPool, world_size: int, name: str, unbiased: bool, accumulate: int, optimizer: str
+) -> None:
+    results = pool.run(world_size, sampled, name, unbiased, accumulate, optimizer)
+    sizes = [min(-(-CLASSES // world_size), CLASSES - r * -(-CLASSES // world_size)) for r in range(world_size)]
+    truth = by_hand(name, [r["drawn"] for r in results], unbiased, accumulate, optimizer, sizes)
+    assert any(len(d) < size for r, size in zip(results, sizes, strict=True) for d in r["drawn"]), "nothing was sampled"
+    for result in results:
+        torch.testing.assert_close(result["values"], truth["values"], rtol=1e-9, atol=1e-12)
+    keys = [key for key in results[0] if key not in ("drawn", "values")]
+    assert_close({k: torch.cat([r[k] for r in results], 1) for k in keys}, {k: truth[k] for k in keys})
+
+
+def closure_step() -> bool:
+    """Lightning runs forward and backward inside the optimizer's step."""
+    loss = ClassShardedLoss(make(ARC), sample_rate=0.3)
+    stepper = make_optimizer("sgd", [loss.weight])
+    loss.attach(stepper)
+    before, still = loss.weight.detach().clone(), []
+
+    def closure() -> Tensor:
+        stepper.zero_grad()
+        value = loss(rows(), torch.zeros(3, dtype=torch.long))
+        value.backward()
+        still.append([c for c in range(CLASSES) if c not in loss.sampler.chosen])
+        return value
+
+    for _ in range(2):
+        stepper.step(closure)
+    changed = (loss.weight.detach() - before).abs().sum(0) > 0
+    never = set(still[0]) & set(still[1])
+    return bool(changed[0]) and bool(never) and not bool(changed[sorted(never)].any())
+
+
+def test_sampling_with_a_closure(pool: RankPool) -> None:
+    assert pool.run(1, closure_step) == [True]
+
+
+# ---------------------------------------------------------------------- replicas, copies, states
+
+
+def in_parts(sizes: list[int], options: dict[str, Any]) -> dict[str, Tensor]:
+    """Four ranks in two parts: each part holds all classes."""
+    rank = dist.get_rank()
+    part, _ = dist.new_subgroups(2)
+    torch.manual_seed(rank)  # the parts start from different weights; the first one's counts
+    loss = ClassShardedLoss(make(ARC) if rank < 2 else pml.ArcFaceLoss(CLASSES, DIM).double(), group=part, **options)
+    encoder, batch = net(), global_rows(sizes, rank)
+    value = loss(encoder(batch["features"]), batch["labels"])
+    value.backward()
+    return {"value": value.detach(), "weight": loss.weight.grad, **named(encoder)}
+
+
+@pytest.mark.parametrize("sizes", [[3, 3, 3, 3], [1, 4, 2, 5], [0, 2, 7, 3]], ids=str)
+def test_shards_with_replicas(pool: RankPool, sizes: list[int]) -> None:
+    results = pool.run(4, in_parts, sizes, {})
+    truth = judge(ARC, [12])
+    ours = {n: torch.stack([r[n] for r in results]).mean(0) for n in truth if n != "weight"}
+    for part in (results[:2], results[2:]):
+        assert_close({**ours, "weight": whole([r["weight"] for r in part], "ArcFaceLoss")}, truth)
+
+
+def copies() -> list[bool]:
+    loss, batch = ClassShardedLoss(make(ARC)), global_rows([6, 6], dist.get_rank())
+    features = net()(batch["features"]).detach()
+    value = loss(features, batch["labels"]).detach()
+    others = [copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))]
+    return [torch.equal(o(features, batch["labels"]).detach(), value) and o.shard == loss.shard for o in others]
+
+
+def test_copies_and_pickles(pool: RankPool) -> None:
+    assert pool.run(2, copies) == [[True, True]] * 2
+
+
+def loads(state: dict[str, Tensor]) -> Tensor:
+    loss = ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=CLASSES, embedding_size=DIM).double()
+    loss.load_state_dict(state)
+    again = ClassShardedLoss(make(ARC))
+    again.load_state_dict(loss.state_dict())  # this rank's own part
+    assert torch.equal(again.weight, loss.weight)
+    return loss.weight.detach().clone()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_plain_losss_weight_loads(pool: RankPool, world_size: int) -> None:
+    state = dict(make(ARC).state_dict())
+    parts = pool.run(world_size, loads, state)
+    assert torch.equal(whole(parts, "ArcFaceLoss"), state["W"])
+
+
+def test_one_process_and_the_plain_loss_share_their_state() -> None:
+    plain, loss = make(ARC), ClassShardedLoss(make(ARC))
+    assert list(loss.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(loss.state_dict())
+
+
+def resized(path: str | None) -> Any:
+    loss = torch.load(path, weights_only=False)
+    return loss(rows(), LABELS)
+
+
+def save_shard(folder: str) -> str:
+    path = f"{folder}/{dist.get_rank()}.pt"
+    torch.save(ClassShardedLoss(make(ARC)), path)
+    return path
+
+
+def test_a_shard_alone_is_refused(pool: RankPool, tmp_path: Any) -> None:
+    path = pool.run(2, save_shard, str(tmp_path))[0]
+    for error in pool.errors(1, resized, path):
+        assert "divided over" in error.message

@@ -1,0 +1,210 @@
+"""CLIP's and SigLIP's losses over ranks equal their textbook expressions in one process, temperature and bias included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_ddp_losses import ClipLoss, SigLipLoss
+from tests.counting import CountCollectives
+from tests.losses.harness import DIM, SPLITS, TASK, own_rows
+from tests.losses.harness import global_rows as harness_rows
+from tests.oracle import Encoder, assert_close
+from tests.rank_pool import RankPool
+
+EXTRA = {1: [5], 2: [5, 0], 3: [1, 0, 4]}  # further texts per rank
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss with its options, and what else it gets."""
+
+    loss: Callable[..., nn.Module]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    extra: bool = False
+    queue: bool = False
+    scale: float | None = None
+
+
+CASES = {
+    "CLIP": Case(ClipLoss),
+    "CLIP, small tiles": Case(ClipLoss, {"tile_bytes": 64}),
+    "CLIP, smoothing": Case(ClipLoss, {"label_smoothing": 0.1}),
+    "CLIP, extra texts": Case(ClipLoss, extra=True),
+    "CLIP, queue": Case(ClipLoss, queue=True),
+    "CLIP, all options": Case(
+        ClipLoss, {"label_smoothing": 0.2, "init_temperature": 0.5, "tile_bytes": 100}, extra=True, queue=True
+    ),
+    "CLIP, not normalised": Case(ClipLoss, {"normalize": False, "init_temperature": 1.0}),
+    "CLIP, clamped": Case(ClipLoss, {"max_scale": 10.0}),
+    "CLIP, sharp": Case(ClipLoss, {"max_scale": None}, scale=6.0),
+    "SigLIP": Case(SigLipLoss),
+    "SigLIP, small tiles": Case(SigLipLoss, {"tile_bytes": 64, "init_bias": -2.0}),
+    "SigLIP, all options": Case(SigLipLoss, {"init_bias": 1.0, "tile_bytes": 100}, extra=True, queue=True),
+    "SigLIP, clamped": Case(SigLipLoss, {"max_scale": 5.0}),
+}
+
+
+class Towers(nn.Module):
+    """Two encoders and a loss."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.image, self.text = Encoder(TASK), Encoder(TASK)
+        self.loss = case.loss(**case.options)
+        if case.scale is not None:
+            nn.init.constant_(self.loss.logit_scale, case.scale)
+        self.double()
+
+
+def further(case: Case) -> tuple[Tensor | None, Tensor | None]:
+    """Features of further texts of all ranks; a queue of embeddings."""
+    generator = torch.Generator().manual_seed(4)
+    extra = torch.randn(5, TASK.features, generator=generator, dtype=torch.float64)
+    queue = torch.randn(3, DIM, generator=generator, dtype=torch.float64)
+    return extra if case.extra else None, queue if case.queue else None
+
+
+def textbook(case: Case, towers: Towers, images: Tensor, texts: Tensor, extra: Any, queue: Any) -> Tensor:
+    """One process, one matrix of products."""
+    loss = towers.loss
+    parts = [t for t in (texts, extra, queue) if t is not None]
+    if case.options.get("normalize", True):
+        images, parts = functional.normalize(images), [functional.normalize(t) for t in parts]
+    ceiling = case.options.get("max_scale", 100.0 if case.loss is ClipLoss else None)
+    scale = loss.logit_scale.exp() if ceiling is None else loss.logit_scale.exp().clamp(max=ceiling)
+    logits, target = scale * images @ torch.cat(parts).t(), torch.arange(len(images))
+    if case.loss is ClipLoss:
+        smoothing = case.options.get("label_smoothing", 0.0)
+        paired = logits[:, : len(images)].t()
+        return sum(functional.cross_entropy(z, target, label_smoothing=smoothing) for z in (logits, paired)) / 2
+    signs = -torch.ones_like(logits)
+    signs[target, target] = 1
+    return -functional.logsigmoid(signs * (logits + loss.logit_bias)).sum() / len(images)
+
+
+def gradients(towers: Towers, value: Tensor) -> dict[str, Tensor]:
+    value.backward()
+    found = {name: p.grad for name, p in towers.named_parameters() if p.grad is not None}
+    return {"value": value.detach(), **found}
+
+
+def judge(case: Case) -> dict[str, Tensor]:
+    towers, rows = Towers(case), harness_rows()
+    extra, queue = further(case)
+    extra = None if extra is None else towers.text(extra)
+    value = textbook(case, towers, towers.image(rows["features"]), towers.text(rows["views"]), extra, queue)
+    return gradients(towers, value)
+
+
+def measure() -> dict[str, dict[str, Tensor]]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = {}
+    for name, case in CASES.items():
+        for split, sizes in SPLITS[world].items():
+            towers, rows = Towers(case), own_rows(sizes, rank)
+            extra, queue = further(case)
+            if extra is not None:
+                start = sum(EXTRA[world][:rank])
+                extra = towers.text(extra[start : start + EXTRA[world][rank]])
+            value = towers.loss(towers.image(rows["features"]), towers.text(rows["views"]), extra, queue)
+            found[f"{name}; {split}"] = gradients(towers, value)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_are_one_process(pool: RankPool, world_size: int) -> None:
+    results, problems = pool.run(world_size, measure), []
+    for key in results[0]:
+        name = key.split(";")[0]
+        truth = judge(CASES[name])
+        assert len({float(result[key]["value"]) for result in results}) == 1, key
+        ours = {n: torch.stack([result[key][n] for result in results]).mean(0) for n in results[0][key]}
+        floor = 1e-12 * max(float(t.norm()) for t in truth.values())  # the scale's gradient is 0 beyond the clamp
+        small = {n for n, t in truth.items() if t.norm() < floor}
+        assert all(ours[n].norm() < floor for n in small), key
+        try:
+            assert_close(*({n: t for n, t in side.items() if n not in small} for side in (ours, truth)))
+        except AssertionError as error:
+            problems.append(f"{key}: {error}")
+    assert not problems, "\n".join(problems)
+
+
+def count(name: str) -> tuple[int, int]:
+    towers, rows = Towers(CASES[name]), own_rows([6, 6], dist.get_rank())
+    for _ in range(2):
+        with CountCollectives() as counter:
+            value = towers.loss(towers.image(rows["features"]), towers.text(rows["views"]))
+            forward = len(counter.take())
+            value.backward()
+            backward = len(counter.take())
+    return forward, backward
+
+
+@pytest.mark.parametrize("name", ["CLIP", "SigLIP"])
+def test_a_step_costs_four_collectives(pool: RankPool, name: str) -> None:
+    assert pool.run(2, count, name) == [(3, 1)] * 2
+
+
+def test_float32_near_the_optimum() -> None:
+    """Pairs that agree have a loss far below the rounding of the products themselves."""
+    torch.manual_seed(0)
+    x = functional.normalize(torch.randn(64, 32, dtype=torch.float64))
+    exact, single = ClipLoss(0.02, max_scale=None).double(), ClipLoss(0.02, max_scale=None)
+    a, b = x.clone().requires_grad_(), x.float().requires_grad_()
+    truth, ours = exact(a, x), single(b, x.float())
+    truth.backward()
+    ours.backward()
+    truth, ours = float(truth.detach()), float(ours.detach())
+    assert 0 < truth < 1e-7  # below what float32 can tell from 1
+    assert abs(ours / truth - 1) < 1e-4
+    assert float((b.grad - a.grad).norm() / a.grad.norm()) < 1e-3
+
+
+BAD: dict[str, tuple[Callable[[int], Any], str]] = {
+    "width of one tower": (lambda r: ClipLoss()(torch.ones(2, 4), torch.ones(2, 4 + r)), "texts"),
+    "width of a rank": (lambda r: ClipLoss()(torch.ones(2, 4 + r), torch.ones(2, 4 + r)), "texts"),
+    "rows of one tower": (lambda r: SigLipLoss()(torch.ones(2, 4), torch.ones(2 + r, 4)), "2 images, 3 texts"),
+    "dtype of a rank": (lambda r: ClipLoss()(*[torch.ones(2, 4, dtype=torch.float64 if r else None)] * 2), "float64"),
+    "an option": (lambda r: ClipLoss(label_smoothing=0.1 * r)(torch.ones(2, 4), torch.ones(2, 4)), "label_smoothing"),
+    "a queue on one rank": (
+        lambda r: ClipLoss()(torch.ones(2, 4), torch.ones(2, 4), None, torch.ones(3, 4) if r else None),
+        "queue",
+    ),
+    "no rows at all": (lambda r: ClipLoss()(torch.ones(0, 4), torch.ones(0, 4)), "at least one"),
+}
+
+
+def ask(name: str) -> Any:
+    return BAD[name][0](dist.get_rank())
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_disagreement_is_the_same_error_everywhere(pool: RankPool, name: str) -> None:
+    errors = pool.errors(2, ask, name)
+    assert errors[0].message == errors[1].message
+    assert BAD[name][1] in errors[0].message
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ClipLoss(0.0),
+        lambda: ClipLoss(label_smoothing=1.0),
+        lambda: ClipLoss(max_scale=-1.0),
+        lambda: ClipLoss(tile_bytes=0),
+        lambda: SigLipLoss(init_temperature=-1),
+    ],
+)
+def test_options_that_cannot_work(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(Exception, match="expected") as raised:
+        make()
+    assert type(raised.value).__name__ == "ConfigurationError"

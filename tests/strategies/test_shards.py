@@ -1,0 +1,191 @@
+"""Divided classes under the strategy: training, evaluation, clipping, scaling and checkpoints, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from pytorch_metric_learning import losses as pml
+from torch import Tensor
+
+from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy
+from tests.lightning_ranks import make_trainer
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import ELEMENTS, TASK, fit_alone, loader, trainer_alone
+from tests.strategies.sharded_jobs import Plain, Sharded, fit_sharded, whole_state
+
+NAMES = {"SoftTripleLoss": "loss.fc", "ProxyNCALoss": "loss.proxies"}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"accumulate_grad_batches": 2},
+    {"gradient_clip_val": 0.05},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+]
+
+
+def joined(results: list[dict[str, Tensor]], loss: str = "ArcFaceLoss") -> dict[str, Tensor]:
+    return whole_state(results, NAMES.get(loss, "loss.W"), 0 if loss == "ProxyNCALoss" else 1)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_training_equals_one_process(pool: RankPool, world_size: int, options: dict[str, Any]) -> None:
+    expected = fit_alone(Plain, **options)
+    for even in (True, False):
+        assert_close(joined(pool.run(world_size, fit_sharded, even=even, **options)), expected)
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_every_loss_trains(pool: RankPool, name: str) -> None:
+    expected = fit_alone(lambda: Plain(name, "adam"))
+    assert_close(joined(pool.run(2, fit_sharded, name, "adam", even=False), name), expected)
+
+
+class Evaluates(Sharded):
+    """Runs the loss in evaluation too; nothing there may change a weight."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        assert self.objective(*batch, index).isfinite()
+
+    test_step = validation_step
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        return self.loss.predict(self.encoder(batch[0]), k=2)[1]
+
+
+@pytest.mark.parametrize("then", ["validate", "test", "predict"])
+def test_evaluation_leaves_the_shards_alone(pool: RankPool, then: str) -> None:
+    expected = fit_alone(Plain)
+    assert_close(joined(pool.run(2, fit_sharded, make=Evaluates, then=then)), expected)
+
+
+PLACES = {"one process": 0, "1 rank": 1, "2 ranks": 2, "3 ranks": 3}
+
+
+def train_at(
+    pool: RankPool, place: str, epochs: int, load: str | None, save: str | None, **options: Any
+) -> dict[str, Tensor]:
+    if PLACES[place]:
+        return joined(
+            pool.run(
+                PLACES[place], fit_sharded, "ArcFaceLoss", "adam", load=load, save=save, max_epochs=epochs, **options
+            )
+        )
+    module = Plain("ArcFaceLoss", "adam")
+    trainer = trainer_alone(max_epochs=epochs)
+    trainer.fit(module, loader(1, 0), ckpt_path=load)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return dict(module.state_dict())
+
+
+@pytest.mark.parametrize("target", PLACES)
+@pytest.mark.parametrize("source", PLACES)
+def test_a_checkpoint_goes_on_anywhere(pool: RankPool, tmp_path: Path, source: str, target: str) -> None:
+    file = str(tmp_path / "half.ckpt")
+    expected = train_at(pool, "one process", 2, None, None)
+    train_at(pool, source, 1, None, file)
+    assert_close(train_at(pool, target, 2, file, None), expected)
+
+
+@pytest.mark.parametrize("target", ["1 rank", "2 ranks", "3 ranks"])
+@pytest.mark.parametrize("source", ["1 rank", "2 ranks", "3 ranks"])
+def test_a_sharded_checkpoint_goes_on_at_any_size(pool: RankPool, tmp_path: Path, source: str, target: str) -> None:
+    folder = str(tmp_path / "half")
+    expected = train_at(pool, "one process", 2, None, None)
+    options = {"strategy": {"sharded_checkpoints": True}}
+    train_at(pool, source, 1, None, folder, **options)
+    assert Path(folder, "rest.ckpt").is_file()
+    assert_close(train_at(pool, target, 2, folder, None, **options), expected)
+
+
+def keys(path: str) -> tuple[list[str], torch.Size, torch.Size]:
+    saved = torch.load(path, weights_only=False)
+    weight = saved["state_dict"]["loss.W"]
+    state = saved["optimizer_states"][0]["state"]
+    return list(saved["state_dict"]), weight.shape, state[max(state)]["exp_avg"].shape
+
+
+def test_a_checkpoint_holds_what_one_process_saves(pool: RankPool, tmp_path: Path) -> None:
+    ours, theirs = str(tmp_path / "ours.ckpt"), str(tmp_path / "theirs.ckpt")
+    train_at(pool, "3 ranks", 1, None, ours)
+    train_at(pool, "one process", 1, None, theirs)
+    assert keys(ours) == keys(theirs)
+
+
+class OtherClasses(Sharded):
+    def build(self, loss: str) -> None:
+        torch.manual_seed(0)
+        self.loss = ClassShardedLoss(pml.ArcFaceLoss(num_classes=TASK.classes + 1, embedding_size=TASK.dim).double())
+
+
+def load_into_other_classes(path: str) -> bool:
+    module = OtherClasses("ArcFaceLoss", "adam")
+    before = {name: value.clone() for name, value in module.state_dict().items() if "encoder" in name}
+    trainer = make_trainer("ddp_losses")
+    with pytest.raises(Exception, match=r"loss\.W.*expected.*\(4, 6\).*got.*\(4, 5\)") as raised:
+        trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()), ckpt_path=path)
+    assert type(raised.value).__name__ == "InputError"
+    return all(torch.equal(value, module.state_dict()[name]) for name, value in before.items())
+
+
+def test_other_classes_are_refused_before_anything_is_loaded(pool: RankPool, tmp_path: Path) -> None:
+    file = str(tmp_path / "five.ckpt")
+    train_at(pool, "2 ranks", 1, None, file)
+    assert pool.run(2, load_into_other_classes, file, fresh=True) == [True, True]
+
+
+class Clips(Sharded):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+def test_a_users_own_clipping_is_refused(pool: RankPool) -> None:
+    for error in pool.errors(2, fit_sharded, make=Clips):
+        assert error.type == "ConfigurationError"
+        assert "gradient_clip_val" in error.message
+        assert "loss.W" in error.message
+
+
+class Overflow(Callback):
+    """One rank's shard overflows in one step."""
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == 1 and not getattr(self, "done", False):
+            self.done = True
+            if dist.get_rank() == 1:
+                module.loss.W.grad[0, 0] = torch.inf
+
+
+def overflow() -> tuple[dict[str, Tensor], float]:
+    module = Sharded()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    trainer = make_trainer(DDPLossStrategy(), plugins=[plugin], callbacks=[Overflow()])
+    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    return {name: value.clone() for name, value in module.state_dict().items()}, scaler.get_scale()
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(pool: RankPool) -> None:
+    results = pool.run(2, overflow)
+    assert [scale for _, scale in results] == [4.0, 4.0]
+    state = joined([state for state, _ in results])  # equal but for the shards
+    assert all(value.isfinite().all() for value in state.values())
+
+
+def test_plain_ddp_is_found_out(pool: RankPool) -> None:
+    """Five classes on two ranks differ in shape, and DDP itself refuses them; six would be broadcast without a word."""
+    for error in pool.errors(2, six_classes_under_ddp):
+        assert error.type == "RankMismatchError"
+        assert "ddp_losses" in error.message
+
+
+def six_classes_under_ddp() -> None:
+    make_trainer("ddp").fit(OtherClasses(), loader(dist.get_world_size(), dist.get_rank()))
