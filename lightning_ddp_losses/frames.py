@@ -49,13 +49,17 @@ class _Frame(NamedTuple):
     payload: bytes
 
 
-def exchange(what: str, agreed: Mapping[str, object], payload: bytes = b"", *, group: Group = None) -> list[bytes]:
+def exchange(
+    what: str, agreed: Mapping[str, object], payload: bytes = b"", *, room: int = 0, group: Group = None
+) -> list[bytes]:
     """Meet all ranks of ``group`` at this place and swap payloads.
 
     Args:
         what: The operation, the same on every rank.
         agreed: What must be equal on every rank, by name; values are compared as text.
         payload: This rank's own bytes, of any length.
+        room: By how many bytes the frame is larger than usual, so that a larger payload fits. Only where all ranks have met
+            before and know this number; one that fails on the way must tell ``fail_together`` the same.
         group: Process group; None is the world.
 
     Returns:
@@ -72,19 +76,20 @@ def exchange(what: str, agreed: Mapping[str, object], payload: bytes = b"", *, g
     if groups.world_size(group) == 1:
         return [payload]
     text = "\n".join([what, *(f"{key}={value}" for key, value in agreed.items())])
-    frames = _gather(_AGREE, text, payload, group)
+    frames = _gather(_AGREE, text, payload, group, size=FRAME_BYTES + room)
     first = frames[0]
     if all(f.kind == _AGREE and f.digest == first.digest and f.version == VERSION for f in frames):
         return [f.payload for f in frames]
     raise _verdict(frames)
 
 
-def fail_together(error: Exception, where: str, *, group: Group = None) -> NoReturn:
+def fail_together(error: Exception, where: str, *, room: int = 0, group: Group = None) -> NoReturn:
     """Raise ``error`` on every rank: here, and at the next frame of each peer.
 
     Args:
         error: What this rank met by itself. One that the peers know of already is raised without a word to them.
         where: The place, as the user knows it (``training_step``).
+        room: As the peers' next ``exchange``.
         group: Process group; None is the world.
 
     Raises:
@@ -102,7 +107,7 @@ def fail_together(error: Exception, where: str, *, group: Group = None) -> NoRet
     text = str(error) if ours else f"{type(error).__name__}: {error}"
     report = json.dumps({"class": type(error).__name__ if ours else "", "text": text, "where": where})
     try:
-        frames = _gather(_ERROR, where, report.encode(), group, PATIENCE)
+        frames = _gather(_ERROR, where, report.encode(), group, PATIENCE, size=FRAME_BYTES + room)
     except RuntimeError:  # the peers are gone or do not come: this rank's own error is what matters
         raise error from None
     if not ours:
@@ -110,14 +115,22 @@ def fail_together(error: Exception, where: str, *, group: Group = None) -> NoRet
     raise _verdict(frames) from error
 
 
-def _gather(kind: int, text: str, payload: bytes, group: Group, patience: timedelta | None = None) -> list[_Frame]:
+def _gather(
+    kind: int,
+    text: str,
+    payload: bytes,
+    group: Group,
+    patience: timedelta | None = None,
+    *,
+    size: int = FRAME_BYTES,
+) -> list[_Frame]:
     encoded = text.encode()
     shown = encoded[:_TEXT_BYTES]
     digest = hashlib.blake2b(encoded, digest_size=16).digest()
     head = _HEADER.pack(VERSION, kind, len(shown), len(payload), digest) + shown
-    fits = len(head) + len(payload) <= FRAME_BYTES
+    fits = len(head) + len(payload) <= size
     own = bytearray(head + payload if fits else head)
-    own.extend(bytes(FRAME_BYTES - len(own)))
+    own.extend(bytes(size - len(own)))
     channel = groups.family(group).frames
     rows = _gather_bytes(own, channel, patience)
 
@@ -126,13 +139,13 @@ def _gather(kind: int, text: str, payload: bytes, group: Group, patience: timede
     for row, (_, _, text_bytes, payload_bytes, _) in zip(rows, heads, strict=True):
         start = _HEADER.size + text_bytes
         payloads.append(row[start : start + payload_bytes])
-    longest = max((n for _, _, t, n, _ in heads if _HEADER.size + t + n > FRAME_BYTES), default=0)
+    longest = max((n for _, _, t, n, _ in heads if _HEADER.size + t + n > size), default=0)
     if longest:
         more = bytearray(longest)
         if not fits:
             more[: len(payload)] = payload
         for rank, (row, (_, _, t, n, _)) in enumerate(zip(_gather_bytes(more, channel, patience), heads, strict=True)):
-            if _HEADER.size + t + n > FRAME_BYTES:
+            if _HEADER.size + t + n > size:
                 payloads[rank] = row[:n]
     return [
         _Frame(version, kind, digest, row[_HEADER.size : _HEADER.size + t].decode(errors="replace"), data)

@@ -24,9 +24,19 @@ from lightning_ddp_losses.losses.fingerprint import digest
 from lightning_ddp_losses.losses.memory import QueuePosition
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall
 from lightning_ddp_losses.losses.randomness import pack_draw, same_draws, shared_seed
-from lightning_ddp_losses.losses.reduction import Share, combine, has_per_anchor, pack_shares, split, unpack_shares
+from lightning_ddp_losses.losses.reduction import (
+    Share,
+    combine,
+    has_per_anchor,
+    own_slice,
+    pack_shares,
+    report,
+    split,
+    unpack_shares,
+)
 from lightning_ddp_losses.losses.refusals import not_exact, refuse_unfit
 from lightning_ddp_losses.losses.table import MODES, Mode, allowed_modes
+from lightning_ddp_losses.losses.tiled import Plan, TiledCall, plan_of
 from lightning_ddp_losses.losses.torch_losses import torch_share
 
 __all__ = ["GlobalBatchLoss"]
@@ -81,6 +91,7 @@ class GlobalBatchLoss(nn.Module):
         mode: Literal["auto", "replicated", "rows", "elements"] = "auto",
         backward: Backward = "own_slice",
         batch_dims: Mapping[int | str, int | None] | None = None,
+        tile_bytes: int | None = None,
         group: Group = None,
     ) -> None:
         super().__init__()
@@ -89,6 +100,7 @@ class GlobalBatchLoss(nn.Module):
         self.mode = mode
         self.backward = backward
         self.batch_dims = dict(batch_dims or {})
+        self.tile_bytes = tile_bytes
         self._group = group
         self._fingerprint = ""
         self._draws = 0
@@ -105,10 +117,13 @@ class GlobalBatchLoss(nn.Module):
     def exact_modes(self) -> tuple[Mode, ...]:
         """Modes that are exact for this loss as it is configured now, cheapest first."""
         allowed = allowed_modes(self.loss)
-        split_up = not self._is_pml or pml_rows.rows_are_exact(self.loss)
         if self.backward == "sum":  # a share of the loss has no meaning of its own when ranks weigh it differently
             return ("replicated",)
-        return tuple(m for m in MODES if m in allowed and (m == "replicated" or split_up))
+        return tuple(
+            m
+            for m in MODES
+            if m in allowed and (m == "replicated" or not self._is_pml or pml_rows.rows_are_exact(self.loss, m))
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The global loss.
@@ -156,8 +171,16 @@ class GlobalBatchLoss(nn.Module):
         if mode == "elements" and plain and self._has_rows(given):
             return self._elements(given)
         backward: Backward = "sum" if mode == "rows" else self.backward
-        call = PMLCall(self.loss, given, lambda batches: self._gather(batches, backward), groups.rank(self._group))
+        plan = self._plan() if mode == "rows" and self._rows_fit(given) else None
+        symmetric = plan is not None and plan.is_symmetric(given)
+
+        def gather(batches: dict[str, Tensor]) -> Bundle:
+            return self._gather({n: t.detach() for n, t in batches.items()} if symmetric else batches, backward)
+
+        call = PMLCall(self.loss, given, gather, groups.rank(self._group))
         self._warn_identities(call)
+        if plan is not None and call.ref_labels is not None:
+            return self._tiled(plan, call, symmetric=symmetric)
         if mode == "rows" and self._rows_fit(given) and call.rows_possible():
             return self._rows(call)
         if isinstance(self.loss, pml.CrossBatchMemory):
@@ -168,6 +191,10 @@ class GlobalBatchLoss(nn.Module):
         if isinstance(self.loss, pml.CrossBatchMemory):
             self.queue_position.note()
         return value  # type: ignore[no-any-return]
+
+    def _plan(self) -> Plan | None:
+        """How tiles evaluate the loss as it is configured; None: pytorch-metric-learning itself does, on this rank's anchors."""
+        return plan_of(self.loss)
 
     def _has_rows(self, given: dict[str, Any]) -> bool:
         return isinstance(given.get("embeddings"), Tensor)
@@ -209,7 +236,40 @@ class GlobalBatchLoss(nn.Module):
             call.ref_labels,
         )
         world = groups.world_size(self._group)
-        return self._combine(split(self.loss.reducer, found, given["embeddings"], labels, world), given["embeddings"])
+        shares = split(self.loss.reducer, found, given["embeddings"], labels, world)
+        extra = self._embedding_term(call, symmetric=False)
+        if extra is not None:
+            shares.append(Share(extra, 1.0, whole=True))
+        return self._combine(shares, given["embeddings"])
+
+    def _tiled(self, plan: Plan, call: PMLCall, *, symmetric: bool) -> Tensor:
+        tiled = TiledCall(
+            self.loss,
+            plan,
+            call,
+            symmetric=symmetric,
+            world=groups.world_size(self._group),
+            tile_bytes=self.tile_bytes,
+        )
+        room = tiled.room()
+        try:
+            payload = tiled.forward()
+        except Exception as error:
+            frames.fail_together(error, self._title, room=room, group=self._group)
+        frame = self._frame_of(call.given["embeddings"])
+        graph, value = tiled.value(frames.exchange(self._title, frame, payload, room=room, group=self._group))
+        extra = self._embedding_term(call, symmetric=symmetric)
+        return graph if extra is None else report(graph + extra, value + float(extra.detach()))
+
+    def _embedding_term(self, call: PMLCall, *, symmetric: bool) -> Tensor | None:
+        """The embedding regulariser: every rank computes it whole."""
+        if getattr(self.loss, "embedding_regularizer", None) is None:
+            return None
+        everyone = call.arguments["embeddings"]
+        if symmetric:
+            own = call.given["embeddings"]
+            everyone = own_slice(own, everyone, call.bound[0], groups.world_size(self._group))
+        return self.loss.embedding_regularization_loss(everyone)["losses"]  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------ others
 

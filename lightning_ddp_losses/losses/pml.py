@@ -13,6 +13,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
 from lightning_ddp_losses.losses.reduction import can_split
+from lightning_ddp_losses.losses.table import Mode
 
 __all__ = ["anchor_tuples", "elements", "row_elements", "rows_are_exact", "tuples_suffice"]
 
@@ -35,9 +36,9 @@ _ROW_DISTANCES = (
 )
 
 
-def rows_are_exact(loss: nn.Module) -> bool:
-    """Whether this instance, of a class that allows rows or elements, is a sum that ``split`` can take apart."""
-    if getattr(loss, "embedding_regularizer", None) is not None:
+def rows_are_exact(loss: nn.Module, mode: Mode) -> bool:
+    """Whether this instance, of a class that allows ``mode``, is a sum that ``split`` can take apart."""
+    if mode == "elements" and getattr(loss, "embedding_regularizer", None) is not None:
         return False  # a regulariser may look at the whole batch (zero mean)
     if getattr(loss, "triplets_per_anchor", "all") != "all":
         return False  # random: all ranks must draw the same

@@ -100,7 +100,8 @@ class PMLCall:
     @property
     def ref_labels(self) -> Tensor | None:
         """Labels of the references; of the anchors where there are no others."""
-        return self.arguments.get("ref_labels", self.arguments.get("labels"))
+        own = self.arguments.get("labels")
+        return self.arguments.get("ref_labels", own) if "ref_emb" in self.arguments else own
 
     def bounds(self, name: str = "embeddings") -> list[tuple[int, int]]:
         """Global rows of each rank."""
@@ -114,6 +115,14 @@ class PMLCall:
             return False
         given = self.arguments.get("indices_tuple")
         return pml_rows.tuples_suffice(labels, ref_labels, self.bounds(), given, same=ref_labels is labels)
+
+    def pairs(self) -> tuple[int, int]:
+        """How many positive and negative pairs the labels of all ranks make."""
+        labels, ref_labels = self.arguments["labels"], self.ref_labels
+        assert ref_labels is not None
+        _, kind = torch.unique(torch.cat([labels, ref_labels]), return_inverse=True)
+        partners = int(torch.bincount(kind[len(labels) :], minlength=len(kind))[kind[: len(labels)]].sum())
+        return partners - len(labels) * (ref_labels is labels), len(labels) * len(ref_labels) - partners
 
     def own_tuples(self) -> tuple[Tensor, ...]:
         """Pairs or triplets of this rank's anchors."""

@@ -30,7 +30,18 @@ from torch import Tensor
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.groups import Group
 
-__all__ = ["Share", "can_split", "combine", "has_per_anchor", "pack_shares", "split", "unpack_shares"]
+__all__ = [
+    "Share",
+    "can_split",
+    "combine",
+    "has_per_anchor",
+    "own_slice",
+    "pack_shares",
+    "report",
+    "split",
+    "unpack_shares",
+    "weigh",
+]
 
 _PAIR = struct.Struct("<dd?")
 
@@ -114,22 +125,59 @@ def combine(shares: Sequence[Share], table: Sequence[Sequence[tuple[float, float
     Returns:
         0-dim, the same number on every rank.
     """
-    world = groups.world_size(group)
-    value = 0.0
+    value, factors = weigh(table, groups.world_size(group))
     graph = shares[0].total.new_zeros(())
-    for index, share in enumerate(shares):
-        if share.whole:
-            value += table[0][index][0]
-            graph = graph + share.total
+    for share, factor in zip(shares, factors, strict=True):
+        graph = graph + share.total * factor
+    return report(graph, value)
+
+
+def weigh(table: Sequence[Sequence[tuple[float, float, bool]]], world: int) -> tuple[float, list[float]]:
+    """The global loss, and what each rank's own share of each sub-loss is multiplied with before it is back-propagated.
+
+    Args:
+        table: Every rank's (S_r, n_r, whole) per sub-loss.
+        world: Number of ranks.
+    """
+    value, factors = 0.0, []
+    for column in zip(*table, strict=True):
+        if column[0][2]:
+            value += column[0][0]
+            factors.append(1.0)
             continue
-        total = sum(rank[index][0] for rank in table)
-        divisor = sum(rank[index][1] for rank in table)
-        if divisor == 0:
-            graph = graph + share.total * 0
-            continue
-        value += total / divisor
-        graph = graph + share.total * (world / divisor)
+        total, divisor = sum(c[0] for c in column), sum(c[1] for c in column)
+        value += total / divisor if divisor else 0.0
+        factors.append(world / divisor if divisor else 0.0)
+    return value, factors
+
+
+def report(graph: Tensor, value: float) -> Tensor:
+    """``value``, whose gradient goes to ``graph``."""
     return _Report.apply(graph, value)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def own_slice(own: Tensor, everyone: Tensor, start: int, world: int) -> Tensor:
+    """Gathered rows for a term that every rank computes whole: own rows get their slice of its gradient, times W.
+
+    Args:
+        own: (B, ...), this rank's rows, with their graph.
+        everyone: (G, ...), without.
+        start: The global row that is this rank's first.
+        world: Number of ranks.
+    """
+    return _OwnSlice.apply(own, everyone, start, world)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _OwnSlice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, everyone: Tensor, start: int, world: int) -> Tensor:
+        ctx.place = start, own.shape[0], world
+        return everyone.view_as(everyone)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        start, rows, world = ctx.place
+        return grad.narrow(0, start, rows) * world, None, None, None
 
 
 class _Report(torch.autograd.Function):

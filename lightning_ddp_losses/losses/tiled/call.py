@@ -1,0 +1,151 @@
+"""One call of a tiled loss: what this rank computes, what it tells the others, and what follows from what they tell.
+
+Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` over all ranks, ``k`` statistics of a row. All ranks' totals and statistics travel in one frame.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from pytorch_metric_learning import losses as pml
+from torch import Tensor
+
+from lightning_ddp_losses.losses.pml_call import PMLCall
+from lightning_ddp_losses.losses.reduction import weigh
+from lightning_ddp_losses.losses.tiled.geometry import geometry_of
+from lightning_ddp_losses.losses.tiled.pairs import LabelPairs, Pairs, TripletTuples, TuplePairs
+from lightning_ddp_losses.losses.tiled.passes import Block, Passes, tiled_value
+from lightning_ddp_losses.losses.tiled.plan import Plan
+from lightning_ddp_losses.losses.tiled.reducing import Total
+
+__all__ = ["TiledCall"]
+
+_TOTAL = struct.Struct("<dddd")
+_WIDEST = 3  # the most statistics that a formula keeps
+
+
+class TiledCall:
+    """A loss on tiles, from gathered rows to its value.
+
+    Args:
+        loss: pytorch-metric-learning's.
+        plan: Its tiled evaluation.
+        call: The arguments over all ranks.
+        symmetric: Whether ``plan.is_symmetric``; the gathered rows then have no graph.
+        world: W.
+        tile_bytes: The most that a tile may take; None: a default.
+    """
+
+    def __init__(
+        self, loss: Any, plan: Plan, call: PMLCall, *, symmetric: bool, world: int, tile_bytes: int | None
+    ) -> None:
+        self._loss, self._plan, self._call, self._symmetric, self._world = loss, plan, call, symmetric, world
+        self._tile_bytes = tile_bytes
+        self._stats: Tensor | None = None
+
+    def room(self) -> int:
+        """Bytes that any rank's payload fits in; the same on all ranks."""
+        rows = max(self._call.counts["embeddings"]) if self._symmetric else 0
+        item = self._call.given["embeddings"].element_size()
+        return _TOTAL.size * len(self._plan.formula.sub_losses) + rows * _WIDEST * item
+
+    def forward(self) -> bytes:
+        """Go over the tiles.
+
+        Returns:
+            This rank's payload.
+        """
+        loss, call = self._loss, self._call
+        embeddings = call.given["embeddings"]
+        references = call.arguments.get("ref_emb", call.arguments["embeddings"])
+        geometry = geometry_of(loss.distance, references.shape[0])
+        self._rows, self._columns = geometry.prepare(embeddings), geometry.prepare(references)
+        pairs = self._pairs(references.shape[0])
+        self._order = pairs.column_order
+        columns = self._columns.detach()
+        kept = geometry.columns(columns if self._order is None else columns[self._order])
+        formula = self._plan.formula(loss, self._plan.reductions, embeddings.shape[0], self._rows)
+
+        def blocks() -> Iterator[Block]:
+            yield Block(kept, pairs)
+
+        self._passes = Passes(formula, geometry, self._rows.detach(), blocks, pairs.row_order, self._tile_bytes)
+        totals, self._stats = self._passes.forward(call.own_labels)
+        if self._symmetric:
+            self._columns = None  # only the order in which the tiles take them is needed now
+        self._passes.release()
+        ordinary = self._ordinary()
+        packed = [self._pack(total) if ordinary else _TOTAL.pack(0, 0, 0, 0) for total in totals]
+        if not self._symmetric:
+            return b"".join(packed)
+        return b"".join(packed) + self._stats.cpu().numpy().tobytes()
+
+    def value(self, payloads: Sequence[bytes]) -> tuple[Tensor, float]:
+        """What follows from all ranks' payloads.
+
+        Returns:
+            The loss with its graph, and as a number.
+        """
+        count = len(self._plan.formula.sub_losses)
+        size = count * _TOTAL.size
+        table = [list(_TOTAL.iter_unpack(p[:size])) for p in payloads]
+        value, factors = weigh([[(t[0], t[1], False) for t in rank] for rank in table], self._world)
+        others = self._others([p[size:] for p in payloads]) if self._symmetric else None
+        stats = self._stats
+        assert stats is not None
+
+        def pull(rows_wanted: bool, columns_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+            into = None
+            if columns_wanted and self._columns is not None:
+                into = torch.zeros_like(self._columns)
+            grad = self._passes.backward(stats, others, factors, None if into is None else lambda _: into)
+            if into is not None and self._order is not None:
+                into = torch.empty_like(into).index_copy_(0, self._order, into)
+            return grad if rows_wanted else None, into
+
+        columns = None if self._columns is None or not self._columns.requires_grad else self._columns
+        return tiled_value(self._rows, columns, pull, value), value
+
+    def _pairs(self, columns: int) -> Pairs:
+        call, dtype = self._call, self._rows.dtype
+        labels, references = call.own_labels, call.ref_labels
+        assert labels is not None
+        assert references is not None
+        if "indices_tuple" in call.arguments:
+            tuples = call.own_tuples()
+            if len(tuples) == 3 and isinstance(self._loss, pml.TripletMarginLoss):
+                return TripletTuples(tuples, labels.shape[0], dtype)
+            return TuplePairs(tuples, labels.shape[0], columns, dtype)
+        same = references is call.arguments["labels"]
+        return LabelPairs(labels, references.to(labels.dtype), call.bound[0] if same else None, dtype)
+
+    def _ordinary(self) -> bool:
+        """Whether PML would not return a zero at once; the same on all ranks."""
+        given = self._call.arguments.get("indices_tuple")
+        if isinstance(self._loss, pml.TripletMarginLoss):
+            return True  # without triplets all totals are 0
+        if given is None:
+            positive, negative = self._call.pairs()
+        else:
+            positive, negative = len(given[1]), len(given[-1])
+        if isinstance(self._loss, pml.SupConLoss) and not (positive and negative):
+            return False
+        return max(positive, negative) > 1
+
+    def _pack(self, total: Total) -> bytes:
+        divisor = 1.0 / self._world if total.divisor is None else total.divisor
+        return _TOTAL.pack(total.total, divisor, total.elements, total.above_low)
+
+    def _others(self, packed: Sequence[bytes]) -> Tensor:
+        """(G, k) statistics in the order of the columns."""
+        assert self._stats is not None
+        width = self._stats.shape[1]
+        if width == 0:
+            return self._stats.new_empty((self._call.total_rows, 0))
+        data = bytearray(b"".join(packed))
+        everyone = torch.frombuffer(data, dtype=self._stats.dtype) if data else self._stats.new_empty(0)
+        everyone = everyone.view(-1, width).to(self._stats.device)
+        return everyone if self._order is None else everyone[self._order]
