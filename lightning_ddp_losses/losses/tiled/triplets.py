@@ -126,7 +126,7 @@ class Triplets(Formula):
 def _positives(tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
     """(T, K) each: entries of the positives, their weights (0 where a row has fewer), and their places in the band."""
     number = int((tile.positive > 0).sum(1).max()) if tile.positive.numel() else 0
-    weights, order = tile.positive.sort(1, descending=True, stable=True)
+    weights, order = tile.positive.sort(dim=1, descending=True, stable=True)
     order = order[:, :number]
     return tile.banded().gather(1, order), weights[:, :number], order
 
