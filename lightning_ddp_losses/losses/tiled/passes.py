@@ -19,10 +19,10 @@ from lightning_ddp_losses.losses.tiled.geometry import Euclid, Geometry
 from lightning_ddp_losses.losses.tiled.pairs import Pairs
 from lightning_ddp_losses.losses.tiled.reducing import Total
 
-__all__ = ["Block", "Passes", "tile_bytes_for", "tiled_value"]
+__all__ = ["Block", "Passes", "tiled_value"]
 
-_HOST_BYTES, _DEVICE_BYTES = 4 << 20, 256 << 20
-_FEWEST_ROWS = 32  # a product of fewer rows reads its columns too often
+_HOST_ROWS = 64
+_DEVICE_BYTES, _DEVICE_TILES = 256 << 20, 8
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,14 @@ class Block:
     start: int = 0
 
 
-def tile_bytes_for(device: torch.device, row_bytes: int) -> int:
-    """What a tile may take where nobody says: about the cache of a CPU core, much more on a GPU."""
-    return _HOST_BYTES if device.type == "cpu" and row_bytes * _FEWEST_ROWS <= _HOST_BYTES else (
-        row_bytes * _FEWEST_ROWS if device.type == "cpu" else max(_DEVICE_BYTES, row_bytes * _FEWEST_ROWS)
-    )
+def rows_of_a_tile(device: torch.device, row_bytes: int, rows: int) -> int:
+    """How many rows a tile takes where nobody says.
+
+    Few rows have few classes, hence a narrow band; too few read the columns too often. On a GPU tiles must be large to be worth a launch.
+    """
+    if device.type == "cpu":
+        return _HOST_ROWS
+    return max(_HOST_ROWS, min(_DEVICE_BYTES // row_bytes, -(-rows // _DEVICE_TILES)))
 
 
 class Passes:
@@ -131,7 +134,9 @@ class Passes:
         if block.columns.shape[0] == 0:
             return
         row_bytes = self._geometry.row_bytes(block.columns)
-        size = max(1, (self._tile_bytes or tile_bytes_for(self._rows.device, row_bytes)) // row_bytes)
+        size = rows_of_a_tile(self._rows.device, row_bytes, total)
+        if self._tile_bytes is not None:
+            size = max(1, self._tile_bytes // row_bytes)
         size = -(-total // -(-total // size)) if total else size  # parts of one size
         for start in range(0, total, size):
             yield slice(start, min(start + size, total))
