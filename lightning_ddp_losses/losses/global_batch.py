@@ -6,7 +6,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,16 +25,22 @@ from lightning_ddp_losses.losses.memory import QueuePosition
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall
 from lightning_ddp_losses.losses.randomness import pack_draw, same_draws, shared_seed
 from lightning_ddp_losses.losses.reduction import (
+    Count,
+    Row,
     Share,
     combine,
+    counts_of,
     has_per_anchor,
     own_slice,
     pack_shares,
     report,
     split,
     unpack_shares,
+    weigh,
 )
 from lightning_ddp_losses.losses.refusals import not_exact, refuse_unfit
+from lightning_ddp_losses.losses.row_tiles import RowTiles, parts_of
+from lightning_ddp_losses.losses.statistics import record_norms, record_reduction, wants_counts
 from lightning_ddp_losses.losses.table import MODES, Mode, allowed_modes
 from lightning_ddp_losses.losses.tiled import Plan, TiledCall, plan_of
 from lightning_ddp_losses.losses.torch_losses import torch_share
@@ -111,8 +117,21 @@ class GlobalBatchLoss(nn.Module):
             self.queue_position = QueuePosition(loss)
 
     def extra_repr(self) -> str:
-        """The mode that runs."""
-        return f"mode={self.mode!r} ({self.exact_modes()[0]})"
+        """The mode that runs, and how rows are evaluated."""
+        mode = self.exact_modes()[0] if self.mode == "auto" else self.mode
+        return f"mode={self.mode!r} ({mode}{f', {self.evaluation}' if mode == 'rows' else ''})"
+
+    @property
+    def evaluation(self) -> Literal["tiled, symmetric", "tiled", "row tiles"]:
+        """How ``mode="rows"`` evaluates the loss as it is configured now; equal in value, different in memory.
+
+        ``"tiled, symmetric"``: tiles of our own; no collective in backward where the rows of one batch are compared without a miner's
+        tuples. ``"tiled"``: the same with one. ``"row tiles"``: pytorch-metric-learning's own formula on a few anchors at a time.
+        """
+        plan = self._plan()
+        if plan is None:
+            return "row tiles"
+        return "tiled, symmetric" if plan.symmetric else "tiled"
 
     def exact_modes(self) -> tuple[Mode, ...]:
         """Modes that are exact for this loss as it is configured now, cheapest first."""
@@ -225,22 +244,24 @@ class GlobalBatchLoss(nn.Module):
         return self._combine(split(self.loss.reducer, found, embeddings, labels, world), embeddings)
 
     def _rows(self, call: PMLCall) -> Tensor:
-        given, out = call.given, call.arguments
-        labels = given.get("labels", call.own_labels)
-        found = pml_rows.row_elements(
-            self.loss,
-            given["embeddings"],
-            labels,
-            call.own_tuples(),
-            out.get("ref_emb", out["embeddings"]),
-            call.ref_labels,
-        )
-        world = groups.world_size(self._group)
-        shares = split(self.loss.reducer, found, given["embeddings"], labels, world)
+        embeddings, labels = call.given["embeddings"], call.own_labels
+        world, parts = groups.world_size(self._group), parts_of(self.loss, call, self.tile_bytes)
+        tiles = RowTiles(self.loss, call, parts, world) if len(parts) > 1 else None
+        if tiles is not None:
+            shares = tiles.forward()
+        else:
+            tuples, references = call.own_tuples(), call.references
+            found = pml_rows.row_elements(self.loss, embeddings, labels, tuples, references, call.ref_labels)
+            shares = split(self.loss.reducer, found, embeddings, labels, world)
+        record_norms(getattr(self.loss, "distance", None), call.arguments["embeddings"], call.references)
         extra = self._embedding_term(call, symmetric=False)
         if extra is not None:
-            shares.append(Share(extra, 1.0, whole=True))
-        return self._combine(shares, given["embeddings"])
+            shares.append(Share(extra, 1.0, whole=True, name="embedding_reg_loss", count=Count(1, 1, 1, 1)))
+        if tiles is None:
+            return self._combine(shares, embeddings)
+        value, factors = weigh(self._meet(shares, embeddings), world)
+        graph = tiles.value(factors[: len(factors) - (extra is not None)], value)
+        return graph if extra is None else report(graph + extra, value)
 
     def _tiled(self, plan: Plan, call: PMLCall, *, symmetric: bool) -> Tensor:
         tiled = TiledCall(
@@ -257,7 +278,9 @@ class GlobalBatchLoss(nn.Module):
         except Exception as error:
             frames.fail_together(error, self._title, room=room, group=self._group)
         frame = self._frame_of(call.given["embeddings"])
-        graph, value = tiled.value(frames.exchange(self._title, frame, payload, room=room, group=self._group))
+        graph, value, table = tiled.value(frames.exchange(self._title, frame, payload, room=room, group=self._group))
+        self._record(plan.formula.sub_losses, table)
+        record_norms(self.loss.distance, call.arguments["embeddings"], call.references)
         extra = self._embedding_term(call, symmetric=symmetric)
         return graph if extra is None else report(graph + extra, value + float(extra.detach()))
 
@@ -269,7 +292,8 @@ class GlobalBatchLoss(nn.Module):
         if symmetric:
             own = call.given["embeddings"]
             everyone = own_slice(own, everyone, call.bound[0], groups.world_size(self._group))
-        return self.loss.embedding_regularization_loss(everyone)["losses"]  # type: ignore[no-any-return]
+        loss: Any = self.loss
+        return loss.embedding_regularization_loss(everyone)["losses"]  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------ others
 
@@ -312,8 +336,19 @@ class GlobalBatchLoss(nn.Module):
         return gather_bundle(self._title, batches, self._agreed(), backward=backward, extra=extra, group=self._group)
 
     def _combine(self, shares: list[Share], like: Tensor) -> Tensor:
+        return combine(shares, self._meet(shares, like), self._group)
+
+    def _meet(self, shares: list[Share], like: Tensor) -> list[list[Row]]:
         payloads = frames.exchange(self._title, self._frame_of(like), pack_shares(shares), group=self._group)
-        return combine(shares, unpack_shares(payloads), self._group)
+        table = unpack_shares(payloads)
+        if self._is_pml:
+            self._record([share.name for share in shares], table)
+        return table
+
+    def _record(self, names: Sequence[str], table: list[list[Row]]) -> None:
+        if wants_counts(self.loss):
+            for name, count in zip(names, counts_of(table), strict=True):
+                record_reduction(self.loss.reducer, name, count)
 
     def _frame_of(self, like: Tensor) -> dict[str, object]:
         return {**self._agreed(), "embeddings": f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"}

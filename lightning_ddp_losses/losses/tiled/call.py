@@ -1,11 +1,11 @@
 """One call of a tiled loss: what this rank computes, what it tells the others, and what follows from what they tell.
 
-Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` over all ranks, ``k`` statistics of a row. All ranks' totals and statistics travel in one frame.
+Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` over all ranks, ``k`` statistics of a row. All ranks' totals and statistics
+travel in one frame.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +14,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses.losses.pml_call import PMLCall
-from lightning_ddp_losses.losses.reduction import weigh
+from lightning_ddp_losses.losses.reduction import ROW_BYTES, Count, Row, pack_row, unpack_shares, weigh
 from lightning_ddp_losses.losses.tiled.geometry import geometry_of
 from lightning_ddp_losses.losses.tiled.pairs import LabelPairs, Pairs, TripletTuples, TuplePairs
 from lightning_ddp_losses.losses.tiled.passes import Block, Passes, tiled_value
@@ -23,7 +23,6 @@ from lightning_ddp_losses.losses.tiled.reducing import Total
 
 __all__ = ["TiledCall"]
 
-_TOTAL = struct.Struct("<dddd")
 _WIDEST = 3  # the most statistics that a formula keeps
 
 
@@ -45,12 +44,13 @@ class TiledCall:
         self._loss, self._plan, self._call, self._symmetric, self._world = loss, plan, call, symmetric, world
         self._tile_bytes = tile_bytes
         self._stats: Tensor | None = None
+        self._columns: Tensor | None = None
 
     def room(self) -> int:
         """Bytes that any rank's payload fits in; the same on all ranks."""
         rows = max(self._call.counts["embeddings"]) if self._symmetric else 0
-        item = self._call.given["embeddings"].element_size()
-        return _TOTAL.size * len(self._plan.formula.sub_losses) + rows * _WIDEST * item
+        item: int = self._call.given["embeddings"].element_size()
+        return ROW_BYTES * len(self._plan.formula.sub_losses) + rows * _WIDEST * item
 
     def forward(self) -> bytes:
         """Go over the tiles.
@@ -60,12 +60,12 @@ class TiledCall:
         """
         loss, call = self._loss, self._call
         embeddings = call.given["embeddings"]
-        references = call.arguments.get("ref_emb", call.arguments["embeddings"])
+        references = call.references
         geometry = geometry_of(loss.distance, references.shape[0])
-        self._rows, self._columns = geometry.prepare(embeddings), geometry.prepare(references)
+        self._rows, prepared = geometry.prepare(embeddings), geometry.prepare(references)
         pairs = self._pairs(references.shape[0])
         self._order = pairs.column_order
-        columns = self._columns.detach()
+        columns = prepared.detach()
         kept = geometry.columns(columns if self._order is None else columns[self._order])
         formula = self._plan.formula(loss, self._plan.reductions, embeddings.shape[0], self._rows)
 
@@ -74,40 +74,37 @@ class TiledCall:
 
         self._passes = Passes(formula, geometry, self._rows.detach(), blocks, pairs.row_order, self._tile_bytes)
         totals, self._stats = self._passes.forward(call.own_labels)
-        if self._symmetric:
-            self._columns = None  # only the order in which the tiles take them is needed now
+        if not self._symmetric and prepared.requires_grad:
+            self._columns = prepared
         self._passes.release()
         ordinary = self._ordinary()
-        packed = [self._pack(total) if ordinary else _TOTAL.pack(0, 0, 0, 0) for total in totals]
+        packed = [pack_row(self._row(total) if ordinary else Row(0.0, 0.0, False, Count())) for total in totals]
         if not self._symmetric:
             return b"".join(packed)
         return b"".join(packed) + self._stats.cpu().numpy().tobytes()
 
-    def value(self, payloads: Sequence[bytes]) -> tuple[Tensor, float]:
+    def value(self, payloads: Sequence[bytes]) -> tuple[Tensor, float, list[list[Row]]]:
         """What follows from all ranks' payloads.
 
         Returns:
-            The loss with its graph, and as a number.
+            The loss with its graph, as a number, and each rank's sub-losses.
         """
         count = len(self._plan.formula.sub_losses)
-        size = count * _TOTAL.size
-        table = [list(_TOTAL.iter_unpack(p[:size])) for p in payloads]
-        value, factors = weigh([[(t[0], t[1], False) for t in rank] for rank in table], self._world)
+        size = count * ROW_BYTES
+        table = unpack_shares([p[:size] for p in payloads])
+        value, factors = weigh(table, self._world)
         others = self._others([p[size:] for p in payloads]) if self._symmetric else None
         stats = self._stats
         assert stats is not None
 
         def pull(rows_wanted: bool, columns_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
-            into = None
-            if columns_wanted and self._columns is not None:
-                into = torch.zeros_like(self._columns)
-            grad = self._passes.backward(stats, others, factors, None if into is None else lambda _: into)
+            into = torch.zeros_like(self._columns) if columns_wanted and self._columns is not None else None
+            grad = self._passes.backward(stats, others, factors, into)
             if into is not None and self._order is not None:
                 into = torch.empty_like(into).index_copy_(0, self._order, into)
             return grad if rows_wanted else None, into
 
-        columns = None if self._columns is None or not self._columns.requires_grad else self._columns
-        return tiled_value(self._rows, columns, pull, value), value
+        return tiled_value(self._rows, self._columns, pull, value), value, table
 
     def _pairs(self, columns: int) -> Pairs:
         call, dtype = self._call, self._rows.dtype
@@ -135,9 +132,9 @@ class TiledCall:
             return False
         return max(positive, negative) > 1
 
-    def _pack(self, total: Total) -> bytes:
+    def _row(self, total: Total) -> Row:
         divisor = 1.0 / self._world if total.divisor is None else total.divisor
-        return _TOTAL.pack(total.total, divisor, total.elements, total.above_low)
+        return Row(total.total, divisor, False, Count(total.elements, total.passed, total.above_low, total.pairs))
 
     def _others(self, packed: Sequence[bytes]) -> Tensor:
         """(G, k) statistics in the order of the columns."""

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.losses.tiled.formula import Formula, Tile, both_ways
+from lightning_ddp_losses.losses.tiled.formula import Formula, Tile
 from lightning_ddp_losses.losses.tiled.reducing import PairSums, Reduction, Total
 
 __all__ = ["Contrastive"]
 
 
 class Contrastive(Formula):
-    """``relu(m_ip - pos_margin)`` over the positive pairs and ``relu(neg_margin - m_in)`` over the negative ones (similarities: negated)."""
+    """``relu(m_ip - pos_margin)`` over positive pairs and ``relu(neg_margin - m_in)`` over negative ones (similarities: negated)."""
 
     sub_losses = ("pos_loss", "neg_loss")
 
@@ -61,16 +61,18 @@ class Contrastive(Formula):
                 counts = own[:, 1:] if others is None else own[:, 1:] + others[:, 1]
                 losses.mul_(counts * factor)
         pairs = []
-        for index, (losses, weights) in enumerate(
+        for index, (values_of, weights) in enumerate(
             [(self._positive(values), tile.positive), (self._negative(values), tile.negative)]
         ):
-            counts = (own[:, index], ), None if others is None else (others[band, index],)
-            passing = self._sums[index].gate(losses, weights) * (losses > 0)
-            pairs.append(both_ways(lambda count, p=passing: p * count, *counts) * self._factors[index])  # type: ignore[misc]
+            passing = self._sums[index].gate(values_of, weights) * (values_of > 0)
+            counts = own[:, index].unsqueeze(1)
+            if others is not None:
+                counts = counts + others[band, index]
+            pairs.append(passing * counts * self._factors[index])
         tile.matrix[:, band] = (pairs[0] - pairs[1]) * self.sign
 
     def _positive(self, values: Tensor) -> Tensor:
-        return ((values - self.loss.pos_margin) * self.sign).clamp_min_(0)
+        return values.sub(self.loss.pos_margin).mul_(self.sign).clamp_min_(0)
 
     def _negative(self, values: Tensor) -> Tensor:
-        return ((values - self.loss.neg_margin) * -self.sign).clamp_min_(0)
+        return values.sub(self.loss.neg_margin).mul_(-self.sign).clamp_min_(0)

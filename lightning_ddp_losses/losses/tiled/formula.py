@@ -2,9 +2,9 @@
 
 Legend: ``T`` rows of a tile, ``C`` columns, ``b`` columns of its band, ``B`` rows on this rank, ``k`` statistics of a row.
 
-A formula reads tiles of the scaled matrix twice. In forward it adds up rows and keeps ``k`` numbers of each (a log-sum-exp, how much the row
-counts). In backward these are enough to turn a tile into its slope; where the matrix is symmetric, the other ranks' numbers turn the same tile
-into the slope of the transposed entries too, so no gradient has to travel.
+A formula reads tiles of the scaled matrix twice. In forward it adds up rows and keeps ``k`` numbers of each (a log-sum-exp, how
+much the row counts). In backward these are enough to turn a tile into its slope; where the matrix is symmetric, the other ranks'
+numbers turn the same tile into the slope of the transposed entries too, so no gradient has to travel.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tile(NamedTuple):
     @property
     def has_dense(self) -> bool:
         """Whether there are columns outside the band."""
-        return self.band.stop - self.band.start < self.matrix.shape[1]
+        return bool(self.band.stop - self.band.start < self.matrix.shape[1])
 
     def banded(self) -> Tensor:
         """A copy of the band's entries."""
@@ -180,19 +180,19 @@ class SoftSlope:
     """``c_i exp(m_ij - l_i)``, plus ``c_j exp(m_ij - l_j)`` for the transposed entries, on dense tiles.
 
     Args:
-        level: (B,) l of the rows.
-        count: (B,) c of the rows; where it is 0, l does not matter.
-        levels: (G,) of the columns; None: the rows' own term only.
-        counts: (G,).
+        own: (B, 2 or more), l and c of the rows; where c is 0, l does not matter.
+        others: (G, 2 or more), of the columns; None: the rows' own term only.
     """
 
-    def __init__(self, level: Tensor, count: Tensor, levels: Tensor | None, counts: Tensor | None) -> None:
+    def __init__(self, own: Tensor, others: Tensor | None) -> None:
+        level, count = own[:, 0], own[:, 1]
         self._level, self._count = _silenced(level, count), count
         self._levels: Tensor | None = None
         self._spare: Tensor | None = None
         self._middle: float | None = None
-        if levels is None or counts is None:
+        if others is None:
             return
+        levels, counts = others[:, 0], others[:, 1]
         self._levels, self._counts = _silenced(levels, counts), counts
         every = torch.cat([level[count != 0], levels[counts != 0]])
         if not every.numel():

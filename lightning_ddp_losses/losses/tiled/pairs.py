@@ -1,7 +1,8 @@
 """Which columns are positives and negatives of which rows, tile by tile, without a mask over the whole batch.
 
-Legend: ``T`` rows of a tile, ``C`` columns, ``B`` rows on this rank. Rows and columns are sorted by label: the positives of a tile's rows then lie in
-one narrow *band* of columns, and every column outside the band is a negative of every row. Only the band needs weights.
+Legend: ``T`` rows of a tile, ``C`` columns, ``B`` rows on this rank. Rows and columns are sorted by label: the positives of a
+tile's rows then lie in one narrow *band* of columns, and every column outside the band is a negative of every row. Only the band
+needs weights.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ __all__ = ["LabelPairs", "Pairs", "TripletTuples", "TuplePairs"]
 
 
 class Pairs(Protocol):
-    """Positives and negatives.
+    """Positives and negatives."""
 
-    Attributes:
-        row_order: (B,) in which order tiles take this rank's rows; None: as they are.
-        column_order: (C,) in which order columns lie.
-    """
+    @property
+    def row_order(self) -> Tensor | None:
+        """(B,) in which order tiles take this rank's rows; None: as they are."""
+        ...
 
-    row_order: Tensor | None
-    column_order: Tensor | None
+    @property
+    def column_order(self) -> Tensor | None:
+        """(C,) in which order columns lie; None: as they are."""
+        ...
 
     def band(self, rows: slice) -> slice:
         """The columns that need weights; each one outside is a negative of each of the rows, once."""
@@ -83,8 +86,8 @@ class TuplePairs:
         dtype: Of the weights.
     """
 
-    row_order = None
-    column_order = None
+    row_order: Tensor | None = None
+    column_order: Tensor | None = None
 
     def __init__(self, tuples: tuple[Tensor, ...], rows: int, columns: int, dtype: torch.dtype) -> None:
         anchors, positives, *rest = tuples
@@ -118,8 +121,8 @@ class TripletTuples:
         dtype: Of the weights, of which there are none.
     """
 
-    row_order = None
-    column_order = None
+    row_order: Tensor | None = None
+    column_order: Tensor | None = None
 
     def __init__(self, tuples: tuple[Tensor, ...], rows: int, dtype: torch.dtype) -> None:
         self._anchors, order = torch.sort(tuples[0], stable=True)
@@ -145,4 +148,4 @@ def _by_anchor(anchors: Tensor, others: Tensor, rows: int) -> tuple[Tensor, Tens
 
 def _starts(anchors: Tensor, rows: int) -> list[int]:
     """Where each row's tuples begin, and where the last one's end."""
-    return torch.searchsorted(anchors, torch.arange(rows + 1, device=anchors.device)).tolist()  # type: ignore[no-any-return]
+    return torch.searchsorted(anchors, torch.arange(rows + 1, device=anchors.device)).tolist()

@@ -90,7 +90,9 @@ class Passes:
         if formula.revisits:
             for block in self._blocks():
                 for part in self._parts(block):
-                    formula.look_again(self._band_tile(block, part))
+                    band = block.pairs.band(part)
+                    if band.start < band.stop:
+                        formula.look_again(self._band_tile(block, part))
         if labels is not None and self._order is not None:
             labels = labels[self._order]
         totals, stats = formula.close(labels)
@@ -98,7 +100,7 @@ class Passes:
 
     @torch.no_grad()
     def backward(
-        self, stats: Tensor, others: Tensor | None, factors: Sequence[float], to_columns: Callable[[int], Tensor] | None
+        self, stats: Tensor, others: Tensor | None, factors: Sequence[float], to_columns: Tensor | None
     ) -> Tensor:
         """Gradient of the rows, (B, D).
 
@@ -106,7 +108,7 @@ class Passes:
             stats: (B, k) as ``forward`` gave them.
             others: (G, k) in the order of the columns; None: the gradient of this rank's share only.
             factors: One per sub-loss.
-            to_columns: For a block's start, the tensor to which the gradient of its columns is added; None: not wanted.
+            to_columns: (G, D), to which the gradient of the columns is added, in their order; None: not wanted.
         """
         formula, geometry = self._formula, self._geometry
         formula.ready(stats if self._order is None else stats[self._order], others, factors)
@@ -118,10 +120,8 @@ class Passes:
                 if isinstance(geometry, Euclid):  # its slope divides by the distance
                     matrix = self._buffer(1, tile.matrix.shape).copy_(tile.matrix)
                 formula.slope(tile)
-                into = None if to_columns is None else to_columns(block.start)
-                grad[part] += geometry.pull(
-                    self._rows[part], block.columns, formula.scale, matrix, tile.matrix, into
-                )
+                into = None if to_columns is None else to_columns[tile.columns]
+                grad[part] += geometry.pull(self._rows[part], block.columns, formula.scale, matrix, tile.matrix, into)
         self._buffers.clear()
         return self._unsorted(grad)
 
@@ -170,7 +170,10 @@ class Passes:
 
 
 def tiled_value(
-    rows: Tensor, columns: Tensor | None, backward: Callable[[bool, bool], tuple[Tensor | None, Tensor | None]], value: float
+    rows: Tensor,
+    columns: Tensor | None,
+    backward: Callable[[bool, bool], tuple[Tensor | None, Tensor | None]],
+    value: float,
 ) -> Tensor:
     """A number with a gradient of its own.
 

@@ -6,7 +6,7 @@ complete only three numbers of it are left: the sum of what passes the reducer's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,36 +57,38 @@ class Total:
     Attributes:
         total: S_r, the sum of what passes.
         divisor: n_r, its number; None where nothing is divided.
+        passed: Its number.
         elements: How many elements there are, passing or not.
         above_low: How many pass the lower limit.
+        pairs: How many pairs there are.
     """
 
     total: float
     divisor: float | None
+    passed: float
     elements: float
-    above_low: float = 0.0
+    above_low: float
+    pairs: float
 
 
 def reduction_of(reducer: Any, name: str) -> Reduction | None:
     """The reducer of sub-loss ``name`` as data; None for one that tiles do not know."""
-    cls = type(reducer)
+    cls, found = type(reducer), None
     if cls is reducers.MultipleReducers:
         known = name in reducer.reducers
-        return reduction_of(reducer.reducers[name] if known else reducer.default_reducer, name)
-    if cls is reducers.PerAnchorReducer:
+        found = reduction_of(reducer.reducers[name] if known else reducer.default_reducer, name)
+    elif cls is reducers.PerAnchorReducer and reducer.aggregation_func is aggregation_func:
         inner = reduction_of(reducer.reducer, name)
-        if inner is None or reducer.aggregation_func is not aggregation_func:
-            return None
-        return Reduction(inner.low, inner.high, inner.plain_sum, inner.weights, per_anchor=True)
-    if cls is reducers.MeanReducer:
-        return Reduction()
-    if cls is reducers.SumReducer:
-        return Reduction(plain_sum=True)
-    if cls in (reducers.ThresholdReducer, reducers.AvgNonZeroReducer):
-        return Reduction(low=reducer.low, high=reducer.high)
-    if cls is reducers.ClassWeightedReducer:
-        return Reduction(weights=reducer.weights)
-    return None
+        found = None if inner is None else replace(inner, per_anchor=True)
+    elif cls is reducers.MeanReducer:
+        found = Reduction()
+    elif cls is reducers.SumReducer:
+        found = Reduction(plain_sum=True)
+    elif cls in (reducers.ThresholdReducer, reducers.AvgNonZeroReducer):
+        found = Reduction(low=reducer.low, high=reducer.high)
+    elif cls is reducers.ClassWeightedReducer:
+        found = Reduction(weights=reducer.weights)
+    return found
 
 
 def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> tuple[Total, Tensor]:
@@ -110,7 +112,8 @@ def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> 
         assert labels is not None
         counts = reduction.weights.to(losses)[labels]
     total = float((losses * counts).sum(dtype=torch.float64))
-    return Total(total, None if reduction.plain_sum else passed, losses.numel(), above), counts
+    number = float(losses.numel())
+    return Total(total, None if reduction.plain_sum else passed, passed, number, above, number), counts
 
 
 class PairSums:
@@ -191,12 +194,12 @@ class PairSums:
         """The total, and (B,) how much a passing pair of each row counts in S_r."""
         if self.reduction.per_anchor:
             number = self._all.clamp(min=1)
-            total, counts = reduce_rows(self.reduction, self._sum / number, labels)
-            return total, counts / number
+            anchors, counts = reduce_rows(self.reduction, self._sum / number, labels)
+            return replace(anchors, pairs=float(self._all.sum(dtype=torch.float64))), counts / number
         ones = torch.ones_like(self._sum)
         counts = ones if self.reduction.weights is None or labels is None else self.reduction.weights.to(ones)[labels]
         whole = float(self._all.sum(dtype=torch.float64))
         passed = float(self._passed.sum(dtype=torch.float64)) if self._by_pair else whole
         above = float(self._above.sum(dtype=torch.float64)) if self._by_pair else whole
         total = float((self._sum * counts).sum(dtype=torch.float64))
-        return Total(total, None if self.reduction.plain_sum else passed, whole, above), counts
+        return Total(total, None if self.reduction.plain_sum else passed, passed, whole, above, whole), counts

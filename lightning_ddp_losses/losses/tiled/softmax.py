@@ -20,7 +20,8 @@ __all__ = ["MultiSimilarity", "NTXent", "SupCon"]
 class NTXent(Formula):
     """``-log r_ip`` over the positive pairs, ``r_ip = exp(s_ip) / (exp(s_ip) + sum over the negatives of exp(s_in))``.
 
-    Statistics of a row: l over its negatives, the sum over its positives of what they give to the negatives' slope, how much a pair counts.
+    Statistics of a row: l over its negatives, the sum over its positives of what they give to the negatives' slope, how much a pair
+    counts.
     """
 
     revisits = True
@@ -55,7 +56,7 @@ class NTXent(Formula):
         factor = own.new_tensor([1.0, factors[0], factors[0]])
         self._own = own * factor
         self._others = None if others is None else others * factor
-        self._soft = SoftSlope(*self._own[:, :2].unbind(1), *_pair_of(self._others, 0, 1))
+        self._soft = SoftSlope(self._own, self._others)
 
     def slope(self, tile: Tile) -> None:
         values = tile.banded()
@@ -73,8 +74,13 @@ class NTXent(Formula):
     def _pair(self, values: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
         """Loss of a pair, and minus its derivative by s_ip."""
         above = values - level
-        ratio = torch.sigmoid(above)
-        return -(ratio + self._tiny).log(), ratio / (ratio + self._tiny) * torch.sigmoid(-above)
+        smaller = above.abs().neg_().exp_()  # not torch.sigmoid: it ends where exp(-x) overflows, before r + tiny is tiny
+        whole = 1 / (1 + smaller)
+        smaller *= whole
+        low = above < 0
+        ratio = torch.where(low, smaller, whole)
+        lifted = ratio + self._tiny
+        return lifted.log().neg_(), torch.where(low, whole, smaller).mul_(ratio).div_(lifted)
 
 
 class SupCon(Formula):
@@ -114,7 +120,7 @@ class SupCon(Formula):
         factor = own.new_tensor([1.0, factors[0], factors[0]])
         self._own = own * factor
         self._others = None if others is None else others * factor
-        self._soft = SoftSlope(*self._own[:, :2].unbind(1), *_pair_of(self._others, 0, 1))
+        self._soft = SoftSlope(self._own, self._others)
 
     def slope(self, tile: Tile) -> None:
         values, positive = tile.banded(), _once(tile.positive)
@@ -166,7 +172,7 @@ class MultiSimilarity(Formula):
         factor = own.new_tensor([1.0, factors[0] / self.loss.beta, 1.0])
         self._own = own * factor
         self._others = None if others is None else others * factor
-        self._soft = SoftSlope(*self._own[:, :2].unbind(1), *_pair_of(self._others, 0, 1))
+        self._soft = SoftSlope(self._own, self._others)
 
     def slope(self, tile: Tile) -> None:
         values = tile.banded().sub_(self._base)
@@ -196,10 +202,6 @@ def _without_band(tile: Tile) -> Tensor | None:
 
 def _masked_exp(exponent: Tensor, weights: Tensor) -> Tensor:
     return exponent.masked_fill_(weights == 0, -torch.inf).exp_() * weights
-
-
-def _pair_of(stats: Tensor | None, first: int, second: int) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if stats is None else (stats[:, first], stats[:, second])
 
 
 def _of(tile: Tile, own: Tensor, others: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:

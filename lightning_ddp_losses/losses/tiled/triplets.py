@@ -1,7 +1,7 @@
 """Triplet margin loss on tiles: positives one after the other against a whole row of negatives, or all at once where the row is sorted.
 
-Legend: ``T`` rows of a tile, ``C`` columns, ``K`` most positives of a row. ``d`` is the distance (a similarity negated): a triplet's violation is
-``d_ap - d_an + margin``.
+Legend: ``T`` rows of a tile, ``C`` columns, ``K`` most positives of a row. ``d`` is the distance (a similarity negated): a triplet's
+violation is ``d_ap - d_an + margin``.
 """
 
 from __future__ import annotations
