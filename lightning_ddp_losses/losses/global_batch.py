@@ -6,7 +6,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -24,25 +24,11 @@ from lightning_ddp_losses.losses.fingerprint import digest
 from lightning_ddp_losses.losses.memory import QueuePosition
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall
 from lightning_ddp_losses.losses.randomness import pack_draw, same_draws, shared_seed
-from lightning_ddp_losses.losses.reduction import (
-    Count,
-    Row,
-    Share,
-    combine,
-    counts_of,
-    has_per_anchor,
-    own_slice,
-    pack_shares,
-    report,
-    split,
-    unpack_shares,
-    weigh,
-)
-from lightning_ddp_losses.losses.refusals import not_exact, refuse_unfit
-from lightning_ddp_losses.losses.row_tiles import RowTiles, parts_of
-from lightning_ddp_losses.losses.statistics import record_norms, record_reduction, wants_counts
+from lightning_ddp_losses.losses.reduction import combine, has_per_anchor, pack_shares, unpack_shares
+from lightning_ddp_losses.losses.refusals import no_ring, not_exact, refuse_tiles, refuse_unfit
+from lightning_ddp_losses.losses.rows import Meeting, elements_value, rows_value, tiled_value
 from lightning_ddp_losses.losses.table import MODES, Mode, allowed_modes
-from lightning_ddp_losses.losses.tiled import Plan, TiledCall, plan_of
+from lightning_ddp_losses.losses.tiled import plan_of
 from lightning_ddp_losses.losses.torch_losses import torch_share
 
 __all__ = ["GlobalBatchLoss"]
@@ -66,6 +52,10 @@ class GlobalBatchLoss(nn.Module):
             gradient). ``"sum"``: coefficients may differ by rank; costs a collective in backward.
         batch_dims: For losses that are not PML's: by argument position or name, which dimension counts samples (default
             0), or None for a tensor that is no batch.
+        tile_bytes: In ``rows``, the most that one tile of distances may take. None: what is fast on the device. Rows are evaluated
+            in tiles and once more in backward, so memory grows with G, not with its square.
+        gather: ``"all"``: every rank holds all rows. ``"ring"``: in ``rows``, ranks pass their rows on, so that two ranks' rows are
+            held at a time; for Contrastive, MultiSimilarity, NTXent and SupCon between the rows of one labelled batch.
         group: Process group; None is the world.
 
     Returns:
@@ -75,7 +65,9 @@ class GlobalBatchLoss(nn.Module):
         After DDP's mean over ranks, every parameter (of encoder and loss) holds the one-process gradient.
 
     Communication:
-        ``elements`` 1 frame. ``replicated`` frame + gather, none in backward. ``rows`` frame + gather + frame, 1 in backward.
+        ``elements`` 1 frame. ``replicated`` frame + gather, none in backward. ``rows`` frame + gather + frame; in backward none
+        where ``evaluation`` is symmetric and the call has labels only, else 1. A ring: 2 frames, a gather of labels, and two or three
+        times W - 1 messages.
 
     Raises:
         ConfigurationError: a mode that is not exact for the loss; a reduction that cannot be made global.
@@ -98,15 +90,18 @@ class GlobalBatchLoss(nn.Module):
         backward: Backward = "own_slice",
         batch_dims: Mapping[int | str, int | None] | None = None,
         tile_bytes: int | None = None,
+        gather: Literal["all", "ring"] = "all",
         group: Group = None,
     ) -> None:
         super().__init__()
         refuse_unfit(loss, mode, backward)
+        refuse_tiles(loss, mode, tile_bytes, gather)
         self.loss = loss
         self.mode = mode
         self.backward = backward
         self.batch_dims = dict(batch_dims or {})
         self.tile_bytes = tile_bytes
+        self.gather = gather
         self._group = group
         self._fingerprint = ""
         self._draws = 0
@@ -128,7 +123,7 @@ class GlobalBatchLoss(nn.Module):
         ``"tiled, symmetric"``: tiles of our own; no collective in backward where the rows of one batch are compared without a miner's
         tuples. ``"tiled"``: the same with one. ``"row tiles"``: pytorch-metric-learning's own formula on a few anchors at a time.
         """
-        plan = self._plan()
+        plan = plan_of(self.loss)
         if plan is None:
             return "row tiles"
         return "tiled, symmetric" if plan.symmetric else "tiled"
@@ -186,22 +181,32 @@ class GlobalBatchLoss(nn.Module):
 
     def _pml(self, mode: str, given: dict[str, Any]) -> Tensor:
         given = {name: value for name, value in given.items() if value is not None}
-        plain = set(given) <= {"embeddings", "labels"}
-        if mode == "elements" and plain and self._has_rows(given):
-            return self._elements(given)
-        backward: Backward = "sum" if mode == "rows" else self.backward
-        plan = self._plan() if mode == "rows" and self._rows_fit(given) else None
+        meeting = Meeting(self._title, self._frame_of, self._group)
+        if mode == "elements" and set(given) <= {"embeddings", "labels"} and self._has_rows(given):
+            return elements_value(self.loss, given["embeddings"], given.get("labels"), meeting)
+        fits = mode == "rows" and self._rows_fit(given)
+        plan = plan_of(self.loss) if fits else None
         symmetric = plan is not None and plan.is_symmetric(given)
+        ring = self.gather == "ring"
+        if ring and not symmetric:
+            raise no_ring(self._title, "labels, and no references or tuples", sorted(given))
+        backward: Backward = "sum" if mode == "rows" else self.backward
 
         def gather(batches: dict[str, Tensor]) -> Bundle:
-            return self._gather({n: t.detach() for n, t in batches.items()} if symmetric else batches, backward)
+            if ring:  # all ranks' labels, and no more than the number of their rows
+                batches = {**batches, "embeddings": batches["embeddings"][:, :0]}
+            elif symmetric:
+                batches = {name: tensor.detach() for name, tensor in batches.items()}
+            return self._gather(batches, backward, given["embeddings"] if ring else None)
 
         call = PMLCall(self.loss, given, gather, groups.rank(self._group))
         self._warn_identities(call)
         if plan is not None and call.ref_labels is not None:
-            return self._tiled(plan, call, symmetric=symmetric)
-        if mode == "rows" and self._rows_fit(given) and call.rows_possible():
-            return self._rows(call)
+            return tiled_value(
+                self.loss, plan, call, meeting, symmetric=symmetric, tile_bytes=self.tile_bytes, ring=ring
+            )
+        if fits and call.rows_possible():
+            return rows_value(self.loss, call, meeting, self.tile_bytes)
         if isinstance(self.loss, pml.CrossBatchMemory):
             mask = call.arguments.get("enqueue_mask")  # only what it marks goes to the memory
             self.queue_position.check(call.total_rows if mask is None else int(mask.sum()), self._title)
@@ -210,10 +215,6 @@ class GlobalBatchLoss(nn.Module):
         if isinstance(self.loss, pml.CrossBatchMemory):
             self.queue_position.note()
         return value  # type: ignore[no-any-return]
-
-    def _plan(self) -> Plan | None:
-        """How tiles evaluate the loss as it is configured; None: pytorch-metric-learning itself does, on this rank's anchors."""
-        return plan_of(self.loss)
 
     def _has_rows(self, given: dict[str, Any]) -> bool:
         return isinstance(given.get("embeddings"), Tensor)
@@ -234,73 +235,13 @@ class GlobalBatchLoss(nn.Module):
                 stacklevel=2,
             )
 
-    def _elements(self, given: dict[str, Any]) -> Tensor:
-        embeddings, labels = given["embeddings"], given.get("labels")
-        if embeddings.shape[0]:
-            found = pml_rows.elements(self.loss, embeddings, labels)
-        else:  # the terms that do not depend on rows still count, once
-            found = pml_rows.elements(self.loss, embeddings, labels) if labels is not None else {}
-        world = groups.world_size(self._group)
-        return self._combine(split(self.loss.reducer, found, embeddings, labels, world), embeddings)
-
-    def _rows(self, call: PMLCall) -> Tensor:
-        embeddings, labels = call.given["embeddings"], call.own_labels
-        world, parts = groups.world_size(self._group), parts_of(self.loss, call, self.tile_bytes)
-        tiles = RowTiles(self.loss, call, parts, world) if len(parts) > 1 else None
-        if tiles is not None:
-            shares = tiles.forward()
-        else:
-            tuples, references = call.own_tuples(), call.references
-            found = pml_rows.row_elements(self.loss, embeddings, labels, tuples, references, call.ref_labels)
-            shares = split(self.loss.reducer, found, embeddings, labels, world)
-        record_norms(getattr(self.loss, "distance", None), call.arguments["embeddings"], call.references)
-        extra = self._embedding_term(call, symmetric=False)
-        if extra is not None:
-            shares.append(Share(extra, 1.0, whole=True, name="embedding_reg_loss", count=Count(1, 1, 1, 1)))
-        if tiles is None:
-            return self._combine(shares, embeddings)
-        value, factors = weigh(self._meet(shares, embeddings), world)
-        graph = tiles.value(factors[: len(factors) - (extra is not None)], value)
-        return graph if extra is None else report(graph + extra, value)
-
-    def _tiled(self, plan: Plan, call: PMLCall, *, symmetric: bool) -> Tensor:
-        tiled = TiledCall(
-            self.loss,
-            plan,
-            call,
-            symmetric=symmetric,
-            world=groups.world_size(self._group),
-            tile_bytes=self.tile_bytes,
-        )
-        room = tiled.room()
-        try:
-            payload = tiled.forward()
-        except Exception as error:
-            frames.fail_together(error, self._title, room=room, group=self._group)
-        frame = self._frame_of(call.given["embeddings"])
-        graph, value, table = tiled.value(frames.exchange(self._title, frame, payload, room=room, group=self._group))
-        self._record(plan.formula.sub_losses, table)
-        record_norms(self.loss.distance, call.arguments["embeddings"], call.references)
-        extra = self._embedding_term(call, symmetric=symmetric)
-        return graph if extra is None else report(graph + extra, value + float(extra.detach()))
-
-    def _embedding_term(self, call: PMLCall, *, symmetric: bool) -> Tensor | None:
-        """The embedding regulariser: every rank computes it whole."""
-        if getattr(self.loss, "embedding_regularizer", None) is None:
-            return None
-        everyone = call.arguments["embeddings"]
-        if symmetric:
-            own = call.given["embeddings"]
-            everyone = own_slice(own, everyone, call.bound[0], groups.world_size(self._group))
-        loss: Any = self.loss
-        return loss.embedding_regularization_loss(everyone)["losses"]  # type: ignore[no-any-return]
-
     # ------------------------------------------------------------------ others
 
     def _torch_elements(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         share = torch_share(self.loss, args, kwargs, groups.world_size(self._group))
         first = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        return self._combine([share], first)
+        payloads = frames.exchange(self._title, self._frame_of(first), pack_shares([share]), group=self._group)
+        return combine([share], unpack_shares(payloads), self._group)
 
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named: dict[int | str, Any] = dict(enumerate(args))
@@ -330,32 +271,24 @@ class GlobalBatchLoss(nn.Module):
 
     # ------------------------------------------------------------------ shared
 
-    def _gather(self, batches: dict[str, Tensor], backward: Backward) -> Bundle:
+    def _gather(self, batches: dict[str, Tensor], backward: Backward, passed_on: Tensor | None = None) -> Bundle:
         self._draws += 1
         extra = pack_draw(torch.initial_seed(), self._draws)
-        return gather_bundle(self._title, batches, self._agreed(), backward=backward, extra=extra, group=self._group)
-
-    def _combine(self, shares: list[Share], like: Tensor) -> Tensor:
-        return combine(shares, self._meet(shares, like), self._group)
-
-    def _meet(self, shares: list[Share], like: Tensor) -> list[list[Row]]:
-        payloads = frames.exchange(self._title, self._frame_of(like), pack_shares(shares), group=self._group)
-        table = unpack_shares(payloads)
-        if self._is_pml:
-            self._record([share.name for share in shares], table)
-        return table
-
-    def _record(self, names: Sequence[str], table: list[list[Row]]) -> None:
-        if wants_counts(self.loss):
-            for name, count in zip(names, counts_of(table), strict=True):
-                record_reduction(self.loss.reducer, name, count)
+        agreed = self._agreed() if passed_on is None else {**self._agreed(), **self._shape_of(passed_on)}
+        return gather_bundle(self._title, batches, agreed, backward=backward, extra=extra, group=self._group)
 
     def _frame_of(self, like: Tensor) -> dict[str, object]:
-        return {**self._agreed(), "embeddings": f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"}
+        return {**self._agreed(), **self._shape_of(like)}
+
+    @staticmethod
+    def _shape_of(like: Tensor) -> dict[str, object]:
+        return {"rows of embeddings": f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"}
 
     def _agreed(self) -> dict[str, object]:
         self._fingerprint = self._fingerprint or digest(self.loss)
         agreed: dict[str, object] = {"mode": self.mode, "backward": self.backward, "configuration": self._fingerprint}
+        if self.gather != "all":
+            agreed["gather"] = self.gather
         noted = self._coefficients.take()
         if self.backward == "own_slice":
             agreed["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted

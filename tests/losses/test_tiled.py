@@ -1,12 +1,14 @@
 """Losses in tiles: value, gradient and recorded statistics of one process, on batches that take many tiles.
 
-The one process calls pytorch-metric-learning (PML) itself. Rows are gathered as leaves: after the mean over ranks their gradients are the slices of
-the one process's.
+The one process calls pytorch-metric-learning (PML) itself. Rows are leaves: after the mean over ranks their gradients are the
+slices of the one process's.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +20,12 @@ from pytorch_metric_learning import distances, miners, reducers, regularizers
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
+from lightning_ddp_losses.bundles import gather_bundle
+from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.losses.pml_call import PMLCall
+from lightning_ddp_losses.losses.randomness import pack_draw
+from lightning_ddp_losses.losses.row_tiles import parts_of
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 
@@ -47,7 +54,7 @@ DISTANCES: dict[str, Make] = {
     "LpDistance, 1": partial(distances.LpDistance, p=1),
     "SNRDistance": distances.SNRDistance,
 }
-LARGE = {"SupCon": 4.0, "NTXent": 4.0}  # losses are as large as that
+LARGE = {"SupCon": 15.0, "NTXent": 15.0}  # losses are as large as that
 REDUCERS: dict[str, Callable[[float], nn.Module]] = {
     "MeanReducer": lambda _: reducers.MeanReducer(),
     "SumReducer": lambda _: reducers.SumReducer(),
@@ -129,7 +136,10 @@ def cases() -> dict[str, tuple[Make, Give]]:
             continue  # PML cannot; PML multiplies a column by a row
         for given in ("", "references", "mined pairs"):
             if not (given == "mined pairs" and "PerAnchor" in kind):
-                out[f"{name}, {kind}, {given}"] = (partial(_with, loss, reducer=partial(reducer, LARGE.get(name, 1.0))), GIVEN[given])
+                out[f"{name}, {kind}, {given}"] = (
+                    partial(_with, loss, reducer=partial(reducer, LARGE.get(name, 1.0))),
+                    GIVEN[given],
+                )
     for name, loss in LOSSES.items():
         for kind in (regularizers.LpRegularizer, regularizers.ZeroMeanRegularizer):
             make = partial(_with, loss, embedding_regularizer=kind, embedding_reg_weight=lambda: 0.3)
@@ -205,13 +215,217 @@ def compare(results: list[dict[str, Any]], truth: dict[str, Any], statistics: bo
         assert result["records"] == pytest.approx(truth["records"], rel=1e-9)
 
 
+def judged(name: str, results: list[dict[str, Any]], truth: dict[str, Any], *, statistics: bool = True) -> str:
+    """What is wrong, in words."""
+    try:
+        compare([result[name] for result in results], truth, statistics)
+    except AssertionError as error:
+        return f"{name}: {error}"
+    return ""
+
+
+@functools.cache
+def truth_of(name: str) -> dict[str, Any]:
+    return alone(*CASES[name])
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_tiles_are_one_process(pool: RankPool, world_size: int) -> None:
     results = pool.run(world_size, on_ranks, list(CASES), TILE_BYTES)
-    problems = []
-    for name, (make, give) in CASES.items():
-        try:
-            compare([result[name] for result in results], alone(make, give))
-        except AssertionError as error:
-            problems.append(f"{name}: {error}")
+    problems = [problem for name in CASES if (problem := judged(name, results, truth_of(name)))]
     assert not problems, f"{len(problems)} of {len(CASES)}\n" + "\n".join(problems)
+
+
+RING = [
+    name
+    for name, (make, give) in CASES.items()
+    if give is plain and GlobalBatchLoss(make()).evaluation == "tiled, symmetric" and "Regularizer" not in name
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_ring_is_one_process(pool: RankPool, world_size: int) -> None:
+    """Each rank's rows come by in turn; only labels are gathered."""
+    assert len(RING) > 40
+    results = pool.run(world_size, on_ranks, RING, None, {"gather": "ring"})
+    problems = [problem for name in RING if (problem := judged(name, results, truth_of(name), statistics=False))]
+    assert not problems, f"{len(problems)} of {len(RING)}\n" + "\n".join(problems)
+
+
+BY_ROWS: dict[str, Make] = {
+    "Angular": pml.AngularLoss,
+    "Circle": pml.CircleLoss,
+    "GeneralizedLiftedStructure": pml.GeneralizedLiftedStructureLoss,
+    "Margin": partial(pml.MarginLoss, learn_beta=True, nu=0.1),
+    "Margin, betas": partial(pml.MarginLoss, learn_beta=True, nu=0.1, num_classes=CLASSES),
+    "Margin, PML's divisor": partial(pml.MarginLoss, reducer=reducers.DivisorReducer()),
+    "Tuplet": pml.TupletMarginLoss,
+    "Tuplet, sum": partial(pml.TupletMarginLoss, reducer=reducers.SumReducer()),
+    "Circle, regularised": partial(pml.CircleLoss, embedding_regularizer=regularizers.ZeroMeanRegularizer()),
+}
+
+
+def in_parts(names: list[str], tile_bytes: int) -> dict[str, Any]:
+    sizes, rank = SPLITS[dist.get_world_size()], dist.get_rank()
+    part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    found = {}
+    for name in names:
+        for given in ("", "references"):
+            rows = {n: t[part].clone() for n, t in batch().items()}
+            leaf, views = rows["embeddings"].requires_grad_(), rows["views"].requires_grad_()
+            loss = BY_ROWS[name]().double()
+            wrapped = GlobalBatchLoss(loss, mode="rows", tile_bytes=tile_bytes)
+            assert wrapped.evaluation == "row tiles"
+            value = wrapped(**GIVEN[given](leaf, rows, views, True))
+            value.backward()
+            own = {n: p.grad for n, p in loss.named_parameters()}
+            found[f"{name}, {given}"] = {"value": value.detach(), "rows": leaf.grad, "views": views.grad, **own}
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_row_loss_in_parts_is_one_process(pool: RankPool, world_size: int) -> None:
+    results = pool.run(world_size, in_parts, list(BY_ROWS), 60_000)
+    for name, make in BY_ROWS.items():
+        for given in ("", "references"):
+            rows, loss = batch(), make().double()
+            leaf, views = rows["embeddings"].requires_grad_(), rows["views"].requires_grad_()
+            value = loss(**GIVEN[given](leaf, rows, views, False))
+            value.backward()
+            truth = {"value": value.detach(), "rows": leaf.grad, "views": views.grad}
+            found = [result[f"{name}, {given}"] for result in results]
+            compare(found, truth, statistics=False)
+            for parameter, tensor in loss.named_parameters():
+                mean = torch.stack([result[parameter] for result in found]).mean(0)
+                torch.testing.assert_close(mean, tensor.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_parts_are_ordinary_input_and_cover_all_rows() -> None:
+    labels = torch.tensor([0, 0, 0, 1, 2, 3, 4, 5, 5, 6])  # rows without positives cannot stand alone
+    call = PMLCall(
+        pml.CircleLoss(),
+        {"embeddings": torch.randn(10, 3), "labels": labels},
+        lambda tensors: gather_bundle("a loss", tensors, {}, extra=pack_draw(0, 0)),
+        0,
+    )
+    parts = parts_of(pml.CircleLoss(), call, 10 * 6 * 4)  # one row each, were it not for that
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(10))
+    assert len(parts) > 1
+    near, far = call.partners()
+    assert all(near[part].sum() > 1 and far[part].sum() > 1 for part in parts)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tile_bytes": 0}, "tile_bytes"),
+    ({"tile_bytes": -4}, "tile_bytes"),
+    ({"tile_bytes": 1.5}, "tile_bytes"),
+    ({"gather": "some"}, "gather"),
+    ({"gather": "ring", "loss": pml.TripletMarginLoss()}, "SupConLoss"),
+    ({"gather": "ring", "loss": pml.SupConLoss(distance=distances.SNRDistance())}, "ring"),
+    ({"gather": "ring", "mode": "replicated"}, "ring"),
+]
+
+
+@pytest.mark.parametrize(("options", "word"), REFUSED)
+def test_tiles_and_rings_that_cannot_be_are_refused(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigurationError, match=word):
+        GlobalBatchLoss(**{"loss": pml.SupConLoss(), **options})
+
+
+def badly(kind: str) -> None:
+    rank = dist.get_rank()
+    leaf, labels = torch.randn(10, DIM + rank * (kind == "width")), torch.arange(10) % 3
+    if kind == "width":
+        GlobalBatchLoss(pml.SupConLoss(), gather="ring")(leaf, labels)
+    elif kind == "small":  # on one rank only
+        GlobalBatchLoss(pml.SupConLoss(), tile_bytes=79 if rank == 1 else None)(leaf, labels)
+    elif kind == "gather":
+        GlobalBatchLoss(pml.SupConLoss(), gather="ring" if rank else "all")(leaf, labels)
+    else:
+        GlobalBatchLoss(pml.SupConLoss(), gather="ring")(leaf, labels, ref_emb=leaf.clone(), ref_labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("width", ("rank 0", "rank 1", "6", "7")),
+        ("small", ("tile_bytes", "80 bytes", "79")),
+        ("gather", ("gather", "rank 1")),
+        ("references", ("ring", "ref_emb")),
+    ],
+)
+def test_ranks_that_disagree_get_one_error(pool: RankPool, kind: str, words: tuple[str, ...]) -> None:
+    errors = pool.errors(2, badly, kind)
+    assert len({error.message.split("(rank")[0] for error in errors}) == 1
+    for word in words:
+        assert word in errors[0].message
+
+
+def hard_inputs() -> dict[str, Any]:
+    """What a batch may look like that no one thought of."""
+    rank, found = dist.get_rank(), {}
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(12, DIM, generator=generator, dtype=torch.float64)
+    labels = torch.arange(12) // 3
+    own = slice(0, 4) if rank == 0 else slice(4, 12)
+    for name, make in LOSSES.items():
+        wrapped = GlobalBatchLoss(make().double(), mode="rows")
+        strided = rows.repeat_interleave(2, 1)[own].requires_grad_()
+        first, second = wrapped(strided[:, ::2], labels[own]), wrapped(strided[:, 1::2] * 2, labels[own].int())
+        (first + 3 * second).backward()  # two calls before one backward
+        single = rows[own].float().bfloat16().requires_grad_()
+        low = wrapped(single, labels[own])
+        low.backward()
+        twice = rows[own].clone().requires_grad_()
+        value = wrapped(twice, labels[own])
+        value.backward(retain_graph=True)
+        value.backward()
+        alike = torch.ones(4, DIM, dtype=torch.float64).requires_grad_()
+        same = wrapped(alike, torch.tensor([0, 0, 1, 1]))  # rows that coincide
+        same.backward()
+        none = rows[own].clone().requires_grad_()
+        wrapped(none, torch.arange(12)[own]).backward()  # no positive anywhere
+        copied = pickle.loads(pickle.dumps(wrapped))
+        found[name] = {
+            "two": (first + 3 * second).detach(),
+            "strided": strided.grad,
+            "low": (low.dtype, single.grad.dtype, low.detach().double()),
+            "twice": twice.grad,
+            "alike": (same.detach(), alike.grad),
+            "none": none.grad,
+            "copied": copied(rows[own], labels[own]).detach(),
+        }
+    return found
+
+
+def test_odd_batches(pool: RankPool) -> None:
+    results = pool.run(2, hard_inputs)
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(12, DIM, generator=generator, dtype=torch.float64)
+    labels = torch.arange(12) // 3
+    for name, make in LOSSES.items():
+        loss, found = make().double(), [result[name] for result in results]
+
+        def mean(key: str, found: list[Any] = found) -> Tensor:
+            return torch.cat([f[key] for f in found]) / 2
+
+        strided = rows.repeat_interleave(2, 1).requires_grad_()
+        two = loss(strided[:, ::2], labels) + 3 * loss(strided[:, 1::2] * 2, labels)
+        two.backward()
+        twice = rows.clone().requires_grad_()
+        value = loss(twice, labels)
+        (2 * value).backward()
+        assert_close({"two": found[0]["two"], "rows": mean("strided")}, {"two": two.detach(), "rows": strided.grad})
+        assert_close({"twice": mean("twice")}, {"twice": twice.grad})
+        assert_close({"copied": found[1]["copied"]}, {"copied": value.detach()})
+        kind, grad_kind, low = found[0]["low"]
+        assert (kind, grad_kind) == (torch.float32, torch.bfloat16)
+        torch.testing.assert_close(low, make()(rows.float().bfloat16().float(), labels).double(), rtol=1e-5, atol=1e-6)
+        alike = torch.ones(8, DIM, dtype=torch.float64).requires_grad_()
+        same = loss(alike, torch.tensor([0, 0, 1, 1] * 2))
+        same.backward()
+        torch.testing.assert_close(found[0]["alike"][0], same.detach(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(torch.cat([f["alike"][1] for f in found]) / 2, alike.grad, rtol=1e-9, atol=1e-9)
+        none = rows.clone().requires_grad_()
+        loss(none, torch.arange(12)).backward()
+        torch.testing.assert_close(mean("none"), none.grad, rtol=1e-9, atol=1e-12)

@@ -6,7 +6,7 @@ travel in one frame.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.losses.pml_call import PMLCall
 from lightning_ddp_losses.losses.reduction import ROW_BYTES, Count, Row, pack_row, unpack_shares, weigh
-from lightning_ddp_losses.losses.tiled.geometry import geometry_of
+from lightning_ddp_losses.losses.tiled.geometry import Geometry, geometry_of
 from lightning_ddp_losses.losses.tiled.pairs import LabelPairs, Pairs, TripletTuples, TuplePairs
 from lightning_ddp_losses.losses.tiled.passes import Block, Passes, tiled_value
 from lightning_ddp_losses.losses.tiled.plan import Plan
@@ -36,13 +36,22 @@ class TiledCall:
         symmetric: Whether ``plan.is_symmetric``; the gathered rows then have no graph.
         world: W.
         tile_bytes: The most that a tile may take; None: a default.
+        around: Passes this rank's rows on and yields (rank, its rows) in turn, where they are not gathered; only if ``symmetric``.
     """
 
     def __init__(
-        self, loss: Any, plan: Plan, call: PMLCall, *, symmetric: bool, world: int, tile_bytes: int | None
+        self,
+        loss: Any,
+        plan: Plan,
+        call: PMLCall,
+        *,
+        symmetric: bool,
+        world: int,
+        tile_bytes: int | None,
+        around: Callable[[Tensor], Iterator[tuple[int, Tensor]]] | None = None,
     ) -> None:
         self._loss, self._plan, self._call, self._symmetric, self._world = loss, plan, call, symmetric, world
-        self._tile_bytes = tile_bytes
+        self._tile_bytes, self._around = tile_bytes, around
         self._stats: Tensor | None = None
         self._columns: Tensor | None = None
 
@@ -60,22 +69,15 @@ class TiledCall:
         """
         loss, call = self._loss, self._call
         embeddings = call.given["embeddings"]
-        references = call.references
-        geometry = geometry_of(loss.distance, references.shape[0])
-        self._rows, prepared = geometry.prepare(embeddings), geometry.prepare(references)
-        pairs = self._pairs(references.shape[0])
-        self._order = pairs.column_order
-        columns = prepared.detach()
-        kept = geometry.columns(columns if self._order is None else columns[self._order])
+        geometry = geometry_of(loss.distance, call.references.shape[0])
+        self._rows = geometry.prepare(embeddings)
         formula = self._plan.formula(loss, self._plan.reductions, embeddings.shape[0], self._rows)
-
-        def blocks() -> Iterator[Block]:
-            yield Block(kept, pairs)
-
-        self._passes = Passes(formula, geometry, self._rows.detach(), blocks, pairs.row_order, self._tile_bytes)
+        if self._around is None:
+            blocks, order = self._gathered(geometry)
+        else:
+            blocks, order = self._ring(geometry, self._around)
+        self._passes = Passes(formula, geometry, self._rows.detach(), blocks, order, self._tile_bytes)
         totals, self._stats = self._passes.forward(call.own_labels)
-        if not self._symmetric and prepared.requires_grad:
-            self._columns = prepared
         self._passes.release()
         ordinary = self._ordinary()
         packed = [pack_row(self._row(total) if ordinary else Row(0.0, 0.0, False, Count())) for total in totals]
@@ -105,6 +107,37 @@ class TiledCall:
             return grad if rows_wanted else None, into
 
         return tiled_value(self._rows, self._columns, pull, value), value, table
+
+    def _gathered(self, geometry: Geometry) -> tuple[Callable[[], Iterator[Block]], Tensor | None]:
+        """All columns as one block."""
+        prepared = geometry.prepare(self._call.references)
+        pairs = self._pairs(prepared.shape[0])
+        self._order = pairs.column_order
+        if not self._symmetric and prepared.requires_grad:
+            self._columns = prepared
+        columns = prepared.detach()
+        kept = geometry.columns(columns if self._order is None else columns[self._order])
+
+        def blocks() -> Iterator[Block]:
+            yield Block(kept, pairs)
+
+        return blocks, pairs.row_order
+
+    def _ring(
+        self, geometry: Geometry, around: Callable[[Tensor], Iterator[tuple[int, Tensor]]]
+    ) -> tuple[Callable[[], Iterator[Block]], Tensor]:
+        """Each rank's rows as a block, one after the other."""
+        labels, own = self._call.arguments["labels"], self._call.own_labels
+        assert own is not None
+        bounds, mine, rows = self._call.bounds(), self._call.bound, self._rows.detach()
+        pairs = [LabelPairs(own, labels[a:b], 0 if (a, b) == mine else None, rows.dtype) for a, b in bounds]
+        self._order = torch.cat([p.column_order + a for p, (a, _) in zip(pairs, bounds, strict=True)])
+
+        def blocks() -> Iterator[Block]:
+            for rank, columns in around(rows):
+                yield Block(geometry.columns(columns[pairs[rank].column_order]), pairs[rank], bounds[rank][0])
+
+        return blocks, pairs[0].row_order
 
     def _pairs(self, columns: int) -> Pairs:
         call, dtype = self._call, self._rows.dtype

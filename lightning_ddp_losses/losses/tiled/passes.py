@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_ddp_losses.errors import InputError, format_error
 from lightning_ddp_losses.losses.tiled.formula import Formula, Tile
 from lightning_ddp_losses.losses.tiled.geometry import Euclid, Geometry
 from lightning_ddp_losses.losses.tiled.pairs import Pairs
@@ -136,7 +137,16 @@ class Passes:
         row_bytes = self._geometry.row_bytes(block.columns)
         size = rows_of_a_tile(self._rows.device, row_bytes, total)
         if self._tile_bytes is not None:
-            size = max(1, self._tile_bytes // row_bytes)
+            size = self._tile_bytes // row_bytes
+            if size == 0:
+                raise InputError(
+                    format_error(
+                        "tile_bytes",
+                        expected=f"room for one row against {block.columns.shape[0]} columns ({row_bytes} bytes)",
+                        got=self._tile_bytes,
+                        fix="Raise tile_bytes, or leave it out.",
+                    )
+                )
         size = -(-total // -(-total // size)) if total else size  # parts of one size
         for start in range(0, total, size):
             yield slice(start, min(start + size, total))

@@ -74,7 +74,9 @@ class NTXent(Formula):
     def _pair(self, values: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
         """Loss of a pair, and minus its derivative by s_ip."""
         above = values - level
-        smaller = above.abs().neg_().exp_()  # not torch.sigmoid: it ends where exp(-x) overflows, before r + tiny is tiny
+        smaller = (
+            above.abs().neg_().exp_()
+        )  # not torch.sigmoid: it ends where exp(-x) overflows, before r + tiny is tiny
         whole = 1 / (1 + smaller)
         smaller *= whole
         low = above < 0
