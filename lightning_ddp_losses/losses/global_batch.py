@@ -195,8 +195,6 @@ class GlobalBatchLoss(nn.Module):
         def gather(batches: dict[str, Tensor]) -> Bundle:
             if ring:  # all ranks' labels, and no more than the number of their rows
                 batches = {**batches, "embeddings": batches["embeddings"][:, :0]}
-            elif symmetric:
-                batches = {name: tensor.detach() for name, tensor in batches.items()}
             return self._gather(batches, backward, given["embeddings"] if ring else None)
 
         call = PMLCall(self.loss, given, gather, groups.rank(self._group))
@@ -286,9 +284,8 @@ class GlobalBatchLoss(nn.Module):
 
     def _agreed(self) -> dict[str, object]:
         self._fingerprint = self._fingerprint or digest(self.loss)
-        agreed: dict[str, object] = {"mode": self.mode, "backward": self.backward, "configuration": self._fingerprint}
-        if self.gather != "all":
-            agreed["gather"] = self.gather
+        agreed: dict[str, object] = {"mode": self.mode, "backward": self.backward, "gather": self.gather}
+        agreed["configuration"] = self._fingerprint
         noted = self._coefficients.take()
         if self.backward == "own_slice":
             agreed["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted

@@ -102,7 +102,7 @@ def tiled_value(
         plan: Its tiled evaluation.
         call: Its arguments over all ranks.
         meeting: Where ranks meet.
-        symmetric: Whether ``plan.is_symmetric``; the gathered rows then have no graph.
+        symmetric: Whether ``plan.is_symmetric``; the gathered rows then get no gradient.
         tile_bytes: The most that a tile may take; None: a default.
         ring: Rows are passed on from rank to rank; the gathered ones are empty.
     """
@@ -146,7 +146,7 @@ def _embedding_term(loss: Any, call: PMLCall, meeting: Meeting, *, symmetric: bo
         return None
     everyone = call.arguments["embeddings"]
     if symmetric:
-        everyone = own_slice(call.given["embeddings"], everyone, call.bound[0], meeting.world)
+        everyone = own_slice(call.given["embeddings"], everyone.detach(), call.bound[0], meeting.world)
     return loss.embedding_regularization_loss(everyone)["losses"]  # type: ignore[no-any-return]
 
 

@@ -33,7 +33,7 @@ class TiledCall:
         loss: pytorch-metric-learning's.
         plan: Its tiled evaluation.
         call: The arguments over all ranks.
-        symmetric: Whether ``plan.is_symmetric``; the gathered rows then have no graph.
+        symmetric: Whether ``plan.is_symmetric``; the gathered rows then get no gradient.
         world: W.
         tile_bytes: The most that a tile may take; None: a default.
         around: Passes this rank's rows on and yields (rank, its rows) in turn, where they are not gathered; only if ``symmetric``.
@@ -69,6 +69,8 @@ class TiledCall:
         """
         loss, call = self._loss, self._call
         embeddings = call.given["embeddings"]
+        if call.arguments["embeddings"].requires_grad and not embeddings.requires_grad:
+            embeddings = embeddings.detach().requires_grad_()  # as on the other ranks
         geometry = geometry_of(loss.distance, call.references.shape[0])
         self._rows = geometry.prepare(embeddings)
         formula = self._plan.formula(loss, self._plan.reductions, embeddings.shape[0], self._rows)
