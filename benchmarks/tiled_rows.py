@@ -22,7 +22,6 @@ import pytorch_metric_learning.losses as pml
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
-import torch.nn.functional as F
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor, nn
 
@@ -56,7 +55,7 @@ class OpenClip(nn.Module):
         every_text = torch.cat(torch.distributed.nn.all_gather(texts))
         places = torch.arange(len(images)) + len(images) * dist.get_rank()
         per_image, per_text = images @ every_text.T / 0.07, texts @ every_image.T / 0.07
-        return (F.cross_entropy(per_image, places) + F.cross_entropy(per_text, places)) / 2
+        return (nn.functional.cross_entropy(per_image, places) + nn.functional.cross_entropy(per_text, places)) / 2
 
 
 class Contestant:
@@ -83,7 +82,7 @@ class Contestant:
         """Forward and backward."""
         for leaf in self.leaves:
             leaf.grad = None
-        rows = [F.normalize(leaf) for leaf in self.leaves] if len(self.leaves) > 1 else self.leaves
+        rows = [nn.functional.normalize(leaf) for leaf in self.leaves] if len(self.leaves) > 1 else self.leaves
         self.loss(*rows, self.labels).backward()
 
 
@@ -175,7 +174,9 @@ def main(arguments: list[str]) -> list[Row]:
     parser = argparse.ArgumentParser("tiled_rows", description=__doc__)
     parser.add_argument("--only", nargs="*", default=list(LOSSES), choices=list(LOSSES), metavar="loss")
     parser.add_argument("--times", type=int, nargs="*", default=list(TIMES), help="global batches to time")
-    parser.add_argument("--memory", type=int, nargs="*", default=list(MEMORY), help="global batches to measure memory at")
+    parser.add_argument(
+        "--memory", type=int, nargs="*", default=list(MEMORY), help="global batches to measure memory at"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     options: Any = parser.parse_args(arguments)
     rows = [time_row(kind, total, options.rounds) for kind in options.only for total in options.times]
