@@ -361,6 +361,41 @@ def test_ranks_that_disagree_get_one_error(pool: RankPool, kind: str, words: tup
         assert word in errors[0].message
 
 
+def contradicting() -> None:
+    pair = torch.tensor([0, 1]), torch.tensor([1, 0])
+    leaf = torch.randn(4, DIM)
+    loss = GlobalBatchLoss(pml.SupConLoss())
+    loss(leaf, torch.tensor([0, 0, 1, 1]), (*pair, *pair) if dist.get_rank() else (*pair, pair[0] + 2, pair[1] + 2))
+
+
+def test_a_pair_that_is_positive_and_negative_is_an_error_everywhere(pool: RankPool) -> None:
+    for error in pool.errors(2, contradicting):
+        assert "either positive or negative" in error.message
+
+
+def warm() -> dict[str, Any]:
+    """A temperature that someone made a parameter."""
+    part = slice(0, 23) if dist.get_rank() == 0 else slice(23, 60)
+    loss = pml.NTXentLoss().double()
+    loss.temperature = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+    wrapped = GlobalBatchLoss(loss)
+    leaf = batch()["embeddings"][part].clone().requires_grad_()
+    value = wrapped(leaf, batch()["labels"][part])
+    value.backward()
+    return {"evaluation": wrapped.evaluation, "value": value.detach(), "slope": loss.temperature.grad}
+
+
+def test_a_learnt_temperature_gets_its_gradient(pool: RankPool) -> None:
+    first, second = pool.run(2, warm)
+    loss = pml.NTXentLoss().double()
+    loss.temperature = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+    value = loss(batch()["embeddings"], batch()["labels"])
+    value.backward()
+    assert first["evaluation"] == "row tiles"
+    ours = {"value": first["value"], "slope": (first["slope"] + second["slope"]) / 2}
+    assert_close(ours, {"value": value.detach(), "slope": loss.temperature.grad})
+
+
 def hard_inputs() -> dict[str, Any]:
     """What a batch may look like that no one thought of."""
     rank, found = dist.get_rank(), {}

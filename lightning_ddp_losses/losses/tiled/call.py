@@ -13,6 +13,7 @@ import torch
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
+from lightning_ddp_losses.errors import InputError, format_error
 from lightning_ddp_losses.losses.pml_call import PMLCall
 from lightning_ddp_losses.losses.reduction import ROW_BYTES, Count, Row, pack_row, unpack_shares, weigh
 from lightning_ddp_losses.losses.tiled.geometry import Geometry, geometry_of
@@ -112,10 +113,11 @@ class TiledCall:
 
     def _gathered(self, geometry: Geometry) -> tuple[Callable[[], Iterator[Block]], Tensor | None]:
         """All columns as one block."""
-        prepared = geometry.prepare(self._call.references)
+        references = self._call.references
+        prepared = geometry.prepare(references.detach() if self._symmetric else references)
         pairs = self._pairs(prepared.shape[0])
         self._order = pairs.column_order
-        if not self._symmetric and prepared.requires_grad:
+        if prepared.requires_grad:
             self._columns = prepared
         columns = prepared.detach()
         kept = geometry.columns(columns if self._order is None else columns[self._order])
@@ -150,9 +152,19 @@ class TiledCall:
             tuples = call.own_tuples()
             if len(tuples) == 3 and isinstance(self._loss, pml.TripletMarginLoss):
                 return TripletTuples(tuples, labels.shape[0], dtype)
-            return TuplePairs(tuples, labels.shape[0], columns, dtype)
-        same = references is call.arguments["labels"]
-        return LabelPairs(labels, references.to(labels.dtype), call.bound[0] if same else None, dtype)
+            pairs = TuplePairs(tuples, labels.shape[0], columns, dtype)
+            if self._plan.formula.by_mask and pairs.contradict():
+                raise InputError(
+                    format_error(
+                        f"{type(self._loss).__name__}: indices_tuple",
+                        expected="each pair to be either positive or negative",
+                        got="a pair that is both",
+                    )
+                )
+            return pairs
+        kind = torch.promote_types(labels.dtype, references.dtype)
+        first = call.bound[0] if references is call.arguments["labels"] else None
+        return LabelPairs(labels.to(kind), references.to(kind), first, dtype)
 
     def _ordinary(self) -> bool:
         """Whether PML would not return a zero at once; the same on all ranks."""

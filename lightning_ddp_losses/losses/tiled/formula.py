@@ -68,11 +68,13 @@ class Formula:
         scale: By which the distances come multiplied.
         revisits: A second look at the bands is needed, once the first has seen all columns.
         symmetric: Slopes of transposed entries follow from the statistics.
+        by_mask: A pair counts once, however often it is named.
     """
 
     sub_losses: ClassVar[tuple[str, ...]] = ("loss",)
     revisits: ClassVar[bool] = False
     symmetric: ClassVar[bool] = True
+    by_mask: ClassVar[bool] = False
     width: int = 0
     scale: float = 1.0
 

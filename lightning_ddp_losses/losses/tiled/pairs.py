@@ -105,6 +105,11 @@ class TuplePairs:
     def triplets(self, rows: slice) -> None:
         return None
 
+    def contradict(self) -> bool:
+        """Whether a pair is named as a positive and as a negative."""
+        first, second = (anchors * self._columns + others for anchors, others, _ in self._sorted)
+        return bool(torch.isin(first, second).any())
+
     def _count(self, rows: slice, anchors: Tensor, others: Tensor, starts: list[int]) -> Tensor:
         part = slice(starts[rows.start], starts[rows.stop])
         out = torch.zeros(rows.stop - rows.start, self._columns, dtype=self._dtype, device=anchors.device)

@@ -61,10 +61,16 @@ _REFERENCES = (("ref_emb", "embeddings"), ("ref_labels", "labels"))
 def plan_of(loss: Any) -> Plan | None:
     """How tiles evaluate a loss; None: they do not."""
     formula = TILED.get(type(loss))
-    if formula is None or type(loss.distance) not in _DISTANCES or not formula.takes(loss):
+    if formula is None or type(loss.distance) not in _DISTANCES or _learns(loss) or not formula.takes(loss):
         return None
     reductions = [reduction_of(loss.reducer, name) for name in formula.sub_losses]
     known = tuple(r for r in reductions if r is not None)
     if len(known) < len(reductions) or any(not formula.reduces(r) for r in known):
         return None
     return Plan(formula, known, formula.symmetric and type(loss.distance) is not distances.SNRDistance)
+
+
+def _learns(loss: Any) -> bool:
+    """A temperature or margin that someone made a tensor may want a gradient; the formulas take numbers."""
+    held = [*loss.parameters(), *vars(loss).values(), *vars(loss.distance).values()]
+    return any(isinstance(value, Tensor) for value in held)

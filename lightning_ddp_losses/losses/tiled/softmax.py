@@ -92,6 +92,7 @@ class SupCon(Formula):
     """
 
     width = 3
+    by_mask = True
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], rows: int, like: Tensor) -> None:
         super().__init__(loss, reductions, rows, like)
@@ -144,6 +145,7 @@ class MultiSimilarity(Formula):
     """
 
     width = 3
+    by_mask = True
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], rows: int, like: Tensor) -> None:
         super().__init__(loss, reductions, rows, like)
