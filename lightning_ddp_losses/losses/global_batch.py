@@ -14,7 +14,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
 from lightning_ddp_losses import frames, graph, groups, inputs, numerics
-from lightning_ddp_losses.bundles import Bundle, gather_bundle
+from lightning_ddp_losses.bundles import Bundle, Choice, gather_bundle
 from lightning_ddp_losses.collectives import Backward
 from lightning_ddp_losses.errors import InputError, format_error
 from lightning_ddp_losses.groups import Group
@@ -27,7 +27,7 @@ from lightning_ddp_losses.losses.randomness import pack_draw, same_draws, shared
 from lightning_ddp_losses.losses.reduction import combine, has_per_anchor, pack_shares, unpack_shares
 from lightning_ddp_losses.losses.refusals import no_ring, not_exact, refuse_tiles, refuse_unfit
 from lightning_ddp_losses.losses.rows import Meeting, elements_value, rows_value, tiled_value
-from lightning_ddp_losses.losses.table import MODES, Mode, allowed_modes
+from lightning_ddp_losses.losses.table import MODES, Mode, allowed_modes, few_rows
 from lightning_ddp_losses.losses.tiled import plan_of
 from lightning_ddp_losses.losses.torch_losses import torch_share
 
@@ -47,7 +47,7 @@ class GlobalBatchLoss(nn.Module):
         mode: ``"replicated"``: gather all rows, every rank computes the whole loss; exact for every deterministic loss.
             ``"rows"``: each rank computes its own anchors against all rows; for losses that are a sum over anchors.
             ``"elements"``: nothing is gathered; for losses that are a sum over samples. ``"auto"``: the cheapest that
-            is exact for this loss and this call.
+            is exact for this loss and this call (``rows`` from a few dozen or hundred global rows on: fewer are computed whole).
         backward: ``"own_slice"``: every rank multiplies the returned loss by the same coefficient (else a wrong
             gradient). ``"sum"``: coefficients may differ by rank; costs a collective in backward.
         batch_dims: For losses that are not PML's: by argument position or name, which dimension counts samples (default
@@ -190,7 +190,9 @@ class GlobalBatchLoss(nn.Module):
         ring = self.gather == "ring"
         if ring and not symmetric:
             raise no_ring(self._title, "labels, and no references or tuples", sorted(given))
-        backward: Backward = "sum" if mode == "rows" else self.backward
+
+        def backward(counts: dict[str, list[int]]) -> Backward:
+            return "sum" if mode == "rows" and not self._few(counts) else self.backward
 
         def gather(batches: dict[str, Tensor]) -> Bundle:
             if ring:  # all ranks' labels, and no more than the number of their rows
@@ -199,7 +201,8 @@ class GlobalBatchLoss(nn.Module):
 
         call = PMLCall(self.loss, given, gather, groups.rank(self._group))
         self._warn_identities(call)
-        if plan is not None and call.ref_labels is not None:
+        fits = fits and not self._few(call.counts)
+        if fits and plan is not None and call.ref_labels is not None:
             return tiled_value(
                 self.loss, plan, call, meeting, symmetric=symmetric, tile_bytes=self.tile_bytes, ring=ring
             )
@@ -216,6 +219,11 @@ class GlobalBatchLoss(nn.Module):
 
     def _has_rows(self, given: dict[str, Any]) -> bool:
         return isinstance(given.get("embeddings"), Tensor)
+
+    def _few(self, counts: dict[str, list[int]]) -> bool:
+        """So few rows over all ranks that every rank computes the whole loss; the same verdict on every rank."""
+        chosen = self.mode == "rows" or self.tile_bytes is not None or self.gather == "ring"
+        return not chosen and sum(counts.get("embeddings", ())) <= few_rows(self.loss)
 
     def _rows_fit(self, given: dict[str, Any]) -> bool:
         # per anchor, PML counts a pair that a miner names twice once
@@ -269,7 +277,9 @@ class GlobalBatchLoss(nn.Module):
 
     # ------------------------------------------------------------------ shared
 
-    def _gather(self, batches: dict[str, Tensor], backward: Backward, passed_on: Tensor | None = None) -> Bundle:
+    def _gather(
+        self, batches: dict[str, Tensor], backward: Backward | Choice, passed_on: Tensor | None = None
+    ) -> Bundle:
         self._draws += 1
         extra = pack_draw(torch.initial_seed(), self._draws)
         agreed = self._agreed() if passed_on is None else {**self._agreed(), **self._shape_of(passed_on)}

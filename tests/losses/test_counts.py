@@ -40,8 +40,9 @@ def rows_count(case: Case) -> tuple[int, int]:
 
 COUNTS: dict[str, tuple[Case, str, tuple[int, int]]] = {
     **{n: (c, "auto", ELEMENTS) for n, c in (PML | TORCH).items() if c.modes and c.modes[0] == "elements"},
-    **{n: (c, "auto", rows_count(c)) for n, c in PML.items() if c.modes and c.modes[0] == "rows"},
+    **{n: (c, "rows", rows_count(c)) for n, c in PML.items() if c.modes and c.modes[0] == "rows"},
     **{n: (c, "auto", REPLICATED) for n, c in (PML | TORCH).items() if c.modes and c.modes[0] == "replicated"},
+    "SupConLoss, few rows": (PML["SupConLoss"], "auto", REPLICATED),
     "SupConLoss, replicated": (PML["SupConLoss"], "replicated", REPLICATED),
     "ArcFaceLoss, replicated": (PML["ArcFaceLoss"], "replicated", REPLICATED),
     "nn.CrossEntropyLoss, replicated": (TORCH["nn.CrossEntropyLoss"], "replicated", REPLICATED),
