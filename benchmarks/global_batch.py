@@ -1,8 +1,9 @@
 """Time and memory of a loss over the global batch: `GlobalBatchLoss` beside PML's `DistributedLossWrapper`, W = 2.
 
 ``rows`` for SupCon, Contrastive and MultiSimilarity at global batches of 1024 and 2048 (limits: 0.75x the time, 0.6x the
-extra peak memory), ``elements`` for ArcFace at 10,000 classes (0.6x the time). Forward and backward from the embeddings on,
-float32; what DDP does to an encoder or a loss weight afterwards is the same for both and left out.
+extra peak memory), ``elements`` for ArcFace at 10,000 classes (0.6x the time); then every loss that runs in one of these modes, at 64, 512
+and 1024 rows (limit: 1.1x the time, nowhere slower). Forward and backward from the embeddings on, float32; what DDP does to an
+encoder or a loss weight afterwards is the same for both and left out.
 
 Gradients are compared first (those of the embeddings must be equal; PML's of a loss parameter are W times ours). Both then
 take turns in the same processes, one step each, PML's twice: A/A is the same estimate where nothing differs. A step counts
@@ -18,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytorch_metric_learning.losses as pml
@@ -35,12 +37,43 @@ __all__ = ["main"]
 
 DIM, PER_CLASS, CLASSES = 128, 4, 10_000
 EQUAL = 1e-4  # relative, float32
-KINDS: dict[str, Callable[[], nn.Module]] = {
+FEW_CLASSES = 1000
+BY_ROWS = [
+    pml.AngularLoss,
+    pml.CircleLoss,
+    pml.ContrastiveLoss,
+    pml.GeneralizedLiftedStructureLoss,
+    pml.MarginLoss,
+    pml.MultiSimilarityLoss,
+    pml.NTXentLoss,
+    pml.SignalToNoiseRatioContrastiveLoss,
+    pml.SupConLoss,
+    pml.TripletMarginLoss,
+    pml.TupletMarginLoss,
+]
+BY_ELEMENTS = [
+    pml.ArcFaceLoss,
+    pml.CosFaceLoss,
+    pml.LargeMarginSoftmaxLoss,
+    pml.NormalizedSoftmaxLoss,
+    pml.ProxyNCALoss,
+    pml.SoftTripleLoss,
+    pml.SphereFaceLoss,
+    pml.SubCenterArcFaceLoss,
+]
+HEADLINES: dict[str, Callable[[], nn.Module]] = {
     "SupCon": pml.SupConLoss,
     "Contrastive": pml.ContrastiveLoss,
     "MultiSimilarity": pml.MultiSimilarityLoss,
     "ArcFace, 10,000 classes": lambda: pml.ArcFaceLoss(CLASSES, DIM),
 }
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    **HEADLINES,
+    **{cls.__name__: cls for cls in BY_ROWS},
+    **{cls.__name__: partial(cls, FEW_CLASSES, DIM) for cls in BY_ELEMENTS},
+}
+# PML compares every positive pair with every negative one
+PAIRS_BY_PAIRS = ("NTXentLoss", "TupletMarginLoss")
 
 
 @dataclass(frozen=True)
@@ -52,17 +85,24 @@ class Job:
         total: Rows over all ranks.
         time_limit: Ours over PML's.
         memory_limit: Likewise; None: not asked for.
+        memory: Measure it at all.
     """
 
     kind: str
     total: int
     time_limit: float
     memory_limit: float | None
+    memory: bool = True
 
 
 JOBS = [
-    *(Job(kind, total, 0.75, 0.6) for kind in list(KINDS)[:3] for total in (1024, 2048)),
+    *(Job(kind, total, 0.75, 0.6) for kind in list(HEADLINES)[:3] for total in (1024, 2048)),
     Job("ArcFace, 10,000 classes", 256, 0.6, None),
+    *(
+        Job(cls.__name__, total, 1.1, None, memory=False)
+        for cls in (*BY_ROWS, *BY_ELEMENTS)
+        for total in ((64, 256) if cls.__name__ in PAIRS_BY_PAIRS else (64, 512, 1024))
+    ),
 ]
 
 
@@ -151,11 +191,11 @@ def row_of(job: Job, rounds: int, seconds: float) -> Row:
     answers = run_ranks(timed, job, rounds, seconds)
     both = list(zip(*(table for _, table in answers), strict=True))
     theirs, again, ours = ([max(rank[i] for rank in ranks) for ranks in both] for i in range(3))
-    bytes_theirs, bytes_ours = (max(run_ranks(peak, job, mine)) for mine in (False, True))
+    bytes_theirs, bytes_ours = (max(run_ranks(peak, job, mine)) if job.memory else 0 for mine in (False, True))
     middle = statistics.median(theirs)
-    ratio, memory = statistics.median(ours) / middle, bytes_ours / bytes_theirs
+    ratio, memory = statistics.median(ours) / middle, bytes_ours / bytes_theirs if job.memory else None
     off = max(difference for difference, _ in answers)
-    met = ratio <= job.time_limit and (job.memory_limit is None or memory <= job.memory_limit)
+    met = ratio <= job.time_limit and (job.memory_limit is None or memory is None or memory <= job.memory_limit)
     return {
         "table": "Forward and backward of a loss over the global batch, 2 ranks, dim 128, slowest rank",
         "loss": job.kind,
@@ -166,8 +206,8 @@ def row_of(job: Job, rounds: int, seconds: float) -> Row:
         "ratio": ratio,
         "A/A": statistics.median(again) / middle,
         "time_limit": job.time_limit,
-        "pml_peak_MiB": bytes_theirs / MIB,
-        "ours_peak_MiB": bytes_ours / MIB,
+        "pml_peak_MiB": bytes_theirs / MIB if job.memory else None,
+        "ours_peak_MiB": bytes_ours / MIB if job.memory else None,
         "memory_ratio": memory,
         "memory_limit": job.memory_limit,
         "rounds": len(both),
@@ -181,5 +221,7 @@ def main(arguments: list[str]) -> list[Row]:
     parser = argparse.ArgumentParser("global_batch", description=__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=18.0, help="of timed rounds per row at most")
+    parser.add_argument("--only", nargs="*", help="losses, by what their names begin with")
     options: Any = parser.parse_args(arguments)
-    return [row_of(job, options.rounds, options.seconds) for job in JOBS]
+    chosen = tuple(options.only or ("",))
+    return [row_of(job, options.rounds, options.seconds) for job in JOBS if job.kind.startswith(chosen)]

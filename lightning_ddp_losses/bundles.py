@@ -6,9 +6,9 @@ Legend: ``W`` ranks, ``B`` rows on this rank (per tensor, may differ), ``G`` the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ from lightning_ddp_losses.collectives import Backward
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.transport import gather, scatter_sum
 
-__all__ = ["Bundle", "gather_bundle"]
+__all__ = ["Bundle", "Choice", "gather_bundle"]
+
+Choice: TypeAlias = Callable[[dict[str, list[int]]], Backward]
+"""Rows of each rank, by tensor -> which gradient to give; the same on every rank."""
 
 _ALIGN = 16  # bytes; a view of any dtype may start there
 
@@ -48,7 +51,7 @@ def gather_bundle(
     tensors: Mapping[str, Tensor],
     agreed: Mapping[str, object],
     *,
-    backward: Backward = "sum",
+    backward: Backward | Choice = "sum",
     extra: bytes = b"",
     group: Group = None,
 ) -> Bundle:
@@ -58,7 +61,7 @@ def gather_bundle(
         what: The operation, for the frame.
         tensors: (B, ...) by name; B may differ per rank and per tensor.
         agreed: What else must be equal on all ranks.
-        backward: As in ``all_gather_with_grad``.
+        backward: As in ``all_gather_with_grad``; or what decides it, equally on all ranks, from the rows of each rank by name.
         extra: Own bytes that ride in the frame.
         group: Process group; None is the world.
 
@@ -85,7 +88,8 @@ def gather_bundle(
         t.detach().requires_grad_() if want and not t.requires_grad and torch.is_grad_enabled() else t
         for t, want in zip(values, wanted, strict=True)
     ]
-    out = _Gather.apply(counts, group, backward, *joined)  # type: ignore[no-untyped-call]
+    how = backward(dict(zip(tensors, counts, strict=True))) if callable(backward) else backward
+    out = _Gather.apply(counts, group, how, *joined)  # type: ignore[no-untyped-call]
     return Bundle(list(out), counts, list(extras))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from lightning_ddp_losses import groups
 from lightning_ddp_losses.groups import Group
 
 __all__ = [
+    "around",
     "broadcast_",
     "gather",
     "gather_into",
@@ -148,6 +149,42 @@ def gather_rows(rows: Tensor, counts: list[int], group: Group) -> Tensor:
 def _as_bytes(tensor: Tensor) -> Tensor:
     # one element counts as contiguous whatever its stride; a view as bytes needs stride 1
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def around(rows: Tensor, counts: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:
+    """Every rank's rows in turn, own ones first: two ranks' rows are here at a time, and the next travel while these are used.
+
+    Args:
+        rows: (B, ...), this rank's.
+        counts: B of each rank.
+        group: Process group.
+
+    Returns:
+        (rank, its rows), W times; every rank must go all the way.
+
+    Communication: W - 1 messages to the next rank.
+    """
+    world, source = groups.world_size(group), groups.rank(group)
+    here = rows.detach().contiguous()
+    if world == 1:
+        yield source, here
+        return
+    family = groups.family(group)
+    channel, rank = family.payload(rows), groups.rank(group)
+    after, before = family.ranks[(rank + 1) % world], family.ranks[(rank - 1) % world]
+    for step in range(world):
+        coming = (source - 1) % world
+        arriving = here.new_empty((counts[coming], *here.shape[1:]))
+        messages = [
+            dist.P2POp(what, tensor, peer, channel)
+            for what, tensor, peer in ((dist.isend, here, after), (dist.irecv, arriving, before))
+            if step + 1 < world and tensor.numel()
+        ]
+        works = dist.batch_isend_irecv(messages) if messages else []
+        yield source, here
+        for work in works:
+            work.wait()
+        here, source = arriving, coming
 
 
 def scatter_sum(tensor: Tensor, counts: list[int], group: Group) -> Tensor:

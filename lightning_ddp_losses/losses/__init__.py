@@ -7,12 +7,14 @@ ways to evaluate a global loss L = S / N:
 |---|---|---|---|---|
 | ``replicated`` | the whole L on all G rows | own slice times W | none | every loss that is deterministic given its inputs |
 | ``rows`` | S_r: elements whose anchor is on this rank, against all G rows | sum over ranks | 1 | sums over anchors |
+| ``rows``, symmetric tiles | S_r, and later all that its own rows take part in | never asked | none | four losses (``tiled``) |
 | ``elements`` | S_r: elements of its own rows | nothing is gathered | none | sums over samples |
 
 Beside them: ``ClassShardedLoss``, whose class weight is divided over the ranks (``class_softmax``: statistics over each rank's classes
 make every row's loss known to all), and two-tower losses in tiles (``two_towers``).
 
-In ``rows`` and ``elements`` each rank back-propagates ``W * S_r / N`` and reports ``L`` (``reduction``). A ``replicated`` loss needs no
+In ``rows`` and ``elements`` each rank back-propagates ``W * S_r / N`` and reports ``L`` (``reduction``); symmetric tiles give its rows W
+times their gradient of the whole ``L``, from one statistic per row of every rank. A ``replicated`` loss needs no
 factor for its own parameters: every rank holds the full gradient and DDP's mean leaves it alone.
 """
 

@@ -14,7 +14,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
 from lightning_ddp_losses import frames, graph, groups, inputs, numerics
-from lightning_ddp_losses.bundles import Bundle, gather_bundle
+from lightning_ddp_losses.bundles import Bundle, Choice, gather_bundle
 from lightning_ddp_losses.collectives import Backward
 from lightning_ddp_losses.errors import InputError, format_error
 from lightning_ddp_losses.groups import Group
@@ -24,9 +24,11 @@ from lightning_ddp_losses.losses.fingerprint import digest
 from lightning_ddp_losses.losses.memory import QueuePosition
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall
 from lightning_ddp_losses.losses.randomness import pack_draw, same_draws, shared_seed
-from lightning_ddp_losses.losses.reduction import Share, combine, has_per_anchor, pack_shares, split, unpack_shares
-from lightning_ddp_losses.losses.refusals import not_exact, refuse_unfit
-from lightning_ddp_losses.losses.table import MODES, Mode, allowed_modes
+from lightning_ddp_losses.losses.reduction import combine, has_per_anchor, pack_shares, unpack_shares
+from lightning_ddp_losses.losses.refusals import no_ring, not_exact, refuse_tiles, refuse_unfit
+from lightning_ddp_losses.losses.rows import Meeting, elements_value, rows_value, tiled_value
+from lightning_ddp_losses.losses.table import MODES, Mode, allowed_modes, few_rows
+from lightning_ddp_losses.losses.tiled import plan_of
 from lightning_ddp_losses.losses.torch_losses import torch_share
 
 __all__ = ["GlobalBatchLoss"]
@@ -45,11 +47,15 @@ class GlobalBatchLoss(nn.Module):
         mode: ``"replicated"``: gather all rows, every rank computes the whole loss; exact for every deterministic loss.
             ``"rows"``: each rank computes its own anchors against all rows; for losses that are a sum over anchors.
             ``"elements"``: nothing is gathered; for losses that are a sum over samples. ``"auto"``: the cheapest that
-            is exact for this loss and this call.
+            is exact for this loss and this call (``rows`` from a few dozen or hundred global rows on: fewer are computed whole).
         backward: ``"own_slice"``: every rank multiplies the returned loss by the same coefficient (else a wrong
             gradient). ``"sum"``: coefficients may differ by rank; costs a collective in backward.
         batch_dims: For losses that are not PML's: by argument position or name, which dimension counts samples (default
             0), or None for a tensor that is no batch.
+        tile_bytes: In ``rows``, the most that one tile of distances may take. None: what is fast on the device. Rows are evaluated
+            in tiles and once more in backward, so memory grows with G, not with its square.
+        gather: ``"all"``: every rank holds all rows. ``"ring"``: in ``rows``, ranks pass their rows on, so that two ranks' rows are
+            held at a time; for Contrastive, MultiSimilarity, NTXent and SupCon between the rows of one labelled batch.
         group: Process group; None is the world.
 
     Returns:
@@ -59,7 +65,9 @@ class GlobalBatchLoss(nn.Module):
         After DDP's mean over ranks, every parameter (of encoder and loss) holds the one-process gradient.
 
     Communication:
-        ``elements`` 1 frame. ``replicated`` frame + gather, none in backward. ``rows`` frame + gather + frame, 1 in backward.
+        ``elements`` 1 frame. ``replicated`` frame + gather, none in backward. ``rows`` frame + gather + frame; in backward none
+        where ``evaluation`` is symmetric and the call has labels only, else 1. A ring: 2 frames, a gather of labels, and two or three
+        times W - 1 messages.
 
     Raises:
         ConfigurationError: a mode that is not exact for the loss; a reduction that cannot be made global.
@@ -81,14 +89,19 @@ class GlobalBatchLoss(nn.Module):
         mode: Literal["auto", "replicated", "rows", "elements"] = "auto",
         backward: Backward = "own_slice",
         batch_dims: Mapping[int | str, int | None] | None = None,
+        tile_bytes: int | None = None,
+        gather: Literal["all", "ring"] = "all",
         group: Group = None,
     ) -> None:
         super().__init__()
         refuse_unfit(loss, mode, backward)
+        refuse_tiles(loss, mode, tile_bytes, gather)
         self.loss = loss
         self.mode = mode
         self.backward = backward
         self.batch_dims = dict(batch_dims or {})
+        self.tile_bytes = tile_bytes
+        self.gather = gather
         self._group = group
         self._fingerprint = ""
         self._draws = 0
@@ -99,16 +112,32 @@ class GlobalBatchLoss(nn.Module):
             self.queue_position = QueuePosition(loss)
 
     def extra_repr(self) -> str:
-        """The mode that runs."""
-        return f"mode={self.mode!r} ({self.exact_modes()[0]})"
+        """The mode that runs, and how rows are evaluated."""
+        mode = self.exact_modes()[0] if self.mode == "auto" else self.mode
+        return f"mode={self.mode!r} ({mode}{f', {self.evaluation}' if mode == 'rows' else ''})"
+
+    @property
+    def evaluation(self) -> Literal["tiled, symmetric", "tiled", "row tiles"]:
+        """How ``mode="rows"`` evaluates the loss as it is configured now; equal in value, different in memory.
+
+        ``"tiled, symmetric"``: tiles of our own; no collective in backward where the rows of one batch are compared without a miner's
+        tuples. ``"tiled"``: the same with one. ``"row tiles"``: pytorch-metric-learning's own formula on a few anchors at a time.
+        """
+        plan = plan_of(self.loss)
+        if plan is None:
+            return "row tiles"
+        return "tiled, symmetric" if plan.symmetric else "tiled"
 
     def exact_modes(self) -> tuple[Mode, ...]:
         """Modes that are exact for this loss as it is configured now, cheapest first."""
         allowed = allowed_modes(self.loss)
-        split_up = not self._is_pml or pml_rows.rows_are_exact(self.loss)
         if self.backward == "sum":  # a share of the loss has no meaning of its own when ranks weigh it differently
             return ("replicated",)
-        return tuple(m for m in MODES if m in allowed and (m == "replicated" or split_up))
+        return tuple(
+            m
+            for m in MODES
+            if m in allowed and (m == "replicated" or not self._is_pml or pml_rows.rows_are_exact(self.loss, m))
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The global loss.
@@ -152,14 +181,33 @@ class GlobalBatchLoss(nn.Module):
 
     def _pml(self, mode: str, given: dict[str, Any]) -> Tensor:
         given = {name: value for name, value in given.items() if value is not None}
-        plain = set(given) <= {"embeddings", "labels"}
-        if mode == "elements" and plain and self._has_rows(given):
-            return self._elements(given)
-        backward: Backward = "sum" if mode == "rows" else self.backward
-        call = PMLCall(self.loss, given, lambda batches: self._gather(batches, backward), groups.rank(self._group))
+        meeting = Meeting(self._title, self._frame_of, self._group)
+        if mode == "elements" and set(given) <= {"embeddings", "labels"} and self._has_rows(given):
+            return elements_value(self.loss, given["embeddings"], given.get("labels"), meeting)
+        fits = mode == "rows" and self._rows_fit(given)
+        plan = plan_of(self.loss) if fits else None
+        symmetric = plan is not None and plan.is_symmetric(given)
+        ring = self.gather == "ring"
+        if ring and not symmetric:
+            raise no_ring(self._title, "labels, and no references or tuples", sorted(given))
+
+        def backward(counts: dict[str, list[int]]) -> Backward:
+            return "sum" if mode == "rows" and not self._few(counts) else self.backward
+
+        def gather(batches: dict[str, Tensor]) -> Bundle:
+            if ring:  # all ranks' labels, and no more than the number of their rows
+                batches = {**batches, "embeddings": batches["embeddings"][:, :0]}
+            return self._gather(batches, backward, given["embeddings"] if ring else None)
+
+        call = PMLCall(self.loss, given, gather, groups.rank(self._group))
         self._warn_identities(call)
-        if mode == "rows" and self._rows_fit(given) and call.rows_possible():
-            return self._rows(call)
+        fits = fits and not self._few(call.counts)
+        if fits and plan is not None and call.ref_labels is not None:
+            return tiled_value(
+                self.loss, plan, call, meeting, symmetric=symmetric, tile_bytes=self.tile_bytes, ring=ring
+            )
+        if fits and call.rows_possible():
+            return rows_value(self.loss, call, meeting, self.tile_bytes)
         if isinstance(self.loss, pml.CrossBatchMemory):
             mask = call.arguments.get("enqueue_mask")  # only what it marks goes to the memory
             self.queue_position.check(call.total_rows if mask is None else int(mask.sum()), self._title)
@@ -171,6 +219,11 @@ class GlobalBatchLoss(nn.Module):
 
     def _has_rows(self, given: dict[str, Any]) -> bool:
         return isinstance(given.get("embeddings"), Tensor)
+
+    def _few(self, counts: dict[str, list[int]]) -> bool:
+        """So few rows over all ranks that every rank computes the whole loss; the same verdict on every rank."""
+        chosen = self.mode == "rows" or self.tile_bytes is not None or self.gather == "ring"
+        return not chosen and sum(counts.get("embeddings", ())) <= few_rows(self.loss)
 
     def _rows_fit(self, given: dict[str, Any]) -> bool:
         # per anchor, PML counts a pair that a miner names twice once
@@ -188,35 +241,13 @@ class GlobalBatchLoss(nn.Module):
                 stacklevel=2,
             )
 
-    def _elements(self, given: dict[str, Any]) -> Tensor:
-        embeddings, labels = given["embeddings"], given.get("labels")
-        if embeddings.shape[0]:
-            found = pml_rows.elements(self.loss, embeddings, labels)
-        else:  # the terms that do not depend on rows still count, once
-            found = pml_rows.elements(self.loss, embeddings, labels) if labels is not None else {}
-        world = groups.world_size(self._group)
-        return self._combine(split(self.loss.reducer, found, embeddings, labels, world), embeddings)
-
-    def _rows(self, call: PMLCall) -> Tensor:
-        given, out = call.given, call.arguments
-        labels = given.get("labels", call.own_labels)
-        found = pml_rows.row_elements(
-            self.loss,
-            given["embeddings"],
-            labels,
-            call.own_tuples(),
-            out.get("ref_emb", out["embeddings"]),
-            call.ref_labels,
-        )
-        world = groups.world_size(self._group)
-        return self._combine(split(self.loss.reducer, found, given["embeddings"], labels, world), given["embeddings"])
-
     # ------------------------------------------------------------------ others
 
     def _torch_elements(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         share = torch_share(self.loss, args, kwargs, groups.world_size(self._group))
         first = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        return self._combine([share], first)
+        payloads = frames.exchange(self._title, self._frame_of(first), pack_shares([share]), group=self._group)
+        return combine([share], unpack_shares(payloads), self._group)
 
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named: dict[int | str, Any] = dict(enumerate(args))
@@ -246,21 +277,25 @@ class GlobalBatchLoss(nn.Module):
 
     # ------------------------------------------------------------------ shared
 
-    def _gather(self, batches: dict[str, Tensor], backward: Backward) -> Bundle:
+    def _gather(
+        self, batches: dict[str, Tensor], backward: Backward | Choice, passed_on: Tensor | None = None
+    ) -> Bundle:
         self._draws += 1
         extra = pack_draw(torch.initial_seed(), self._draws)
-        return gather_bundle(self._title, batches, self._agreed(), backward=backward, extra=extra, group=self._group)
-
-    def _combine(self, shares: list[Share], like: Tensor) -> Tensor:
-        payloads = frames.exchange(self._title, self._frame_of(like), pack_shares(shares), group=self._group)
-        return combine(shares, unpack_shares(payloads), self._group)
+        agreed = self._agreed() if passed_on is None else {**self._agreed(), **self._shape_of(passed_on)}
+        return gather_bundle(self._title, batches, agreed, backward=backward, extra=extra, group=self._group)
 
     def _frame_of(self, like: Tensor) -> dict[str, object]:
-        return {**self._agreed(), "embeddings": f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"}
+        return {**self._agreed(), **self._shape_of(like)}
+
+    @staticmethod
+    def _shape_of(like: Tensor) -> dict[str, object]:
+        return {"rows of embeddings": f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"}
 
     def _agreed(self) -> dict[str, object]:
         self._fingerprint = self._fingerprint or digest(self.loss)
-        agreed: dict[str, object] = {"mode": self.mode, "backward": self.backward, "configuration": self._fingerprint}
+        agreed: dict[str, object] = {"mode": self.mode, "backward": self.backward, "gather": self.gather}
+        agreed["configuration"] = self._fingerprint
         noted = self._coefficients.take()
         if self.backward == "own_slice":
             agreed["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted

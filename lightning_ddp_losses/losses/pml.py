@@ -13,8 +13,9 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
 from lightning_ddp_losses.losses.reduction import can_split
+from lightning_ddp_losses.losses.table import Mode
 
-__all__ = ["anchor_tuples", "elements", "row_elements", "rows_are_exact", "tuples_suffice"]
+__all__ = ["anchor_tuples", "elements", "partners", "row_elements", "rows_are_exact", "tuples_suffice"]
 
 Indices = tuple[Tensor, ...]
 
@@ -35,9 +36,9 @@ _ROW_DISTANCES = (
 )
 
 
-def rows_are_exact(loss: nn.Module) -> bool:
-    """Whether this instance, of a class that allows rows or elements, is a sum that ``split`` can take apart."""
-    if getattr(loss, "embedding_regularizer", None) is not None:
+def rows_are_exact(loss: nn.Module, mode: Mode) -> bool:
+    """Whether this instance, of a class that allows ``mode``, is a sum that ``split`` can take apart."""
+    if mode == "elements" and getattr(loss, "embedding_regularizer", None) is not None:
         return False  # a regulariser may look at the whole batch (zero mean)
     if getattr(loss, "triplets_per_anchor", "all") != "all":
         return False  # random: all ranks must draw the same
@@ -116,13 +117,18 @@ def tuples_suffice(
     if given is not None:
         parts = [_of_anchors(given, *bound) for bound in bounds]
         return all(min(len(index) for index in part) > 1 for part in parts)
-    _, kind = torch.unique(torch.cat([labels, ref_labels]), return_inverse=True)
-    partners = torch.bincount(kind[len(labels) :], minlength=len(kind))[kind[: len(labels)]]
+    near = partners(labels, ref_labels)
     for start, stop in bounds:
-        p, n = partners[start:stop] - int(same), len(ref_labels) - partners[start:stop]
+        p, n = near[start:stop] - int(same), len(ref_labels) - near[start:stop]
         if int(p.sum()) < 2 or int(n.sum()) < 2 or not bool(((p > 0) & (n > 0)).any()):
             return False
     return True
+
+
+def partners(labels: Tensor, ref_labels: Tensor) -> Tensor:
+    """(G,) how many references have each anchor's label."""
+    _, kind = torch.unique(torch.cat([labels, ref_labels]), return_inverse=True)
+    return torch.bincount(kind[len(labels) :], minlength=len(kind))[kind[: len(labels)]]
 
 
 def _of_anchors(given: Indices, start: int, stop: int) -> Indices:

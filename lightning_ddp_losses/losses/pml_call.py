@@ -98,9 +98,15 @@ class PMLCall:
         return self.bounds()[self._rank]
 
     @property
+    def references(self) -> Tensor:
+        """Rows of the references over all ranks; the anchors where there are no others."""
+        return self.arguments.get("ref_emb", self.arguments["embeddings"])  # type: ignore[no-any-return]
+
+    @property
     def ref_labels(self) -> Tensor | None:
         """Labels of the references; of the anchors where there are no others."""
-        return self.arguments.get("ref_labels", self.arguments.get("labels"))
+        own = self.arguments.get("labels")
+        return self.arguments.get("ref_labels", own) if "ref_emb" in self.arguments else own
 
     def bounds(self, name: str = "embeddings") -> list[tuple[int, int]]:
         """Global rows of each rank."""
@@ -115,12 +121,32 @@ class PMLCall:
         given = self.arguments.get("indices_tuple")
         return pml_rows.tuples_suffice(labels, ref_labels, self.bounds(), given, same=ref_labels is labels)
 
-    def own_tuples(self) -> tuple[Tensor, ...]:
-        """Pairs or triplets of this rank's anchors."""
+    def pairs(self) -> tuple[int, int]:
+        """How many positive and negative pairs the labels of all ranks make."""
         labels, ref_labels = self.arguments["labels"], self.ref_labels
         assert ref_labels is not None
-        given = self.arguments.get("indices_tuple")
-        return pml_rows.anchor_tuples(self._inner, labels, ref_labels, self.bound, given, same=ref_labels is labels)
+        near = int(pml_rows.partners(labels, ref_labels).sum())
+        return near - len(labels) * (ref_labels is labels), len(labels) * len(ref_labels) - near
+
+    def own_tuples(self, part: slice | None = None) -> tuple[Tensor, ...]:
+        """Pairs or triplets of this rank's anchors, or of some of its rows, counted from the first of them."""
+        labels, ref_labels = self.arguments["labels"], self.ref_labels
+        assert ref_labels is not None
+        given, (start, stop) = self.arguments.get("indices_tuple"), self.bound
+        bound = (start, stop) if part is None else (start + part.start, start + part.stop)
+        return pml_rows.anchor_tuples(self._inner, labels, ref_labels, bound, given, same=ref_labels is labels)
+
+    def partners(self) -> tuple[Tensor, Tensor]:
+        """(B,) each: positives and negatives of this rank's anchors."""
+        labels, ref_labels = self.arguments["labels"], self.ref_labels
+        assert ref_labels is not None
+        given, (start, stop) = self.arguments.get("indices_tuple"), self.bound
+        if given is not None:
+            anchors = [given[0], given[2 if len(given) == 4 else 0]]
+            first, second = (torch.bincount(a, minlength=len(labels))[start:stop] for a in anchors)
+            return first, second
+        near = pml_rows.partners(labels, ref_labels)[start:stop]
+        return near - int(ref_labels is labels), len(ref_labels) - near
 
     def ranks_with_local_identities(self) -> int:
         """On how many ranks the labels are 0, 1, 2, ... (once, or once per view)."""

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from pytorch_metric_learning import reducers as pml
@@ -31,17 +31,57 @@ from lightning_ddp_losses import groups
 from lightning_ddp_losses.groups import Group
 
 __all__ = [
+    "ROW_BYTES",
+    "Count",
+    "Row",
     "Share",
     "can_split",
     "combine",
+    "counts_of",
     "for_mean_over_ranks",
     "has_per_anchor",
+    "own_slice",
+    "pack_row",
     "pack_shares",
+    "report",
     "split",
+    "unpack_rows",
     "unpack_shares",
+    "weigh",
 ]
 
-_PAIR = struct.Struct("<dd?")
+_SHARE = struct.Struct("<dd?dddd")
+
+
+ROW_BYTES = _SHARE.size
+
+
+class Count(NamedTuple):
+    """How many elements a sub-loss has.
+
+    Attributes:
+        elements: What the reducer got.
+        passed: What counts (a divisor).
+        above_low: What passes a lower limit.
+        pairs: What there was before pairs were averaged per anchor.
+    """
+
+    elements: float = 0.0
+    passed: float = 0.0
+    above_low: float = 0.0
+    pairs: float = 0.0
+
+
+NO_COUNT = Count()
+
+
+class Row(NamedTuple):
+    """One sub-loss as a rank tells it."""
+
+    total: float
+    divisor: float
+    whole: bool
+    counted: Count
 
 
 @dataclass(frozen=True)
@@ -52,11 +92,15 @@ class Share:
         total: S_r, 0-dim, with its graph; for ``whole`` the sub-loss itself.
         divisor: n_r.
         whole: Every rank computes the same complete value; nothing is divided or summed.
+        name: Of the sub-loss.
+        count: For what pytorch-metric-learning records.
     """
 
     total: Tensor
     divisor: float
     whole: bool = False
+    name: str = "loss"
+    count: Count = NO_COUNT
 
 
 def can_split(reducer: Any) -> bool:
@@ -98,21 +142,40 @@ def split(
         own = reducer
         if type(reducer) is pml.MultipleReducers:
             own = reducer.reducers[name] if name in reducer.reducers else reducer.default_reducer  # noqa: SIM401 - no dict
-        shares.append(_share(own, info, embeddings, labels, world))
+        shares.append(replace(_share(own, info, embeddings, labels, world), name=name))
     return shares
 
 
 def pack_shares(shares: Sequence[Share]) -> bytes:
     """What the peers need of them."""
-    return b"".join(_PAIR.pack(float(s.total.detach()), s.divisor, s.whole) for s in shares)
+    return b"".join(pack_row(Row(float(s.total.detach()), s.divisor, s.whole, s.count)) for s in shares)
 
 
-def unpack_shares(payloads: Sequence[bytes]) -> list[list[tuple[float, float, bool]]]:
-    """Per rank, per sub-loss: (S_r, n_r, whole)."""
-    return [list(_PAIR.iter_unpack(payload)) for payload in payloads]
+def pack_row(row: Row) -> bytes:
+    """One sub-loss as ``ROW_BYTES`` bytes."""
+    return _SHARE.pack(*row[:3], *row.counted)
 
 
-def combine(shares: Sequence[Share], table: Sequence[Sequence[tuple[float, float, bool]]], group: Group) -> Tensor:
+def unpack_rows(payload: bytes) -> list[Row]:
+    """Sub-losses of one rank."""
+    return [Row(total, divisor, whole, Count(*count)) for total, divisor, whole, *count in _SHARE.iter_unpack(payload)]
+
+
+def unpack_shares(payloads: Sequence[bytes]) -> list[list[Row]]:
+    """Per rank, per sub-loss."""
+    return [unpack_rows(payload) for payload in payloads]
+
+
+def counts_of(table: Sequence[Sequence[Row]]) -> list[Count]:
+    """Per sub-loss, over all ranks."""
+    out = []
+    for column in zip(*table, strict=True):
+        ranks = [row.counted for row in (column[:1] if column[0].whole else column)]
+        out.append(Count(*(sum(numbers) for numbers in zip(*ranks, strict=True))))
+    return out
+
+
+def combine(shares: Sequence[Share], table: Sequence[Sequence[Row]], group: Group) -> Tensor:
     """The global loss: its value on every rank, W times this rank's share of its gradient.
 
     Args:
@@ -123,27 +186,64 @@ def combine(shares: Sequence[Share], table: Sequence[Sequence[tuple[float, float
     Returns:
         0-dim, the same number on every rank.
     """
-    world = groups.world_size(group)
-    value = 0.0
+    value, factors = weigh(table, groups.world_size(group))
     graph = shares[0].total.new_zeros(())
-    for index, share in enumerate(shares):
-        if share.whole:
-            value += table[0][index][0]
-            graph = graph + share.total
+    for share, factor in zip(shares, factors, strict=True):
+        graph = graph + share.total * factor
+    return report(graph, value)
+
+
+def weigh(table: Sequence[Sequence[Row]], world: int) -> tuple[float, list[float]]:
+    """The global loss, and what each rank's own share of each sub-loss is multiplied with before it is back-propagated.
+
+    Args:
+        table: Every rank's sub-losses.
+        world: Number of ranks.
+    """
+    value, factors = 0.0, []
+    for column in zip(*table, strict=True):
+        if column[0].whole:
+            value += column[0].total
+            factors.append(1.0)
             continue
-        total = sum(rank[index][0] for rank in table)
-        divisor = sum(rank[index][1] for rank in table)
-        if divisor == 0:
-            graph = graph + share.total * 0
-            continue
-        value += total / divisor
-        graph = graph + share.total * (world / divisor)
+        total, divisor = sum(row.total for row in column), sum(row.divisor for row in column)
+        value += total / divisor if divisor else 0.0
+        factors.append(world / divisor if divisor else 0.0)
+    return value, factors
+
+
+def report(graph: Tensor, value: float) -> Tensor:
+    """``value``, whose gradient goes to ``graph``."""
     return _Report.apply(graph, value)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def for_mean_over_ranks(share: Tensor, group: Group) -> Tensor:
     """This rank's part of a sum over ranks, such that DDP's mean over ranks leaves the sum."""
     return share * groups.world_size(group)
+
+
+def own_slice(own: Tensor, everyone: Tensor, start: int, world: int) -> Tensor:
+    """Gathered rows for a term that every rank computes whole: own rows get their slice of its gradient, times W.
+
+    Args:
+        own: (B, ...), this rank's rows, with their graph.
+        everyone: (G, ...), without.
+        start: The global row that is this rank's first.
+        world: Number of ranks.
+    """
+    return _OwnSlice.apply(own, everyone, start, world)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _OwnSlice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, everyone: Tensor, start: int, world: int) -> Tensor:
+        ctx.place = start, own.shape[0], world
+        return everyone.view_as(everyone)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        start, rows, world = ctx.place
+        return grad.narrow(0, start, rows) * world, None, None, None
 
 
 class _Report(torch.autograd.Function):
@@ -164,14 +264,16 @@ def _share(reducer: Any, info: dict[str, Any], embeddings: Tensor, labels: Tenso
     if not torch.is_tensor(losses):  # PML's zero loss is the number 0
         return Share(nothing, 1.0 / world if type(reducer) is pml.SumReducer else 0.0)
     if kind == "already_reduced":
-        return Share(losses.sum() + nothing, 1.0, whole=True)
-    cls = type(reducer)
+        return Share(losses.sum() + nothing, 1.0, whole=True, count=Count(1, 1, 1, 1))
+    cls, number = type(reducer), len(losses)
     if cls is pml.PerAnchorReducer:
         if kind != "element":
             per_anchor, rows = _per_anchor(losses, indices[0], embeddings.shape[0])
             info = {"losses": per_anchor, "indices": rows, "reduction_type": "element"}
-        return _share(reducer.reducer, info, embeddings, labels, world)
+        share = _share(reducer.reducer, info, embeddings, labels, world)
+        return replace(share, count=share.count._replace(pairs=number))
     divisor: float | None = None
+    above: float = losses.numel()
     if cls is pml.SumReducer:
         divisor = 1.0 / world
     elif cls is pml.DivisorReducer:
@@ -181,8 +283,11 @@ def _share(reducer: Any, info: dict[str, Any], embeddings: Tensor, labels: Tenso
         anchors = indices if kind == "element" else indices[0]
         losses = losses * reducer.weights.to(device=losses.device, dtype=losses.dtype)[labels[anchors]]
     elif cls in (pml.ThresholdReducer, pml.AvgNonZeroReducer):
+        if reducer.collect_stats:
+            above = float(_passing(losses, reducer.low, None).sum())
         losses = losses[_passing(losses, reducer.low, reducer.high)]
-    return Share(losses.sum() + nothing, float(losses.numel()) if divisor is None else divisor)
+    divisor = float(losses.numel()) if divisor is None else divisor
+    return Share(losses.sum() + nothing, divisor, count=Count(number, divisor, above, number))
 
 
 def _passing(losses: Tensor, low: float | None, high: float | None) -> Tensor:

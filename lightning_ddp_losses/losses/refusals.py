@@ -10,8 +10,9 @@ from torch.nn.modules.loss import _Loss
 
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.losses.table import MODES, allowed_modes
+from lightning_ddp_losses.losses.tiled import TILED, plan_of
 
-__all__ = ["not_exact", "refuse_unfit"]
+__all__ = ["no_ring", "not_exact", "refuse_tiles", "refuse_unfit"]
 
 
 def refuse_unfit(loss: nn.Module, mode: str, backward: str) -> None:
@@ -51,6 +52,35 @@ def refuse_unfit(loss: nn.Module, mode: str, backward: str) -> None:
         )
     if mode != "auto" and mode not in allowed_modes(loss):
         raise not_exact(f"GlobalBatchLoss({type(loss).__name__})", mode, allowed_modes(loss))
+
+
+def refuse_tiles(loss: nn.Module, mode: str, tile_bytes: int | None, gather: str) -> None:
+    """Refuse a tile of no size, and a ring that the loss cannot go round.
+
+    Raises:
+        ConfigurationError: with what, expected, got and what to do.
+    """
+    title = f"GlobalBatchLoss({type(loss).__name__})"
+    if tile_bytes is not None and (isinstance(tile_bytes, bool) or not isinstance(tile_bytes, int) or tile_bytes < 1):
+        raise ConfigurationError(
+            format_error(f"{title}: tile_bytes", expected="a positive number of bytes, or None", got=repr(tile_bytes))
+        )
+    if gather not in ("all", "ring"):
+        raise ConfigurationError(format_error(f"{title}: gather", expected="'all' or 'ring'", got=repr(gather)))
+    if gather == "ring":
+        plan = plan_of(loss) if mode in ("auto", "rows") and allowed_modes(loss)[0] == "rows" else None
+        if plan is None or not plan.symmetric or getattr(loss, "embedding_regularizer", None) is not None:
+            names = sorted(cls.__name__ for cls, formula in TILED.items() if formula.symmetric)
+            raise no_ring(
+                title, f"one of {', '.join(names)}, mode 'rows', without regulariser", "another configuration"
+            )
+
+
+def no_ring(title: str, expected: object, got: object) -> ConfigurationError:
+    """The error for rows that cannot be passed on."""
+    return ConfigurationError(
+        format_error(f"{title}: gather='ring'", expected=expected, got=got, fix="Use gather='all'.")
+    )
 
 
 def not_exact(title: str, mode: str, modes: Sequence[str]) -> ConfigurationError:

@@ -15,7 +15,7 @@ from torch.nn.modules.loss import _Loss
 
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 
-__all__ = ["MODES", "Mode", "allowed_modes", "register_element_wise", "register_row_separable"]
+__all__ = ["MODES", "Mode", "allowed_modes", "few_rows", "register_element_wise", "register_row_separable"]
 
 Mode = Literal["replicated", "rows", "elements"]
 MODES: tuple[Mode, ...] = ("elements", "rows", "replicated")  # cheapest first
@@ -45,6 +45,15 @@ _ROWS: set[type] = {
     pml.TripletMarginLoss,
     pml.TupletMarginLoss,
 }
+# what PML computes for every pair of pairs, or for every triplet, is soon worth sharing
+_DEEP: set[type] = {
+    pml.AngularLoss,
+    pml.MarginLoss,
+    pml.NTXentLoss,
+    pml.TripletMarginLoss,
+    pml.TupletMarginLoss,
+}
+_FEW, _FEW_DEEP = 256, 64
 # torch losses whose mean is not a sum over elements divided by a count or a weight
 _TORCH_REPLICATED: set[type] = {nn.CTCLoss}
 
@@ -78,6 +87,11 @@ def allowed_modes(loss: nn.Module) -> tuple[Mode, ...]:
     if cls in _ROWS:
         return ("rows", "replicated")
     return ("replicated",)
+
+
+def few_rows(loss: nn.Module) -> int:
+    """Global rows up to which every rank computes the whole loss faster than it meets the others once more (measured, W = 2)."""
+    return _FEW_DEEP if type(loss) in _DEEP else _FEW
 
 
 def _checked(cls: T, what: str) -> T:

@@ -133,7 +133,7 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
     "elements and replicated": (lambda r: ask(arc(), rows(), LABELS, mode="replicated" if r else "elements"), ()),
     "an inexact configuration on one rank": (
         lambda r: ask(
-            pml.SupConLoss(embedding_regularizer=regularizers.LpRegularizer() if r == 1 else None),
+            pml.TripletMarginLoss(triplets_per_anchor=3 if r == 1 else "all"),
             rows(),
             LABELS,
             mode="rows",
@@ -248,9 +248,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "rows": (lambda: GlobalBatchLoss(pml.SmoothAPLoss(), mode="rows"), "SmoothAPLoss.*replicated.*'rows'"),
     "elements": (lambda: GlobalBatchLoss(pml.SupConLoss(), mode="elements"), "SupConLoss.*rows.*'elements'"),
     "a user's loss": (lambda: GlobalBatchLoss(Two(), mode="elements"), "Two.*'elements'"),
-    "rows with a regulariser": (
-        lambda: ask(pml.SupConLoss(embedding_regularizer=regularizers.LpRegularizer()), rows(), LABELS, mode="rows"),
-        "SupConLoss.*'rows'",
+    "elements with a regulariser": (
+        lambda: ask(arc(embedding_regularizer=regularizers.LpRegularizer()), rows(), LABELS, mode="elements"),
+        "ArcFaceLoss.*'elements'",
     ),
     "random triplets": (
         lambda: ask(pml.TripletMarginLoss(triplets_per_anchor=3), rows(), LABELS, mode="rows"),

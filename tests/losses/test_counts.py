@@ -20,7 +20,7 @@ from tests.losses.harness import DIM, Arguments, Case, Net, Rows, by_labels, fre
 from tests.losses.torch_cases import TORCH
 from tests.rank_pool import RankPool
 
-ELEMENTS, REPLICATED, ROWS = (1, 0), (2, 0), (3, 1)  # forward, backward
+ELEMENTS, REPLICATED, ROWS, SYMMETRIC = (1, 0), (2, 0), (3, 1), (3, 0)  # forward, backward
 Make = Callable[[], nn.Module]
 
 
@@ -33,14 +33,24 @@ def with_mask(net: Net, rows: Rows) -> Arguments:
     return by_labels(net, rows)[0], {"enqueue_mask": rows["bits"][:, 0].bool()}
 
 
+def rows_count(case: Case) -> tuple[int, int]:
+    """Where the slope of both halves follows from one tile, no gradient travels."""
+    return SYMMETRIC if GlobalBatchLoss(case.make()).evaluation == "tiled, symmetric" else ROWS
+
+
 COUNTS: dict[str, tuple[Case, str, tuple[int, int]]] = {
     **{n: (c, "auto", ELEMENTS) for n, c in (PML | TORCH).items() if c.modes and c.modes[0] == "elements"},
-    **{n: (c, "auto", ROWS) for n, c in PML.items() if c.modes and c.modes[0] == "rows"},
+    **{n: (c, "rows", rows_count(c)) for n, c in PML.items() if c.modes and c.modes[0] == "rows"},
     **{n: (c, "auto", REPLICATED) for n, c in (PML | TORCH).items() if c.modes and c.modes[0] == "replicated"},
+    "SupConLoss, few rows": (PML["SupConLoss"], "auto", REPLICATED),
     "SupConLoss, replicated": (PML["SupConLoss"], "replicated", REPLICATED),
     "ArcFaceLoss, replicated": (PML["ArcFaceLoss"], "replicated", REPLICATED),
     "nn.CrossEntropyLoss, replicated": (TORCH["nn.CrossEntropyLoss"], "replicated", REPLICATED),
     "NTXentLoss, two views": (Case(pml.NTXentLoss, two_views), "rows", ROWS),
+    "ContrastiveLoss, plainly": (Case(pml.ContrastiveLoss), "rows", SYMMETRIC),
+    "NTXentLoss, plainly": (Case(pml.NTXentLoss), "rows", SYMMETRIC),
+    "SupConLoss, plainly": (Case(pml.SupConLoss), "rows", SYMMETRIC),
+    "MultiSimilarityLoss, plainly": (Case(pml.MultiSimilarityLoss), "rows", SYMMETRIC),
     "ContrastiveLoss, mined": (Case(pml.ContrastiveLoss, mined), "rows", ROWS),
     "ArcFaceLoss, mined": (Case(PML["ArcFaceLoss"].make, mined), "auto", REPLICATED),
     "CrossBatchMemory, masked": (

@@ -1,0 +1,154 @@
+"""``mode="rows"`` and ``mode="elements"`` of pytorch-metric-learning's (PML) losses: each rank its own anchors, then one meeting.
+
+Three evaluations of rows give the same value and gradient: tiles of our own (``tiled``), PML's formula on a few anchors at a time
+(``row_tiles``), and PML's formula on all of this rank's anchors where they are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lightning_ddp_losses import frames, groups
+from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.losses import pml as pml_rows
+from lightning_ddp_losses.losses.pml_call import PMLCall
+from lightning_ddp_losses.losses.reduction import (
+    Count,
+    Row,
+    Share,
+    combine,
+    counts_of,
+    own_slice,
+    pack_shares,
+    report,
+    split,
+    unpack_shares,
+    weigh,
+)
+from lightning_ddp_losses.losses.row_tiles import RowTiles, parts_of
+from lightning_ddp_losses.losses.statistics import record_norms, record_reduction, wants_counts
+from lightning_ddp_losses.losses.tiled import Plan, TiledCall
+from lightning_ddp_losses.transport import around
+
+__all__ = ["Meeting", "combined", "elements_value", "rows_value", "tiled_value"]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks tell each other their shares.
+
+    Attributes:
+        title: How messages name the loss.
+        agreed: For a tensor of the call, what must be equal on all ranks.
+        group: Process group.
+    """
+
+    title: str
+    agreed: Callable[[Tensor], dict[str, object]]
+    group: Group
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return groups.world_size(self.group)
+
+    def meet(self, like: Tensor, payload: bytes, frame_bytes: int = frames.FRAME_BYTES) -> list[bytes]:
+        """All ranks' payloads."""
+        return frames.exchange(self.title, self.agreed(like), payload, frame_bytes=frame_bytes, group=self.group)
+
+
+def elements_value(loss: Any, embeddings: Tensor, labels: Tensor | None, meeting: Meeting) -> Tensor:
+    """A loss that is a sum over samples, from this rank's rows alone."""
+    # without rows, the terms that do not depend on them still count, once
+    alone = embeddings.shape[0] or labels is not None
+    found = pml_rows.elements(loss, embeddings, labels) if alone else {}
+    shares = split(loss.reducer, found, embeddings, labels, meeting.world)
+    return combined(loss, shares, embeddings, meeting)
+
+
+def rows_value(loss: Any, call: PMLCall, meeting: Meeting, part_bytes: int | None) -> Tensor:
+    """A loss that is a sum over anchors, by PML's formula on this rank's."""
+    embeddings, labels = call.given["embeddings"], call.own_labels
+    parts = parts_of(loss, call, part_bytes)
+    tiles = RowTiles(loss, call, parts, meeting.world) if len(parts) > 1 else None
+    if tiles is not None:
+        shares = tiles.forward()
+    else:
+        found = pml_rows.row_elements(loss, embeddings, labels, call.own_tuples(), call.references, call.ref_labels)
+        shares = split(loss.reducer, found, embeddings, labels, meeting.world)
+    record_norms(getattr(loss, "distance", None), call.arguments["embeddings"], call.references)
+    extra = _embedding_term(loss, call, meeting, symmetric=False)
+    if extra is not None:
+        shares.append(Share(extra, 1.0, whole=True, name="embedding_reg_loss", count=Count(1, 1, 1, 1)))
+    if tiles is None:
+        return combined(loss, shares, embeddings, meeting)
+    value, factors = weigh(_met(loss, shares, embeddings, meeting), meeting.world)
+    graph = tiles.value(factors[: len(factors) - (extra is not None)], value)
+    return graph if extra is None else report(graph + extra, value)
+
+
+def tiled_value(
+    loss: Any, plan: Plan, call: PMLCall, meeting: Meeting, *, symmetric: bool, tile_bytes: int | None, ring: bool
+) -> Tensor:
+    """A loss that is a sum over anchors, in tiles of our own.
+
+    Args:
+        loss: PML's.
+        plan: Its tiled evaluation.
+        call: Its arguments over all ranks.
+        meeting: Where ranks meet.
+        symmetric: Whether ``plan.is_symmetric``; the gathered rows then get no gradient.
+        tile_bytes: The most that a tile may take; None: a default.
+        ring: Rows are passed on from rank to rank; the gathered ones are empty.
+    """
+    rows, pass_on = call.given["embeddings"], None
+    if ring:
+        pass_on = partial(_around, counts=call.counts["embeddings"], group=meeting.group)
+    tiled = TiledCall(loss, plan, call, symmetric=symmetric, world=meeting.world, tile_bytes=tile_bytes, around=pass_on)
+    frame_bytes = frames.FRAME_BYTES + tiled.room()
+    try:
+        payload = tiled.forward()
+    except Exception as error:
+        frames.fail_together(error, meeting.title, frame_bytes=frame_bytes, group=meeting.group)
+    graph, value, table = tiled.value(meeting.meet(rows, payload, frame_bytes))
+    _record(loss, plan.formula.sub_losses, table)
+    if not ring:
+        record_norms(loss.distance, call.arguments["embeddings"], call.references)
+    extra = _embedding_term(loss, call, meeting, symmetric=symmetric)
+    return graph if extra is None else report(graph + extra, value + float(extra.detach()))
+
+
+def combined(loss: Any, shares: list[Share], like: Tensor, meeting: Meeting) -> Tensor:
+    """The global loss from this rank's shares and the others'."""
+    return combine(shares, _met(loss, shares, like, meeting), meeting.group)
+
+
+def _met(loss: Any, shares: list[Share], like: Tensor, meeting: Meeting) -> list[list[Row]]:
+    table = unpack_shares(meeting.meet(like, pack_shares(shares)))
+    _record(loss, [share.name for share in shares], table)
+    return table
+
+
+def _record(loss: Any, names: Sequence[str], table: list[list[Row]]) -> None:
+    if wants_counts(loss):
+        for name, count in zip(names, counts_of(table), strict=True):
+            record_reduction(loss.reducer, name, count)
+
+
+def _embedding_term(loss: Any, call: PMLCall, meeting: Meeting, *, symmetric: bool) -> Tensor | None:
+    """The embedding regulariser: every rank computes it whole."""
+    if getattr(loss, "embedding_regularizer", None) is None:
+        return None
+    everyone = call.arguments["embeddings"]
+    if symmetric:
+        everyone = own_slice(call.given["embeddings"], everyone.detach(), call.bound[0], meeting.world)
+    return loss.embedding_regularization_loss(everyone)["losses"]  # type: ignore[no-any-return]
+
+
+def _around(rows: Tensor, *, counts: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:
+    return around(rows, counts, group)

@@ -1,0 +1,466 @@
+"""Losses in tiles: value, gradient and recorded statistics of one process, on batches that take many tiles.
+
+The one process calls pytorch-metric-learning (PML) itself. Rows are leaves: after the mean over ranks their gradients are the
+slices of the one process's.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning import distances, miners, reducers, regularizers
+from pytorch_metric_learning import losses as pml
+from torch import Tensor, nn
+
+from lightning_ddp_losses.bundles import gather_bundle
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.losses.pml_call import PMLCall
+from lightning_ddp_losses.losses.randomness import pack_draw
+from lightning_ddp_losses.losses.row_tiles import parts_of
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+
+ROWS, DIM, CLASSES = 60, 6, 7
+SPLITS = {1: [60], 2: [23, 37], 3: [7, 40, 13]}
+TILE_BYTES = ROWS * 8 * 9  # nine rows
+Make = Callable[[], nn.Module]
+
+LOSSES: dict[str, Any] = {
+    "Contrastive": pml.ContrastiveLoss,
+    "NTXent": pml.NTXentLoss,
+    "SupCon": pml.SupConLoss,
+    "MultiSimilarity": pml.MultiSimilarityLoss,
+    "Triplet": partial(pml.TripletMarginLoss, margin=0.2),
+    "Triplet, smooth": partial(pml.TripletMarginLoss, margin=0.2, smooth_loss=True),
+}
+SIMILAR = {"Contrastive": {"pos_margin": 0.9, "neg_margin": 0.1}}  # margins that make sense of a similarity
+DISTANCES: dict[str, Make] = {
+    "CosineSimilarity": distances.CosineSimilarity,
+    "cosine of the 1-norm": partial(distances.DotProductSimilarity, p=1),
+    "DotProductSimilarity": partial(distances.DotProductSimilarity, normalize_embeddings=False),
+    "DotProductSimilarity, cubed": partial(distances.DotProductSimilarity, power=3),
+    "LpDistance": distances.LpDistance,
+    "LpDistance, raw": partial(distances.LpDistance, normalize_embeddings=False),
+    "LpDistance, squared": partial(distances.LpDistance, power=2),
+    "LpDistance, 1": partial(distances.LpDistance, p=1),
+    "SNRDistance": distances.SNRDistance,
+}
+LARGE = {"SupCon": 15.0, "NTXent": 15.0}  # losses are as large as that
+REDUCERS: dict[str, Callable[[float], nn.Module]] = {
+    "MeanReducer": lambda _: reducers.MeanReducer(),
+    "SumReducer": lambda _: reducers.SumReducer(),
+    "AvgNonZeroReducer": lambda _: reducers.AvgNonZeroReducer(),
+    "ThresholdReducer, low": lambda size: reducers.ThresholdReducer(low=0.3 * size),
+    "ThresholdReducer, high": lambda size: reducers.ThresholdReducer(high=1.0 * size),
+    "ThresholdReducer, both": lambda size: reducers.ThresholdReducer(low=0.1 * size, high=1.2 * size),
+    "PerAnchorReducer": lambda _: reducers.PerAnchorReducer(),
+    "PerAnchorReducer, AvgNonZero": lambda _: reducers.PerAnchorReducer(reducers.AvgNonZeroReducer()),
+    "PerAnchorReducer, Threshold": lambda size: reducers.PerAnchorReducer(
+        reducers.ThresholdReducer(low=0.1 * size, high=1.5 * size)
+    ),
+    "ClassWeightedReducer": lambda _: reducers.ClassWeightedReducer(torch.linspace(0.1, 2, CLASSES)),
+    "MultipleReducers": lambda _: reducers.MultipleReducers(
+        {"pos_loss": reducers.SumReducer(), "neg_loss": reducers.ThresholdReducer(low=0.2)}
+    ),
+}
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.randint(CLASSES - 1, (ROWS,), generator=generator)
+    labels[17] = CLASSES - 1  # a class of one
+    return {
+        "embeddings": torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64),
+        "views": torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64),
+        "labels": labels,
+        "other_labels": torch.randint(CLASSES - 1, (ROWS,), generator=generator),
+    }
+
+
+Give = Callable[[Tensor, dict[str, Tensor], Tensor, bool], dict[str, Any]]
+
+
+def plain(leaf: Tensor, rows: dict[str, Tensor], views: Tensor, ranks: bool) -> dict[str, Any]:
+    return {"embeddings": leaf, "labels": rows["labels"]}
+
+
+def references(leaf: Tensor, rows: dict[str, Tensor], views: Tensor, ranks: bool) -> dict[str, Any]:
+    return {**plain(leaf, rows, views, ranks), "ref_emb": views, "ref_labels": rows["other_labels"]}
+
+
+def unlabelled_references(leaf: Tensor, rows: dict[str, Tensor], views: Tensor, ranks: bool) -> dict[str, Any]:
+    """PML takes the anchors' labels, and a row is not its own positive."""
+    return {**plain(leaf, rows, views, ranks), "ref_emb": views}
+
+
+def mined(make: Make, with_views: bool, leaf: Tensor, rows: dict[str, Tensor], views: Tensor, ranks: bool) -> Any:
+    given = (references if with_views else plain)(leaf, rows, views, ranks)
+    miner = GlobalBatchMiner(make()) if ranks else make()
+    return {**given, "indices_tuple": miner(**{n: t.detach() for n, t in given.items()})}
+
+
+GIVEN: dict[str, Give] = {
+    "": plain,
+    "references": references,
+    "references without labels": unlabelled_references,
+    "mined pairs": partial(mined, partial(miners.PairMarginMiner, pos_margin=0.3, neg_margin=1.2), False),
+    "mined pairs of references": partial(mined, miners.MultiSimilarityMiner, True),
+    # few of them: PML compares each pair of the tuples with each other
+    "mined triplets": partial(mined, miners.BatchHardMiner, False),
+    "mined triplets of references": partial(mined, miners.BatchEasyHardMiner, True),
+}
+
+
+def cases() -> dict[str, tuple[Make, Give]]:
+    out: dict[str, tuple[Make, Give]] = {}
+    for (name, loss), (given, give) in itertools.product(LOSSES.items(), GIVEN.items()):
+        out[f"{name}, {given}"] = (loss, give)
+    for (name, loss), (kind, distance) in itertools.product(LOSSES.items(), DISTANCES.items()):
+        margins = SIMILAR.get(name, {}) if "Similarity" in kind or "cosine" in kind else {}
+        for given in ("", "references"):
+            out[f"{name}, {kind}, {given}"] = (partial(_with, loss, distance=distance, **margins), GIVEN[given])
+    for (name, loss), (kind, reducer) in itertools.product(LOSSES.items(), REDUCERS.items()):
+        if (name.startswith("Triplet") and "PerAnchor" in kind) or (name, kind) == (
+            "MultiSimilarity",
+            "ClassWeightedReducer",
+        ):
+            continue  # PML cannot; PML multiplies a column by a row
+        for given in ("", "references", "mined pairs"):
+            if not (given == "mined pairs" and "PerAnchor" in kind):
+                out[f"{name}, {kind}, {given}"] = (
+                    partial(_with, loss, reducer=partial(reducer, LARGE.get(name, 1.0))),
+                    GIVEN[given],
+                )
+    for name, loss in LOSSES.items():
+        for kind in (regularizers.LpRegularizer, regularizers.ZeroMeanRegularizer):
+            make = partial(_with, loss, embedding_regularizer=kind, embedding_reg_weight=lambda: 0.3)
+            out[f"{name}, {kind.__name__}"] = (make, plain)
+            out[f"{name}, {kind.__name__}, references"] = (make, references)
+    for temperature in (0.004, 0.5):  # the rows' sums of exponentials are far apart, or close
+        raw = partial(distances.DotProductSimilarity, normalize_embeddings=False)
+        for name in ("NTXent", "SupCon"):
+            out[f"{name}, temperature {temperature}"] = (
+                partial(_with, LOSSES[name], distance=raw, temperature=lambda t=temperature: t),
+                plain,
+            )
+    out["MultiSimilarity, steep"] = (partial(pml.MultiSimilarityLoss, alpha=40, beta=3000, base=0.1), plain)
+    out["Signal to noise"] = (pml.SignalToNoiseRatioContrastiveLoss, plain)
+    return out
+
+
+def _with(loss: Any, **options: Callable[[], Any] | float) -> nn.Module:
+    return loss(**{n: v() if callable(v) else v for n, v in options.items()})  # type: ignore[no-any-return]
+
+
+CASES = cases()
+
+
+def records(loss: nn.Module) -> dict[str, float]:
+    """What PML recorded, of the distance and the reducers."""
+    return {
+        f"{path}.{name}": float(getattr(module, name))
+        for path, module in loss.named_modules()
+        if path.startswith(("distance", "reducer"))
+        for name in getattr(module, "_record_these_stats", ())
+    }
+
+
+def alone(make: Make, give: Give) -> dict[str, Any]:
+    rows, loss = batch(), make().double()
+    for module in loss.modules():
+        module.collect_stats = True
+    leaf, views = rows["embeddings"].requires_grad_(), rows["views"].requires_grad_()
+    value = loss(**give(leaf, rows, views, False))
+    value.backward()
+    return {"value": value.detach(), "rows": leaf.grad, "views": views.grad, "records": records(loss)}
+
+
+def on_ranks(names: list[str], tile_bytes: int | None, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    sizes, rank = SPLITS[dist.get_world_size()], dist.get_rank()
+    part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    found = {}
+    for name in names:
+        make, give = CASES[name]
+        rows = {n: t[part].clone() for n, t in batch().items()}
+        leaf, views = rows["embeddings"].requires_grad_(), rows["views"].requires_grad_()
+        loss = make().double()
+        for module in loss.modules():
+            module.collect_stats = True
+        wrapped = GlobalBatchLoss(loss, mode="rows", tile_bytes=tile_bytes, **(options or {}))
+        assert wrapped.evaluation.startswith("tiled")
+        value = wrapped(**give(leaf, rows, views, True))
+        value.backward()
+        found[name] = {"value": value.detach(), "rows": leaf.grad, "views": views.grad, "records": records(loss)}
+    return found
+
+
+def compare(results: list[dict[str, Any]], truth: dict[str, Any], statistics: bool = True) -> None:
+    assert len({float(r["value"]) for r in results}) == 1
+    ours = {"value": results[0]["value"], "rows": torch.cat([r["rows"] for r in results]) / len(results)}
+    wanted = {"value": truth["value"], "rows": truth["rows"]}
+    assert truth["rows"].norm() > 0
+    if truth["views"] is not None:
+        ours["views"], wanted["views"] = torch.cat([r["views"] for r in results]) / len(results), truth["views"]
+    assert_close(ours, wanted)
+    for result in results if statistics else []:
+        assert result["records"] == pytest.approx(truth["records"], rel=1e-9)
+
+
+def judged(name: str, results: list[dict[str, Any]], truth: dict[str, Any], *, statistics: bool = True) -> str:
+    """What is wrong, in words."""
+    try:
+        compare([result[name] for result in results], truth, statistics)
+    except AssertionError as error:
+        return f"{name}: {error}"
+    return ""
+
+
+@functools.cache
+def truth_of(name: str) -> dict[str, Any]:
+    return alone(*CASES[name])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_tiles_are_one_process(pool: RankPool, world_size: int) -> None:
+    results = pool.run(world_size, on_ranks, list(CASES), TILE_BYTES)
+    problems = [problem for name in CASES if (problem := judged(name, results, truth_of(name)))]
+    assert not problems, f"{len(problems)} of {len(CASES)}\n" + "\n".join(problems)
+
+
+RING = [
+    name
+    for name, (make, give) in CASES.items()
+    if give is plain and GlobalBatchLoss(make()).evaluation == "tiled, symmetric" and "Regularizer" not in name
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_ring_is_one_process(pool: RankPool, world_size: int) -> None:
+    """Each rank's rows come by in turn; only labels are gathered."""
+    assert len(RING) > 40
+    results = pool.run(world_size, on_ranks, RING, None, {"gather": "ring"})
+    problems = [problem for name in RING if (problem := judged(name, results, truth_of(name), statistics=False))]
+    assert not problems, f"{len(problems)} of {len(RING)}\n" + "\n".join(problems)
+
+
+BY_ROWS: dict[str, Make] = {
+    "Angular": pml.AngularLoss,
+    "Circle": pml.CircleLoss,
+    "GeneralizedLiftedStructure": pml.GeneralizedLiftedStructureLoss,
+    "Margin": partial(pml.MarginLoss, learn_beta=True, nu=0.1),
+    "Margin, betas": partial(pml.MarginLoss, learn_beta=True, nu=0.1, num_classes=CLASSES),
+    "Margin, PML's divisor": partial(pml.MarginLoss, reducer=reducers.DivisorReducer()),
+    "Tuplet": pml.TupletMarginLoss,
+    "Tuplet, sum": partial(pml.TupletMarginLoss, reducer=reducers.SumReducer()),
+    "Circle, regularised": partial(pml.CircleLoss, embedding_regularizer=regularizers.ZeroMeanRegularizer()),
+}
+
+
+def in_parts(names: list[str], tile_bytes: int) -> dict[str, Any]:
+    sizes, rank = SPLITS[dist.get_world_size()], dist.get_rank()
+    part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    found = {}
+    for name in names:
+        for given in ("", "references"):
+            rows = {n: t[part].clone() for n, t in batch().items()}
+            leaf, views = rows["embeddings"].requires_grad_(), rows["views"].requires_grad_()
+            loss = BY_ROWS[name]().double()
+            wrapped = GlobalBatchLoss(loss, mode="rows", tile_bytes=tile_bytes)
+            assert wrapped.evaluation == "row tiles"
+            value = wrapped(**GIVEN[given](leaf, rows, views, True))
+            value.backward()
+            own = {n: p.grad for n, p in loss.named_parameters()}
+            found[f"{name}, {given}"] = {"value": value.detach(), "rows": leaf.grad, "views": views.grad, **own}
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_row_loss_in_parts_is_one_process(pool: RankPool, world_size: int) -> None:
+    results = pool.run(world_size, in_parts, list(BY_ROWS), 60_000)
+    for name, make in BY_ROWS.items():
+        for given in ("", "references"):
+            rows, loss = batch(), make().double()
+            leaf, views = rows["embeddings"].requires_grad_(), rows["views"].requires_grad_()
+            value = loss(**GIVEN[given](leaf, rows, views, False))
+            value.backward()
+            truth = {"value": value.detach(), "rows": leaf.grad, "views": views.grad}
+            found = [result[f"{name}, {given}"] for result in results]
+            compare(found, truth, statistics=False)
+            for parameter, tensor in loss.named_parameters():
+                mean = torch.stack([result[parameter] for result in found]).mean(0)
+                torch.testing.assert_close(mean, tensor.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_parts_are_ordinary_input_and_cover_all_rows() -> None:
+    labels = torch.tensor([0, 0, 0, 1, 2, 3, 4, 5, 5, 6])  # rows without positives cannot stand alone
+    call = PMLCall(
+        pml.CircleLoss(),
+        {"embeddings": torch.randn(10, 3), "labels": labels},
+        lambda tensors: gather_bundle("a loss", tensors, {}, extra=pack_draw(0, 0)),
+        0,
+    )
+    parts = parts_of(pml.CircleLoss(), call, 10 * 6 * 4)  # one row each, were it not for that
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(10))
+    assert len(parts) > 1
+    near, far = call.partners()
+    assert all(near[part].sum() > 1 and far[part].sum() > 1 for part in parts)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tile_bytes": 0}, "tile_bytes"),
+    ({"tile_bytes": -4}, "tile_bytes"),
+    ({"tile_bytes": 1.5}, "tile_bytes"),
+    ({"gather": "some"}, "gather"),
+    ({"gather": "ring", "loss": pml.TripletMarginLoss()}, "SupConLoss"),
+    ({"gather": "ring", "loss": pml.SupConLoss(distance=distances.SNRDistance())}, "ring"),
+    ({"gather": "ring", "mode": "replicated"}, "ring"),
+]
+
+
+@pytest.mark.parametrize(("options", "word"), REFUSED)
+def test_tiles_and_rings_that_cannot_be_are_refused(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigurationError, match=word):
+        GlobalBatchLoss(**{"loss": pml.SupConLoss(), **options})
+
+
+def badly(kind: str) -> None:
+    rank = dist.get_rank()
+    leaf, labels = torch.randn(10, DIM + rank * (kind == "width")), torch.arange(10) % 3
+    if kind == "width":
+        GlobalBatchLoss(pml.SupConLoss(), gather="ring")(leaf, labels)
+    elif kind == "small":  # on one rank only
+        GlobalBatchLoss(pml.SupConLoss(), tile_bytes=79 if rank == 1 else None)(leaf, labels)
+    elif kind == "gather":
+        GlobalBatchLoss(pml.SupConLoss(), gather="ring" if rank else "all")(leaf, labels)
+    else:
+        GlobalBatchLoss(pml.SupConLoss(), gather="ring")(leaf, labels, ref_emb=leaf.clone(), ref_labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("width", ("rank 0", "rank 1", "6", "7")),
+        ("small", ("tile_bytes", "80 bytes", "79")),
+        ("gather", ("gather", "rank 1")),
+        ("references", ("ring", "ref_emb")),
+    ],
+)
+def test_ranks_that_disagree_get_one_error(pool: RankPool, kind: str, words: tuple[str, ...]) -> None:
+    errors = pool.errors(2, badly, kind)
+    assert len({error.message.split("(rank")[0] for error in errors}) == 1
+    for word in words:
+        assert word in errors[0].message
+
+
+def contradicting() -> None:
+    pair = torch.tensor([0, 1]), torch.tensor([1, 0])
+    leaf = torch.randn(4, DIM)
+    loss = GlobalBatchLoss(pml.SupConLoss())
+    loss(leaf, torch.tensor([0, 0, 1, 1]), (*pair, *pair) if dist.get_rank() else (*pair, pair[0] + 2, pair[1] + 2))
+
+
+def test_a_pair_that_is_positive_and_negative_is_an_error_everywhere(pool: RankPool) -> None:
+    for error in pool.errors(2, contradicting):
+        assert "either positive or negative" in error.message
+
+
+def warm() -> dict[str, Any]:
+    """A temperature that someone made a parameter."""
+    part = slice(0, 23) if dist.get_rank() == 0 else slice(23, 60)
+    loss = pml.NTXentLoss().double()
+    loss.temperature = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+    wrapped = GlobalBatchLoss(loss)
+    leaf = batch()["embeddings"][part].clone().requires_grad_()
+    value = wrapped(leaf, batch()["labels"][part])
+    value.backward()
+    return {"evaluation": wrapped.evaluation, "value": value.detach(), "slope": loss.temperature.grad}
+
+
+def test_a_learnt_temperature_gets_its_gradient(pool: RankPool) -> None:
+    first, second = pool.run(2, warm)
+    loss = pml.NTXentLoss().double()
+    loss.temperature = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+    value = loss(batch()["embeddings"], batch()["labels"])
+    value.backward()
+    assert first["evaluation"] == "row tiles"
+    ours = {"value": first["value"], "slope": (first["slope"] + second["slope"]) / 2}
+    assert_close(ours, {"value": value.detach(), "slope": loss.temperature.grad})
+
+
+def hard_inputs() -> dict[str, Any]:
+    """What a batch may look like that no one thought of."""
+    rank, found = dist.get_rank(), {}
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(12, DIM, generator=generator, dtype=torch.float64)
+    labels = torch.arange(12) // 3
+    own = slice(0, 4) if rank == 0 else slice(4, 12)
+    for name, make in LOSSES.items():
+        wrapped = GlobalBatchLoss(make().double(), mode="rows")
+        strided = rows.repeat_interleave(2, 1)[own].requires_grad_()
+        first, second = wrapped(strided[:, ::2], labels[own]), wrapped(strided[:, 1::2] * 2, labels[own].int())
+        (first + 3 * second).backward()  # two calls before one backward
+        single = rows[own].float().bfloat16().requires_grad_()
+        low = wrapped(single, labels[own])
+        low.backward()
+        twice = rows[own].clone().requires_grad_()
+        value = wrapped(twice, labels[own])
+        value.backward(retain_graph=True)
+        value.backward()
+        alike = torch.ones(4, DIM, dtype=torch.float64).requires_grad_()
+        same = wrapped(alike, torch.tensor([0, 0, 1, 1]))  # rows that coincide
+        same.backward()
+        none = rows[own].clone().requires_grad_()
+        wrapped(none, torch.arange(12)[own]).backward()  # no positive anywhere
+        copied = pickle.loads(pickle.dumps(wrapped))
+        found[name] = {
+            "two": (first + 3 * second).detach(),
+            "strided": strided.grad,
+            "low": (low.dtype, single.grad.dtype, low.detach().double()),
+            "twice": twice.grad,
+            "alike": (same.detach(), alike.grad),
+            "none": none.grad,
+            "copied": copied(rows[own], labels[own]).detach(),
+        }
+    return found
+
+
+def test_odd_batches(pool: RankPool) -> None:
+    results = pool.run(2, hard_inputs)
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(12, DIM, generator=generator, dtype=torch.float64)
+    labels = torch.arange(12) // 3
+    for name, make in LOSSES.items():
+        loss, found = make().double(), [result[name] for result in results]
+
+        def mean(key: str, found: list[Any] = found) -> Tensor:
+            return torch.cat([f[key] for f in found]) / 2
+
+        strided = rows.repeat_interleave(2, 1).requires_grad_()
+        two = loss(strided[:, ::2], labels) + 3 * loss(strided[:, 1::2] * 2, labels)
+        two.backward()
+        twice = rows.clone().requires_grad_()
+        value = loss(twice, labels)
+        (2 * value).backward()
+        assert_close({"two": found[0]["two"], "rows": mean("strided")}, {"two": two.detach(), "rows": strided.grad})
+        assert_close({"twice": mean("twice")}, {"twice": twice.grad})
+        assert_close({"copied": found[1]["copied"]}, {"copied": value.detach()})
+        kind, grad_kind, low = found[0]["low"]
+        assert (kind, grad_kind) == (torch.float32, torch.bfloat16)
+        torch.testing.assert_close(low, make()(rows.float().bfloat16().float(), labels).double(), rtol=1e-5, atol=1e-6)
+        alike = torch.ones(8, DIM, dtype=torch.float64).requires_grad_()
+        same = loss(alike, torch.tensor([0, 0, 1, 1] * 2))
+        same.backward()
+        torch.testing.assert_close(found[0]["alike"][0], same.detach(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(torch.cat([f["alike"][1] for f in found]) / 2, alike.grad, rtol=1e-9, atol=1e-9)
+        none = rows.clone().requires_grad_()
+        loss(none, torch.arange(12)).backward()
+        torch.testing.assert_close(mean("none"), none.grad, rtol=1e-9, atol=1e-12)
