@@ -6,6 +6,7 @@ The losses of pytorch-metric-learning (PML) that hold one weight per class share
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def check_inputs(
 
 def _has_nan(values: Tensor) -> bool:
     # a sum without NaN has no NaN in it, and costs a tenth
-    return bool(values.detach().sum().isnan()) and bool(values.isnan().any())
+    return math.isnan(values.detach().sum().item()) and bool(values.isnan().any())
 
 
 def _check_labels(title: str, labels: Tensor, rows: int, num_classes: int, *, read_values: bool) -> None:
