@@ -169,7 +169,7 @@ def collectives_table() -> list[Row]:
     for title, (theirs, _, allowed) in jobs.items():
         (plain, plain_gloo), (ours, ours_gloo) = next(counted), next(counted)
         more = {key: ours.get(key, 0) - plain.get(key, 0) for key in {*plain, *ours}}
-        gathers = more.get("_allgather_base_", 0)
+        gathers = more.get("alltoall_base_", 0)
         frames = min(gathers, 1)  # a small mean is one more gather, a larger one an all-reduce
         reductions = more.get("allreduce_", 0) + gathers - frames
         others = sum(more.values()) - reductions - frames

@@ -27,7 +27,7 @@ from torch import Tensor
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchError, error_class, format_error
 from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.transport import gather_into, wait
+from lightning_ddp_losses.transport import start_gather, wait
 
 __all__ = ["FRAME_BYTES", "PATIENCE", "ROOM", "Channel", "Exchange", "exchange", "fail_together", "start"]
 
@@ -211,8 +211,7 @@ class _Sending:
 
 
 def _start_bytes(own: bytearray, channel: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    everyone = torch.empty(groups.world_size(channel) * len(own), dtype=torch.uint8)
-    return everyone, gather_into(everyone, torch.frombuffer(own, dtype=torch.uint8), group=channel, async_op=True)
+    return start_gather(torch.frombuffer(own, dtype=torch.uint8), group=channel)
 
 
 def _finish_bytes(everyone: Tensor, work: dist.Work, size: int, patience: timedelta | None) -> list[bytes]:

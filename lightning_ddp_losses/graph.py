@@ -106,8 +106,10 @@ def _not_reached(outputs: Sequence[Tensor], given: Sequence[Tensor], parameters:
         if node in seen:
             continue
         seen.add(node)
-        missing.pop(id(getattr(node, "variable", None)), None)
-        stack += [child for child, _ in node.next_functions if child is not None]
+        below = node.next_functions
+        if not below:  # a parameter's own node is a leaf; to ask the others costs more than the rest of the search
+            missing.pop(id(getattr(node, "variable", None)), None)
+        stack += [child for child, _ in below if child is not None]
     return list(missing.values())
 
 

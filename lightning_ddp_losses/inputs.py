@@ -6,6 +6,7 @@ The losses of pytorch-metric-learning (PML) that hold one weight per class share
 
 from __future__ import annotations
 
+import math
 from typing import Any, NoReturn
 
 import torch
@@ -106,7 +107,7 @@ def check_embeddings(title: str, embeddings: Tensor, width: int) -> None:
 
 def _has_nan(values: Tensor) -> bool:
     # a sum without NaN has no NaN in it, and costs a tenth
-    return bool(values.detach().sum().isnan()) and bool(values.isnan().any())
+    return math.isnan(values.detach().sum().item()) and bool(values.isnan().any())
 
 
 def check_labels(title: str, labels: object, rows: int, num_classes: int, *, read_values: bool) -> None:

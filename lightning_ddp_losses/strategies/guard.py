@@ -35,6 +35,7 @@ class LossGuard(InstanceForward):
     def __init__(self, loss: FoundLoss, *, refuse_nan: bool, whole: nn.Module | None = None) -> None:
         super().__init__(loss.module)
         self.loss = loss
+        self._inner = unwrap(loss.module)
         self.sees_global_batch = loss.sees_global_batch or whole is not None
         self._whole = whole  # evaluates the loss over all ranks, and comes back here for the loss itself
         self._inside = False
@@ -73,7 +74,7 @@ class LossGuard(InstanceForward):
         read = on_host or not self._seen
         self._seen = True
         inputs.check_inputs(
-            unwrap(self.module),
+            self._inner,
             self.loss.title,
             args,
             kwargs,

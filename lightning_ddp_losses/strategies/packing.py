@@ -7,7 +7,7 @@ afterwards is noticed, and sent too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
 
 import torch
@@ -59,9 +59,8 @@ class Departure:
             if (grad is not None if i in self._large else stamp != _stamp(grad))
         ]
 
-    def finish(self) -> list[int]:
+    def finish(self, grown: Collection[int] = ()) -> list[int]:
         """Wait for everything, put it in place, and return the sums of the flags; what has grown is sent too."""
-        grown = self.grown()
         if any(i not in self._large for i in grown):
             self._packed.finish(write=False)
             self._flags = [

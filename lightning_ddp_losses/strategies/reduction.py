@@ -189,12 +189,13 @@ class LossReducer:
         # nothing is created or replaced between the two ends of a backward
         managed, calls, departure = self._opened or self.managed(), self._calls, self._departure
         if managed and groups.world_size() > 1:
-            if departure is not None and (grown := departure.grown()):
+            grown = departure.grown() if departure is not None else []
+            if grown:
                 names = ", ".join(managed[i].name for i in grown)
                 frames.exchange("gradients that grew after their losses", {"parameters": names})
-            if self._flags_ride(managed):
+            if departure is not None or self._flags_ride(managed):
                 departure = departure or self._depart_expected(managed)
-                counts = departure.finish()
+                counts = departure.finish(grown)
                 flags, aboard = departure.flags, departure.aboard
             else:
                 flags = [gradient_flag(m.parameter.grad) for m in managed]
