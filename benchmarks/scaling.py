@@ -123,7 +123,7 @@ def pretend(mode: str, world: int) -> tuple[int, int, float]:
     group = dist.group.WORLD
     assert group is not None
     ours = groups.Family(group, group, group, group, group, tuple(range(world)))
-    with mock.patch.object(groups, "family", lambda _=None: ours):
+    with mock.patch.object(groups, "family", return_value=ours):
         return measure(mode)
 
 

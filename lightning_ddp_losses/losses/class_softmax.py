@@ -41,6 +41,7 @@ class Held:
         log_weight: (c',) added to each class's logit in the sum, 0 for a target (sampling); None: nothing.
         penalty: Of a block of weight rows, its summed terms and their number; None: none.
         group: Process group.
+        note: Told in backward which classes got a gradient.
         replicas: Ranks that hold the same classes in other parts of the world; None: there are none.
     """
 
@@ -52,6 +53,7 @@ class Held:
     penalty: Penalty | None = None
     group: Group = None
     replicas: Group = None
+    note: Callable[[Tensor], None] | None = None
 
     def chunks(self, weight: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """First and one past the last class of each chunk, and their weight rows (classes * K, D)."""
@@ -144,6 +146,8 @@ class _ClassSoftmax(torch.autograd.Function):
         held: Held = ctx.held
         rows, scale, weight, lse, target = ctx.saved_tensors
         wants = ctx.needs_input_grad
+        if held.note is not None and held.chosen is not None:
+            held.note(held.chosen)
         d_rows, d_scale = torch.zeros_like(rows), torch.zeros_like(scale)
         d_weight = torch.zeros_like(weight) if held.chosen is not None else torch.empty_like(weight)
         for start, stop, block in held.chunks(weight):

@@ -20,7 +20,7 @@ from lightning_ddp_losses import frames, groups, transport
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError, format_error
 from lightning_ddp_losses.sharding import ClassShard, Shardable, shard_of
 
-__all__ = ["Owners", "Shards", "divide"]
+__all__ = ["Owners", "Shards", "divide", "unshared"]
 
 Owners = list[tuple[int, ClassShard]]
 """Who holds the classes of a parameter: one rank for each block, in the order of the classes."""

@@ -270,6 +270,25 @@ def test_sampled_classes(
     assert_close({k: torch.cat([r[k] for r in results], 1) for k in keys}, {k: truth[k] for k in keys})
 
 
+def two_views() -> list[int]:
+    """Two calls before one backward; a gradient that is dropped without a step."""
+    loss = ClassShardedLoss(make(ARC), sample_rate=0.1)  # the batch's own class alone
+    stepper = make_optimizer("sgd", [loss.weight])
+    loss.attach(stepper)
+    one, six = torch.zeros(3, dtype=torch.long) + 1, torch.zeros(3, dtype=torch.long) + 6
+    loss(rows(), torch.zeros(3, dtype=torch.long)).backward()
+    stepper.zero_grad()  # nothing was stepped
+    before = loss.weight.detach().clone()
+    (loss(rows(), one) + loss(rows(), six)).backward()
+    stepper.step()
+    changed = (loss.weight.detach() - before).abs().sum(0) > 0
+    return [c for c in (0, 1, 6) if changed[c]]
+
+
+def test_touched_rows_follow_the_gradient(pool: RankPool) -> None:
+    assert pool.run(1, two_views) == [[1, 6]]
+
+
 def closure_step() -> bool:
     """Lightning runs forward and backward inside the optimizer's step."""
     loss = ClassShardedLoss(make(ARC), sample_rate=0.3)
