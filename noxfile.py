@@ -35,10 +35,12 @@ def fit(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests with the coverage of every rank process."""
+    """Run the tests, two at a time where there are two cores, with the coverage of every rank process."""
     install(session, "test", extras="[demo]")
     session.run("coverage", "erase")
-    session.run("coverage", "run", "-m", "pytest", *session.posargs)
+    session.run(
+        "coverage", "run", "-m", "pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal", *session.posargs
+    )
     session.run("coverage", "combine", "--quiet")
     session.run("coverage", "report")
 

@@ -27,9 +27,9 @@ from torch import Tensor
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchError, error_class, format_error
 from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.transport import gather, gather_into
+from lightning_ddp_losses.transport import gather_into, wait
 
-__all__ = ["FRAME_BYTES", "PATIENCE", "exchange", "fail_together"]
+__all__ = ["FRAME_BYTES", "PATIENCE", "Exchange", "exchange", "fail_together", "start"]
 
 FRAME_BYTES = 1024
 PATIENCE = timedelta(seconds=60)
@@ -69,14 +69,36 @@ def exchange(what: str, agreed: Mapping[str, object], payload: bytes = b"", *, g
         One gather of ``FRAME_BYTES`` per rank; one more, of the longest payload, when a payload does not fit. None in a
         world of one.
     """
+    return start(what, agreed, payload, group=group).finish()
+
+
+def start(what: str, agreed: Mapping[str, object], payload: bytes = b"", *, group: Group = None) -> Exchange:
+    """As ``exchange``, in two halves: the frame leaves now, and ``finish`` waits for the others'."""
     if groups.world_size(group) == 1:
-        return [payload]
+        return Exchange(payload)
     text = "\n".join([what, *(f"{key}={value}" for key, value in agreed.items())])
-    frames = _gather(_AGREE, text, payload, group)
-    first = frames[0]
-    if all(f.kind == _AGREE and f.digest == first.digest and f.version == VERSION for f in frames):
-        return [f.payload for f in frames]
-    raise _verdict(frames)
+    return Exchange(payload, _Sending(_AGREE, text, payload, group))
+
+
+class Exchange:
+    """A frame on its way. What happens in between must not open another on the same group unless all ranks do."""
+
+    def __init__(self, payload: bytes, sending: _Sending | None = None) -> None:
+        self._payload, self._sending = payload, sending
+
+    def arrived(self) -> bool:
+        """Whether ``finish`` would not wait (for a payload longer than the frame it may)."""
+        return self._sending is None or self._sending.work.is_completed()
+
+    def finish(self) -> list[bytes]:
+        """The payloads in rank order, or the error of ``exchange``."""
+        if self._sending is None:
+            return [self._payload]
+        frames = self._sending.receive()
+        first = frames[0]
+        if all(f.kind == _AGREE and f.digest == first.digest and f.version == VERSION for f in frames):
+            return [f.payload for f in frames]
+        raise _verdict(frames)
 
 
 def fail_together(error: Exception, where: str, *, group: Group = None) -> NoReturn:
@@ -102,7 +124,7 @@ def fail_together(error: Exception, where: str, *, group: Group = None) -> NoRet
     text = str(error) if ours else f"{type(error).__name__}: {error}"
     report = json.dumps({"class": type(error).__name__ if ours else "", "text": text, "where": where})
     try:
-        frames = _gather(_ERROR, where, report.encode(), group, PATIENCE)
+        frames = _Sending(_ERROR, where, report.encode(), group).receive(PATIENCE)
     except RuntimeError:  # the peers are gone or do not come: this rank's own error is what matters
         raise error from None
     if not ours:
@@ -110,47 +132,55 @@ def fail_together(error: Exception, where: str, *, group: Group = None) -> NoRet
     raise _verdict(frames) from error
 
 
-def _gather(kind: int, text: str, payload: bytes, group: Group, patience: timedelta | None = None) -> list[_Frame]:
-    encoded = text.encode()
-    shown = encoded[:_TEXT_BYTES]
-    digest = hashlib.blake2b(encoded, digest_size=16).digest()
-    head = _HEADER.pack(VERSION, kind, len(shown), len(payload), digest) + shown
-    fits = len(head) + len(payload) <= FRAME_BYTES
-    own = bytearray(head + payload if fits else head)
-    own.extend(bytes(FRAME_BYTES - len(own)))
-    channel = groups.family(group).frames
-    rows = _gather_bytes(own, channel, patience)
+class _Sending:
+    """One rank's frame, on its way to all others."""
 
-    heads = [_HEADER.unpack_from(row) for row in rows]
-    payloads = []
-    for row, (_, _, text_bytes, payload_bytes, _) in zip(rows, heads, strict=True):
-        start = _HEADER.size + text_bytes
-        payloads.append(row[start : start + payload_bytes])
-    longest = max((n for _, _, t, n, _ in heads if _HEADER.size + t + n > FRAME_BYTES), default=0)
-    if longest:
-        more = bytearray(longest)
-        if not fits:
-            more[: len(payload)] = payload
-        for rank, (row, (_, _, t, n, _)) in enumerate(zip(_gather_bytes(more, channel, patience), heads, strict=True)):
-            if _HEADER.size + t + n > FRAME_BYTES:
-                payloads[rank] = row[:n]
-    return [
-        _Frame(version, kind, digest, row[_HEADER.size : _HEADER.size + t].decode(errors="replace"), data)
-        for (version, kind, t, _, digest), row, data in zip(heads, rows, payloads, strict=True)
-    ]
+    def __init__(self, kind: int, text: str, payload: bytes, group: Group) -> None:
+        encoded = text.encode()
+        shown = encoded[:_TEXT_BYTES]
+        digest = hashlib.blake2b(encoded, digest_size=16).digest()
+        head = _HEADER.pack(VERSION, kind, len(shown), len(payload), digest) + shown
+        self._fits = len(head) + len(payload) <= FRAME_BYTES
+        self._payload = payload
+        own = bytearray(head + payload if self._fits else head)
+        own.extend(bytes(FRAME_BYTES - len(own)))
+        self._channel = groups.family(group).frames
+        self._everyone, self.work = _start_bytes(own, self._channel)
+
+    def receive(self, patience: timedelta | None = None) -> list[_Frame]:
+        rows = _finish_bytes(self._everyone, self.work, FRAME_BYTES, patience)
+        heads = [_HEADER.unpack_from(row) for row in rows]
+        payloads = []
+        for row, (_, _, text_bytes, payload_bytes, _) in zip(rows, heads, strict=True):
+            start = _HEADER.size + text_bytes
+            payloads.append(row[start : start + payload_bytes])
+        longest = max((n for _, _, t, n, _ in heads if _HEADER.size + t + n > FRAME_BYTES), default=0)
+        if longest:
+            more = bytearray(longest)
+            if not self._fits:
+                more[: len(self._payload)] = self._payload
+            more_rows = _finish_bytes(*_start_bytes(more, self._channel), longest, patience)
+            for rank, (row, (_, _, t, n, _)) in enumerate(zip(more_rows, heads, strict=True)):
+                if _HEADER.size + t + n > FRAME_BYTES:
+                    payloads[rank] = row[:n]
+        return [
+            _Frame(version, kind, digest, row[_HEADER.size : _HEADER.size + t].decode(errors="replace"), data)
+            for (version, kind, t, _, digest), row, data in zip(heads, rows, payloads, strict=True)
+        ]
 
 
-def _gather_bytes(own: bytearray, channel: dist.ProcessGroup, patience: timedelta | None) -> list[bytes]:
-    size = len(own)
-    world = groups.world_size(channel)
-    everyone = torch.empty(world * size, dtype=torch.uint8)
-    mine: Tensor = torch.frombuffer(own, dtype=torch.uint8)
+def _start_bytes(own: bytearray, channel: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    everyone = torch.empty(groups.world_size(channel) * len(own), dtype=torch.uint8)
+    return everyone, gather_into(everyone, torch.frombuffer(own, dtype=torch.uint8), group=channel, async_op=True)
+
+
+def _finish_bytes(everyone: Tensor, work: dist.Work, size: int, patience: timedelta | None) -> list[bytes]:
     if patience is None:
-        gather(everyone, mine, group=channel)
+        wait(work)
     else:
-        gather_into(everyone, mine, group=channel, async_op=True).wait(patience)
+        work.wait(patience)
     data = everyone.numpy().tobytes()
-    return [data[i * size : (i + 1) * size] for i in range(world)]
+    return [data[i : i + size] for i in range(0, len(data), size)]
 
 
 def _verdict(frames: list[_Frame]) -> DDPLossError:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from lightning_ddp_losses import groups
-from lightning_ddp_losses.cli.sampling import ClassBatches, HeldOutSlices, check_classes, check_cut
+from lightning_ddp_losses.cli.sampling import HeldOutSlices, check_classes, check_cut, class_batches
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 
 __all__ = ["BatchedArrayDataModule", "Rows"]
@@ -124,12 +124,10 @@ class BatchedArrayDataModule(LightningDataModule):
         """This rank's slices of the global batches, which differ by epoch."""
         self.check(groups.world_size())
         rows, G = self._rows(train=True), self.batch_size
-        source = RandomSampler(rows) if self.m_per_class is None else self._by_class(self.m_per_class)
+        labels, m_per_class = self.labels[self.train_rows], self.m_per_class
+        source = RandomSampler(rows) if m_per_class is None else class_batches(labels, m_per_class, G)
         batches = GlobalBatchSampler.batches(source, G, drop_last=True, seed=self.seed)
         return DataLoader(rows, batch_sampler=batches, collate_fn=_as_fetched, **self._workers())
-
-    def _by_class(self, m_per_class: int) -> ClassBatches:
-        return ClassBatches(self.labels[self.train_rows], m_per_class, self.batch_size)
 
     def _held_out_loader(self) -> DataLoader[tuple[Tensor, ...]]:
         self.check(groups.world_size())

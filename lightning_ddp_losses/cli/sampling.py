@@ -9,36 +9,27 @@ from collections.abc import Iterator
 
 import numpy as np
 from pytorch_metric_learning.samplers import MPerClassSampler
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import DistributedSampler
 
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
 
-__all__ = ["ClassBatches", "HeldOutSlices", "check_classes", "check_cut", "stratified_split"]
+__all__ = ["HeldOutSlices", "check_classes", "check_cut", "class_batches", "stratified_split"]
 
 
-class ClassBatches(Sampler[int]):
-    """Row numbers in batches of `batch_size` that hold `m_per_class` rows of each of their classes.
+def class_batches(labels: np.ndarray, m_per_class: int, batch_size: int) -> MPerClassSampler:
+    """A sampler of row numbers in batches of `batch_size` that hold `m_per_class` rows of each of their classes.
 
-    It is pytorch-metric-learning's `MPerClassSampler`, made anew for each epoch: that one shuffles its classes in place, so
-    that a resumed run would go on with other batches. A class of fewer rows repeats some of them.
+    An epoch has as many rows as there are, in whole batches. A class of fewer rows repeats some of them.
 
     Args:
         labels: (N,) integers.
         m_per_class: Rows of a class in a batch.
         batch_size: Rows of the global batch.
     """
-
-    def __init__(self, labels: np.ndarray, m_per_class: int, batch_size: int) -> None:
-        check_classes(labels, m_per_class, batch_size)
-        self.labels, self.m_per_class, self.batch_size = labels, m_per_class, batch_size
-
-    def __len__(self) -> int:
-        """Rows of an epoch: whole batches only."""
-        return len(self.labels) // self.batch_size * self.batch_size
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(MPerClassSampler(self.labels, self.m_per_class, self.batch_size, len(self)))
+    check_classes(labels, m_per_class, batch_size)
+    rows = len(labels) // batch_size * batch_size
+    return MPerClassSampler(labels, m_per_class, batch_size, rows)
 
 
 class HeldOutSlices(DistributedSampler[list[int]]):

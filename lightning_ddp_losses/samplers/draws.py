@@ -21,7 +21,7 @@ import torch
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, format_error
 from lightning_ddp_losses.samplers.arguments import check_rows, check_seed, checked_sampler
-from lightning_ddp_losses.samplers.randomness import SEEDS, nested, seeded
+from lightning_ddp_losses.samplers.randomness import SEEDS, nested, put_back, seeded
 
 __all__ = ["GlobalDraw", "share"]
 
@@ -209,7 +209,7 @@ class GlobalDraw:
             set_epoch = getattr(sampler, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
-        with seeded(seed, self.source):
+        with seeded(seed, self.source), put_back(self.source):
             drawn = list(self.source)
         G = self._global_rows()
         if G is None:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Sampler
 
-__all__ = ["nested", "seeded"]
+__all__ = ["nested", "put_back", "seeded"]
 
 SEEDS = 1 << 32  # numpy takes no larger seed
+_SHUFFLED = ("labels", "fixed_set_of_triplets")  # of MPerClassSampler (a list) and FixedSetOfTriplets (an array)
 PML = "pytorch_metric_learning.utils.common_functions"
 
 
@@ -51,6 +52,21 @@ def seeded(seed: int, sampler: object) -> Iterator[None]:
     finally:
         for source, state in zip(sources, states, strict=True):
             source.put(state)
+
+
+@contextlib.contextmanager
+def put_back(sampler: object) -> Iterator[None]:
+    """Undo what PML's samplers shuffle in place: an epoch is the same whether or not others were drawn before it."""
+    kept = []
+    for owner in nested(sampler):
+        if any(cls.__module__.startswith("pytorch_metric_learning.") for cls in type(owner).__mro__):
+            shuffled = [owner.__dict__[name] for name in _SHUFFLED if name in owner.__dict__]
+            kept += [(own, own.copy()) for own in shuffled]
+    try:
+        yield
+    finally:
+        for own, before in kept:
+            own[:] = before
 
 
 def _sources(sampler: object) -> list[_Source]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,7 +30,7 @@ from lightning_ddp_losses.strategies.divided import DividedWeights
 from lightning_ddp_losses.strategies.globalise import globalised
 from lightning_ddp_losses.strategies.guard import HiddenSentinel, LossGuard
 from lightning_ddp_losses.strategies.precision import PrecisionKeeper
-from lightning_ddp_losses.strategies.reduction import Calls, LossReducer
+from lightning_ddp_losses.strategies.reduction import LossReducer
 from lightning_ddp_losses.strategies.reshuffle import refuse_other_batches, warn_if_reshuffled
 
 __all__ = ["DDPLossStrategy"]
@@ -111,7 +111,6 @@ class DDPLossStrategy(DividedWeights):
         self._sentinels: list[HiddenSentinel] = []
         self._reducer: LossReducer | None = None
         self._precision = PrecisionKeeper()
-        self._calls: Calls | None = None
         self._blocked = False
         self._in_training_step = False
         self._advice = Advice()
@@ -235,18 +234,18 @@ class DDPLossStrategy(DividedWeights):
             self._count(False)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Meet the peers before a synchronising backward."""
+        """Send the frame that meets the peers before a synchronising backward; the first gradient waits for theirs."""
         if self._reducer is not None and self._check_calls and self._synchronising:
-            self._calls = self._reducer.open(self._module.global_step)
-            self._advice.uneven_rows(self._calls.uneven)
+            self._reducer.open(self._module.global_step)
         super().pre_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Reduce the losses' gradients."""
         super().post_backward(closure_loss)
         if self._reducer is not None and self._synchronising:
-            self._reducer.reduce(self._calls)
-            self._calls = None
+            calls = self._reducer.reduce()
+            if calls is not None:
+                self._advice.uneven_rows(calls.uneven)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -276,6 +275,22 @@ class DDPLossStrategy(DividedWeights):
         """As Lightning reduces; a value that is global already is called waste, once."""
         self._advice.global_already(tensor)
         return super().reduce(tensor, group, reduce_op)
+
+    def ride_along(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> bool:
+        """Let a check's bytes travel in the frame before each synchronising backward of this fit.
+
+        Args:
+            measure: This rank's bytes, asked for when the frame leaves; must not raise.
+            judge: Gets the bytes of all ranks, in rank order, before any gradient is reduced; what it raises must be the
+                same on every rank.
+
+        Returns:
+            Whether they will travel: not without ``check_calls``, nor under ``losses=[]``.
+        """
+        if self._reducer is None or not self._check_calls:
+            return False
+        self._reducer.ride_along(measure, judge)
+        return True
 
     # ------------------------------------------------------------------ checkpoints, end
 
@@ -307,6 +322,8 @@ class DDPLossStrategy(DividedWeights):
         """Give the module back as it came."""
         for stand_in in (*self._guards, *self._sentinels):
             stand_in.remove()
+        if self._reducer is not None:
+            self._reducer.unwatch()
         module = self.lightning_module
         if module is not None and hasattr(module, adoption.NAME):
             delattr(module, adoption.NAME)

@@ -1,63 +1,148 @@
-"""Small gradients in one buffer, on their way to their mean over ranks.
+"""Gradients on their way to their mean over ranks: small ones in one buffer, large ones each in its own memory.
 
-The buffer opens with a has-gradient flag per managed parameter. It may travel while the encoder's backward still runs: the
-losses come first in backward, so their gradients are complete when it starts.
+The buffer opens with a has-gradient flag per managed parameter. All of it may travel while the encoder's backward still
+runs: the losses come first in backward, so their gradients are complete when it starts. What is added to a gradient
+afterwards is noticed, and sent too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses import groups, transport
 
-__all__ = ["PackedMean"]
+__all__ = ["Departure", "gradient_flag"]
 
 
-class PackedMean:
-    """A mean over ranks that has been started.
+class Departure:
+    """The gradients of one backward, under way: the packed ones first, then the large ones, in this order on every rank.
 
     Args:
-        parameters: Whose gradients travel; one without a gradient contributes zeros and keeps none.
-        flags: Travel along; their sums over ranks come back.
-        dtype: On the wire.
+        parameters: All managed ones.
+        small: Which of them travel packed.
+        large: Which of them travel alone. They have no gradient until ``finish``.
+        dtype: Of the buffer.
+        wire: dtype of the large ones on the wire; None: their own, which needs no copy.
+        with_flags: Whether a flag per parameter travels with the packed ones.
 
-    Communication: one all-reduce (for few bytes on the CPU one gather), started here, awaited in ``finish``.
+    Communication: one all-reduce (for few bytes on the CPU one gather), one more for each large one; started here,
+        awaited in ``finish``.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], flags: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        small: Sequence[bool],
+        large: Sequence[bool],
+        dtype: torch.dtype,
+        wire: torch.dtype | None,
+        *,
+        with_flags: bool = True,
+    ) -> None:
+        self._parameters, self._small, self._wire = parameters, list(small), wire
+        self._dtype, self._with_flags = dtype, with_flags
+        self._flags = [gradient_flag(p.grad) for p in parameters]
+        self._stamps = [_stamp(p.grad) for p in parameters]
+        self._packed = self._pack()
+        self._large = {i: _LargeMean(parameters[i], wire) for i in compress(range(len(parameters)), large)}
+
+    def grown(self) -> list[int]:
+        """Places of the parameters to whose gradients something was added since."""
+        grads = [p.grad for p in self._parameters]
+        return [
+            i
+            for i, (stamp, grad) in enumerate(zip(self._stamps, grads, strict=True))
+            if (grad is not None if i in self._large else stamp != _stamp(grad))
+        ]
+
+    def finish(self) -> list[int]:
+        """Wait for everything, put it in place, and return the sums of the flags; what has grown is sent too."""
+        grown = self.grown()
+        if any(i not in self._large for i in grown):
+            self._packed.finish(write=False)
+            self._flags = [
+                flag if i in self._large else gradient_flag(p.grad)
+                for i, (flag, p) in enumerate(zip(self._flags, self._parameters, strict=True))
+            ]
+            self._packed = self._pack()
+        counts = self._packed.finish()
+        for index, mean in self._large.items():
+            mean.finish(grown=index in grown)
+        return counts
+
+    @property
+    def aboard(self) -> list[bool]:
+        """Which of the parameters travel."""
+        return [small or i in self._large for i, small in enumerate(self._small)]
+
+    @property
+    def flags(self) -> list[int]:
+        """This rank's flags."""
+        return self._flags
+
+    def _pack(self) -> _PackedMean:
+        flags = self._flags if self._with_flags else []
+        return _PackedMean(compress(self._parameters, self._small), flags, self._dtype)
+
+
+class _PackedMean:
+    """The mean of small gradients; a parameter without one contributes zeros and keeps none."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], flags: Sequence[int], dtype: torch.dtype) -> None:
         self._parameters = list(parameters)
         self._grads = [_dense(p) for p in self._parameters]
-        self._stamps = [_stamp(p.grad) for p in self._parameters]
-        self.flags = list(flags)
+        self._num_flags = len(flags)
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        pieces = [torch.tensor(self.flags, dtype=dtype, device=device)] if self.flags else []
+        pieces = [torch.tensor(flags, dtype=dtype, device=device)] if flags else []
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             own = parameter.new_zeros(parameter.numel()) if grad is None else grad.detach().reshape(-1)
             pieces.append(own.to(dtype))
         self._finish = transport.start_mean(torch.cat(pieces)) if pieces else None
 
-    def still_holds(self, parameters: Sequence[nn.Parameter], flags: Sequence[int]) -> bool:
-        """Whether these gradients are what was sent: nothing was added to them since."""
-        same = len(parameters) == len(self._parameters) and all(
-            a is b for a, b in zip(parameters, self._parameters, strict=True)
-        )
-        return same and self.flags == list(flags) and self._stamps == [_stamp(p.grad) for p in parameters]
-
     def finish(self, *, write: bool = True) -> list[int]:
-        """Wait, put the means in place (unless told not to), and return the sums of the flags."""
         if self._finish is None:
             return []
         mean, world = self._finish(), groups.world_size()
-        counts = [round(value * world) for value in mean[: len(self.flags)].tolist()]
-        offset = len(self.flags)
+        counts = [round(value * world) for value in mean[: self._num_flags].tolist()]
+        offset = self._num_flags
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             if grad is not None and write:
                 grad.copy_(mean[offset : offset + grad.numel()].view(grad.shape))
             offset += parameter.numel()
         return counts
+
+
+class _LargeMean:
+    """The mean of one large gradient, in its own memory where dtypes allow.
+
+    While it travels the parameter has no gradient: what backward adds lands beside it, and neither spoils the other.
+    """
+
+    def __init__(self, parameter: nn.Parameter, wire: torch.dtype | None) -> None:
+        self._parameter, self._wire, self._grad = parameter, wire, parameter.grad
+        self._dense = _dense(parameter)
+        own = torch.zeros_like(parameter) if self._dense is None else self._dense.detach()
+        self._mean = transport.start_mean((own if wire is None else own.to(wire)).contiguous())
+        parameter.grad = None
+
+    def finish(self, *, grown: bool) -> None:
+        mean = self._mean()
+        if self._dense is not None and mean.data_ptr() != self._dense.data_ptr():
+            self._dense.copy_(mean)
+        if grown:  # on every rank: the mean of a sum is the sum of the means
+            late = _LargeMean(self._parameter, self._wire)
+            late.finish(grown=False)
+            self._grad = late._grad if self._grad is None or late._grad is None else self._grad.add_(late._grad)
+        self._parameter.grad = self._grad
+
+
+def gradient_flag(grad: Tensor | None) -> int:
+    """0 without a gradient, 1 with one, more than all ranks together for one that cannot be reduced."""
+    return 0 if grad is None else groups.world_size() + 1 if grad.is_sparse else 1
 
 
 def _dense(parameter: nn.Parameter) -> Tensor | None:

@@ -4,13 +4,15 @@ Whatever this rank called, and in whatever order: gradients are read from the li
 that were created, replaced or unfrozen after the wrap take part, and no hook can be lost. It covers every trainable
 parameter that the model's own DDP does not reduce (nor a shard, nor one the user told DDP to ignore).
 
-Two steps per synchronising backward:
+Three steps per synchronising backward:
 
-1. ``open``, before backward: one frame. Which losses ran, how often, on how many rows; whether they hold a gradient
-   already. All ranks then know which losses are *expected* to have gradients, or raise together.
-2. ``reduce``, after backward: one all-reduce of [a has-gradient flag per parameter | small gradients of expected losses]. It
-   is started during backward, when that has passed through the last loss. Flags must sum to 0 or W. Gradients over
-   ``LARGE_BYTES`` follow in place, one all-reduce each.
+1. ``open``, before backward: one frame leaves. Which losses ran, how often, on how many rows; whether they hold a gradient
+   already.
+2. ``agree``, before the first gradient of the model's DDP is ready: the peers' frames are read. All ranks then know which
+   losses are *expected* to have gradients, or raise together while nobody waits inside DDP.
+3. ``reduce``, after backward: one all-reduce of [a has-gradient flag per parameter | small gradients of expected losses], one
+   in place for each gradient over ``LARGE_BYTES``. They are started during backward, when that has passed through the last
+   loss. Flags must sum to 0 or W.
 
 On an accelerator the flags travel by frame (host to host), so nothing waits for the device.
 """
@@ -19,38 +21,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from lightning_ddp_losses import frames, groups, transport
+from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.errors import RankMismatchError, format_error
 from lightning_ddp_losses.sharding import shard_of
-from lightning_ddp_losses.strategies.disagreement import missing_calls, partial_gradients
-from lightning_ddp_losses.strategies.discovery import FoundLoss
-from lightning_ddp_losses.strategies.packing import PackedMean
+from lightning_ddp_losses.strategies.disagreement import partial_gradients
+from lightning_ddp_losses.strategies.meeting import CallCount, Calls, Meeting, Rider
+from lightning_ddp_losses.strategies.packing import Departure, gradient_flag
 
 __all__ = ["LARGE_BYTES", "LossReducer"]
 
 LARGE_BYTES = 1 << 20
-_CALL = struct.Struct("<IQ?")  # calls, rows, whether a gradient is there already
-
-
-class CallCount(Protocol):
-    """What the reducer needs of a guard."""
-
-    loss: FoundLoss
-    sees_global_batch: bool
-    calls: int
-    rows: int
-    awaited: int
-
-    def reset(self) -> None:
-        """Forget the calls so far."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +46,6 @@ class _Managed:
     name: str
     parameter: nn.Parameter
     owner: int  # index of the loss, -1 for a parameter outside all losses
-
-
-@dataclass
-class Calls:
-    """What the ranks said of their calls since the last synchronising backward.
-
-    Attributes:
-        expected: Per loss, whether its parameters may hold gradients.
-        uneven: By title of a loss with differing rows, the rows of each rank.
-    """
-
-    expected: list[bool]
-    uneven: dict[str, list[int]] = field(default_factory=dict)
 
 
 class LossReducer:
@@ -100,16 +75,35 @@ class LossReducer:
         self._counts: list[CallCount] = []
         self._signature: tuple[object, ...] = ()
         self._digest = ""
+        self._riders: list[Rider] = []
+        self._hooks: list[RemovableHandle] = []
+        self._close()
+
+    def _close(self) -> None:
         self._opened: list[_Managed] | None = None
+        self._fresh: list[_Managed] = []
+        self._meeting: Meeting | None = None
         self._calls: Calls | None = None
-        self._outstanding = 0
-        self._early: PackedMean | None = None
+        self._outstanding = -1
+        self._departure: Departure | None = None
 
     def watch(self, counts: Sequence[CallCount]) -> None:
         """Say which losses there are; call after the first broadcast: what exists now counts as synchronised."""
         self._counts = list(counts)
         self._owners.clear()
         self._known.update({m.name: m.parameter for m in self.managed()})
+        # a gradient reaches this hook before it reaches DDP
+        self._hooks = [p.register_hook(self._first_gradient) for p in self._elsewhere.values()]  # type: ignore[no-untyped-call]
+
+    def unwatch(self) -> None:
+        """Leave no hook behind."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def ride_along(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> None:
+        """Let a check's bytes travel in each frame."""
+        self._riders.append(Rider(measure, judge))
 
     def managed(self) -> list[_Managed]:
         """Parameters to reduce, sorted by name, as the module holds them now."""
@@ -121,50 +115,44 @@ class LossReducer:
                 found.append(_Managed(name, parameter, self._owner(name)))
         return sorted(found, key=lambda m: m.name)
 
-    def open(self, step: int) -> Calls:
-        """Meet the peers before a synchronising backward.
+    def open(self, step: int) -> None:
+        """Send the frame that meets the peers before a synchronising backward. Communication: one frame."""
+        self._close()
+        managed = self._opened = self.managed()
+        self._fresh = [m for m in managed if self._known.get(m.name) is not m.parameter]
+        agreed = {
+            "step": step,
+            "trainable parameters outside the model's DDP": self._describe(managed),
+            "new parameters": ", ".join(m.name for m in self._fresh) or "none",
+        }
+        self._outstanding = sum(count.awaited for count in self._counts) or -1
+        has_grad = {m.owner for m in managed if m.parameter.grad is not None}
+        self._meeting = Meeting(self._counts, has_grad, agreed, self._riders)
+
+    def agree(self) -> None:
+        """Read the peers' frames, once per backward.
 
         Raises:
             LossCallError: on every rank, when a learnable loss ran on some ranks only.
             RankMismatchError: on every rank, when parameters differ by name, shape or dtype, or a parameter created after
                 the wrap does not start equal.
 
-        Communication: one frame; one more in a step in which parameters appeared.
+        Communication: none, but one frame in a step in which parameters appeared.
         """
-        managed = self._opened = self.managed()
-        self._early = None
-        fresh = [m for m in managed if self._known.get(m.name) is not m.parameter]
-        has_grad = {m.owner for m in managed if m.parameter.grad is not None}
-        own = b"".join(_CALL.pack(c.calls, c.rows, i in has_grad) for i, c in enumerate(self._counts))
-        agreed = {
-            "step": step,
-            "trainable parameters outside the model's DDP": self._describe(managed),
-            "new parameters": ", ".join(m.name for m in fresh) or "none",
-        }
-        payloads = frames.exchange("backward", agreed, own, group=None)
-        if fresh:
-            self._admit(fresh)
-        table = [list(_CALL.iter_unpack(p)) for p in payloads]
-        expected: list[bool] = []
-        uneven: dict[str, list[int]] = {}
-        missing: list[tuple[str, Sequence[int], Sequence[int]]] = []
-        for index, count in enumerate(self._counts):
-            calls, rows, grads = zip(*(ranks[index] for ranks in table), strict=True)
-            expected.append(any(calls) or any(grads))
-            if count.loss.learnable and any(calls) and not all(calls):
-                missing.append((count.loss.title, calls, rows))
-            elif len(set(rows)) > 1 and not count.sees_global_batch:
-                uneven[count.loss.title] = list(rows)
-        self._outstanding = sum(count.awaited for count in self._counts)
-        for count in self._counts:
-            count.reset()
-        if missing:
-            raise missing_calls(missing)
-        self._calls = Calls(expected, uneven)
-        return self._calls
+        meeting, self._meeting = self._meeting, None
+        if meeting is None:
+            return
+        self._calls = meeting.read()
+        if self._fresh:
+            self._admit(self._fresh)
+        self._depart_early()
+
+    def _first_gradient(self, _: Tensor) -> None:
+        if self._meeting is not None:
+            self.agree()
 
     def returned(self) -> bool:
-        """Backward has passed through one call of a loss; the last one starts the small gradients on their way.
+        """Backward has passed through one call of a loss; after the last one the gradients may leave.
 
         Returns:
             Whether a backward is open that the call belongs to.
@@ -172,73 +160,82 @@ class LossReducer:
         if self._opened is None:
             return False
         self._outstanding -= 1
-        world = groups.world_size()
-        if self._outstanding == 0 and world > 1 and self._flags_ride(self._opened):
-            flags = [_flag(m.parameter.grad, world) for m in self._opened]
-            self._early = self._pack(self._small(self._opened, self._calls), flags)
+        if self._outstanding == 0:
+            if self._meeting is None:
+                self._depart_early()
+            elif self._meeting.arrived():
+                self.agree()
         return True
 
-    def reduce(self, calls: Calls | None) -> None:
+    def _depart_early(self) -> None:
+        managed = self._opened or []
+        # what belongs to no loss gets its gradient later
+        complete = self._outstanding == 0 and all(m.owner >= 0 for m in managed)
+        if managed and complete and groups.world_size() > 1 and self._flags_ride(managed):
+            self._departure = self._depart_expected(managed)
+
+    def reduce(self) -> Calls | None:
         """Replace each gradient by its mean over ranks.
 
-        Args:
-            calls: What ``open`` returned; None: nothing is known, so all small gradients take part.
+        Returns:
+            What the ranks said of their calls; None where no frame was opened.
 
         Raises:
             LossCallError: on every rank, when a parameter has a gradient on some ranks only.
 
         Communication: one all-reduce, one more for each gradient over ``LARGE_BYTES``; on an accelerator one frame.
         """
+        self.agree()
         # nothing is created or replaced between the two ends of a backward
-        managed, world = self._opened or self.managed(), groups.world_size()
-        early, self._early, self._opened, self._calls = self._early, None, None, None
-        if not managed or world == 1:
-            return
-        flags = [_flag(m.parameter.grad, world) for m in managed]
-        small = self._small(managed, calls)
-        if early is not None and not early.still_holds([m.parameter for m in small], flags):
-            # something was added after the losses were through; what was sent is void, and the peers must agree to that
-            early.finish(write=False)
-            frames.exchange("gradients that grew after their losses", {"parameters": self._describe(managed)})
-            early = None
-        if self._flags_ride(managed):
-            counts = (early or self._pack(small, flags)).finish()
-        else:
-            own = json.dumps(flags).encode()
-            everyone = frames.exchange("gradients", {"parameters": self._describe(managed)}, own)
-            counts = [sum(column) for column in zip(*map(json.loads, everyone), strict=True)]
-            small = [m for m, count in zip(managed, counts, strict=True) if count == world and m in small]
-            if not set(counts) - {0, world}:
-                self._pack(small, []).finish()
-        if set(counts) - {0, world}:
-            raise partial_gradients([m.name for m in managed], flags)
-        packed = {m.name for m in small}
-        for m, count in zip(managed, counts, strict=True):
-            if count == world and m.name not in packed:
-                self._reduce_in_place(m.parameter)
+        managed, calls, departure = self._opened or self.managed(), self._calls, self._departure
+        if managed and groups.world_size() > 1:
+            if departure is not None and (grown := departure.grown()):
+                names = ", ".join(managed[i].name for i in grown)
+                frames.exchange("gradients that grew after their losses", {"parameters": names})
+            if self._flags_ride(managed):
+                departure = departure or self._depart_expected(managed)
+                counts = departure.finish()
+                flags, aboard = departure.flags, departure.aboard
+            else:
+                flags = [gradient_flag(m.parameter.grad) for m in managed]
+                everyone = frames.exchange(
+                    "gradients", {"parameters": self._describe(managed)}, json.dumps(flags).encode()
+                )
+                counts = [sum(column) for column in zip(*map(json.loads, everyone), strict=True)]
+                aboard = [False] * len(managed)
+            if set(counts) - {0, groups.world_size()}:
+                raise partial_gradients([m.name for m in managed], flags)
+            rest = [m for m, count, gone in zip(managed, counts, aboard, strict=True) if count and not gone]
+            if rest:
+                self._depart_present(rest).finish()
+        self._close()
+        return calls
 
     @staticmethod
     def _flags_ride(managed: list[_Managed]) -> bool:
         # to read them back from an accelerator would wait for it
         return all(m.parameter.device.type == "cpu" for m in managed)
 
-    def _small(self, managed: list[_Managed], calls: Calls | None) -> list[_Managed]:
-        return [m for m in managed if m.parameter.nbytes <= LARGE_BYTES and self._is_expected(m, calls)]
+    def _depart_expected(self, managed: list[_Managed]) -> Departure:
+        """Send the gradients that may be there; a large one only where the ranks have agreed that its loss ran."""
+        calls = self._calls
+        expected = [calls is None or m.owner < 0 or calls.expected[m.owner] for m in managed]
+        few = [m.parameter.nbytes <= LARGE_BYTES for m in managed]
+        small = [e and f for e, f in zip(expected, few, strict=True)]
+        large = [
+            e and not f and calls is not None and m.owner >= 0 for m, e, f in zip(managed, expected, few, strict=True)
+        ]
+        return self._depart(managed, small, large, with_flags=True)
 
-    def _pack(self, small: list[_Managed], flags: list[int]) -> PackedMean:
-        parameters = [m.parameter for m in small]
-        return PackedMean(parameters, flags, self._wire_dtype(parameters))
+    def _depart_present(self, managed: list[_Managed]) -> Departure:
+        """Send gradients that are there on all ranks."""
+        few = [m.parameter.nbytes <= LARGE_BYTES for m in managed]
+        return self._depart(managed, few, [not f for f in few], with_flags=False)
 
-    def _reduce_in_place(self, parameter: nn.Parameter) -> None:
-        grad = parameter.grad
-        assert grad is not None
-        wire = grad.detach()
-        if self._reduce_dtype is not None:
-            wire = wire.to(self._reduce_dtype)
-        wire = wire.contiguous()
-        transport.reduce_mean_(wire)
-        if wire.data_ptr() != grad.data_ptr():
-            grad.copy_(wire)
+    def _depart(self, managed: list[_Managed], small: list[bool], large: list[bool], *, with_flags: bool) -> Departure:
+        parameters = [m.parameter for m in managed]
+        dtype = self._wire_dtype(list(compress(parameters, small)))
+        return Departure(parameters, small, large, dtype, self._reduce_dtype, with_flags=with_flags)
 
     def _wire_dtype(self, parameters: Sequence[Tensor]) -> torch.dtype:
         if self._reduce_dtype is not None and groups.world_size() <= 256:  # bfloat16 counts flags exactly up to 256
@@ -247,9 +244,6 @@ class LossReducer:
         for parameter in parameters:
             dtype = torch.promote_types(dtype, parameter.dtype)
         return dtype
-
-    def _is_expected(self, m: _Managed, calls: Calls | None) -> bool:
-        return calls is None or m.owner < 0 or calls.expected[m.owner]
 
     def _owner(self, name: str) -> int:
         if name not in self._owners:
@@ -285,8 +279,3 @@ class LossReducer:
 
 def _bytes_of(parameter: Tensor) -> bytes:
     return parameter.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _flag(grad: Tensor | None, world: int) -> int:
-    """0 without a gradient, 1 with one, more than all ranks together for one that cannot be reduced."""
-    return 0 if grad is None else world + 1 if grad.is_sparse else 1

@@ -9,10 +9,10 @@ import pytest
 
 from lightning_ddp_losses.cli import DigitsDataModule
 from lightning_ddp_losses.cli.sampling import (
-    ClassBatches,
     HeldOutSlices,
     check_classes,
     check_cut,
+    class_batches,
     stratified_split,
 )
 from lightning_ddp_losses.errors import ConfigurationError, InputError
@@ -97,7 +97,7 @@ def test_rows_per_class_that_cannot_fill_a_batch_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"at least 4, as there are 5 classes, got 2\nRaise m_per_class"):
         check_classes(labels, 2, 20)
     with pytest.raises(ConfigurationError, match="expected a divisor"):
-        ClassBatches(labels, 0, 20)
+        class_batches(labels, 0, 20)
 
 
 def test_a_batch_that_does_not_divide_names_both_numbers_and_the_way_out() -> None:

@@ -116,10 +116,10 @@ CASES = {
 
 
 def one_process(case: Case, epochs: Iterable[int] = (0, 1), *, drop_last: bool | None = None) -> list[list[list[Any]]]:
-    """The batches of each epoch, from the plain sampler alone."""
-    sampler = case.make()
+    """The batches of each epoch, from the plain sampler alone, fresh for each: some shuffle what they hold."""
     drawn = []
     for epoch in epochs:
+        sampler = case.make()
         seed_all(SEED + epoch, sampler)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)

@@ -400,3 +400,14 @@ def test_every_rank_gets_the_error(pool: RankPool, name: str) -> None:
     assert len({e.message for e in errors}) == 1
     for text in texts:
         assert text in errors[0].message
+
+
+@pytest.mark.parametrize("name", ["m per class", "triplets", "hierarchical"])
+def test_an_epoch_does_not_depend_on_those_before_it(name: str) -> None:
+    """A run that is resumed at epoch 2 draws what the run without a break drew."""
+    case = CASES[name]
+    through, resumed = (GlobalBatchSampler.batches(case.make(), case.size, seed=SEED) for _ in range(2))
+    for _ in range(2):
+        list(through)
+    resumed.set_epoch(2)
+    assert list(resumed) == list(through)

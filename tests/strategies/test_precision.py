@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -171,3 +172,36 @@ def record_half(dtype: torch.dtype) -> tuple[set[Any], torch.dtype]:
     module.loss.to(dtype)
     make_trainer(strategy_of({})).fit(module, data())
     return module.loss.seen, module.loss.W.dtype
+
+
+class Overflows(Learnable):
+    """In batch 1 the inputs of the last rank are more than a half can hold."""
+
+    rate = {"lr": 0.01}  # noqa: RUF012
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        spoilt = index == 1 and self.global_rank == self.trainer.world_size - 1
+        return super().training_step((batch[0] * 1e6 if spoilt else batch[0], batch[1]), index)
+
+
+def fit_scaled(make: Any) -> tuple[dict[str, Tensor], float, torch.dtype, int]:
+    """The state, the scale, the dtype of Adam's memory of W and the steps that Adam took, under float16 with a scaler."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=100)
+    module = make()
+    trainer = make_trainer(strategy_of({}), plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    trainer.fit(module, data())
+    state = trainer.optimizers[0].state[module.loss.W]
+    return dict(module.state_dict()), scaler.get_scale(), state["exp_avg"].dtype, int(state["step"])
+
+
+@pytest.mark.parametrize("make", [Learnable, Overflows])
+def test_a_gradient_scaler_skips_a_step_on_all_ranks_or_on_none(pool: RankPool, make: Any) -> None:
+    skipped = int(make is Overflows)
+    alone = pool.run(1, fit_scaled, make)[0]
+    for world_size in (2, 3):
+        results = pool.run(world_size, fit_scaled, make)
+        for state, scale, dtype, steps in results:
+            assert (scale, dtype) == (2.0**4 / 2**skipped, torch.float32)
+            assert steps == alone[3] == len(batches(TASK)) - skipped
+            assert_close(state, results[0][0], rtol=0)
+            assert_close(state, alone[0], rtol=0.05)

@@ -1,0 +1,98 @@
+"""Four ranks: all of them as one world, and as two groups of two whose batches have nothing to do with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ddp_losses import groups
+from lightning_ddp_losses.errors import RankMismatchError
+from lightning_ddp_losses.losses import GlobalBatchLoss
+from tests.losses.cases import PML
+from tests.losses.harness import SEED, Case, alone, compare, fresh, gradients, mean_over_ranks, on_ranks, own_rows
+from tests.losses.torch_cases import TORCH
+from tests.rank_pool import RankPool
+
+WORLD = 4
+FOUR = {"even": [3, 3, 3, 3], "uneven": [1, 0, 5, 6]}
+MEMBERS = [(0, 2), (1, 3)]
+TWO = {"even": [6, 6], "uneven": [5, 7], "a rank without rows": [12, 0]}
+PICKED = ["ArcFaceLoss", "SupConLoss", "NTXentLoss", "ContrastiveLoss", "NPairsLoss", "MultiSimilarityLoss"]
+CASES: dict[str, Case] = {name: PML[name] for name in PICKED} | {"nn.CrossEntropyLoss": TORCH["nn.CrossEntropyLoss"]}
+Results = dict[str, dict[str, Tensor]]
+
+
+def in_the_world(name: str) -> Results:
+    case = CASES[name]
+    modes = GlobalBatchLoss(case.make()).exact_modes()
+    return {f"{split}, {mode}": on_ranks(case, sizes, mode) for split, sizes in FOUR.items() for mode in modes}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_ranks_are_one_process(pool: RankPool, name: str) -> None:
+    assert_one_process(CASES[name], pool.run(WORLD, in_the_world, name), FOUR)
+
+
+def own_group() -> dist.ProcessGroup:
+    made = [dist.new_group(list(members)) for members in MEMBERS]
+    return next(group for group, members in zip(made, MEMBERS, strict=True) if dist.get_rank() in members)
+
+
+def in_two_groups(names: Sequence[str]) -> dict[str, Results]:
+    """Each group evaluates the same rows; the second in another order of modes, so that the groups never march in step."""
+    group, found = own_group(), {}
+    for name in names:
+        case = CASES[name]
+        modes = GlobalBatchLoss(case.make()).exact_modes()
+        if dist.get_rank() in MEMBERS[1]:
+            modes = modes[::-1]
+        found[name] = {
+            f"{split}, {mode}": in_group(case, sizes, mode, group) for split, sizes in TWO.items() for mode in modes
+        }
+    return found
+
+
+def in_group(case: Case, sizes: list[int], mode: str, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    net, loss = fresh(case)
+    wrapped = GlobalBatchLoss(loss, **{**case.options, "mode": mode, "group": group})
+    torch.manual_seed(SEED)
+    args, kwargs = case.give(net, own_rows(sizes, groups.rank(group)))
+    value = wrapped(*args, **kwargs)
+    value.backward()
+    return {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
+
+
+def test_each_group_is_one_process(pool: RankPool) -> None:
+    results = pool.run(WORLD, in_two_groups, list(CASES))
+    for members in MEMBERS:
+        for name, case in CASES.items():
+            assert_one_process(case, [results[rank][name] for rank in members], TWO)
+
+
+def assert_one_process(case: Case, results: Sequence[Results], splits: dict[str, list[int]]) -> None:
+    truths = {split: alone(case, sizes) for split, sizes in splits.items()}
+    for key in results[0]:
+        compare(mean_over_ranks([result[key] for result in results]), truths[key.split(", ")[0]], key)
+
+
+def disagree_in_one_group() -> str:
+    """Ranks 1 and 3 differ in width; ranks 0 and 2 are not to be troubled."""
+    loss = GlobalBatchLoss(CASES["SupConLoss"].make(), group=own_group())
+    width = 5 + (dist.get_rank() == 3)
+    try:
+        loss(torch.randn(4, width), torch.tensor([0, 0, 1, 1]))
+    except RankMismatchError as error:
+        return str(error)
+    return "fine"
+
+
+def test_an_error_stays_in_its_group(pool: RankPool) -> None:
+    said = pool.run(WORLD, disagree_in_one_group)
+    assert said[0] == said[2] == "fine"
+    assert said[1] == said[3]
+    assert "(4, 5)" in said[1] or "('rows', 5)" in said[1], said[1]
+    assert "6)" in said[1]

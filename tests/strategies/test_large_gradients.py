@@ -1,0 +1,70 @@
+"""Gradients that travel alone, in their own memory, while backward still runs; here every gradient counts as large."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from lightning_ddp_losses.strategies import reduction
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import Job, Strategy, fit, fit_alone
+from tests.strategies.scenarios import Alternating, OrderByRank
+from tests.strategies.test_gradient_flags import Partial, Sparse, UsedEarlier, UsedEarlierOnOneRank
+from tests.strategies.test_manual import TwoForwardsThenTwoBackwards
+
+
+def fit_large(make: Callable[[], Job], strategy: Strategy | None = None, **options: Any) -> dict[str, Tensor]:
+    before, reduction.LARGE_BYTES = reduction.LARGE_BYTES, 0
+    try:
+        return fit(make, strategy, **options)
+    finally:
+        reduction.LARGE_BYTES = before
+
+
+@pytest.mark.parametrize("job", [Job, Alternating, OrderByRank, UsedEarlier], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_large_gradients_equal_one_process(pool: RankPool, job: type[Job], accumulate: int) -> None:
+    expected = fit_alone(job, accumulate_grad_batches=accumulate)
+    for world_size in (1, 2, 3):
+        for strategy in ({}, {"check_calls": False}):
+            for state in pool.run(world_size, fit_large, job, strategy, accumulate_grad_batches=accumulate):
+                assert_close(state, expected)
+
+
+def test_large_gradients_in_manual_optimisation(pool: RankPool) -> None:
+    expected = fit_alone(TwoForwardsThenTwoBackwards)
+    for state in pool.run(2, fit_large, TwoForwardsThenTwoBackwards):
+        assert_close(state, expected)
+
+
+@pytest.mark.parametrize(
+    ("job", "strategy", "words"),
+    [
+        (Partial, {}, ("`loss.W`", "rank 1: no gradient")),
+        (Sparse, {"losses": ["loss", "centres"]}, ("`centres.weight`", "rank 1: sparse")),
+        (UsedEarlierOnOneRank, {}, ("rank 1: gradients that grew after their losses (parameters=loss.W)",)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_errors_leave_nothing_on_the_wire(
+    pool: RankPool, job: type[Job], strategy: Strategy, words: tuple[str, ...]
+) -> None:
+    outcomes = pool.run(2, fail_then_fit, job, strategy)
+    expected = fit_alone(Job)
+    assert len({message for message, _ in outcomes}) == 1
+    for message, state in outcomes:
+        assert all(word in message for word in words), message
+        assert_close(state, expected)
+
+
+def fail_then_fit(make: Callable[[], Job], strategy: Strategy) -> tuple[str, dict[str, Tensor]]:
+    """What the first fit says, and what a second one in the same processes and groups trains."""
+    try:
+        fit_large(make, strategy)
+    except RuntimeError as error:
+        message = str(error)
+    return message, fit_large(Job)
