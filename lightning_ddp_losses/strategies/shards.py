@@ -66,7 +66,7 @@ class Shards:
             column = [ClassShard(*row[index][1:]) for row in everyone]
             self.owners[name] = _tile(name, column)
             self._replicas[name] = sum(s.classes for s in column) // column[0].num_classes
-        if is_overridden("configure_gradient_clipping", module):
+        if groups.world_size() > 1 and is_overridden("configure_gradient_clipping", module):
             raise ConfigurationError(
                 format_error(
                     "configure_gradient_clipping",
