@@ -10,6 +10,7 @@ Legend: ``c`` classes held, ``K`` weight rows per class, ``G`` rows of the batch
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,7 @@ class SampledSteps:
         self, parameter: nn.Parameter, touched: Callable[[], Tensor | None], forget: Callable[[], None]
     ) -> None:
         self._parameter, self._touched, self._forget = parameter, touched, forget
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._part: nn.Parameter | None = None
         self._rows = torch.empty(0, dtype=torch.long)
 
@@ -88,9 +90,14 @@ class SampledSteps:
         """Install on an optimizer that holds the weight; False for another."""
         if all(p is not self._parameter for group in optimizer.param_groups for p in group["params"]):
             return False
+        self._optimizer = weakref.ref(optimizer)
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(lambda opt, *_: self._leave(opt))
         return True
+
+    def holds(self, optimizer: Any) -> bool:
+        """Whether this is the optimizer that it was attached to."""
+        return self._optimizer is not None and self._optimizer() is optimizer
 
     def _before(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Hand over the rows; where forward and backward are yet to come, in a closure, after that."""

@@ -173,10 +173,11 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
 
     def attach(self, optimizer: Any) -> None:
         """Let an optimizer step only the rows that were looked at; needed with ``sample_rate`` below 1."""
-        if self.sampler is None or self._attached is not None:
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        if self.sampler is None or (self._attached is not None and self._attached.holds(inner)):
             return
         steps = SampledSteps(self.weight, self._touched_rows, self._forget)
-        if steps.attach(getattr(optimizer, "_optimizer", optimizer)):
+        if steps.attach(inner):
             self._attached = steps
 
     def _forget(self) -> None:
@@ -258,7 +259,7 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         self._fingerprint = self._fingerprint or digest(self.loss)
         agreed = {
             "classes": self._classes,
-            "sampling": "none" if self.sampler is None else f"{self.sampler.rate} {self.sampler.unbiased}",
+            "sampling": "none" if self._samples is None else f"{self._samples.rate} {self._samples.unbiased}",
             "configuration": self._fingerprint,
             "miner": type(indices_tuple).__name__,
             "coefficient of the last backward": self._coefficients.take(),
@@ -294,13 +295,18 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         shard = self.shard
         local = torch.where((labels >= shard.start) & (labels < shard.stop), labels - shard.start, -1)
         chunk = self._chunk(rows, element_bytes)
-        if self.sampler is None:
+        if self._samples is None:
             return Held(self._head, local, chunk, None, None, self._penalty, self._group, self._replicas)
         self._draws += 1
-        chosen, local, log_weight = self.sampler.draw(local, shard.classes, self._sampling_seed())
+        chosen, local, log_weight = self._samples.draw(local, shard.classes, self._sampling_seed())
         return Held(
             self._head, local, chunk, chosen, log_weight, None, self._group, self._replicas, note=self._note_touched
         )
+
+    @property
+    def _samples(self) -> ClassSampler | None:
+        # what is only looked at, in validation, is looked at whole
+        return self.sampler if torch.is_grad_enabled() else None
 
     def _chunk(self, rows: int, element_bytes: int) -> int:
         return self.chunk_size or max(16, _CHUNK_BYTES // (max(rows, 1) * element_bytes * self._head.per_class))

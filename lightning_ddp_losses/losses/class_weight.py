@@ -162,6 +162,7 @@ class ClassWeight(nn.Module):
                 )
             state_dict = {**state_dict, key: self.shard.own_part(given)}
         super()._load_from_state_dict(state_dict, prefix, *args)
+        tag_shard(self.weight, self.shard)  # assign=True puts another parameter in its place
 
     def _save_to_state_dict(self, *args: Any) -> None:
         if self._world == 0 and not self.shard.classes:
