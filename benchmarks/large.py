@@ -97,7 +97,8 @@ class ArcFace:
 
     def gradients(self) -> list[Tensor]:
         """Of the rows (times W where the loss is one rank's mean) and of the rows' classes."""
-        assert self.rows.grad is not None and self.weight.grad is not None
+        assert self.rows.grad is not None
+        assert self.weight.grad is not None
         first = 0
         if self.how == "divided":
             first = self.loss.shard.start  # type: ignore[union-attr]
@@ -137,7 +138,8 @@ class Clip:
 
     def gradients(self) -> list[Tensor]:
         """Of both towers' rows."""
-        assert self.images.grad is not None and self.texts.grad is not None
+        assert self.images.grad is not None
+        assert self.texts.grad is not None
         return [self.images.grad, self.texts.grad]
 
 

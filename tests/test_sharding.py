@@ -49,3 +49,14 @@ def test_impossible_bounds_are_refused(bounds: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("bounds", [(0, 0, 0), (3, 3, 3), (0, 3, 3)])
 def test_empty_and_full_blocks_are_fine(bounds: tuple[int, int, int]) -> None:
     ClassShard(*bounds)
+
+
+@pytest.mark.parametrize(("classes", "world"), [(7, 3), (4, 3), (9, 2), (5, 5), (1, 1)])
+def test_blocks_are_those_of_torch_chunk(classes: int, world: int) -> None:
+    whole = torch.arange(2 * classes * 3).view(2, classes * 3)
+    shards = [ClassShard.of_rank(classes, world, rank, dim=1, per_class=3) for rank in range(world)]
+    parts = [shard.own_part(whole) for shard in shards]
+    assert torch.equal(torch.cat(parts, 1), whole)
+    sizes = [len(part) for part in torch.arange(classes).chunk(world)]
+    assert [shard.classes for shard in shards] == sizes + [0] * (world - len(sizes))
+    assert {shard.whole_shape(part) for shard, part in zip(shards, parts, strict=True)} == {tuple(whole.shape)}

@@ -77,6 +77,7 @@ class Head:
         per_class: K.
         has_margin: The target's logit is a function of its own, else the others' plus ``target_offset``.
         target_offset: Added to the target's logit.
+        is_cosine: Logits are products of scaled rows with weight rows of length one.
         shown: What ``get_logits`` of the loss gives, over the logits of the softmax.
     """
 
@@ -92,6 +93,8 @@ class Head:
         self.shown = 1 / self._constant() if cls in (pml.SoftTripleLoss, pml.ProxyNCALoss) else 1.0
         dot = isinstance(loss.distance, distances.DotProductSimilarity) and loss.distance.power == 1
         self._linear = dot and cls is not pml.SoftTripleLoss  # the scale may go to the rows, which are fewer
+        unit = loss.distance.p == 2 and (loss.distance.normalize_embeddings or cls is pml.NormalizedSoftmaxLoss)
+        self.is_cosine = self._linear and unit and self.per_class == 1 and not self._norms_count
 
     def prepare(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Rows as they enter the product, (G, D), and what multiplies their logits, (G, 1) or (1, 1)."""

@@ -10,15 +10,17 @@ Legend: ``c`` classes held, ``K`` weight rows per class, ``G`` rows of the batch
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.sharding import shard_of
 
-__all__ = ["ClassSampler", "SampledSteps"]
+__all__ = ["ClassSampler", "SampledSteps", "refuse_options"]
 
 
 class ClassSampler:
@@ -61,7 +63,10 @@ class ClassSampler:
         if self.unbiased and wanted > certain:
             correction = math.log((classes - certain) / (wanted - certain))
             log_weight = torch.where(positive[chosen], 0.0, correction)
-        return chosen, torch.where(labels >= 0, place[labels.clamp(min=0)], -1), log_weight
+        own = labels >= 0
+        positions = torch.full_like(labels, -1)
+        positions[own] = place[labels[own]]
+        return chosen, positions, log_weight
 
 
 class SampledSteps:
@@ -77,6 +82,7 @@ class SampledSteps:
         self, parameter: nn.Parameter, touched: Callable[[], Tensor | None], forget: Callable[[], None]
     ) -> None:
         self._parameter, self._touched, self._forget = parameter, touched, forget
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._part: nn.Parameter | None = None
         self._rows = torch.empty(0, dtype=torch.long)
 
@@ -84,9 +90,14 @@ class SampledSteps:
         """Install on an optimizer that holds the weight; False for another."""
         if all(p is not self._parameter for group in optimizer.param_groups for p in group["params"]):
             return False
+        self._optimizer = weakref.ref(optimizer)
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(lambda opt, *_: self._leave(opt))
         return True
+
+    def holds(self, optimizer: Any) -> bool:
+        """Whether this is the optimizer that it was attached to."""
+        return self._optimizer is not None and self._optimizer() is optimizer
 
     def _before(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Hand over the rows; where forward and backward are yet to come, in a closure, after that."""
@@ -156,3 +167,30 @@ class SampledSteps:
 
 def _is_like(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
+
+
+def refuse_options(classes: int, chunk_size: int | None, sample_rate: float, *, regularised: bool) -> None:
+    """Refuse a chunk or a share of the classes that cannot be.
+
+    Raises:
+        ConfigurationError: naming the option.
+    """
+    if chunk_size is not None and (not isinstance(chunk_size, int) or not 1 <= chunk_size <= classes):
+        raise ConfigurationError(
+            format_error(
+                "ClassShardedLoss: chunk_size", expected=f"1 to {classes} classes, or None", got=repr(chunk_size)
+            )
+        )
+    if not 0 < sample_rate <= 1:
+        raise ConfigurationError(
+            format_error("ClassShardedLoss: sample_rate", expected="above 0 and at most 1", got=repr(sample_rate))
+        )
+    if sample_rate < 1 and regularised:
+        raise ConfigurationError(
+            format_error(
+                "ClassShardedLoss: weight_regularizer",
+                expected="none together with sample_rate below 1",
+                got=f"one, and sample_rate={sample_rate}",
+                fix="It would see the sampled classes only; use the optimizer's weight_decay, which the sampled rows get.",
+            )
+        )

@@ -23,9 +23,9 @@ from lightning_ddp_losses.losses.class_heads import head_of
 from lightning_ddp_losses.losses.class_init import empty_loss, refuse_joint_draws
 from lightning_ddp_losses.losses.class_logits import ClassLogits
 from lightning_ddp_losses.losses.class_penalties import penalty_of
-from lightning_ddp_losses.losses.class_sampling import ClassSampler, SampledSteps
+from lightning_ddp_losses.losses.class_sampling import ClassSampler, SampledSteps, refuse_options
 from lightning_ddp_losses.losses.class_softmax import Held, row_losses
-from lightning_ddp_losses.losses.class_weight import ClassWeight
+from lightning_ddp_losses.losses.class_weight import ClassWeight, weight_of
 from lightning_ddp_losses.losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.losses.fingerprint import digest
 from lightning_ddp_losses.losses.mined import counts_of, weights_of
@@ -92,7 +92,7 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         unbiased: bool = False,
         group: Group = None,
     ) -> None:
-        weight = _take_weight(loss)
+        weight = weight_of(loss)
         self._set_up(loss, weight.shape, chunk_size, sample_rate, unbiased, group)
         self._register(weight.detach())
         if groups.is_distributed():
@@ -158,12 +158,13 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         penalty = penalty_of(loss, head_of(loss).per_class)
         refuse_unfit(loss, "auto", "own_slice")
         ClassWeight.__init__(self, loss, whole_shape, group)
-        _check_options(self._classes, chunk_size, sample_rate, regularised=penalty is not None)
+        refuse_options(self._classes, chunk_size, sample_rate, regularised=penalty is not None)
         self._penalty = penalty
         self.chunk_size = chunk_size
         self.sampler = ClassSampler(sample_rate, unbiased) if sample_rate < 1 else None
         self._attached: SampledSteps | None = None
         self._touched: Tensor | None = None
+        self._touched_in = -1
         self._draws = 0
         self._fingerprint = ""
         self._coefficients = CoefficientWatch()
@@ -172,19 +173,23 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
 
     def attach(self, optimizer: Any) -> None:
         """Let an optimizer step only the rows that were looked at; needed with ``sample_rate`` below 1."""
-        if self.sampler is None or self._attached is not None:
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        if self.sampler is None or (self._attached is not None and self._attached.holds(inner)):
             return
         steps = SampledSteps(self.weight, self._touched_rows, self._forget)
-        if steps.attach(getattr(optimizer, "_optimizer", optimizer)):
+        if steps.attach(inner):
             self._attached = steps
 
     def _forget(self) -> None:
         self._touched = None
 
     def _note_touched(self, chosen: Tensor) -> None:
-        if self._touched is None:
+        """A backward gave these classes a gradient; what earlier ones touched counts until the gradient is dropped."""
+        backward = torch._C._current_graph_task_id()
+        if self._touched is None or (self.weight.grad is None and backward != self._touched_in):
             self._touched = torch.zeros(self.shard.classes, dtype=torch.bool, device=chosen.device)
         self._touched[chosen] = True
+        self._touched_in = backward
 
     def _touched_rows(self) -> Tensor | None:
         return None if self._touched is None else self._touched.repeat_interleave(self._head.per_class)
@@ -200,8 +205,6 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
             indices_tuple: A miner's pairs or triplets of local rows; as in PML they weigh the rows.
         """
         self._prepare(embeddings, labels, classified=True)
-        if self.weight.grad is None:  # else the rows of earlier backwards have gradients too
-            self._forget()
         try:
             value: Tensor = graph.run_wide(self, self._forward, (embeddings, labels, indices_tuple), {})
         except Exception as error:  # what all ranks raise alike passes through
@@ -256,7 +259,7 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         self._fingerprint = self._fingerprint or digest(self.loss)
         agreed = {
             "classes": self._classes,
-            "sampling": "none" if self.sampler is None else f"{self.sampler.rate} {self.sampler.unbiased}",
+            "sampling": "none" if self._samples is None else f"{self._samples.rate} {self._samples.unbiased}",
             "configuration": self._fingerprint,
             "miner": type(indices_tuple).__name__,
             "coefficient of the last backward": self._coefficients.take(),
@@ -287,27 +290,23 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         except InputError as error:
             frames.fail_together(error, self._title, group=self._group)
 
-    def _stamp(self) -> bytes:
-        """What the first class held looks like; nothing where reading it would wait for a device, or where it says nothing."""
-        weight = self.weight
-        if weight.device.type != "cpu" or not self.shard.classes or self._world == 1:
-            return b""
-        row = weight.detach().narrow(self._head.class_dim, 0, 1).contiguous().view(-1)
-        if bool((row == row[0]).all()):
-            return b""  # a constant start is the same everywhere
-        return hashlib.blake2b(row.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
-
     def _held(self, labels: Tensor, rows: int, element_bytes: int) -> Held:
         """What this rank looks at in a step."""
         shard = self.shard
         local = torch.where((labels >= shard.start) & (labels < shard.stop), labels - shard.start, -1)
         chunk = self._chunk(rows, element_bytes)
-        if self.sampler is None:
+        if self._samples is None:
             return Held(self._head, local, chunk, None, None, self._penalty, self._group, self._replicas)
         self._draws += 1
-        chosen, local, log_weight = self.sampler.draw(local, shard.classes, self._sampling_seed())
-        self._note_touched(chosen)
-        return Held(self._head, local, chunk, chosen, log_weight, None, self._group, self._replicas)
+        chosen, local, log_weight = self._samples.draw(local, shard.classes, self._sampling_seed())
+        return Held(
+            self._head, local, chunk, chosen, log_weight, None, self._group, self._replicas, note=self._note_touched
+        )
+
+    @property
+    def _samples(self) -> ClassSampler | None:
+        # what is only looked at, in validation, is looked at whole
+        return self.sampler if torch.is_grad_enabled() else None
 
     def _chunk(self, rows: int, element_bytes: int) -> int:
         return self.chunk_size or max(16, _CHUNK_BYTES // (max(rows, 1) * element_bytes * self._head.per_class))
@@ -336,31 +335,3 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         self.loss.add_embedding_regularization_to_loss_dict(found, everyone)
         reduced: Tensor = self.loss.reducer(found, everyone, labels)
         return reduced
-
-
-def _take_weight(loss: Any) -> Tensor:
-    weight = getattr(loss, head_of(loss).weight_name)
-    assert isinstance(weight, Tensor)
-    return weight
-
-
-def _check_options(classes: int, chunk_size: int | None, sample_rate: float, *, regularised: bool) -> None:
-    if chunk_size is not None and (not isinstance(chunk_size, int) or not 1 <= chunk_size <= classes):
-        raise ConfigurationError(
-            format_error(
-                "ClassShardedLoss: chunk_size", expected=f"1 to {classes} classes, or None", got=repr(chunk_size)
-            )
-        )
-    if not 0 < sample_rate <= 1:
-        raise ConfigurationError(
-            format_error("ClassShardedLoss: sample_rate", expected="above 0 and at most 1", got=repr(sample_rate))
-        )
-    if sample_rate < 1 and regularised:
-        raise ConfigurationError(
-            format_error(
-                "ClassShardedLoss: weight_regularizer",
-                expected="none together with sample_rate below 1",
-                got=f"one, and sample_rate={sample_rate}",
-                fix="It would see the sampled classes only; use the optimizer's weight_decay, which the sampled rows get.",
-            )
-        )

@@ -41,6 +41,7 @@ class Held:
         log_weight: (c',) added to each class's logit in the sum, 0 for a target (sampling); None: nothing.
         penalty: Of a block of weight rows, its summed terms and their number; None: none.
         group: Process group.
+        note: Told in backward which classes got a gradient.
         replicas: Ranks that hold the same classes in other parts of the world; None: there are none.
     """
 
@@ -52,6 +53,7 @@ class Held:
     penalty: Penalty | None = None
     group: Group = None
     replicas: Group = None
+    note: Callable[[Tensor], None] | None = None
 
     def chunks(self, weight: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """First and one past the last class of each chunk, and their weight rows (classes * K, D)."""
@@ -144,34 +146,12 @@ class _ClassSoftmax(torch.autograd.Function):
         held: Held = ctx.held
         rows, scale, weight, lse, target = ctx.saved_tensors
         wants = ctx.needs_input_grad
+        if held.note is not None and held.chosen is not None:
+            held.note(held.chosen)
         d_rows, d_scale = torch.zeros_like(rows), torch.zeros_like(scale)
         d_weight = torch.zeros_like(weight) if held.chosen is not None else torch.empty_like(weight)
-        for start, stop, block in held.chunks(weight):
-            leaves = [t.detach().requires_grad_() for t in (rows, block, *([scale] if len(scale) > 1 else []))]
-            with torch.enable_grad():
-                logits = held.head.logits(leaves[0], leaves[2] if len(scale) > 1 else scale, leaves[1])
-            where = _targets_in(held.labels, start, stop)
-            share = logits.detach()  # its memory is nobody else's: no step of a head keeps its result for backward
-            if held.head.has_margin:
-                share[where] = -torch.inf  # the target's gradient takes its own way
-            else:
-                share[where] += held.head.target_offset
-            if held.log_weight is not None:
-                share += held.log_weight[start:stop]
-            share.sub_(lse.unsqueeze(1)).exp_()
-            if not held.head.has_margin:
-                share[where] -= 1
-            share.mul_(grad.unsqueeze(1))
-            found = torch.autograd.grad(logits, leaves, share)
-            d_rows += found[0]
-            if len(scale) > 1:
-                d_scale += found[2]
-            block_grad = found[1]
-            if held.penalty is not None:
-                with torch.enable_grad():
-                    value, _number = held.penalty(leaves[1])
-                block_grad = block_grad + torch.autograd.grad(value, leaves[1], grad_penalty)[0]
-            d_weight[held.rows_of(start, stop)] = block_grad
+        backward = _cosine_backward if held.head.is_cosine else _chunk_backward
+        backward(held, (rows, scale, weight), lse, (grad, grad_penalty), (d_rows, d_scale, d_weight))
         if held.head.has_margin and bool(ctx.own.any()):
             _add_targets(held, ctx.own, grad, lse, target, (rows, scale, weight), (d_rows, d_scale, d_weight))
         if held.replicas is not None and wants[3]:
@@ -181,6 +161,82 @@ class _ClassSoftmax(torch.autograd.Function):
             for grad, wanted in zip((d_rows, d_scale), wants[1:3], strict=True)
         ]
         return None, *for_mean, d_weight if wants[3] else None
+
+
+def _softmax(held: Held, logits: Tensor, lse: Tensor, start: int, stop: int) -> Tensor:
+    """Of a chunk, in the memory of its logits; less 1 at the targets. A target with a margin counts 0: its gradient takes its own way."""
+    where = _targets_in(held.labels, start, stop)
+    if held.head.has_margin:
+        logits[where] = -torch.inf
+    else:
+        logits[where] += held.head.target_offset
+    if held.log_weight is not None:
+        logits += held.log_weight[start:stop]
+    logits.sub_(lse.unsqueeze(1)).exp_()
+    if not held.head.has_margin:
+        logits[where] -= 1
+    return logits
+
+
+def _chunk_backward(
+    held: Held,
+    given: tuple[Tensor, Tensor, Tensor],
+    lse: Tensor,
+    grads: tuple[Tensor, Tensor],
+    into: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Any head, by autograd on each chunk."""
+    rows, scale, weight = given
+    d_rows, d_scale, d_weight = into
+    several = len(scale) > 1
+    for start, stop, block in held.chunks(weight):
+        leaves = [t.detach().requires_grad_() for t in (rows, block, *([scale] if several else []))]
+        with torch.enable_grad():
+            logits = held.head.logits(leaves[0], leaves[2] if several else scale, leaves[1])
+        # the logits' memory is nobody else's: no step of a head keeps its result for backward
+        share = _softmax(held, logits.detach(), lse, start, stop).mul_(grads[0].unsqueeze(1))
+        found = torch.autograd.grad(logits, leaves, share)
+        d_rows += found[0]
+        if several:
+            d_scale += found[2]
+        d_weight[held.rows_of(start, stop)] = _with_penalty(held, block, found[1], grads[1])
+
+
+def _cosine_backward(
+    held: Held,
+    given: tuple[Tensor, Tensor, Tensor],
+    lse: Tensor,
+    grads: tuple[Tensor, Tensor],
+    into: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """The same for cosines, by hand: half the passes over memory."""
+    rows, scale, weight = given
+    d_rows, d_scale, d_weight = into
+    scaled = rows * scale
+    weighted = scaled * grads[0].unsqueeze(1)
+    for start, stop, block in held.chunks(weight):
+        norms = torch.linalg.vector_norm(block, dim=1, keepdim=True)
+        unit = block / norms.clamp(min=1e-12)
+        share = _softmax(held, scaled @ unit.t(), lse, start, stop)
+        d_rows.addmm_(share, unit)
+        found = share.t() @ weighted
+        along = torch.where(norms > 1e-12, torch.linalg.vecdot(found, unit).unsqueeze(1), 0.0)
+        found.addcmul_(unit, along, value=-1).div_(norms.clamp(min=1e-12))
+        d_weight[held.rows_of(start, stop)] = _with_penalty(held, block, found, grads[1])
+    d_rows *= grads[0].unsqueeze(1)
+    if len(scale) > 1:
+        d_scale += (d_rows * rows).sum(1, keepdim=True)
+    d_rows *= scale
+
+
+def _with_penalty(held: Held, block: Tensor, found: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of a block of weight rows, that of the regulariser added."""
+    if held.penalty is None:
+        return found
+    leaf = block.detach().requires_grad_()
+    with torch.enable_grad():
+        value, _ = held.penalty(leaf)
+    return found + torch.autograd.grad(value, leaf, grad)[0]
 
 
 def _target_logits(held: Held, rows: Tensor, scale: Tensor, weight: Tensor, own: Tensor) -> Tensor:

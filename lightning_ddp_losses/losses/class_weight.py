@@ -6,6 +6,7 @@ Legend: ``W`` ranks, ``D`` embedding size, ``C`` classes, ``c`` classes on this 
 from __future__ import annotations
 
 import copy
+import hashlib
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lightning_ddp_losses.losses.class_init import fill
 from lightning_ddp_losses.losses.fingerprint import digest
 from lightning_ddp_losses.sharding import ClassShard, tag_shard
 
-__all__ = ["ClassWeight"]
+__all__ = ["ClassWeight", "weight_of"]
 
 
 class ClassWeight(nn.Module):
@@ -161,11 +162,22 @@ class ClassWeight(nn.Module):
                 )
             state_dict = {**state_dict, key: self.shard.own_part(given)}
         super()._load_from_state_dict(state_dict, prefix, *args)
+        tag_shard(self.weight, self.shard)  # assign=True puts another parameter in its place
 
     def _save_to_state_dict(self, *args: Any) -> None:
         if self._world == 0 and not self.shard.classes:
             self.shard_classes()
         super()._save_to_state_dict(*args)
+
+    def _stamp(self) -> bytes:
+        """What the first class held looks like; nothing where reading it would wait for a device, or where it says nothing."""
+        weight = self.weight
+        if weight.device.type != "cpu" or not self.shard.classes or self._world == 1:
+            return b""
+        row = weight.detach().narrow(self._head.class_dim, 0, 1).contiguous().view(-1)
+        if bool((row == row[0]).all()):
+            return b""  # a constant start is the same everywhere
+        return hashlib.blake2b(row.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
 
     @property
     def _title(self) -> str:
@@ -184,3 +196,10 @@ def _rows_first(weight: Tensor, class_dim: int) -> Tensor:
     if class_dim == 0:
         return weight.clone(memory_format=torch.contiguous_format)
     return weight.t().clone(memory_format=torch.contiguous_format).t()
+
+
+def weight_of(loss: Any) -> Tensor:
+    """The whole weight of an instance."""
+    weight = getattr(loss, head_of(loss).weight_name)
+    assert isinstance(weight, Tensor)
+    return weight

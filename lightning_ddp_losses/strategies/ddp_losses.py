@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,18 +26,17 @@ from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.strategies import adoption, layer_sync, wrapping
 from lightning_ddp_losses.strategies.advice import Advice
 from lightning_ddp_losses.strategies.discovery import FoundLoss, find_losses, is_loss
+from lightning_ddp_losses.strategies.divided import DividedWeights
 from lightning_ddp_losses.strategies.globalise import globalised
 from lightning_ddp_losses.strategies.guard import HiddenSentinel, LossGuard
 from lightning_ddp_losses.strategies.precision import PrecisionKeeper
 from lightning_ddp_losses.strategies.reduction import LossReducer
 from lightning_ddp_losses.strategies.reshuffle import refuse_other_batches, warn_if_reshuffled
-from lightning_ddp_losses.strategies.shard_files import REST, ShardFiles, is_sharded, refuse_other_sizes
-from lightning_ddp_losses.strategies.shards import Shards, divide, unshared
 
 __all__ = ["DDPLossStrategy"]
 
 
-class DDPLossStrategy(DDPStrategy):
+class DDPLossStrategy(DividedWeights):
     """DDP in which every learnable loss gets the mean of its gradients, whatever each rank called and in which order.
 
     Equivalent to: ``Trainer(strategy="ddp")`` on a module whose losses are all called once on every rank, but right also
@@ -89,7 +87,7 @@ class DDPLossStrategy(DDPStrategy):
         sharded_checkpoints: bool = False,
         **ddp_kwargs: Any,
     ) -> None:
-        super().__init__(**ddp_kwargs)
+        super().__init__(sharded_checkpoints=sharded_checkpoints, **ddp_kwargs)
         self._ddp_kwargs = wrapping.without_defaults(self._ddp_kwargs)
         if not isinstance(losses, str) and not (
             isinstance(losses, Sequence) and all(isinstance(name, str) for name in losses)
@@ -105,8 +103,6 @@ class DDPLossStrategy(DDPStrategy):
         if global_batch not in (False, "auto"):
             raise ConfigurationError(format_error("global_batch", expected="False or 'auto'", got=repr(global_batch)))
         self._global_batch = global_batch
-        self._sharded_checkpoints = sharded_checkpoints
-        self._loaded_from: Any = None
         self._reset()
 
     def _reset(self) -> None:
@@ -118,8 +114,6 @@ class DDPLossStrategy(DDPStrategy):
         self._blocked = False
         self._in_training_step = False
         self._advice = Advice()
-        self._shards: Shards | None = None
-        self._files: ShardFiles | None = None
 
     # ------------------------------------------------------------------ options
 
@@ -161,17 +155,13 @@ class DDPLossStrategy(DDPStrategy):
         with self._together("setup"):
             module = self._module
             self._losses = find_losses(module, self._selection)
-            shards = self._meet_shards()
+            self.meet_shards()  # before their values are remembered
             self._precision.remember([loss.module for loss in self._losses])
-            fitting = trainer.state.fn == TrainerFn.FITTING
-            with contextlib.nullcontext() if fitting else unshared(module, wrapping.ignoring):
-                super().setup(trainer)
+            super().setup(trainer)
             refuse_nan = getattr(self.precision_plugin, "scaler", None) is None
+            fitting = trainer.state.fn == TrainerFn.FITTING
             if fitting:
                 self._meet_hidden(trainer)
-                if shards:
-                    shards.attach(self.optimizers)
-                    shards.install_clipping(self.precision_plugin)
             self._guards = [
                 LossGuard(loss, refuse_nan=refuse_nan, whole=globalised(loss) if self._global_batch else None)
                 for loss in self._losses
@@ -207,14 +197,6 @@ class DDPLossStrategy(DDPStrategy):
         for loss in self._losses:
             if loss.learnable and not loss.owned:
                 rank_zero_info(f"{loss.title} shares a parameter with the model and stays in the model's DDP.")
-
-    def _meet_shards(self) -> Shards:
-        """Divide the classes of losses that can be divided, once the ranks exist."""
-        if self._shards is None:
-            divide(self._module)
-            self._shards = Shards(self._module)
-            self._files = ShardFiles(self._shards, sharded=self._sharded_checkpoints)
-        return self._shards
 
     def _meet_hidden(self, trainer: pl.Trainer) -> None:
         hidden = adoption.find(trainer, self._module, self.optimizers, adopt=self._adopt)
@@ -267,8 +249,6 @@ class DDPLossStrategy(DDPStrategy):
             calls = self._reducer.reduce()
             if calls is not None:
                 self._advice.uneven_rows(calls.uneven)
-            if self._shards and getattr(self.precision_plugin, "scaler", None) is not None:
-                self._shards.share_overflow()
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -317,50 +297,9 @@ class DDPLossStrategy(DDPStrategy):
 
     # ------------------------------------------------------------------ checkpoints, end
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file, or what is not divided of a folder of shards."""
-        self._loaded_from = checkpoint_path if is_sharded(checkpoint_path) else None
-        return super().load_checkpoint(
-            Path(checkpoint_path) / REST if self._loaded_from is not None else checkpoint_path,
-            weights_only=weights_only,
-        )
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a file, or a folder of shards."""
-        if not (self._sharded_checkpoints and self._files is not None and self._shards):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        rest = super().save_checkpoint
-        self._files.write(filepath, lambda path: rest(checkpoint, path, storage_options))
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """An optimizer's state, that of divided weights as the whole."""
-        state = super().optimizer_state(optimizer)
-        inner = getattr(optimizer, "_optimizer", optimizer)
-        if not self._meet_shards() or "state" not in state:
-            return state
-        assert self._files is not None
-        number = next(i for i, known in enumerate(self.optimizers) if known is inner)
-        return self._files.optimizer_state(inner, number, state)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load, keeping this rank's part of what belongs to divided weights."""
-        self._meet_shards()
-        assert self._files is not None
-        states = [
-            self._files.own_optimizer_state(optimizer, state, self._loaded_from)
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
-        ]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load, leaving out adopted losses where none are registered (validate, test, predict)."""
         state = checkpoint["state_dict"]
-        with self._together("loading a checkpoint"):
-            self._meet_shards()
-            refuse_other_sizes(self._module, state)
-            assert self._files is not None
-            state = self._files.read(self._loaded_from, state)
         if not hasattr(self._module, adoption.NAME):
             state = {k: v for k, v in state.items() if not k.startswith(f"{adoption.NAME}.")}
         super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
@@ -368,9 +307,6 @@ class DDPLossStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The plain module's state, and that of adopted losses also after the fit."""
         state = super().lightning_module_state_dict()
-        if not self._plain and self._meet_shards():
-            assert self._files is not None
-            state = self._files.module_state(state)
         if self._adopted is not None:
             state.update({f"{adoption.NAME}.{key}": value for key, value in self._adopted.state_dict().items()})
         return state
@@ -394,8 +330,6 @@ class DDPLossStrategy(DDPStrategy):
         module = self.lightning_module
         if module is not None and hasattr(module, adoption.NAME):
             delattr(module, adoption.NAME)
-        if self._shards is not None:
-            self._shards.remove()
         super().teardown()
         self._reset()
 

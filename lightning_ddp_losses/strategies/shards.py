@@ -20,7 +20,7 @@ from lightning_ddp_losses import frames, groups, transport
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError, format_error
 from lightning_ddp_losses.sharding import ClassShard, Shardable, shard_of
 
-__all__ = ["Owners", "Shards", "divide"]
+__all__ = ["Owners", "Shards", "divide", "unshared"]
 
 Owners = list[tuple[int, ClassShard]]
 """Who holds the classes of a parameter: one rank for each block, in the order of the classes."""
@@ -66,7 +66,7 @@ class Shards:
             column = [ClassShard(*row[index][1:]) for row in everyone]
             self.owners[name] = _tile(name, column)
             self._replicas[name] = sum(s.classes for s in column) // column[0].num_classes
-        if is_overridden("configure_gradient_clipping", module):
+        if groups.world_size() > 1 and is_overridden("configure_gradient_clipping", module):
             raise ConfigurationError(
                 format_error(
                     "configure_gradient_clipping",

@@ -146,3 +146,37 @@ def in_float32(name: str) -> float:
 @pytest.mark.parametrize("name", ["ArcFaceLoss", "SphereFaceLoss", "SoftTripleLoss"])
 def test_half_precision_runs_in_float32(pool: RankPool, name: str) -> None:
     assert max(pool.run(2, in_float32, name)) < 1e-5
+
+
+def with_four_classes() -> dict[str, torch.Tensor]:
+    """Four classes on three ranks: two, two and none."""
+    torch.manual_seed(0)
+    loss = ClassShardedLoss(pml.ArcFaceLoss(num_classes=4, embedding_size=DIM).double())
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.1, momentum=0.9)
+    loss.attach(optimizer)
+    rows = global_rows([4, 4, 4], dist.get_rank())
+    features = net()(rows["features"]).detach().requires_grad_()
+    value = loss(features, rows["labels"] % 4)
+    value.backward()
+    optimizer.step()
+    best = loss.predict(features, k=2)[1]
+    return {"value": value.detach(), "x": features.grad, "weight": loss.weight.grad, "best": best}
+
+
+def test_a_rank_without_classes(pool: RankPool) -> None:
+    results = pool.run(3, with_four_classes)
+    torch.manual_seed(0)
+    plain, rows = pml.ArcFaceLoss(num_classes=4, embedding_size=DIM).double(), global_rows()
+    features = net()(rows["features"]).detach().requires_grad_()
+    value = plain(features, rows["labels"] % 4)
+    value.backward()
+    assert [r["weight"].shape[1] for r in results] == [2, 2, 0]
+    ours = {
+        "x": torch.cat([r["x"] for r in results]) / 3,
+        "weight": torch.cat([r["weight"] for r in results], 1),
+        "value": results[0]["value"],
+    }
+    assert_close(ours, {"x": features.grad, "weight": plain.W.grad, "value": value})
+    with torch.no_grad():
+        plain.W -= 0.1 * plain.W.grad
+        assert torch.equal(torch.cat([r["best"] for r in results]), plain.get_logits(features).topk(2, 1).indices)

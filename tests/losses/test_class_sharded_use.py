@@ -15,6 +15,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss, ConfigurationError
+from lightning_ddp_losses.sharding import shard_of
 from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, judge, make, named, net, whole
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
@@ -270,6 +271,46 @@ def test_sampled_classes(
     assert_close({k: torch.cat([r[k] for r in results], 1) for k in keys}, {k: truth[k] for k in keys})
 
 
+def two_views() -> list[int]:
+    """Two calls before one backward; a gradient that is dropped without a step."""
+    loss = ClassShardedLoss(make(ARC), sample_rate=0.1)  # the batch's own class alone
+    stepper = make_optimizer("sgd", [loss.weight])
+    loss.attach(stepper)
+    one, six = torch.zeros(3, dtype=torch.long) + 1, torch.zeros(3, dtype=torch.long) + 6
+    loss(rows(), torch.zeros(3, dtype=torch.long)).backward()
+    stepper.zero_grad()  # nothing was stepped
+    before = loss.weight.detach().clone()
+    (loss(rows(), one) + loss(rows(), six)).backward()
+    stepper.step()
+    changed = (loss.weight.detach() - before).abs().sum(0) > 0
+    return [c for c in (0, 1, 6) if changed[c]]
+
+
+def test_touched_rows_follow_the_gradient(pool: RankPool) -> None:
+    assert pool.run(1, two_views) == [[1, 6]]
+
+
+def in_evaluation() -> list[bool]:
+    """Without gradient all classes count, and an optimizer of a second fit is attached too."""
+    loss = ClassShardedLoss(make(ARC), sample_rate=0.1)
+    with torch.no_grad():
+        same = [torch.equal(loss(rows(), LABELS), ClassShardedLoss(make(ARC))(rows(), LABELS))]
+    for _ in range(2):
+        stepper = make_optimizer("sgd", [loss.weight])
+        loss.attach(stepper)
+        loss.attach(stepper)
+        before = loss.weight.detach().clone()
+        loss(rows(), torch.zeros(3, dtype=torch.long)).backward()
+        stepper.step()
+        stepper.zero_grad()
+        same.append(bool(((loss.weight.detach() - before).abs().sum(0) > 0).tolist() == [True] + [False] * 6))
+    return same
+
+
+def test_sampling_in_evaluation_and_in_a_second_fit(pool: RankPool) -> None:
+    assert pool.run(1, in_evaluation) == [[True, True, True]]
+
+
 def closure_step() -> bool:
     """Lightning runs forward and backward inside the optimizer's step."""
     loss = ClassShardedLoss(make(ARC), sample_rate=0.3)
@@ -337,6 +378,10 @@ def loads(state: dict[str, Tensor]) -> Tensor:
     again = ClassShardedLoss(make(ARC))
     again.load_state_dict(loss.state_dict())  # this rank's own part
     assert torch.equal(again.weight, loss.weight)
+    shard = again.shard
+    again.load_state_dict({"W": state["W"].clone()}, assign=True)
+    assert torch.equal(again.weight, loss.weight)
+    assert shard_of(again.weight) == shard
     return loss.weight.detach().clone()
 
 

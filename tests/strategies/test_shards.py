@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from lightning.pytorch.plugins import MixedPrecision
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
-from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy
+from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, groups
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import ELEMENTS, TASK, fit_alone, loader, trainer_alone
+from tests.strategies.jobs import ELEMENTS, TASK, fit_alone, loader, make_loss, trainer_alone
 from tests.strategies.sharded_jobs import Plain, Sharded, fit_sharded, whole_state
 
 NAMES = {"SoftTripleLoss": "loss.fc", "ProxyNCALoss": "loss.proxies"}
@@ -139,6 +140,38 @@ def test_other_classes_are_refused_before_anything_is_loaded(pool: RankPool, tmp
     file = str(tmp_path / "five.ckpt")
     train_at(pool, "2 ranks", 1, None, file)
     assert pool.run(2, load_into_other_classes, file, fresh=True) == [True, True]
+
+
+class Built(Sharded):
+    """Made before the ranks exist, as a script makes its module."""
+
+    def build(self, loss: str) -> None:
+        with mock.patch.object(groups, "is_distributed", return_value=False):
+            self.loss = ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=5, embedding_size=TASK.dim, seed=1).double()
+        assert self.loss.weight.numel() == 0
+
+
+def test_a_loss_that_is_never_whole_trains_alike_on_any_number_of_ranks(pool: RankPool) -> None:
+    one, two, three = (joined(pool.run(world_size, fit_sharded, make=Built)) for world_size in (1, 2, 3))
+    assert_close(two, one)
+    assert_close(three, one)
+
+
+class Parts(Sharded):
+    """Divided over two ranks, twice."""
+
+    def build(self, loss: str) -> None:
+        part, _ = dist.new_subgroups(2)
+        self.loss = ClassShardedLoss(make_loss(loss), group=part)
+
+
+def test_shards_with_replicas_train_and_are_saved(pool: RankPool, tmp_path: Path) -> None:
+    file, options = str(tmp_path / "parts.ckpt"), {"gradient_clip_val": 0.05}
+    expected = fit_alone(Plain, **options)
+    results = pool.run(4, fit_sharded, make=Parts, even=False, save=file, **options)
+    for part in (results[:2], results[2:]):
+        assert_close(joined(part), expected)
+    assert_close(torch.load(file, weights_only=False)["state_dict"], expected)
 
 
 class Clips(Sharded):
