@@ -103,8 +103,19 @@ def anchor_tuples(
         own = torch.arange(stop - start, device=labels.device)
         matches[own, own + start] = False
     if isinstance(loss, _TRIPLET_LOSSES):
-        return torch.where(matches.unsqueeze(2) & differ.unsqueeze(1))
+        return _joined(matches, differ)
     return (*torch.where(matches), *torch.where(differ))
+
+
+def _joined(matches: Tensor, differ: Tensor) -> Indices:
+    """Each positive of an anchor with each of its negatives, in the order of ``torch.where`` on the (B, G, G) cube, without the cube."""
+    anchors, positives = torch.where(matches)
+    negatives, per_row = torch.where(differ)[1], differ.sum(1)
+    times = per_row[anchors]
+    before = (times.cumsum(0) - times).repeat_interleave(times)
+    first = (per_row.cumsum(0) - per_row)[anchors].repeat_interleave(times)
+    places = first + torch.arange(len(before), device=before.device) - before
+    return anchors.repeat_interleave(times), positives.repeat_interleave(times), negatives[places]
 
 
 def tuples_suffice(

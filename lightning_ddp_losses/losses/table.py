@@ -53,7 +53,7 @@ _DEEP: set[type] = {
     pml.TripletMarginLoss,
     pml.TupletMarginLoss,
 }
-_FEW, _FEW_DEEP = 256, 64
+_FEW, _FEW_DEEP = 256, 32
 # torch losses whose mean is not a sum over elements divided by a count or a weight
 _TORCH_REPLICATED: set[type] = {nn.CTCLoss}
 
