@@ -29,7 +29,7 @@ from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchErr
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.transport import gather_into, wait
 
-__all__ = ["FRAME_BYTES", "PATIENCE", "Exchange", "exchange", "fail_together", "start"]
+__all__ = ["FRAME_BYTES", "PATIENCE", "ROOM", "Exchange", "exchange", "fail_together", "start"]
 
 FRAME_BYTES = 1024
 PATIENCE = timedelta(seconds=60)
@@ -39,6 +39,8 @@ VERSION = 1
 _TEXT_BYTES = 448  # at most; the rest of the frame is the payload's
 _HEADER = struct.Struct("<HHHxxI16s")  # version, kind, bytes of text, bytes of payload, digest of the whole text
 _AGREE, _ERROR = 0, 1
+ROOM = FRAME_BYTES - _HEADER.size - _TEXT_BYTES
+"""Bytes of payload that ride in a frame whatever its text; more do under a shorter text."""
 
 
 class _Frame(NamedTuple):
