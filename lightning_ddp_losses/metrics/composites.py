@@ -55,7 +55,7 @@ class Composite:
         finally:
             for leaf in synced:
                 leaf._to_sync = leaf.sync_on_compute
-                leaf.unsync()
+                leaf.unsync(should_unsync=leaf._is_synced)
 
     def _stages(self, *args: Any, **kwargs: Any) -> Stages:
         raise NotImplementedError
@@ -75,7 +75,7 @@ class Composite:
             leaf
             for leaf in self._leaves()
             if leaf._meets and leaf._to_sync and leaf._computed is None and not leaf._is_synced
-            if leaf._shared.gather == "states" and leaf._update_count
+            if leaf._shared.gather == "states"
         ]
         if len(waiting) < 2 or any(not part._members_first for part in self._parts()):
             return []
@@ -201,18 +201,12 @@ class _Transformed(Composite):
 class DifferentiableCollection(Composite):
     """A collection: all states of all members in one exchange."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The values of the global batch by name, with their gradients; accumulates this batch for ``compute``."""
+    def _stages(self, *args: Any, **kwargs: Any) -> Stages:
         assert isinstance(self, MetricCollection)
         members = dict(self.items(keep_base=True, copy_state=False))
         self._require(members)
-        values = run(self, f"{self._title()}, forward", self._stages, args, kwargs)
+        values = yield from together([_call(member, args, kwargs) for member in members.values()])
         return self._named(members, values)
-
-    def _stages(self, *args: Any, **kwargs: Any) -> Stages:
-        assert isinstance(self, MetricCollection)
-        members = [member for _, member in self.items(keep_base=True, copy_state=False)]
-        return (yield from together([_call(member, args, kwargs) for member in members]))
 
     def _named(self, members: dict[str, Any], values: Sequence[Any]) -> dict[str, Any]:
         """Torchmetrics' own names for the values: it asks each member for its forward."""

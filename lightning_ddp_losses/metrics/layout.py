@@ -91,6 +91,8 @@ def pieces_of(kind: Kind, value: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 def table_of_contents(kinds: Sequence[Kind], pieces: Sequence[Sequence[Tensor]]) -> str:
     """Shapes and dtypes of the pieces that may differ between ranks, as runs of equal ones."""
+    if all(kind == "stack" for kind in kinds):
+        return "[]"
     found = []
     for kind, tensors in zip(kinds, pieces, strict=True):
         if kind == "stack":

@@ -12,6 +12,7 @@ import json
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -95,7 +96,8 @@ def meet(
     kinds = tuple(state.kind for state in states)
     device = states[0].device if states else torch.device("cpu")
     pieces = [
-        [piece.to(device) for piece in pieces_of(kind, state.value)] for kind, state in zip(kinds, states, strict=True)
+        [piece if piece.device == device else piece.to(device) for piece in pieces_of(kind, state.value)]
+        for kind, state in zip(kinds, states, strict=True)
     ]
     fixed = tuple(
         (p[0].dtype, tuple(p[0].shape)) if kind == "stack" else None for kind, p in zip(kinds, pieces, strict=True)
@@ -104,7 +106,8 @@ def meet(
     size = sum(piece.nbytes for piece in own)
     inside = size <= (IN_FRAME_BYTES if device.type == "cpu" else frames.ROOM - 256)
     names = tuple(state.name for state in states)
-    digest = _digest(names, states, fixed, device, configuration)
+    reductions = tuple(getattr(state.reduce, "__qualname__", "none") for state in states)
+    digest = _digest(names, reductions, fixed, device.type, configuration)
     contents = table_of_contents(kinds, pieces).encode()
     payload = _HEAD.pack(digest, inside, len(contents)) + contents
     payload += b"".join(_ROWS.pack(s.weight) for s in states if s.reduce is dim_zero_mean)
@@ -139,12 +142,9 @@ def _by_device(
     return [found[index] for index in range(len(states))]
 
 
-def _digest(
-    names: Sequence[str], states: Sequence[State], fixed: Sequence[object], device: torch.device, configuration: str
-) -> bytes:
-    reductions = [getattr(state.reduce, "__qualname__", "") for state in states]
-    text = repr((names, reductions, fixed, device.type, configuration))
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+@lru_cache(maxsize=64)
+def _digest(*agreed: object) -> bytes:
+    return hashlib.blake2b(repr(agreed).encode(), digest_size=16).digest()
 
 
 def _bytes_of(tensors: Sequence[Tensor], device: torch.device) -> bytes:
@@ -184,6 +184,8 @@ def _in_place(layout: Layout, own: Sequence[Tensor], device: torch.device, group
 
 def _weights(payloads: Sequence[bytes], heads: Sequence[tuple[Any, ...]], count: int) -> list[list[float]]:
     """For each mean, the rows of each rank."""
+    if not count:
+        return []
     ranks = [
         [_ROWS.unpack_from(p, _HEAD.size + h[2] + i * _ROWS.size)[0] for i in range(count)]
         for p, h in zip(payloads, heads, strict=True)

@@ -140,7 +140,8 @@ class DifferentiableMetric(Metric):
         """One forward: update on the batch alone, meet, compute, and only then add the batch to what was there."""
         shared, given = self._shared, list(numerics.tensors_in((args, kwargs)))
         self._prepare(given)
-        if self._gathers_inputs:
+        meets = self._meets
+        if meets and shared.gather == "inputs":
             args, kwargs = yield from self._global_inputs(args, kwargs)
         wanted, rows, rows_before = gradient_is_wanted(given), inputs.num_rows(args, kwargs), shared.rows
         before, count, grad, ends = self._states(), self._update_count, torch.is_grad_enabled(), dict(shared.ends)
@@ -151,10 +152,10 @@ class DifferentiableMetric(Metric):
             self._enable_grad = grad
             self.update(*args, **kwargs)
             batch = self._states()
-            if self._meets and not self._gathers_inputs:
+            if meets and shared.gather == "states":
                 (values,) = yield [Request(self, self._outgoing(rows))]
                 self._put(dict(zip(self._defaults, values, strict=True)))
-            self._to_sync = self._should_unsync = False
+            self._put({"_to_sync": False, "_should_unsync": False})
             value = self.compute()
             self._update_count = count + 1
             if after is None:
@@ -165,12 +166,11 @@ class DifferentiableMetric(Metric):
             ends = self._longer(ends, after)
         finally:  # with what there was before, if anything failed
             self._put(before)
-            self._update_count, shared.rows, shared.ends = count, rows_before, ends
-            self._to_sync, self._should_unsync = self.sync_on_compute, True
-            self._enable_grad = self._is_synced = shared.inside = False
-            self._computed = None
+            shared.rows, shared.ends, shared.inside = rows_before, ends, False
+            self._put({"_update_count": count, "_to_sync": self.sync_on_compute, "_should_unsync": True})
+            self._put({"_enable_grad": False, "_is_synced": False, "_computed": None})
             self._drop_graphs()
-        return self._returned(value, wanted)
+        return self._returned(value, wanted=wanted, meets=meets)
 
     def _accumulated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> States:
         """The states after one more update, for a metric whose states do not just add up."""
@@ -182,7 +182,7 @@ class DifferentiableMetric(Metric):
         self.update(*args, **kwargs)
         return numerics.map_tensors(lambda t: t if id(t) in before else t.detach(), self._states())  # type: ignore[no-any-return]
 
-    def _returned(self, value: Any, wanted: bool) -> Any:
+    def _returned(self, value: Any, *, wanted: bool, meets: bool) -> Any:
         """Check, watch and note a value that is about to leave."""
         shared = self._shared
         if wanted and shared.expects_gradient and not any(t.requires_grad for t in numerics.tensors_in(value)):
@@ -195,7 +195,7 @@ class DifferentiableMetric(Metric):
                 )
             )
         self._forward_cache = numerics.map_tensors(Tensor.detach, value)
-        if self._meets:
+        if meets:
             for tensor in numerics.tensors_in(value):
                 graph.note_global_value(tensor)
             value = shared.coefficients.watch(value)
@@ -219,7 +219,7 @@ class DifferentiableMetric(Metric):
     def _update_stages(self, *args: Any, **kwargs: Any) -> Stages:
         shared = self._shared
         self._prepare(list(numerics.tensors_in((args, kwargs))))
-        if self._gathers_inputs:
+        if shared.gather == "inputs" and self._meets:
             args, kwargs = yield from self._global_inputs(args, kwargs)
         self._enable_grad = shared.keep_graph and torch.is_grad_enabled()
         try:
@@ -318,10 +318,6 @@ class DifferentiableMetric(Metric):
     # ------------------------------------------------------------------ states
 
     @property
-    def _gathers_inputs(self) -> bool:
-        return self._shared.gather == "inputs" and self._meets
-
-    @property
     def _meets(self) -> bool:
         """Whether there are other ranks to meet."""
         available = self.distributed_available_fn
@@ -353,16 +349,17 @@ class DifferentiableMetric(Metric):
     def _states(self) -> States:
         return {name: _own(getattr(self, name)) for name in self._defaults}
 
-    def _put(self, states: States) -> None:
-        for name, value in states.items():
-            setattr(self, name, value)
+    def _put(self, values: States) -> None:
+        self.__dict__.update(values)  # plain attributes, which torch.nn.Module sets ten times as slowly
 
     def _clear(self) -> None:
         """Reset, without emptying lists that others hold (members of a collection share theirs)."""
-        for name, default in self._defaults.items():
-            if isinstance(default, list):
-                setattr(self, name, [])
-        self.reset()
+        self._put({name: [] for name, default in self._defaults.items() if isinstance(default, list)})
+        if _resets_states_only(type(self)):
+            self._put({n: d.detach().clone() for n, d in self._defaults.items() if isinstance(d, Tensor)})
+            self._put({"_update_count": 0, "_computed": None, "_cache": None, "_is_synced": False})
+        else:
+            self.reset()
 
     def _outgoing(self, rows: int) -> list[State]:
         title, fresh = type(self).__name__, self._update_count == 0
@@ -440,6 +437,11 @@ class DifferentiableMetric(Metric):
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
+
+
+@functools.cache
+def _resets_states_only(cls: type) -> bool:
+    return not any("reset" in vars(base) for base in cls.__mro__ if base not in (DifferentiableMetric, Metric))
 
 
 def _own(value: Any) -> Any:
