@@ -13,6 +13,7 @@ from lightning_ddp_losses.errors import (
     RankMismatchError,
 )
 from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type, use_global_wrapper
 
@@ -22,6 +23,7 @@ __all__ = [
     "ConfigurationError",
     "DDPLossError",
     "DDPLossStrategy",
+    "DifferentiableMetric",
     "GlobalBatchLoss",
     "GlobalBatchMiner",
     "GlobalBatchSampler",
@@ -30,6 +32,7 @@ __all__ = [
     "LossCallError",
     "PeerError",
     "RankMismatchError",
+    "differentiable",
 ]
 
 # losses and strategies are siblings; here, above both, they are introduced to each other

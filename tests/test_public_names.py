@@ -13,6 +13,7 @@ PINNED = [
     "ConfigurationError",
     "DDPLossError",
     "DDPLossStrategy",
+    "DifferentiableMetric",
     "GlobalBatchLoss",
     "GlobalBatchMiner",
     "GlobalBatchSampler",
@@ -21,6 +22,7 @@ PINNED = [
     "LossCallError",
     "PeerError",
     "RankMismatchError",
+    "differentiable",
 ]
 MODULES = sorted(
     found.name
