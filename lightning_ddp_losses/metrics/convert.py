@@ -10,7 +10,7 @@ import copy
 import copyreg
 import inspect
 from abc import ABCMeta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from torch import nn
 from torchmetrics import Metric, MetricCollection
@@ -23,16 +23,24 @@ from lightning_ddp_losses.metrics.refusals import reason_against
 
 __all__ = ["differentiable"]
 
-M = TypeVar("M", bound="Metric | MetricCollection | type[Metric] | type[MetricCollection]")
+M = TypeVar("M", bound="Metric | MetricCollection")
+C = TypeVar("C", bound="type[Metric] | type[MetricCollection]")
+WithoutGradient = Literal["refuse", "keep"]
 
 
+@overload
 def differentiable(
-    metric: M,
+    metric: M, *, gather: Gather = ..., keep_graph: bool = ..., without_gradient: WithoutGradient = ...
+) -> M: ...
+@overload
+def differentiable(metric: C, *, without_gradient: WithoutGradient = ...) -> C: ...
+def differentiable(
+    metric: Metric | MetricCollection | type[Metric] | type[MetricCollection],
     *,
     gather: Gather = "auto",
     keep_graph: bool = False,
-    without_gradient: Literal["refuse", "keep"] = "refuse",
-) -> M:
+    without_gradient: WithoutGradient = "refuse",
+) -> Metric:  # what it was given; a command line reads here that it makes metrics
     """A differentiable form of a metric: its value over all ranks, with the gradient of one process.
 
     Args:
