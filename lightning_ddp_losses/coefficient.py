@@ -27,7 +27,7 @@ class CoefficientWatch:
         return numerics.map_tensors(self._watch, value)
 
     def _watch(self, value: Tensor) -> Tensor:
-        return _Note.apply(value, self) if value.requires_grad else value  # type: ignore[no-untyped-call,no-any-return]
+        return _Note.apply(value, self) if value.requires_grad else value  # type: ignore[no-untyped-call]
 
     def take(self) -> str:
         """What was noted since the last call, as text for a frame."""

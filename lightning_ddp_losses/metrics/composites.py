@@ -169,11 +169,11 @@ class _Running(Composite):
         self._keep(self.base_metric)  # type: ignore[attr-defined]
 
     def _keep(self, base: DifferentiableMetric) -> None:
-        place = self._num_vals_seen % self.window  # type: ignore[has-type]
+        place = self._num_vals_seen % self.window  # type: ignore[attr-defined]
         for name, value in base._states().items():
             setattr(self, f"{name}_{place}", value)
         base._clear()
-        self._num_vals_seen += 1  # type: ignore[has-type]
+        self._num_vals_seen += 1  # type: ignore[attr-defined]
         self._computed = None
 
 
@@ -184,7 +184,7 @@ class _Multitask(Composite):
         names = self.task_metrics.keys()  # type: ignore[attr-defined]
         if not names == task_preds.keys() == task_targets.keys():
             raise ValueError(f"Expected predictions and targets of the tasks {sorted(names)}")
-        calls = [(m, (task_preds[n], task_targets[n]), {}) for n, m in self.task_metrics.items()]  # type: ignore[attr-defined]
+        calls: list[Call] = [(m, (task_preds[n], task_targets[n]), {}) for n, m in self.task_metrics.items()]  # type: ignore[attr-defined]
         values = yield from together(calls)
         return self._convert_output(dict(zip(names, values, strict=True)))  # type: ignore[attr-defined]
 

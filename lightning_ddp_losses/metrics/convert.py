@@ -34,7 +34,7 @@ def differentiable(
 ) -> M: ...
 @overload
 def differentiable(metric: C, *, without_gradient: WithoutGradient = ...) -> C: ...
-def differentiable(
+def differentiable(  # type: ignore[misc]
     metric: Metric | MetricCollection | type[Metric] | type[MetricCollection],
     *,
     gather: Gather = "auto",
@@ -88,7 +88,7 @@ def differentiable(
     copied = _copy(metric)
     for part in _metrics_in(copied):
         _convert(part, gather=gather, keep_graph=keep_graph, keep=keep)
-    return copied
+    return copied  # type: ignore[no-any-return]
 
 
 def _metrics_in(metric: nn.Module) -> list[nn.Module]:
@@ -107,7 +107,7 @@ def _reduce_class(cls: type) -> Any:
     return (_class_of, (cls.__dict__["_original"],)) if "_original" in cls.__dict__ else cls.__qualname__
 
 
-copyreg.pickle(_Generated, _reduce_class)  # type: ignore[arg-type]
+copyreg.pickle(_Generated, _reduce_class)
 _made: dict[type, type] = {}
 
 
@@ -130,15 +130,15 @@ def _class_of(original: type) -> type:
 
 
 def _composite_init(original: type) -> Any:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original.__init__(self, *args, **kwargs)  # type: ignore[misc]
         for part in _metrics_in(self):
             if part is not self:
                 _refuse(type(part), keep=False)
                 _convert(part, gather="auto", keep_graph=False, keep=False)
 
-    __init__.__signature__ = inspect.signature(original.__init__)  # type: ignore[attr-defined, misc]
-    return __init__
+    init.__signature__ = inspect.signature(original.__init__)  # type: ignore[attr-defined, misc]
+    return init
 
 
 def _base_for(original: type) -> type:
@@ -185,7 +185,7 @@ def _refuse(cls: type, keep: bool) -> None:
     """Refuse a class that has no gradient, or that does things of its own that are not known here."""
     if issubclass(cls, (DifferentiableMetric, Composite)) or _base_for(cls) is not DifferentiableMetric:
         return
-    reason = None if keep else reason_against(cls)
+    reason = None if keep else reason_against(cls)  # type: ignore[arg-type]
     if reason is not None:
         raise ConfigurationError(
             format_error(

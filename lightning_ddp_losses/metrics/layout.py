@@ -54,7 +54,7 @@ class Region:
             step *= max(n, 1)
         offset = self.start // self.dtype.itemsize
         empty = torch.empty(0, dtype=self.dtype, device=buffer.device)
-        return empty.set_(buffer.untyped_storage(), offset, self.shape, strides[::-1])  # type: ignore[call-overload,no-any-return]
+        return empty.set_(buffer.untyped_storage(), offset, self.shape, strides[::-1])
 
 
 @dataclass(frozen=True)

@@ -300,7 +300,7 @@ class DifferentiableMetric(Metric):
         kind = next(cls for cls in type(self).__mro__ if not issubclass(cls, DifferentiableMetric))
         if isinstance(incoming_state, DifferentiableMetric):
             self._shared.rows += incoming_state._shared.rows
-        if isinstance(incoming_state, type(self) if kind is Metric else kind):
+        if isinstance(incoming_state, Metric) and isinstance(incoming_state, type(self) if kind is Metric else kind):
             incoming_state = incoming_state.metric_state
         self.dist_sync_on_step = False  # torchmetrics asks; what is accumulated here is not synced
         try:
@@ -363,9 +363,10 @@ class DifferentiableMetric(Metric):
 
     def _outgoing(self, rows: int) -> list[State]:
         title, fresh = type(self).__name__, self._update_count == 0
+        reductions: dict[str, Any] = self._reductions  # functions by now, also where add_state was given a name
         return [
             State(f"{title}.{name}", self._by_update(name), self.device, reduce, float(rows), fresh)
-            for name, reduce in self._reductions.items()
+            for name, reduce in reductions.items()
         ]
 
     def _longer(self, ends: dict[str, list[int]], states: States) -> dict[str, list[int]]:

@@ -110,7 +110,7 @@ def together(calls: Sequence[Call]) -> Stages:
     running = [metric._stages(*args, **kwargs) for metric, args, kwargs in calls]
     values = [None] * len(running)
     try:
-        asking = {}
+        asking: dict[int, list[Request]] = {}
         for index in range(len(running)):
             _advance(running, index, None, asking, values)
         while asking:

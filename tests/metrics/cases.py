@@ -174,9 +174,7 @@ CASES: dict[str, list[Case]] = {
         Case(audio.ComplexScaleInvariantSignalNoiseRatio, lambda g: pair(g, ROWS, 5, 6, 2))
     ],
     "PermutationInvariantTraining": [
-        Case(
-            partial(audio.PermutationInvariantTraining, audio_functions.scale_invariant_signal_noise_ratio), SPEAKERS
-        ),
+        Case(partial(audio.PermutationInvariantTraining, audio_functions.scale_invariant_signal_noise_ratio), SPEAKERS),
     ],
     "ScaleInvariantSignalDistortionRatio": [Case(audio.ScaleInvariantSignalDistortionRatio, SIGNALS)],
     "ScaleInvariantSignalNoiseRatio": [Case(audio.ScaleInvariantSignalNoiseRatio, SIGNALS)],
@@ -221,6 +219,7 @@ CASES: dict[str, list[Case]] = {
         for how in ("elementwise_mean", "none")
     ],
 }
+
 
 def differentiable_classes() -> dict[str, type[Metric]]:
     """Every public class of torchmetrics that says so of itself."""

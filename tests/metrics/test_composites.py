@@ -85,7 +85,11 @@ def one_process(make: Callable[[], Any]) -> tuple[list[list[Tensor]], list[Tenso
         if isinstance(metric, tm.MinMaxMetric):  # its own forward cuts the graph
             raw = metric._base_metric(leaf, target)
             high = [raw.detach(), *(f[0] for f in found)]
-            value = {"raw": raw, "max": raw if raw >= max(high) else max(high), "min": raw if raw <= min(high) else min(high)}
+            value = {
+                "raw": raw,
+                "max": raw if raw >= max(high) else max(high),
+                "min": raw if raw <= min(high) else min(high),
+            }
         else:
             value = metric(leaf, target)
         scalar(value).backward()
