@@ -18,8 +18,9 @@ from torchmetrics import Metric, MetricCollection
 from lightning_ddp_losses import numerics
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Composite
-from lightning_ddp_losses.metrics.metric import DifferentiableMetric, Gather
+from lightning_ddp_losses.metrics.metric import DifferentiableMetric
 from lightning_ddp_losses.metrics.refusals import reason_against
+from lightning_ddp_losses.metrics.states import Gather
 
 __all__ = ["differentiable"]
 
@@ -131,14 +132,19 @@ def _class_of(original: type) -> type:
 
 def _composite_init(original: type) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original.__init__(self, *args, **kwargs)  # type: ignore[misc]
-        for part in _metrics_in(self):
-            if part is not self:
-                _refuse(type(part), keep=False)
-                _convert(part, gather="auto", keep_graph=False, keep=False)
+        original.__init__(self, *(_differentiable_in(a) for a in args), **_differentiable_in(kwargs))  # type: ignore[misc]
 
     init.__signature__ = inspect.signature(original.__init__)  # type: ignore[attr-defined, misc]
     return init
+
+
+def _differentiable_in(tree: Any) -> Any:
+    """The same nest, its metrics differentiable."""
+    if isinstance(tree, (Metric, MetricCollection)):
+        return differentiable(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_differentiable_in(item) for item in tree)
+    return {key: _differentiable_in(item) for key, item in tree.items()} if isinstance(tree, dict) else tree
 
 
 def _base_for(original: type) -> type:

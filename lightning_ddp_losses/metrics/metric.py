@@ -2,59 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
+from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from lightning_ddp_losses import graph, groups, inputs, numerics
-from lightning_ddp_losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.configuration import configuration
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
 from lightning_ddp_losses.metrics.meeting import State
 from lightning_ddp_losses.metrics.refusals import looks_at_whole_batch, refuse_options
 from lightning_ddp_losses.metrics.stages import Request, Stages, answer, gradient_is_wanted, run
+from lightning_ddp_losses.metrics.states import Gather, MetricStates, Shared, States, detached
 
-__all__ = ["DifferentiableMetric", "Gather"]
-
-Gather = Literal["auto", "states", "inputs"]
-States = dict[str, Any]
+__all__ = ["DifferentiableMetric"]
 
 
-@dataclass
-class Shared:
-    """What a metric keeps beside torchmetrics' own attributes.
-
-    Attributes:
-        gather: ``"states"`` or ``"inputs"``.
-        keep_graph: Whether ``update`` keeps its graph for ``compute``.
-        expects_gradient: Whether a value without a graph is an error.
-        coefficients: What came back into its values.
-        configuration: As text; made once, before the first update.
-        rows: Seen since the last reset.
-        ends: Of each tensor that grows by "cat", its length after each update.
-        inside: A forward is under way: calls of ``update`` and ``compute`` are its own.
-    """
-
-    gather: Gather = "states"
-    keep_graph: bool = False
-    expects_gradient: bool = True
-    coefficients: CoefficientWatch = field(default_factory=CoefficientWatch)
-    configuration: str = ""
-    rows: int = 0
-    ends: dict[str, list[int]] = field(default_factory=dict)
-    inside: bool = False
-
-
-class DifferentiableMetric(Metric):
+class DifferentiableMetric(MetricStates):
     """A metric over all ranks, whose value can be trained on.
 
     Subclass it exactly as ``torchmetrics.Metric``; ``differentiable`` turns metrics that exist into it. ``forward`` returns the
@@ -102,7 +71,6 @@ class DifferentiableMetric(Metric):
     """
 
     sees_global_batch = True
-    _shared: Shared
 
     def __init__(self, *args: Any, gather: Gather = "auto", keep_graph: bool = False, **kwargs: Any) -> None:
         on_step = kwargs.pop("dist_sync_on_step", True)
@@ -159,7 +127,7 @@ class DifferentiableMetric(Metric):
             value = self.compute()
             self._update_count = count + 1
             if after is None:
-                self._put(_detached(batch))
+                self._put(detached(batch))
                 self._reduce_states(before)
                 after = self._states()
             before, count, rows_before = after, count + 1, rows_before + rows
@@ -229,7 +197,7 @@ class DifferentiableMetric(Metric):
         shared.rows += inputs.num_rows(args, kwargs)
         shared.ends = self._longer(shared.ends, self._states())
         if not shared.keep_graph:  # what is appended to a list brings its own
-            self._put(_detached(self._states()))
+            self._put(detached(self._states()))
             self._drop_graphs()
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,7 +212,7 @@ class DifferentiableMetric(Metric):
             with numerics.full_precision(dtype, [self.device.type]):
                 value = plain(*args, **kwargs)
             if self._shared.keep_graph:
-                self._put(_detached(self._states()))
+                self._put(detached(self._states()))
                 value = self._shared.coefficients.watch(value) if meets else value
                 self._computed = value if self.compute_with_cache else None
             return value
@@ -274,7 +242,7 @@ class DifferentiableMetric(Metric):
         if not should_sync or not (available() if callable(available) else False):
             return
         refuse_options(self, type(self).__name__, self._shared.gather, dist_sync_fn=dist_sync_fn)
-        self._cache = _detached(self._states())
+        self._cache = detached(self._states())
         alone = groups.world_size(process_group or self.process_group) == 1
         if not alone and self._shared.gather == "states":  # else every rank has them already
             self._sync_dist(process_group=process_group)
@@ -297,7 +265,7 @@ class DifferentiableMetric(Metric):
 
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
         """Add the states of another metric of the same kind, differentiable or not, or a dict of them."""
-        kind = next(cls for cls in type(self).__mro__ if not issubclass(cls, DifferentiableMetric))
+        kind = next(cls for cls in type(self).__mro__ if not issubclass(cls, MetricStates))
         if isinstance(incoming_state, DifferentiableMetric):
             self._shared.rows += incoming_state._shared.rows
         if isinstance(incoming_state, Metric) and isinstance(incoming_state, type(self) if kind is Metric else kind):
@@ -308,80 +276,13 @@ class DifferentiableMetric(Metric):
         finally:
             self.dist_sync_on_step = True
 
-    def _reduce_states(self, incoming_state: dict[str, Any]) -> None:
-        means = {n: getattr(self, n) for n, reduce in self._reductions.items() if reduce is dim_zero_mean}
-        super()._reduce_states(incoming_state)
-        n = self._update_count
-        for name, local in means.items():  # torchmetrics rounds these to float32
-            setattr(self, name, ((n - 1) * incoming_state[name] + local) / n)
-
-    # ------------------------------------------------------------------ states
+    # ------------------------------------------------------------------ help
 
     @property
     def _meets(self) -> bool:
         """Whether there are other ranks to meet."""
         available = self.distributed_available_fn
         return bool(available is None or available()) and groups.world_size(self.process_group) > 1
-
-    @property
-    def _adds_up(self) -> bool:
-        """Whether the states after two batches follow from those of each, so that one update is enough."""
-        for name, reduce in self._reductions.items():  # torchmetrics would stack these
-            if isinstance(self._defaults[name], Tensor) and reduce is None:
-                return False
-            if isinstance(self._defaults[name], list) and reduce not in (None, dim_zero_cat):
-                return False
-        return self.full_state_update is False
-
-    def _prepare(self, given: list[Tensor]) -> None:
-        """Note the configuration, and widen states that are narrower than the inputs or than float32."""
-        shared = self._shared
-        shared.configuration = shared.configuration or configuration(self)
-        dtype = numerics.compute_dtype([*self.parameters(), *given])
-        for name, default in self._defaults.items():
-            if isinstance(default, Tensor) and default.is_floating_point():
-                wide = torch.promote_types(dtype, default.dtype)
-                if wide != default.dtype:
-                    self._defaults[name] = default.to(wide)
-                    setattr(self, name, getattr(self, name).to(wide))
-                    self._dtype = wide
-
-    def _states(self) -> States:
-        return {name: _own(getattr(self, name)) for name in self._defaults}
-
-    def _put(self, values: States) -> None:
-        self.__dict__.update(values)  # plain attributes, which torch.nn.Module sets ten times as slowly
-
-    def _clear(self) -> None:
-        """Reset, without emptying lists that others hold (members of a collection share theirs)."""
-        self._put({name: [] for name, default in self._defaults.items() if isinstance(default, list)})
-        if _resets_states_only(type(self)):
-            self._put({n: d.detach().clone() for n, d in self._defaults.items() if isinstance(d, Tensor)})
-            self._put({"_update_count": 0, "_computed": None, "_cache": None, "_is_synced": False})
-        else:
-            self.reset()
-
-    def _outgoing(self, rows: int) -> list[State]:
-        title, fresh = type(self).__name__, self._update_count == 0
-        reductions: dict[str, Any] = self._reductions  # functions by now, also where add_state was given a name
-        return [
-            State(f"{title}.{name}", self._by_update(name), self.device, reduce, float(rows), fresh)
-            for name, reduce in reductions.items()
-        ]
-
-    def _longer(self, ends: dict[str, list[int]], states: States) -> dict[str, list[int]]:
-        return {
-            name: [*ends.get(name, ()), len(value)]
-            for name, value in states.items()
-            if self._reductions[name] is dim_zero_cat and isinstance(value, Tensor) and value.ndim
-        }
-
-    def _by_update(self, name: str) -> Any:
-        """A state; a tensor that grew by "cat" in the pieces that it grew by, so that they can be put in order."""
-        value, ends = getattr(self, name), self._shared.ends.get(name, [0])
-        if self._shared.inside or not isinstance(value, Tensor) or len(ends) < 2 or ends[-1] != len(value):
-            return value
-        return list(torch.split(value, [after - before for before, after in pairwise([0, *ends])]))
 
     def _global_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -404,8 +305,6 @@ class DifferentiableMetric(Metric):
         found = iter(values)
         return numerics.map_tensors(lambda t: next(found) if t.ndim else t, tree)
 
-    # ------------------------------------------------------------------ help
-
     def told(self) -> str:
         """What came back into its values in backward since it was last asked, as text."""
         return self._shared.coefficients.take()
@@ -417,37 +316,3 @@ class DifferentiableMetric(Metric):
 
     def _title(self, where: str = "") -> str:
         return f"metric {type(self).__name__}{f', {where}' if where else ''}"
-
-    def _drop_graphs(self) -> None:
-        """A metric may keep tensors beside its states; no graph may grow with the steps."""
-        for name, value in self.__dict__.items():
-            if isinstance(value, Tensor) and value.grad_fn is not None and name not in self._defaults:
-                self.__dict__[name] = value.detach()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied: nothing with a graph."""
-        state = super().__getstate__()
-        state.pop("_plain_update", None)
-        for name in (*self._defaults, "_forward_cache", "_computed"):
-            state[name] = numerics.map_tensors(lambda t: t if t.is_leaf else t.detach(), state[name])
-        return state
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self.process_group)] = self.process_group  # a group of processes has no copy
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
-
-
-@functools.cache
-def _resets_states_only(cls: type) -> bool:
-    return not any("reset" in vars(base) for base in cls.__mro__ if base not in (DifferentiableMetric, Metric))
-
-
-def _own(value: Any) -> Any:
-    return list(value) if isinstance(value, list) else value
-
-
-def _detached(states: States) -> States:
-    return {name: numerics.map_tensors(Tensor.detach, value) for name, value in states.items()}

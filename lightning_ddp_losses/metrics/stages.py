@@ -85,7 +85,11 @@ def answer(title: str, requests: Sequence[Request]) -> list[list[Any]]:
         noted = ", ".join(request.owner.told() for request in mine)
         agreed: dict[str, object] = {"factor that came back in the last backward": noted}
         described = "; ".join(request.owner.description() for request in mine)
-        values = meet(title, states, agreed, described, group=mine[0].owner.process_group)
+        group = mine[0].owner.process_group
+        try:
+            values = meet(title, states, agreed, described, group=group)
+        except Exception as error:  # what all ranks raise alike passes through
+            frames.fail_together(error, title, group=group)
         for i in indices:
             count = len(requests[i].states)
             replies[i], values = values[:count], values[count:]

@@ -49,8 +49,10 @@ def test_a_class_gives_a_subclass_made_once() -> None:
     assert differentiable(tm.MinkowskiDistance) is cls is differentiable(cls)
     assert type(differentiable(tm.MinkowskiDistance(3))) is cls
     cls(3, keep_graph=True)(leaf(), TARGET).backward()
-    (wrapper := differentiable(tm.MinMaxMetric)(tm.MeanSquaredError()))(leaf(), TARGET)["raw"].backward()
+    wrapper = differentiable(tm.MinMaxMetric)(base := tm.MeanSquaredError())
+    wrapper(leaf(), TARGET)["raw"].backward()
     assert isinstance(wrapper._base_metric, DifferentiableMetric)
+    assert not isinstance(base, DifferentiableMetric)
     differentiable(tm.MetricCollection)([tm.MeanSquaredError()])(leaf(), TARGET)["MeanSquaredError"].backward()
 
 
