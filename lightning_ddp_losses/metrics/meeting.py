@@ -1,7 +1,7 @@
 """The states of several metrics, of all ranks, in one exchange: values from everywhere, gradient through this rank's own.
 
-Legend: ``W`` ranks. A frame carries this rank's bytes when they are few; when a rank has more, the frames carry the sizes
-only, and the bytes follow in one all-reduce, in place in the buffer in which they are then read. No barrier; nothing in
+Legend: ``W`` ranks. A frame carries this rank's bytes when they fit; when a rank has more, the frames carry the sizes only,
+and the bytes follow in one all-reduce, in place in the buffer in which they are then read. No barrier; nothing in
 backward: every rank computes the same value from the same bytes, so its own slice gets its own gradient times W.
 """
 
@@ -26,10 +26,7 @@ from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.metrics.layout import Kind, Layout, lay_out, pieces_of, table_of_contents
 from lightning_ddp_losses.transport import join_slices_
 
-__all__ = ["IN_FRAME_BYTES", "State", "meet"]
-
-IN_FRAME_BYTES = 64 << 10
-"""On the CPU, up to here the bytes go by frame (which then needs a second gather beyond some hundred bytes)."""
+__all__ = ["State", "meet"]
 
 _HEAD = struct.Struct("<16s?I")  # digest of what must be equal, whether the bytes are inside, bytes of the contents
 _ROWS = struct.Struct("<d")
@@ -82,8 +79,8 @@ def meet(
     Gradient: this rank's own states receive W times the gradient that comes back (which is the same on every rank).
 
     Communication:
-        One frame. When the bytes of a rank do not fit, one more gather (up to ``IN_FRAME_BYTES`` on the CPU) or one
-        all-reduce in place, on the device. One more exchange where a rank without data holds a default of another shape.
+        One frame; when the bytes of a rank do not fit, one all-reduce in place, on the device. One more exchange where a
+        rank without data holds a default of another shape.
 
     Raises:
         RankMismatchError: on every rank, naming the state, when ranks disagree in a way that has no right result.
@@ -104,14 +101,14 @@ def meet(
     )
     own = [piece for tensors in pieces for piece in tensors]
     size = sum(piece.nbytes for piece in own)
-    inside = size <= (IN_FRAME_BYTES if device.type == "cpu" else frames.ROOM - 256)
     names = tuple(state.name for state in states)
     reductions = tuple(getattr(state.reduce, "__qualname__", "none") for state in states)
     digest = _digest(names, reductions, fixed, device.type, configuration)
     contents = table_of_contents(kinds, pieces).encode()
-    payload = _HEAD.pack(digest, inside, len(contents)) + contents
-    payload += b"".join(_ROWS.pack(s.weight) for s in states if s.reduce is dim_zero_mean)
-    head = len(payload)
+    weights = b"".join(_ROWS.pack(s.weight) for s in states if s.reduce is dim_zero_mean)
+    head = _HEAD.size + len(contents) + len(weights)
+    inside = head + size <= frames.room(title, agreed)
+    payload = _HEAD.pack(digest, inside, len(contents)) + contents + weights
     payloads = frames.exchange(title, agreed, payload + _bytes_of(own, device) if inside else payload, group=group)
 
     heads = [_HEAD.unpack_from(p) for p in payloads]
@@ -124,8 +121,7 @@ def meet(
     everything_is_here = all(h[1] for h in heads)
     frames_hold = _from_frames(layout, payloads, starts).to(device) if everything_is_here else None
     buffer = _in_place(layout, own, device, group) if frames_hold is None else frames_hold
-    weights = _weights(payloads, heads, sum(s.reduce is dim_zero_mean for s in states))
-    return _read(states, pieces, layout, buffer, weights, group)
+    return _read(states, pieces, layout, buffer, _weights(payloads, heads, len(weights) // _ROWS.size), group)
 
 
 def _by_device(
