@@ -199,17 +199,14 @@ def _read(
 ) -> list[Any]:
     """Tensors out of the buffer, this rank's own slices with their graph, reduced."""
     read = [[region.of(buffer) for region in regions] for regions in layout.regions]
-    own = [piece for tensors in pieces for piece in tensors]
-    wanted = [
-        (piece, place)
-        for piece, place in zip(own, layout.places[groups.rank(group)], strict=True)
-        if piece.requires_grad
-    ]
-    if wanted and torch.is_grad_enabled():
+    own = [piece for tensors in pieces for piece in tensors] if torch.is_grad_enabled() else []
+    places = layout.places[groups.rank(group)]
+    wanted = [(piece, place) for piece, place in zip(own, places, strict=False) if piece.requires_grad]
+    if wanted:
         targets = list(dict.fromkeys((state, region) for _, (state, region, _, _) in wanted))
-        places = [(targets.index((state, region)), first, rows) for _, (state, region, first, rows) in wanted]
+        slices = [(targets.index((state, region)), first, rows) for _, (state, region, first, rows) in wanted]
         whole = [read[state][region] for state, region in targets]
-        joined = own_slices_with_grad(whole, [piece for piece, _ in wanted], places, group=group)
+        joined = own_slices_with_grad(whole, [piece for piece, _ in wanted], slices, group=group)
         for (state, region), tensor in zip(targets, joined, strict=True):
             read[state][region] = tensor
     means = iter(weights)

@@ -69,7 +69,8 @@ class MetricStates(Metric):
         """Note the configuration, and widen states that are narrower than the inputs or than float32."""
         shared = self._shared
         shared.configuration = shared.configuration or configuration(self)
-        dtype = numerics.compute_dtype([*self.parameters(), *given])
+        own = self.parameters() if self._parameters or self._modules else ()
+        dtype = numerics.compute_dtype([*own, *given])
         for name, default in self._defaults.items():
             if isinstance(default, Tensor) and default.is_floating_point():
                 wide = torch.promote_types(dtype, default.dtype)
