@@ -14,6 +14,7 @@ from lightning_ddp_losses.errors import (
 )
 from lightning_ddp_losses.layers import SyncBatchNorm
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
+from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable
 from lightning_ddp_losses.microbatch import microbatched
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type, use_global_wrapper, use_layer_sync
@@ -26,6 +27,7 @@ __all__ = [
     "ConfigurationError",
     "DDPLossError",
     "DDPLossStrategy",
+    "DifferentiableMetric",
     "GlobalBatchLoss",
     "GlobalBatchMiner",
     "GlobalBatchSampler",
@@ -36,6 +38,7 @@ __all__ = [
     "RankMismatchError",
     "SigLipLoss",
     "SyncBatchNorm",
+    "differentiable",
     "microbatched",
 ]
 

@@ -18,6 +18,7 @@ Both give the derivative of the SUM over ranks of what the ranks back-propagate;
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,13 @@ from lightning_ddp_losses.errors import InputError, format_error
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.transport import gather_rows, scatter_sum, sum_over_ranks
 
-__all__ = ["Backward", "all_gather_with_grad", "all_reduce_with_grad", "reduce_scatter_with_grad"]
+__all__ = [
+    "Backward",
+    "all_gather_with_grad",
+    "all_reduce_with_grad",
+    "own_slices_with_grad",
+    "reduce_scatter_with_grad",
+]
 
 Backward = Literal["sum", "own_slice"]
 
@@ -139,6 +146,53 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
         return tensor
     scattered: Tensor = _ReduceScatter.apply(_join_graph(tensor, grad), counts, group)  # type: ignore[no-untyped-call]
     return scattered
+
+
+def own_slices_with_grad(
+    whole: Sequence[Tensor],
+    own: Sequence[Tensor],
+    places: Sequence[tuple[int, int | None, int]],
+    *,
+    group: Group = None,
+) -> tuple[Tensor, ...]:
+    """Tensors that are gathered already, as if ``backward="own_slice"`` had gathered them.
+
+    Args:
+        whole: Rows of all ranks, floating; without a graph.
+        own: This rank's tensors, with theirs.
+        places: For each of ``own``: which of ``whole`` it lies in, its first row there and its rows; None: it is all of it.
+        group: Process group; None is the world.
+
+    Returns:
+        ``whole``, in the graph of ``own``.
+
+    Communication: none.
+    """
+    world = groups.world_size(group)
+    joined: tuple[Tensor, ...] = _OwnSlices.apply(whole, places, world, *own)  # type: ignore[no-untyped-call]
+    return joined
+
+
+class _OwnSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, whole: Sequence[Tensor], places: Sequence[tuple[int, int | None, int]], world: int, *own: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.places, ctx.world, ctx.shapes = places, world, [tensor.shape for tensor in own]
+        ctx.set_materialize_grads(False)
+        return tuple(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        found: list[Tensor | None] = [None, None, None]
+        for (index, start, rows), shape in zip(ctx.places, ctx.shapes, strict=True):
+            grad = grads[index]
+            if grad is not None:
+                grad = grad if start is None else grad.narrow(0, start, rows)
+                grad = (grad * ctx.world).reshape(shape)
+            found.append(grad)
+        return tuple(found)
 
 
 class _AllGather(torch.autograd.Function):

@@ -29,7 +29,7 @@ from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchErr
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.transport import start_gather, wait
 
-__all__ = ["FRAME_BYTES", "PATIENCE", "ROOM", "Channel", "Exchange", "exchange", "fail_together", "start"]
+__all__ = ["FRAME_BYTES", "PATIENCE", "Channel", "Exchange", "exchange", "fail_together", "room", "start"]
 
 Channel: TypeAlias = Literal["frames", "checks"]
 """Which of our process groups carries a frame (``groups.Family``)."""
@@ -42,8 +42,6 @@ VERSION = 1
 _TEXT_BYTES = 448  # at most; the rest of the frame is the payload's
 _HEADER = struct.Struct("<HHHxxI16s")  # version, kind, bytes of text, bytes of payload, digest of the whole text
 _AGREE, _ERROR = 0, 1
-ROOM = FRAME_BYTES - _HEADER.size - _TEXT_BYTES
-"""Bytes of payload that ride in a frame whatever its text; more do under a shorter text."""
 
 
 class _Frame(NamedTuple):
@@ -99,8 +97,16 @@ def start(
     """As ``exchange``, in two halves: the frame leaves now, and ``finish`` waits for the others'."""
     if groups.world_size(group) == 1:
         return Exchange(payload)
-    text = "\n".join([what, *(f"{key}={value}" for key, value in agreed.items())])
-    return Exchange(payload, _Sending(_AGREE, text, payload, group, channel, frame_bytes))
+    return Exchange(payload, _Sending(_AGREE, _text(what, agreed), payload, group, channel, frame_bytes))
+
+
+def room(what: str, agreed: Mapping[str, object]) -> int:
+    """Bytes of payload that ride in the frame itself beside this text."""
+    return FRAME_BYTES - _HEADER.size - min(len(_text(what, agreed).encode()), _TEXT_BYTES)
+
+
+def _text(what: str, agreed: Mapping[str, object]) -> str:
+    return "\n".join([what, *(f"{key}={value}" for key, value in agreed.items())])
 
 
 class Exchange:

@@ -19,7 +19,18 @@ from torch import Tensor
 
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 
-__all__ = ["Family", "across", "close", "family", "is_distributed", "neighbours", "rank", "set_timeout", "world_size"]
+__all__ = [
+    "Family",
+    "across",
+    "close",
+    "family",
+    "is_distributed",
+    "members",
+    "neighbours",
+    "rank",
+    "set_timeout",
+    "world_size",
+]
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 """A process group of torch.distributed; None is the world."""
@@ -70,6 +81,13 @@ def rank(group: Group = None) -> int:
 def world_size(group: Group = None) -> int:
     """Number of processes in ``group`` (None: the world); 1 without torch.distributed."""
     return dist.get_world_size(group) if is_distributed() else 1
+
+
+def members(group: Group = None) -> tuple[int, ...]:
+    """Global ranks of the members, in group order; (0,) without torch.distributed."""
+    if not is_distributed():
+        return (0,)
+    return tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
 
 
 def set_timeout(timeout: timedelta | None) -> None:

@@ -8,13 +8,21 @@ they have: where that is lower, the loss sees casts of them for the length of th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_floating", "cast_parameters", "compute_dtype", "full_precision", "is_full", "tensors_in"]
+__all__ = [
+    "cast_floating",
+    "cast_parameters",
+    "compute_dtype",
+    "full_precision",
+    "is_full",
+    "map_tensors",
+    "tensors_in",
+]
 
 
 def compute_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
@@ -47,25 +55,34 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def cast_floating(tree: Any, dtype: torch.dtype, _done: dict[int, Tensor] | None = None) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """The same nest of tuples, lists and dicts with ``function`` of each tensor in its place."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, item) for item in tree))
+    if type(tree) in (tuple, list):
+        return type(tree)(map_tensors(function, item) for item in tree)
+    if type(tree) is dict:
+        return {key: map_tensors(function, item) for key, item in tree.items()}
+    return tree
+
+
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     """The same nest with its floating tensors in ``dtype``; one tensor that appears twice stays one tensor.
 
     (A loss may ask whether ``ref_emb is embeddings``.)
     """
-    done = {} if _done is None else _done
-    if isinstance(tree, Tensor):
-        if not tree.is_floating_point() or tree.dtype == dtype:
-            return tree
-        if id(tree) not in done:
-            done[id(tree)] = tree.to(dtype)
-        return done[id(tree)]
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(cast_floating(item, dtype, done) for item in tree))
-    if type(tree) in (tuple, list):
-        return type(tree)(cast_floating(item, dtype, done) for item in tree)
-    if type(tree) is dict:
-        return {key: cast_floating(item, dtype, done) for key, item in tree.items()}
-    return tree
+    done: dict[int, Tensor] = {}
+
+    def cast(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        if id(tensor) not in done:
+            done[id(tensor)] = tensor.to(dtype)
+        return done[id(tensor)]
+
+    return map_tensors(cast, tree)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ __all__ = [
     "broadcast_",
     "gather",
     "gather_rows",
+    "join_slices_",
     "receive",
     "reduce_mean_",
     "scatter_sum",
@@ -153,6 +154,14 @@ def gather_rows(rows: Tensor, counts: list[int], group: Group) -> Tensor:
     if min(counts) == longest:
         return out
     return torch.cat([out[i * longest : i * longest + n] for i, n in enumerate(counts)])
+
+
+def join_slices_(everyone: Tensor, group: Group) -> None:
+    """Complete, in place, bytes (a multiple of 8) of which each rank has written its own and left the others zero.
+
+    One all-reduce. It moves twice what a gather moves, but needs no second buffer, as gloo's gather does, and no padding.
+    """
+    dist.all_reduce(everyone.view(torch.int64), group=groups.family(group).payload(everyone))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

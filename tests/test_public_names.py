@@ -15,6 +15,7 @@ PINNED = [
     "ConfigurationError",
     "DDPLossError",
     "DDPLossStrategy",
+    "DifferentiableMetric",
     "GlobalBatchLoss",
     "GlobalBatchMiner",
     "GlobalBatchSampler",
@@ -25,6 +26,7 @@ PINNED = [
     "RankMismatchError",
     "SigLipLoss",
     "SyncBatchNorm",
+    "differentiable",
     "microbatched",
 ]
 MODULES = sorted(

@@ -5,5 +5,16 @@ from lightning_ddp_losses.cli.arrays import ArrayDataModule
 from lightning_ddp_losses.cli.digits import DigitsDataModule
 from lightning_ddp_losses.cli.encoders import DigitsEncoder, MLPEncoder
 from lightning_ddp_losses.cli.module import EmbeddingModule
+from lightning_ddp_losses.cli.regression import RegressionModule, slant
 
-__all__ = ["ArrayDataModule", "DigitsDataModule", "DigitsEncoder", "EmbeddingModule", "LossCLI", "MLPEncoder", "main"]
+__all__ = [
+    "ArrayDataModule",
+    "DigitsDataModule",
+    "DigitsEncoder",
+    "EmbeddingModule",
+    "LossCLI",
+    "MLPEncoder",
+    "RegressionModule",
+    "main",
+    "slant",
+]

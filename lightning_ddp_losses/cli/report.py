@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,10 @@ class RunReport(Callback):
         if folder is not None and trainer.loggers:
             self._write(trainer, held_out, metrics, Path(folder))
         rows = "" if held_out is None else f" ({len(held_out.labels)} rows)"
-        self.tables = [f"Retrieval on the held-out set{rows}", _table(metrics, _raw_metrics(trainer))]
+        own = getattr(pl_module, "report_rows", None)  # a module that is not about retrieval says what it measures
+        title = getattr(pl_module, "report_title", "Retrieval on the held-out set")
+        raw = _raw_metrics(trainer) if own is None else None
+        self.tables = [f"{title}{rows}", _table(metrics, own or _ROWS, raw)]
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the embeddings in the order of the held-out set."""
@@ -119,14 +123,16 @@ def _raw_metrics(trainer: Trainer) -> tuple[str, dict[str, float]] | None:
     return data.inputs_name, retrieval_metrics(*data.held_out())
 
 
-def _table(metrics: dict[str, float], raw: tuple[str, dict[str, float]] | None) -> Table:
-    """The four figures of the embeddings, beside those of the raw inputs."""
+def _table(
+    metrics: dict[str, float], rows: Sequence[tuple[str, str]], raw: tuple[str, dict[str, float]] | None
+) -> Table:
+    """The figures of the embeddings, beside those of the raw inputs."""
     table = Table()
     table.add_column("metric")
-    table.add_column("embeddings", justify="right")
+    table.add_column("embeddings" if rows is _ROWS else "prediction", justify="right")
     if raw is not None:
         table.add_column(raw[0], justify="right")
-    for title, name in _ROWS:
+    for title, name in rows:
         cells = [_cell(metrics.get(name))]
         if raw is not None:
             cells.append(_cell(raw[1].get(name)))

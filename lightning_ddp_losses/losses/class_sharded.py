@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import frames, graph, groups, inputs
 from lightning_ddp_losses.bundles import Bundle, gather_bundle
+from lightning_ddp_losses.coefficient import CoefficientWatch
+from lightning_ddp_losses.configuration import digest
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, RankMismatchError, format_error
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses.class_heads import head_of
@@ -26,8 +28,6 @@ from lightning_ddp_losses.losses.class_penalties import penalty_of
 from lightning_ddp_losses.losses.class_sampling import ClassSampler, SampledSteps, refuse_options
 from lightning_ddp_losses.losses.class_softmax import Held, row_losses
 from lightning_ddp_losses.losses.class_weight import ClassWeight, weight_of
-from lightning_ddp_losses.losses.coefficient import CoefficientWatch
-from lightning_ddp_losses.losses.fingerprint import digest
 from lightning_ddp_losses.losses.mined import counts_of, weights_of
 from lightning_ddp_losses.losses.pml_call import GlobalTuples
 from lightning_ddp_losses.losses.refusals import refuse_unfit

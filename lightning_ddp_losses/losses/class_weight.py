@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses import frames, groups, transport
+from lightning_ddp_losses.configuration import digest
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses.class_heads import head_of
 from lightning_ddp_losses.losses.class_init import fill
-from lightning_ddp_losses.losses.fingerprint import digest
 from lightning_ddp_losses.sharding import ClassShard, tag_shard
 
 __all__ = ["ClassWeight", "weight_of"]

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import frames, graph, groups, inputs, numerics
 from lightning_ddp_losses.bundles import Bundle, Choice, gather_bundle
+from lightning_ddp_losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.collectives import Backward
+from lightning_ddp_losses.configuration import digest
 from lightning_ddp_losses.errors import InputError, format_error
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses import pml as pml_rows
-from lightning_ddp_losses.losses.coefficient import CoefficientWatch
-from lightning_ddp_losses.losses.fingerprint import digest
 from lightning_ddp_losses.losses.memory import QueuePosition
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall
 from lightning_ddp_losses.losses.randomness import pack_draw, same_draws, shared_seed

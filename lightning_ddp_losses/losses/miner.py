@@ -10,9 +10,9 @@ from torch import nn
 
 from lightning_ddp_losses import frames, graph, groups
 from lightning_ddp_losses.bundles import gather_bundle
+from lightning_ddp_losses.configuration import digest
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.losses.fingerprint import digest
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, GlobalTuples, PMLCall
 from lightning_ddp_losses.losses.randomness import pack_draw, same_draws
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import frames, graph, groups
 from lightning_ddp_losses.bundles import Bundle, gather_bundle
+from lightning_ddp_losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
 from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.losses.coefficient import CoefficientWatch
 
 __all__ = ["TILE_BYTES", "TwoTowerLoss", "pairs_in", "tiles"]
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from torchmetrics import PearsonCorrCoef
 
 import lightning_ddp_losses
 from lightning_ddp_losses import groups
-from lightning_ddp_losses.cli import EmbeddingModule, main
+from lightning_ddp_losses.cli import EmbeddingModule, RegressionModule, main
 
 CONFIGS = Path(lightning_ddp_losses.__file__).parents[1] / "configs"
 ARCFACE = CONFIGS / "digits_arcface.yaml"
@@ -83,7 +84,7 @@ def test_every_config_trains(config: Path, capsys: pytest.CaptureFixture[str]) -
     header = config.read_text().split("seed_everything")[0]
     assert f"ddp-losses fit --config configs/{config.name}" in header
     run(*command("fit", config, "--trainer.max_steps", "2"))
-    assert "Retrieval on the held-out set" in capsys.readouterr().out
+    assert "on the held-out set" in capsys.readouterr().out
     assert (run_folder(config) / "config.yaml").is_file()
 
 
@@ -145,6 +146,22 @@ def test_a_batch_norm_config_gives_the_same_metrics_on_two_ranks_and_on_one() ->
     assert "lightning_ddp_losses.SyncBatchNorm" in (run_folder(config, 1) / "config.yaml").read_text()
     two, one = (metrics(run_folder(config, version)) for version in range(2))
     assert two == pytest.approx(one, rel=1e-9)
+
+
+def test_a_metric_as_the_loss_gives_the_same_on_two_ranks_and_on_one(capsys: pytest.CaptureFixture[str]) -> None:
+    config = CONFIGS / "digits_metric_loss.yaml"
+    options = ["--trainer.limit_train_batches", "8", "--trainer.max_epochs", "2", "--trainer.precision", "64-true"]
+    shown = two_ranks("fit", "--config", str(config), *options)
+    assert "Regression on the held-out set" in shown
+    run(*command("fit", config, *options))
+    two, one = (metrics(run_folder(config, version)) for version in (0, 1))
+    assert {"train_loss", "val_loss", "val_metric"} < set(one)
+    assert two == pytest.approx(one, rel=1e-9)
+
+    (checkpoint,) = (run_folder(config) / "checkpoints").iterdir()
+    assert isinstance(RegressionModule.load_from_checkpoint(checkpoint).metric, PearsonCorrCoef)
+    run(*command("test", config, "--ckpt_path", str(checkpoint), "--trainer.precision", "64-true"))
+    assert f"{two['val_metric']:.6f}"[:7] in capsys.readouterr().out
 
 
 def metrics(folder: Path) -> dict[str, float]:

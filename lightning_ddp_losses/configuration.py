@@ -1,4 +1,4 @@
-"""A loss's configuration as text, to compare between ranks once."""
+"""The configuration of a loss or a metric as text, to compare between ranks once."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ _MEMORIES = ("embedding_memory", "label_memory", "curr_batch_idx", "position", "
 
 
 def configuration(loss: nn.Module) -> str:
-    """Classes and plain attributes of the loss and everything inside it, sorted, without statistics."""
+    """Classes and plain attributes of the loss and everything inside it, sorted, without statistics and states of metrics."""
     lines = []
     for name, module in loss.named_modules():
-        statistics = getattr(module, "_record_these_stats", ())
+        statistics = {*getattr(module, "_record_these_stats", ()), *getattr(module, "_defaults", ())}
         own = [
             f"{key}={value!r}"
             for key, value in sorted(vars(module).items())
             if not key.startswith("_") and key not in statistics and key not in _COUNTERS and _is_plain(value)
         ]
-        held = {**vars(module), **module._buffers}
-        own += [f"{key}#{_hash(held[key])}" for key in sorted(held) if _is_setting(key, held[key])]
+        # a metric keeps what it remembers in plain attributes too
+        held = {**({} if hasattr(module, "_defaults") else vars(module)), **module._buffers}
+        own += [f"{k}#{_hash(held[k])}" for k in sorted(held) if k not in statistics and _is_setting(k, held[k])]
         shapes = [f"{k}{tuple(p.shape)}" for k, p in module.named_parameters(recurse=False)]
         lines.append(f"{name or 'loss'}: {type(module).__name__}({', '.join([*own, *shapes])})")
     return "; ".join(lines)

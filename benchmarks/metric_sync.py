@@ -1,0 +1,212 @@
+"""A metric's forward over all ranks: `differentiable` beside torchmetrics with `dist_sync_on_step=True`, W = 2.
+
+256 rows per rank. Counted: collectives of a forward in steady state (1 for states that are scalars and for a collection of
+them, 2 with rows) and of a backward (none), and calls of `update`. Timed: forward, both in turns in the same processes, one
+each, torchmetrics' twice (A/A is the same estimate where nothing differs); a forward counts as long as its slowest rank.
+Values are compared first; so are gradients, where torchmetrics' are 1/W of ours. Last, the memory of a sync of many rows:
+the highest resident set in fresh processes above what was there before, over the bytes that were gathered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchmetrics as tm
+from torch import Tensor
+
+from benchmarks.ranks import run_ranks
+from benchmarks.records import Row
+from benchmarks.strategy_overhead import MIB, Resident
+from lightning_ddp_losses import differentiable
+from tests.counting import CountCollectives
+
+__all__ = ["main"]
+
+ROWS = 256
+EQUAL = 1e-5  # relative, float32
+SIX = ("MeanSquaredError", "MeanAbsoluteError", "R2Score", "ExplainedVariance", "PearsonCorrCoef", "SpearmanCorrCoef")
+FIVE = SIX[:5]
+JOBS: dict[str, tuple[tuple[str, ...], float | None, int]] = {  # metrics, limit of the time, of the collectives
+    "MeanSquaredError": (SIX[:1], 0.45, 1),
+    "R2Score": (("R2Score",), 0.45, 1),
+    "SpearmanCorrCoef": (("SpearmanCorrCoef",), 0.45, 2),
+    "PearsonCorrCoef": (("PearsonCorrCoef",), 0.2, 1),
+    "collection of 5, scalar states": (FIVE, None, 1),
+    "collection of 6": (SIX, 0.15, 2),
+}
+
+
+def make(job: str, *, ours: bool) -> Any:
+    """One metric, or a collection."""
+    names = JOBS[job][0]
+    members = [getattr(tm, name)(**({} if ours else {"dist_sync_on_step": True})) for name in names]
+    metric = members[0] if len(members) == 1 else tm.MetricCollection(members)
+    return differentiable(metric, without_gradient="keep") if ours else metric
+
+
+def values_of(value: Any) -> list[Tensor]:
+    """All numbers that came out."""
+    return list(value.values()) if isinstance(value, dict) else [value]
+
+
+class Contestant:
+    """One metric on this rank's rows."""
+
+    def __init__(self, job: str, *, ours: bool) -> None:
+        self.metric = make(job, ours=ours)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.target = torch.randn(ROWS, generator=generator)
+        self.preds = (self.target + torch.randn(ROWS, generator=generator)).requires_grad_()
+
+    def step(self) -> list[Tensor]:
+        """One forward, from reset states (rows would pile up)."""
+        found = values_of(self.metric(self.preds, self.target))
+        self.metric.reset()
+        return found
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """Difference in norm."""
+    return float((a - b).norm() / b.norm())
+
+
+def check(job: str) -> Row:
+    """Equal values, gradients W times as large, and counts."""
+    found: list[tuple[list[Tensor], Tensor | None, list[str], list[str]]] = []
+    for ours in (True, False):
+        contestant = Contestant(job, ours=ours)
+        contestant.step()
+        with CountCollectives() as collectives:
+            values = contestant.step()
+            forward = collectives.take()
+            trained = [value for value in values if value.requires_grad]
+            if trained:
+                torch.stack(trained).sum().backward()
+            found.append((values, contestant.preds.grad, forward, collectives.take()))
+    (values, grad, names, backward), (theirs, other, their_names, _) = found
+    off = max(relative(a.detach(), b.detach()) for a, b in zip(values, theirs, strict=True))
+    scale = float((grad * other).sum() / other.square().sum()) if grad is not None and other is not None else None
+    if scale is not None and grad is not None and other is not None:
+        off = max(off, relative(grad, other * dist.get_world_size()))
+    barriers = sum("barrier" in name for name in names)
+    return {
+        "off": off,
+        "ours": len(names),
+        "theirs": len(their_names),
+        "extra": len(backward) + barriers,
+        "scale": scale,
+    }
+
+
+def timed(job: str, rounds: int, seconds: float) -> tuple[Row, list[list[float]]]:
+    """Milliseconds of (torchmetrics, torchmetrics again, ours) for each round."""
+    checked = check(job)
+    contestants = [Contestant(job, ours=ours) for ours in (False, False, True)]
+    token, table, started = torch.zeros(1), [], time.perf_counter()
+    for number in range(rounds + 3):
+        row = [0.0] * len(contestants)
+        for place in range(len(contestants)):
+            index = (number + place) % len(contestants)
+            dist.all_reduce(token)
+            before = time.perf_counter()
+            contestants[index].metric(contestants[index].preds, contestants[index].target)
+            row[index] = (time.perf_counter() - before) * 1e3
+            contestants[index].metric.reset()
+        table.append(row)
+        spent = torch.tensor([time.perf_counter() - started])
+        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+        if float(spent) > seconds and number > 5:
+            break
+    return checked, table[3:]
+
+
+def row_of(job: str, rounds: int, seconds: float) -> Row:
+    """Counts and times of one job."""
+    _, limit, most = JOBS[job]
+    answers = run_ranks(timed, job, rounds, seconds)
+    both = list(zip(*(table for _, table in answers), strict=True))
+    theirs, again, ours = ([max(rank[i] for rank in ranks) for ranks in both] for i in range(3))
+    checked = answers[0][0]
+    off = max(answer[0]["off"] for answer in answers)
+    # a round's neighbours lie milliseconds apart: what slows one down slows the other
+    ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    right = off <= EQUAL and checked["ours"] <= most and checked["extra"] == 0
+    return {
+        "table": f"Forward of a metric over all ranks, 2 ranks, {ROWS} rows each, slowest rank",
+        "metric": job,
+        "torchmetrics_ms": statistics.median(theirs),
+        "ours_ms": statistics.median(ours),
+        "ratio": ratio,
+        "A/A": statistics.median(a / b for a, b in zip(again, theirs, strict=True)),
+        "time_limit": limit,
+        "torchmetrics_collectives": checked["theirs"],
+        "collectives": checked["ours"],
+        "most_collectives": most,
+        "in_backward_or_barriers": checked["extra"],
+        "gradient_over_torchmetrics": checked["scale"],
+        "values_differ_by": off,
+        "rounds": len(both),
+        "verdict": "WRONG" if not right else "met" if limit is None or ratio <= limit else "missed",
+    }
+
+
+def peak(mebibytes: int, ours: bool) -> tuple[int, int]:
+    """Bytes that the resident set grows by in one sync of rows, and bytes gathered."""
+
+    def rows(count: int) -> Tensor:
+        return torch.ones(count, 256)
+
+    def metric() -> Any:
+        made = tm.CatMetric(nan_strategy="disable")
+        return differentiable(made, without_gradient="keep") if ours else made
+
+    small = metric()
+    small.update(rows(1024))  # libraries load, pools fill
+    small.sync()
+    count = mebibytes * MIB // 1024 // 4
+    big = metric()
+    for _ in range(4):
+        big.update(rows(count))
+    gathered = dist.get_world_size() * 4 * count * 1024
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    resident = Resident()
+    resident.reset()
+    before = resident.now()
+    big.sync()
+    grown = resident.peak - before
+    resident.close()
+    assert big.value.shape[0] == dist.get_world_size() * 4 * count
+    return grown, gathered
+
+
+def memory_row(mebibytes: int) -> Row:
+    """Peak memory of a sync beside torchmetrics'."""
+    answers = {mine: run_ranks(peak, mebibytes, mine) for mine in (False, True)}
+    shares = {mine: max(grown / gathered for grown, gathered in found) for mine, found in answers.items()}
+    return {
+        "table": "Peak memory of the sync of rows (CatMetric), over the bytes gathered",
+        "rows": f"{mebibytes} MiB per rank",
+        "torchmetrics": shares[False],
+        "ours": shares[True],
+        "limit": 1.2,
+        "verdict": "met" if shares[True] <= 1.2 else "WRONG",
+    }
+
+
+def main(arguments: list[str]) -> list[Row]:
+    """One row per metric, and one for memory."""
+    parser = argparse.ArgumentParser("metric_sync", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of timed rounds per row at most")
+    parser.add_argument("--mebibytes", type=int, default=96, help="of rows on each rank, for memory")
+    options: Any = parser.parse_args(arguments)
+    rows = [row_of(job, options.rounds, options.seconds) for job in JOBS]
+    return [*rows, memory_row(options.mebibytes)]

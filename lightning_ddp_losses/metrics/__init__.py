@@ -1,0 +1,13 @@
+"""Metrics over all ranks that can be trained on, and the one statement of their gradient.
+
+Legend: ``W`` ranks, s_r the state of rank r. A metric is L = f(s_0 + ... + s_{W-1}) (or min, max, the rows one after the other
+...). After the states have met, every rank computes the same L from the same bytes; in its backward, rank r passes on
+W * dL/ds_r through its own state and nothing through the others', which are constants to it. DDP's mean over ranks,
+(1/W) * sum_r W * dL/ds_r * ds_r/dtheta, then is the gradient of one process. It holds where the same factor comes back
+into L on every rank.
+"""
+
+from lightning_ddp_losses.metrics.convert import differentiable
+from lightning_ddp_losses.metrics.metric import DifferentiableMetric
+
+__all__ = ["DifferentiableMetric", "differentiable"]

@@ -1,0 +1,159 @@
+"""A forward that pauses where its states must meet those of other ranks, so that several metrics meet in one exchange.
+
+A metric's forward is a generator: it updates, yields what it has to exchange, is given what all ranks have, and computes.
+A collection, a composition or a wrapper runs the generators of its members side by side and passes on what they ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from lightning_ddp_losses import frames, graph, groups
+from lightning_ddp_losses.metrics.meeting import State, meet
+
+__all__ = ["Call", "Member", "Request", "Stages", "answer", "run", "together"]
+
+
+class Member(Protocol):
+    """What takes part in an exchange."""
+
+    process_group: Any
+
+    def told(self) -> str:
+        """What came back into its values in backward since it was last asked."""
+
+    def description(self) -> str:
+        """Its configuration."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """States that a metric wants from all ranks."""
+
+    owner: Member
+    states: Sequence[State]
+
+
+Stages: TypeAlias = Generator[list[Request], list[list[Any]], Any]
+Call: TypeAlias = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def run(owner: Any, title: str, stages: Callable[..., Stages], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a forward from end to end, in full precision; what fails on one rank fails on all.
+
+    Args:
+        owner: The metric, composition or collection; its parameters and inputs fix the precision.
+        title: The place, for messages.
+        stages: The forward.
+        args: Its arguments.
+        kwargs: Likewise.
+    """
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        steps = stages(*args, **kwargs)
+        try:
+            requests = next(steps)
+            while True:
+                requests = steps.send(answer(title, requests))
+        except StopIteration as end:
+            return end.value
+        finally:
+            steps.close()  # a metric gets its states back, whatever happened
+
+    try:
+        value = graph.run_wide(owner, whole, args, kwargs)
+    except Exception as error:  # what all ranks raise alike passes through
+        if not owner._meets:
+            raise
+        frames.fail_together(error, title, group=owner.process_group)
+    return value
+
+
+def answer(title: str, requests: Sequence[Request]) -> list[list[Any]]:
+    """The states that were asked for, as all ranks have them; one exchange for each process group."""
+    replies: list[list[Any]] = [[] for _ in requests]
+    parts: dict[tuple[int, ...], list[int]] = {}
+    for index, request in enumerate(requests):
+        parts.setdefault(groups.members(request.owner.process_group), []).append(index)
+    for indices in parts.values():
+        mine = [requests[i] for i in indices]
+        states = [state for request in mine for state in request.states]
+        noted = ", ".join(request.owner.told() for request in mine)
+        agreed: dict[str, object] = {"factor that came back in the last backward": noted}
+        described = "; ".join(request.owner.description() for request in mine)
+        group = mine[0].owner.process_group
+        try:
+            values = meet(title, states, agreed, described, group=group)
+        except Exception as error:  # what all ranks raise alike passes through
+            frames.fail_together(error, title, group=group)
+        for i in indices:
+            count = len(requests[i].states)
+            replies[i], values = values[:count], values[count:]
+    return replies
+
+
+def together(calls: Sequence[Call]) -> Stages:
+    """Forwards of several metrics, in one exchange; one after the other where they share a metric.
+
+    Args:
+        calls: Metric, positional arguments, keyword arguments.
+
+    Returns:
+        Their values.
+    """
+    if _share(calls):
+        values = []
+        for metric, args, kwargs in calls:
+            value = yield from metric._stages(*args, **kwargs)
+            values.append(value)
+        return values
+    running = [metric._stages(*args, **kwargs) for metric, args, kwargs in calls]
+    values = [None] * len(running)
+    try:
+        asking: dict[int, list[Request]] = {}
+        for index in range(len(running)):
+            _advance(running, index, None, asking, values)
+        while asking:
+            order = list(asking)
+            sizes = [len(asking[index]) for index in order]
+            replies = yield [request for index in order for request in asking[index]]
+            for index, size in zip(order, sizes, strict=True):
+                _advance(running, index, replies[:size], asking, values)
+                replies = replies[size:]
+    finally:
+        for steps in running:
+            steps.close()
+    return values
+
+
+def _advance(
+    running: Sequence[Stages],
+    index: int,
+    reply: list[list[Any]] | None,
+    asking: dict[int, list[Request]],
+    values: list[Any],
+) -> None:
+    asking.pop(index, None)
+    try:
+        asking[index] = running[index].send(reply)  # type: ignore[arg-type]
+    except StopIteration as end:
+        values[index] = end.value
+
+
+def _share(calls: Sequence[Call]) -> bool:
+    seen: set[int] = set()
+    for metric, _, _ in calls:
+        own = {id(module) for module in metric.modules()}
+        if own & seen:
+            return True
+        seen |= own
+    return False
+
+
+def gradient_is_wanted(given: Sequence[torch.Tensor]) -> bool:
+    """Whether a gradient could reach the inputs."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)

@@ -1,0 +1,188 @@
+"""Collections, compositions and wrappers: one exchange for all members, the values and gradients of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics as tm
+from torch import Tensor
+from torchmetrics.wrappers import LambdaInputTransformer, MultitaskWrapper
+
+from lightning_ddp_losses.metrics import differentiable
+from tests.counting import CountCollectives
+from tests.metrics.harness import difference, flat, splits
+from tests.rank_pool import RankPool
+
+ROWS, STEPS, WINDOW = 12, 3, 2
+
+
+def squared() -> tm.Metric:
+    return tm.MeanSquaredError(num_outputs=2)
+
+
+def collection() -> tm.MetricCollection:
+    members = [tm.MeanSquaredError(), tm.MeanAbsoluteError(), tm.R2Score(), tm.ExplainedVariance()]
+    return tm.MetricCollection({type(m).__name__: m for m in members}, prefix="train_")
+
+
+def nested() -> tm.MetricCollection:
+    return tm.MetricCollection(
+        {"sum": tm.MeanSquaredError() + 2 * tm.MeanAbsoluteError(), "by_class": tm.ClasswiseWrapper(squared())}
+    )
+
+
+def reused() -> tm.Metric:
+    metric = tm.MeanSquaredError()
+    return metric + metric
+
+
+# how to make it, and how many collectives its forward needs
+MAKE: dict[str, tuple[Callable[[], Any], int]] = {
+    "collection": (collection, 1),
+    "a collection without groups": (lambda: tm.MetricCollection([squared(), tm.R2Score()], compute_groups=False), 1),
+    "nested": (nested, 1),
+    "a + b": (lambda: tm.MeanSquaredError() + tm.R2Score(), 1),
+    "2 * a - abs(b)": (lambda: 2 * tm.MeanSquaredError() - abs(tm.MeanAbsoluteError()), 1),
+    "a[0]": (lambda: squared()[0], 1),
+    "a + a": (reused, 2),
+    "ClasswiseWrapper": (lambda: tm.ClasswiseWrapper(squared(), labels=["x", "y"]), 1),
+    "MultioutputWrapper": (lambda: tm.MultioutputWrapper(tm.R2Score(), 2), 1),
+    "MinMaxMetric": (lambda: tm.MinMaxMetric(tm.MeanSquaredError()), 1),
+    "Running": (lambda: tm.wrappers.Running(tm.MeanSquaredError(), window=WINDOW), 1),
+    "LambdaInputTransformer": (lambda: LambdaInputTransformer(tm.MeanSquaredError(), torch.sigmoid), 1),
+}
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(ROWS, 2, generator=g, dtype=torch.float64), torch.randn(ROWS, 2, generator=g, dtype=torch.float64))
+        for _ in range(STEPS)
+    ]
+
+
+def scalar(value: Any) -> Tensor:
+    """Something of every part of a value; the second part weighs differently."""
+    if isinstance(value, dict):
+        return sum(((i + 1) * scalar(v) for i, v in enumerate(value.values())), torch.tensor(0.0))
+    return value.sum()
+
+
+def one_process(make: Callable[[], Any]) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """torchmetrics' own, in float64, on whole batches; `compute` after updates only, which its wrappers get right."""
+    metric, counted, found = make(), make(), []
+    for each in (metric, counted):
+        for module in each.modules():
+            if isinstance(module, tm.Metric):
+                module.set_dtype(torch.float64)
+                module.distributed_available_fn = lambda: False
+    for preds, target in batches():
+        leaf = preds.clone().requires_grad_()
+        if isinstance(metric, tm.MinMaxMetric):  # its own forward cuts the graph
+            raw = metric._base_metric(leaf, target)
+            high = [raw.detach(), *(f[0] for f in found)]
+            value = {
+                "raw": raw,
+                "max": raw if raw >= max(high) else max(high),
+                "min": raw if raw <= min(high) else min(high),
+            }
+        else:
+            value = metric(leaf, target)
+        scalar(value).backward()
+        assert leaf.grad is not None
+        found.append([*flat(value), leaf.grad])
+        counted.update(preds, target)
+    return found, flat(counted.compute())
+
+
+def on_ranks(name: str, even: bool) -> dict[str, Any]:
+    make, limit = MAKE[name]
+    oracle, total = one_process(make)
+    world = dist.get_world_size()
+    part = splits(world, even)(ROWS)
+    metric, worst, counts = differentiable(make()), 0.0, []
+    assert isinstance(metric, type(make()))
+    for (preds, target), truth in zip(batches(), oracle, strict=True):
+        leaf = preds[part].clone().requires_grad_()
+        with CountCollectives() as collectives:
+            value = metric(leaf, target[part])
+            counts.append(len(collectives.take()))
+            scalar(value).backward()
+            counts.append(len(collectives.take()))
+        assert leaf.grad is not None
+        worst = max(worst, difference([*flat(value), leaf.grad / world], [*truth[:-1], truth[-1][part]]))
+    with CountCollectives() as collectives:
+        final = flat(metric.compute())
+    if name == "MinMaxMetric":
+        final, total = final[:1], total[:1]  # here forward counts among the smallest and largest too
+    again = flat(metric.compute())[: len(final)]
+    return {
+        "off": max(worst, difference(final, total), difference(again, total)),
+        "collectives": max(counts[::2]) <= limit,
+        "in backward": max(counts[1::2]),
+        "for compute": len(collectives.names),
+    }
+
+
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_members_meet_once_and_give_the_values_of_one_process(pool: RankPool, world_size: int, even: bool) -> None:
+    for name in MAKE:
+        for found in pool.run(world_size, on_ranks, name, even):
+            assert found["off"] < 1e-9, name
+            assert found["collectives"], name
+            assert found["in backward"] == 0, name
+            assert found["for compute"] == 1, name
+
+
+def tasks() -> float:
+    """Two tasks with a metric each."""
+    part = splits(dist.get_world_size(), even=False)(ROWS)
+    (preds, target), _, _ = batches()
+    metrics = {"a": tm.MeanSquaredError(), "b": tm.MetricCollection([tm.R2Score()])}
+    leaf = preds[part].requires_grad_()
+    given = {"a": leaf[:, 0], "b": leaf[:, 1]}, {"a": target[part, 0], "b": target[part, 1]}
+    value = differentiable(MultitaskWrapper(metrics))(*given)
+    whole = preds.clone().requires_grad_()
+    truth = MultitaskWrapper(metrics)({"a": whole[:, 0], "b": whole[:, 1]}, {"a": target[:, 0], "b": target[:, 1]})
+    (value["a"] + value["b"]["R2Score"]).backward()
+    (truth["a"] + truth["b"]["R2Score"]).backward()
+    assert leaf.grad is not None
+    assert whole.grad is not None
+    return difference([leaf.grad / dist.get_world_size()], [whole.grad[part]])
+
+
+def test_tasks_of_their_own(pool: RankPool) -> None:
+    assert max(pool.run(2, tasks)) < 1e-6  # torchmetrics' states are float32
+
+
+def test_groups_of_a_collection_share_their_updates_and_their_exchange(pool: RankPool) -> None:
+    for values, names in pool.run(2, grouped):
+        assert values["MulticlassPrecision"] == pytest.approx(values["precision alone"])
+        assert values["MulticlassRecall"] == pytest.approx(values["recall alone"])
+        assert len(names) == 1
+
+
+def grouped() -> tuple[dict[str, float], list[str]]:
+    from torchmetrics.classification import MulticlassPrecision, MulticlassRecall
+
+    make = [lambda: MulticlassPrecision(3), lambda: MulticlassRecall(3)]
+    metrics = differentiable(tm.MetricCollection([m() for m in make]), without_gradient="keep")
+    alone = [m() for m in make]
+    g = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        preds, target = torch.randint(3, (ROWS,), generator=g), torch.randint(3, (ROWS,), generator=g)
+        part = splits(2, even=False)(ROWS)
+        metrics.update(preds[part], target[part])
+        for metric in alone:
+            metric.distributed_available_fn = lambda: False
+            metric.update(preds, target)
+    assert len(metrics.compute_groups) == 1
+    with CountCollectives() as collectives:
+        values = {name: float(value) for name, value in metrics.compute().items()}
+    values |= {"precision alone": float(alone[0].compute()), "recall alone": float(alone[1].compute())}
+    return values, collectives.names

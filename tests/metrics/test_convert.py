@@ -1,0 +1,242 @@
+"""`differentiable` in one process: what is kept, what works on, what is refused and why."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics as tm
+from torch import Tensor, nn
+from torchmetrics.clustering import MutualInfoScore, RandScore
+from torchmetrics.wrappers import BootStrapper
+
+from lightning_ddp_losses import ConfigurationError, DifferentiableMetric, differentiable
+from lightning_ddp_losses.metrics.refusals import WITHOUT_GRADIENT
+from tests.metrics.cases import differentiable_classes
+from tests.metrics.kinds import Ours
+
+PREDS, TARGET = torch.tensor([0.1, 0.4, 0.9, 0.3]), torch.tensor([0.0, 0.5, 1.0, 0.7])
+
+
+def leaf() -> Tensor:
+    return PREDS.clone().requires_grad_()
+
+
+def test_an_instance_keeps_configuration_states_and_class_and_leaves_the_original_alone() -> None:
+    metric = tm.MeanSquaredError(squared=False)
+    metric.update(PREDS, TARGET)
+    ours = differentiable(metric)
+    assert isinstance(ours, tm.MeanSquaredError)
+    assert isinstance(ours, DifferentiableMetric)
+    assert repr(ours) == repr(metric)
+    assert type(ours).__name__ == "MeanSquaredError"
+    assert not isinstance(metric, DifferentiableMetric)
+    ours.update(TARGET + 1, TARGET)
+    assert float(metric.compute()) == pytest.approx(float((PREDS - TARGET).square().mean().sqrt()))
+    assert float(ours.compute()) == pytest.approx(float(((PREDS - TARGET).square().mean() / 2 + 0.5).sqrt()))
+    assert differentiable(ours) is not ours
+    assert differentiable(metric.set_dtype(torch.float64)).sum_squared_error.dtype == torch.float64
+
+
+def test_a_class_gives_a_subclass_made_once() -> None:
+    cls = differentiable(tm.MinkowskiDistance)
+    assert issubclass(cls, tm.MinkowskiDistance)
+    assert differentiable(tm.MinkowskiDistance) is cls is differentiable(cls)
+    assert type(differentiable(tm.MinkowskiDistance(3))) is cls
+    cls(3, keep_graph=True)(leaf(), TARGET).backward()
+    wrapper = differentiable(tm.MinMaxMetric)(base := tm.MeanSquaredError())
+    wrapper(leaf(), TARGET)["raw"].backward()
+    assert isinstance(wrapper._base_metric, DifferentiableMetric)
+    assert not isinstance(base, DifferentiableMetric)
+    differentiable(tm.MetricCollection)([tm.MeanSquaredError()])(leaf(), TARGET)["MeanSquaredError"].backward()
+
+
+def everything() -> list[Any]:
+    made = [tm.PearsonCorrCoef(), tm.MeanSquaredError() + 1, tm.MinMaxMetric(tm.R2Score())]
+    made += [tm.wrappers.Running(tm.MeanSquaredError()), tm.MetricCollection([tm.R2Score(), tm.MeanSquaredError()])]
+    return [differentiable(metric) for metric in made] + [Ours("cat list")]
+
+
+def call(metric: Any) -> Any:
+    return metric(torch.ones(2, 3, requires_grad=True)) if isinstance(metric, Ours) else metric(leaf(), TARGET)
+
+
+def number(value: Any) -> list[float]:
+    return [float(v) for v in value.values()] if isinstance(value, dict) else [float(value)]
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda m: m.clone(), lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["deepcopy", "clone", "pickle"],
+)
+def test_copies_hold_the_states_and_go_their_own_way(copied: Callable[[Any], Any]) -> None:
+    for metric in everything():
+        call(metric)  # leaves a value with a graph behind
+        other = copied(metric)
+        assert type(other) is type(metric)
+        assert number(other.compute()) == number(metric.compute())
+        other.reset()
+        call(other)
+        assert number(metric.compute()) == number(metric.compute())
+    assert pickle.loads(pickle.dumps(differentiable(tm.R2Score))) is differentiable(tm.R2Score)
+
+
+def test_state_dict_moves_between_ours_and_torchmetrics() -> None:
+    ours, stock = differentiable(tm.MeanSquaredError()), tm.MeanSquaredError()
+    for metric in (ours, stock):
+        metric.persistent(True)
+    ours(leaf(), TARGET)
+    stock.load_state_dict(ours.state_dict())
+    stock._update_count = 1
+    assert float(stock.compute()) == float(ours.compute())
+    assert set(ours.state_dict()) == set(stock.state_dict())
+    ours.reset()
+    ours.load_state_dict(stock.state_dict())
+    assert float(ours.sum_squared_error) == float(stock.sum_squared_error)
+
+
+def test_merge_state_takes_ours_torchmetrics_and_dicts() -> None:
+    a, b, stock = differentiable(tm.MeanSquaredError()), differentiable(tm.MeanSquaredError()), tm.MeanSquaredError()
+    a(leaf(), TARGET)
+    b(leaf() + 1, TARGET)
+    stock.update(PREDS + 2, TARGET)
+    a.merge_state(b)
+    a.merge_state(stock)
+    a.merge_state({"sum_squared_error": torch.zeros(1), "total": torch.tensor(4)})
+    truth = torch.cat([PREDS - TARGET, PREDS + 1 - TARGET, PREDS + 2 - TARGET]).square().sum() / 16
+    assert float(a.compute()) == pytest.approx(float(truth))
+    with pytest.raises(ValueError, match="Expected incoming state"):
+        a.merge_state(tm.R2Score())
+    with pytest.raises(RuntimeError, match="merge_state"):
+        differentiable(tm.PearsonCorrCoef()).merge_state(differentiable(tm.PearsonCorrCoef()))
+
+
+def test_plots() -> None:
+    metric = differentiable(tm.MeanSquaredError())
+    values = [metric(leaf(), TARGET) for _ in range(2)]
+    _, axes = metric.plot([value.detach() for value in values])
+    assert axes.get_title() == tm.MeanSquaredError().plot(PREDS.sum())[1].get_title()
+    metric.plot()
+
+
+def test_a_trainable_parameter_stays_the_one_that_the_optimizer_holds() -> None:
+    class Weighted(tm.MeanSquaredError):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(2.0))
+
+        def update(self, preds: Tensor, target: Tensor) -> None:
+            super().update(preds * self.weight, target)
+
+    metric = Weighted()
+    differentiable(metric)(PREDS, TARGET).backward()
+    assert metric.weight.grad is not None
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+class OwnForward(tm.MeanSquaredError):
+    def forward(self, *args: Any) -> Tensor:
+        return super().forward(*args) * 2
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "ranks": (tm.SpearmanCorrCoef, ("SpearmanCorrCoef", "is_differentiable=False", "without_gradient='keep'")),
+    "labels": (RandScore, ("RandScore", "integers")),
+    "subclass": (lambda: type("Mine", (MutualInfoScore,), {})(), ("Mine", "integers")),
+    "inside": (lambda: tm.MeanSquaredError() + tm.SpearmanCorrCoef(), ("SpearmanCorrCoef",)),
+    "random": (lambda: BootStrapper(tm.MeanSquaredError()), ("BootStrapper", "forward")),
+    "own forward": (OwnForward, ("OwnForward", "the forward of OwnForward")),
+    "compute_on_cpu": (lambda: tm.MeanSquaredError(compute_on_cpu=True), ("compute_on_cpu", "MeanSquaredError")),
+    "dist_sync_fn": (lambda: tm.MeanSquaredError(dist_sync_fn=print), ("dist_sync_fn", "process_group=")),
+    "a loss": (lambda: nn.MSELoss(), ("MSELoss",)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save")
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_say_the_name_and_the_reason(name: str) -> None:
+    make, words = REFUSED[name]
+    with pytest.raises(ConfigurationError) as refusal:
+        differentiable(make())
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_options_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="dist_sync_on_step"):
+        differentiable(tm.MeanSquaredError)(dist_sync_on_step=False)
+    with pytest.raises(ConfigurationError, match="gather"):
+        differentiable(tm.MeanSquaredError(), gather="rows")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="without_gradient"):
+        differentiable(tm.MeanSquaredError(), without_gradient="no")  # type: ignore[arg-type]
+
+    class Synced(DifferentiableMetric):
+        update = compute = lambda self: None  # type: ignore[assignment]
+
+        def _sync_dist(self, *args: Any, **kwargs: Any) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="_sync_dist"):
+        Synced()
+
+
+def test_a_value_without_gradient_is_found_out() -> None:
+    class Counting(DifferentiableMetric):
+        full_state_update = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("n", torch.tensor(0.0), "sum")
+
+        def update(self, preds: Tensor) -> None:
+            self.n = self.n + (preds > 0).sum()
+
+        def compute(self) -> Tensor:
+            return self.n
+
+    metric = Counting()
+    with pytest.raises(ConfigurationError, match="metric Counting: value: expected a gradient"):
+        metric(leaf())
+    assert metric(PREDS) == 4
+
+
+@pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save")
+def test_what_has_no_gradient_may_ride_along() -> None:
+    members = [tm.MeanSquaredError(), tm.SpearmanCorrCoef()]
+    values = differentiable(tm.MetricCollection(members), without_gradient="keep")(leaf(), TARGET)
+    assert values["MeanSquaredError"].requires_grad
+    assert not values["SpearmanCorrCoef"].requires_grad
+
+
+FED: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "HausdorffDistance": lambda: (torch.rand(2, 2, 6, 6).round(), torch.rand(2, 2, 6, 6).round()),
+    "VisualInformationFidelity": lambda: (torch.rand(2, 1, 42, 42), torch.rand(2, 1, 42, 42)),
+    "DaviesBouldinScore": lambda: (torch.rand(9, 3), torch.arange(9) % 3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("name", WITHOUT_GRADIENT)
+def test_what_is_refused_for_its_gradient_has_none_in_torchmetrics_either(name: str) -> None:
+    """When torchmetrics mends one, this says so."""
+    cls = differentiable_classes()[name]
+    kwargs = {"num_classes": 2, "input_format": "one-hot"} if name == "HausdorffDistance" else {}
+    metric = cls(**kwargs)
+    if name not in FED:  # labels: a leaf of integers cannot even ask
+        labels = torch.arange(8) % 3
+        with pytest.raises(ValueError, match="discrete"):
+            metric(torch.rand(8, requires_grad=True), labels)
+        assert not metric(labels, labels).requires_grad
+        return
+    first, *rest = FED[name]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value = metric(first.requires_grad_(), *rest)
+    with pytest.raises(RuntimeError):
+        value.backward()

@@ -1,0 +1,162 @@
+"""Ranks that disagree: the right result where there is one, else the same error on every rank, naming the state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics as tm
+from torch import Tensor
+
+from lightning_ddp_losses.collectives import all_gather_with_grad
+from lightning_ddp_losses.metrics import differentiable
+from tests.metrics.kinds import Ours
+from tests.rank_pool import RankPool
+
+
+def rows(n: int, seed: int = 0, width: int = 3) -> Tensor:
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# ---------------------------------------------------------------------- right results
+
+
+def lists_of_different_length() -> tuple[list[float], list[float]]:
+    """Rank r updates r + 1 times: its elements come by update first, by rank second."""
+    metric, rank = Ours("None list"), dist.get_rank()
+    for step in range(rank + 1):
+        metric.update(rows(2, 10 * step + rank))
+    metric.sync()
+    got = [float(piece.sum()) for piece in metric.kept]
+    pairs = [(s, r) for s in range(dist.get_world_size()) for r in range(s, dist.get_world_size())]
+    return got, [float(rows(2, 10 * s + r).sum()) for s, r in pairs]
+
+
+def ranks_without_data() -> tuple[list[float], list[float]]:
+    """The last rank never updates; R2Score's states there are 0-dim defaults in float32, elsewhere (2,) in float64."""
+    found, truth = [], []
+    for make in (tm.R2Score, tm.PearsonCorrCoef, tm.CosineSimilarity):
+        for keep_graph in (False, True):
+            kwargs: dict[str, Any] = {"num_outputs": 2} if make is tm.PearsonCorrCoef else {}
+            stock, ours = make(**kwargs).set_dtype(torch.float64), differentiable(make(**kwargs), keep_graph=keep_graph)
+            stock.distributed_available_fn = lambda: False
+            everything = [(rows(4, r, 2), rows(4, 50 + r, 2)) for r in range(dist.get_world_size() - 1)]
+            stock.update(*(torch.cat(parts) for parts in zip(*everything, strict=True)))
+            if dist.get_rank() < len(everything):
+                ours.update(*everything[dist.get_rank()])
+            found.append(float(ours.compute().sum().detach()))
+            truth.append(float(stock.compute().sum()))
+    return found, truth
+
+
+def nobody_has_rows() -> str:
+    """All ranks have none: what torchmetrics says to one process."""
+    metric = differentiable(tm.CosineSimilarity())
+    try:
+        metric.compute()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_right_results_where_there_are_some(pool: RankPool, world_size: int) -> None:
+    for found, truth in pool.run(world_size, lists_of_different_length):
+        assert found == truth
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_without_data_counts_for_nothing(pool: RankPool, world_size: int) -> None:
+    for found, truth in pool.run(world_size, ranks_without_data):
+        assert found == pytest.approx(truth, rel=1e-6)  # CosineSimilarity is float32
+    assert pool.run(world_size, nobody_has_rows) == ["No samples to concatenate"] * world_size
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def dimensions() -> None:
+    metric = Ours("cat list")
+    metric.kept = [rows(4) if dist.get_rank() else rows(4).reshape(4, 3, 1)]
+    metric.sync()
+
+
+def dtypes() -> None:
+    metric = Ours("cat list")
+    metric.kept = [rows(4) if dist.get_rank() else rows(4).float()]
+    metric.sync()
+
+
+def shapes() -> None:
+    preds = rows(4, 0, 2) if dist.get_rank() else rows(4, 0, 3)
+    differentiable(tm.R2Score())(preds, preds + 1)
+
+
+def settings() -> None:
+    differentiable(tm.MeanSquaredError(squared=bool(dist.get_rank())))(rows(4)[:, 0], rows(4, 1)[:, 0])
+
+
+def classes() -> None:
+    cls = tm.MeanSquaredError if dist.get_rank() else tm.R2Score
+    differentiable(cls())(rows(4)[:, 0], rows(4, 1)[:, 0])
+
+
+def not_called() -> None:
+    if dist.get_rank():
+        differentiable(tm.MeanSquaredError())(rows(4)[:, 0], rows(4, 1)[:, 0])
+    all_gather_with_grad(rows(4))
+
+
+def one_fails() -> None:
+    preds = rows(4)[:, 0]
+    differentiable(tm.MeanSquaredError())(preds, preds if dist.get_rank() else preds[:2])
+
+
+def factors() -> None:
+    metric = differentiable(tm.MeanSquaredError())
+    for _ in range(2):
+        preds = rows(4)[:, 0].requires_grad_()
+        (metric(preds, rows(4, 1)[:, 0]) * (1 + 2 * dist.get_rank())).backward()
+
+
+def vector_factors() -> None:
+    metric = differentiable(tm.MeanSquaredError(num_outputs=3))
+    for _ in range(2):
+        preds = rows(4).requires_grad_()
+        metric(preds, rows(4, 1))[: 1 + dist.get_rank()].sum().backward()
+
+
+def different_times() -> None:
+    metric = Ours("sum")
+    metric(rows(4)) if dist.get_rank() else metric.compute()
+
+
+ERRORS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "dimensions": (dimensions, "RankMismatchError", ("Ours.kept", "(3, 1)", "(3,)", "rank 0", "rank 1")),
+    "dtypes": (dtypes, "RankMismatchError", ("Ours.kept", "float32", "float64", "rank 0", "rank 1")),
+    "shapes": (shapes, "RankMismatchError", ("R2Score.sum_squared_error", "(3,)", "(2,)", "rank 0", "rank 1")),
+    "settings": (settings, "RankMismatchError", ("configuration", "squared=False", "squared=True")),
+    "classes": (classes, "RankMismatchError", ("metric R2Score", "metric MeanSquaredError")),
+    "not called": (not_called, "RankMismatchError", ("all_gather_with_grad", "metric MeanSquaredError")),
+    "one fails": (one_fails, "", ("same shape",)),
+    "factors": (factors, "RankMismatchError", ("factor", "rank 0", "1.0", "rank 1", "3.0")),
+    "vector factors": (vector_factors, "RankMismatchError", ("factor", "1.0 and 1.0", "2.0 and 2.0")),
+    "different times": (different_times, "RankMismatchError", ("forward", "compute")),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+@pytest.mark.parametrize("name", ERRORS)
+def test_the_same_error_on_every_rank(pool: RankPool, name: str) -> None:
+    job, kind, words = ERRORS[name]
+    errors = pool.errors(2, job)
+    for error in errors:
+        assert not kind or error.type == kind, error
+        for word in words:
+            assert word in error.message, error.message
+        assert error.seconds < 5
+    if kind:
+        assert len({error.message for error in errors}) == 1

@@ -1,0 +1,132 @@
+"""The exchange itself: how many collectives, how many updates, many bytes, other groups, no graph that grows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics as tm
+from torch import Tensor
+
+from lightning_ddp_losses.metrics import differentiable
+from tests.counting import CountCollectives
+from tests.metrics.kinds import KINDS, Ours
+from tests.oracle import cuts
+from tests.rank_pool import RankPool
+
+
+def rows(n: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(n, 3, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+class Counted(Ours):
+    updates = 0
+
+    def update(self, rows: Tensor) -> None:
+        type(self).updates += 1
+        super().update(rows)
+
+
+def counts() -> dict[str, tuple[list[str], list[str], int]]:
+    """For each kind of state: collectives of forward and backward in steady state, and updates per forward."""
+    found = {}
+    for kind in KINDS:
+        metric, Counted.updates = Counted(kind), 0
+        for step in range(3):
+            with CountCollectives() as collectives:
+                value = metric(rows(64 if "list" in kind else 4, step).requires_grad_())
+                forward = collectives.take()
+                value.backward()
+                found[kind] = (forward, collectives.take(), Counted.updates // (step + 1))
+    return found
+
+
+def test_collectives_and_updates_of_a_forward(pool: RankPool) -> None:
+    for found in pool.run(2, counts):
+        for kind, (forward, backward, updates) in found.items():
+            assert len(forward) == (2 if "list" in kind else 1), kind  # 64 rows do not fit into a frame
+            assert not any("barrier" in name for name in forward)
+            assert backward == []
+            assert updates == (2 if kind in ("None tensor", "callable list") else 1)
+
+
+def many(dtype: torch.dtype) -> tuple[list[str], list[bool]]:
+    """More bytes than a frame carries, and uneven: the rows of all ranks in order, bit for bit, and their gradient."""
+    world, rank, total = dist.get_world_size(), dist.get_rank(), 6000
+    metric, everything = Ours("cat list", keep_graph=True), rows(total, 1).to(dtype)
+    parts = [everything[part] for part in cuts(total, world, even=False)]
+    own = parts[rank].clone().requires_grad_(dtype.is_floating_point)
+    metric.kept = list(own.split(len(own) // 2 + 1))  # by update, halves would be widened
+    with CountCollectives() as collectives:
+        metric.sync()
+    halves = [part.split(len(part) // 2 + 1) for part in parts]
+    ordered = torch.cat([pieces[k] for k in range(2) for pieces in halves])
+    checks = [torch.equal(metric.kept, ordered), metric.kept.dtype == dtype]
+    if own.requires_grad:
+        torch.sum(metric.kept * torch.arange(total).to(dtype)[:, None]).backward()
+        weights = torch.arange(total).to(dtype)
+        at = torch.cat([torch.full((len(p),), r) for k in range(2) for r, p in enumerate(h[k] for h in halves)])
+        truth = world * weights[at == rank]
+        assert own.grad is not None
+        checks.append(torch.allclose(own.grad, truth[:, None].expand_as(own.grad)))
+    return collectives.names, checks
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int16, torch.bool, torch.complex64], ids=str)
+def test_many_bytes_travel_in_place_in_order(pool: RankPool, dtype: torch.dtype) -> None:
+    for world_size in (2, 3):
+        for names, checks in pool.run(world_size, many, dtype):
+            assert all(checks)
+            assert len(names) == 2
+
+
+def half_of_the_world() -> float:
+    """Ranks 0 and 2 meet in a group of their own; rank 1 does something else."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return 0.0
+    metric = differentiable(tm.MeanSquaredError(process_group=group))
+    copied = metric.clone()
+    assert copied.process_group is group
+    preds = rows(4, dist.get_rank())[:, 0].requires_grad_()
+    value = copied(preds, torch.zeros(4, dtype=torch.float64))
+    value.backward()
+    everything = torch.cat([rows(4, 0)[:, 0], rows(4, 2)[:, 0]])
+    assert preds.grad is not None
+    assert torch.allclose(preds.grad / 2, 2 * preds.detach() / 8)
+    return float(value.detach() - everything.square().mean())
+
+
+def test_a_process_group_of_its_own(pool: RankPool) -> None:
+    assert max(map(abs, pool.run(3, half_of_the_world))) < 1e-12
+
+
+def graphs() -> list[Any]:
+    """What is held after many steps has no graph, and a failed step leaves the states as they were."""
+    found = []
+    for metric in (Ours("cat list"), Ours("None list"), differentiable(tm.PearsonCorrCoef())):
+        args = (rows(4, 9)[:, 0],) if isinstance(metric, tm.PearsonCorrCoef) else ()
+        for step in range(3):
+            first = rows(4, step)[:, 0] if args else rows(4, step)
+            metric(first.requires_grad_(), *args).sum().backward()
+        held = [metric.metric_state, metric._forward_cache, metric._computed]
+        found += [t.requires_grad for v in held for t in _tensors(v)]
+    before = float(metric.compute())
+    with pytest.raises(RuntimeError):
+        metric(rows(4, 0)[:, 0], args[0][:2])
+    return [any(found), float(metric.compute()) == before, metric.update_count == 3]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in _tensors(v)]
+    return list(value) if isinstance(value, list) else [value] if isinstance(value, Tensor) else []
+
+
+def test_no_graph_is_kept_and_a_failure_leaves_the_states_alone(pool: RankPool) -> None:
+    for kept, same, count in pool.run(2, graphs):
+        assert not kept
+        assert same
+        assert count

@@ -1,0 +1,74 @@
+"""A metric in a LightningModule: trained on, logged, under `ddp` and `ddp_losses`, as in one process with plain torchmetrics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchmetrics as tm
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_ddp_losses import differentiable
+from tests.lightning_ranks import make_trainer
+from tests.metrics.lightning_jobs import JOBS, Alone, Job, fit
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+
+QUIET = "ignore:.*sync_dist=True.*when logging on epoch level"
+
+
+@pytest.mark.filterwarnings(QUIET)
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_training_is_that_of_one_process(pool: RankPool, world_size: int, strategy: str) -> None:
+    for kind in JOBS:
+        for even, accumulate in ((True, 1), (False, 2)):
+            if kind == "beside others" and not even:
+                continue  # a mean over each rank's rows is one of means there, by its nature
+            (one,) = pool.run(1, fit, Alone, kind, None, True, accumulate, distributed=False)
+            for many in pool.run(world_size, fit, Job, kind, strategy, even, accumulate):
+                assert_close(many["weights"], one["weights"])
+                assert many["logged"] == pytest.approx(one["logged"], rel=1e-9)
+
+
+class Mixed(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = torch.nn.Linear(4, 1)
+        self.metric = differentiable(tm.MeanSquaredError())
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        out = self.encoder(batch)[:, 0]
+        assert out.dtype in (torch.bfloat16, torch.float32)
+        value: Tensor = self.metric(out, batch.sum(1))
+        self.seen.append(value.detach())
+        return value
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def half(precision: str) -> tuple[list[str], list[float], float, str]:
+    """dtypes of the values and their float64 truth from the same outputs."""
+    module = Mixed()
+    rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)) * 30
+    data = [rows.to(torch.bfloat16) if precision == "bf16-true" else rows] * 3
+    make_trainer("ddp_losses", precision=precision).fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"), torch.no_grad():
+        out = module.encoder(data[0])[:, 0]
+        target = data[0].sum(1)
+    truth = float((out.double() - target.double()).square().mean())
+    offs = [abs(float(value) - truth) / truth for value in module.seen]
+    total = abs(float(module.metric.compute()) - truth) / truth
+    return [str(value.dtype) for value in module.seen], offs, total, str(module.metric.sum_squared_error.dtype)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_low_precision_does_not_reach_the_metric(pool: RankPool, precision: str) -> None:
+    for dtypes, offs, total, state in pool.run(2, half, precision):
+        assert set(dtypes) == {"torch.float32"} == {state}
+        assert max(offs) < 1e-5
+        assert total < 1e-5

@@ -1,0 +1,80 @@
+"""Each kind of state: value, gradient and accumulated value of one process; updates that kept their graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+
+from tests.metrics.harness import difference, splits
+from tests.metrics.kinds import KINDS, Ours, OursTwice, Stock, StockTwice
+from tests.rank_pool import RankPool
+
+STEPS, ROWS = 3, 12
+ADDED_UP_BY_UPDATE_ONLY = ("None tensor", "callable list")  # torchmetrics cannot add up the states of two batches
+
+
+def steps() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(ROWS, 3, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
+
+
+def by_forward(metric: Metric, parts: list[Tensor]) -> list[Tensor]:
+    """Value and gradient of each step, then the value of all."""
+    found = []
+    for part in parts:
+        leaf = part.clone().requires_grad_()
+        value = metric(leaf)
+        value.backward()
+        assert leaf.grad is not None
+        found += [value.detach(), leaf.grad]
+    total = metric.compute()
+    assert isinstance(metric, Stock) or not total.requires_grad  # nothing accumulated keeps a graph
+    return [*found, total.detach()]
+
+
+def by_compute(metric: Metric, parts: list[Tensor]) -> list[Tensor]:
+    """Gradients of all steps through one `compute`, its value, and the value after one more update."""
+    leaves = [part.clone().requires_grad_() for part in parts]
+    for leaf in leaves[:-1]:
+        metric.update(leaf)
+    value = metric.compute()
+    value.backward()
+    metric.update(leaves[-1])
+    again = metric.compute().detach()
+    return [value.detach(), again, *(leaf.grad for leaf in leaves[:-1] if leaf.grad is not None)]
+
+
+def alone(kind: str, way: Any, twice: bool) -> list[Tensor]:
+    metric = (StockTwice if twice else Stock)(kind, distributed_available_fn=lambda: False).set_dtype(torch.float64)
+    metric._enable_grad = way is by_compute
+    return way(metric, steps())  # type: ignore[no-any-return]
+
+
+def on_ranks(way: Any, kinds: list[str], even: bool, twice: bool) -> dict[str, float]:
+    """By kind, the difference from one process."""
+    found = {}
+    world = dist.get_world_size()
+    part = splits(world, even)(ROWS)
+    for kind in kinds:
+        oracle = alone(kind, way, twice)
+        metric = (OursTwice if twice else Ours)(kind, keep_graph=way is by_compute)
+        ours = way(metric, [rows[part].clone() for rows in steps()])
+        ours = [t / world if t.ndim == 2 else t for t in ours]
+        oracle = [t[part] if t.ndim == 2 else t for t in oracle]
+        found[kind] = difference(ours, oracle)
+    return found
+
+
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_kind_of_state(pool: RankPool, world_size: int, even: bool) -> None:
+    for way in (by_forward, by_compute):
+        for twice in (False, True):
+            kinds = [kind for kind in KINDS if twice or kind not in ADDED_UP_BY_UPDATE_ONLY]
+            for found in pool.run(world_size, on_ranks, way, kinds, even, twice):
+                assert {kind: off for kind, off in found.items() if not off < 1e-9} == {}, (way.__name__, twice)
