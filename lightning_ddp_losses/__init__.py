@@ -3,6 +3,7 @@
 Importing the package registers the strategy names (``Trainer(strategy="ddp_losses")``).
 """
 
+from lightning_ddp_losses.callbacks import DDPChecks, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.errors import (
     ConfigurationError,
     DDPLossError,
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigurationError",
+    "DDPChecks",
     "DDPLossError",
     "DDPLossStrategy",
     "GlobalBatchLoss",
@@ -28,7 +30,9 @@ __all__ = [
     "HiddenLossError",
     "InputError",
     "LossCallError",
+    "ParameterSyncCheck",
     "PeerError",
+    "RankCheck",
     "RankMismatchError",
 ]
 

@@ -18,7 +18,7 @@ import json
 import struct
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,10 @@ from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchErr
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.transport import gather_into, wait
 
-__all__ = ["FRAME_BYTES", "PATIENCE", "Exchange", "exchange", "fail_together", "start"]
+__all__ = ["FRAME_BYTES", "PATIENCE", "Channel", "Exchange", "exchange", "fail_together", "start"]
+
+Channel: TypeAlias = Literal["frames", "checks"]
+"""Which of our process groups carries a frame (``groups.Family``)."""
 
 FRAME_BYTES = 1024
 PATIENCE = timedelta(seconds=60)
@@ -49,7 +52,15 @@ class _Frame(NamedTuple):
     payload: bytes
 
 
-def exchange(what: str, agreed: Mapping[str, object], payload: bytes = b"", *, group: Group = None) -> list[bytes]:
+def exchange(
+    what: str,
+    agreed: Mapping[str, object],
+    payload: bytes = b"",
+    *,
+    group: Group = None,
+    channel: Channel = "frames",
+    frame_bytes: int = FRAME_BYTES,
+) -> list[bytes]:
     """Meet all ranks of ``group`` at this place and swap payloads.
 
     Args:
@@ -57,6 +68,8 @@ def exchange(what: str, agreed: Mapping[str, object], payload: bytes = b"", *, g
         agreed: What must be equal on every rank, by name; values are compared as text.
         payload: This rank's own bytes, of any length.
         group: Process group; None is the world.
+        channel: Which of our groups carries the frame; the checks have one of their own.
+        frame_bytes: Size of the frame. All ranks that may meet on the channel must have agreed on it before.
 
     Returns:
         The payloads in rank order.
@@ -66,18 +79,26 @@ def exchange(what: str, agreed: Mapping[str, object], payload: bytes = b"", *, g
         DDPLossError: on every rank, the error of a rank that came here through ``fail_together``.
 
     Communication:
-        One gather of ``FRAME_BYTES`` per rank; one more, of the longest payload, when a payload does not fit. None in a
+        One gather of ``frame_bytes`` per rank; one more, of the longest payload, when a payload does not fit. None in a
         world of one.
     """
-    return start(what, agreed, payload, group=group).finish()
+    return start(what, agreed, payload, group=group, channel=channel, frame_bytes=frame_bytes).finish()
 
 
-def start(what: str, agreed: Mapping[str, object], payload: bytes = b"", *, group: Group = None) -> Exchange:
+def start(
+    what: str,
+    agreed: Mapping[str, object],
+    payload: bytes = b"",
+    *,
+    group: Group = None,
+    channel: Channel = "frames",
+    frame_bytes: int = FRAME_BYTES,
+) -> Exchange:
     """As ``exchange``, in two halves: the frame leaves now, and ``finish`` waits for the others'."""
     if groups.world_size(group) == 1:
         return Exchange(payload)
     text = "\n".join([what, *(f"{key}={value}" for key, value in agreed.items())])
-    return Exchange(payload, _Sending(_AGREE, text, payload, group))
+    return Exchange(payload, _Sending(_AGREE, text, payload, group, channel, frame_bytes))
 
 
 class Exchange:
@@ -135,33 +156,41 @@ def fail_together(error: Exception, where: str, *, group: Group = None) -> NoRet
 class _Sending:
     """One rank's frame, on its way to all others."""
 
-    def __init__(self, kind: int, text: str, payload: bytes, group: Group) -> None:
+    def __init__(
+        self,
+        kind: int,
+        text: str,
+        payload: bytes,
+        group: Group,
+        channel: Channel = "frames",
+        frame_bytes: int = FRAME_BYTES,
+    ) -> None:
         encoded = text.encode()
         shown = encoded[:_TEXT_BYTES]
         digest = hashlib.blake2b(encoded, digest_size=16).digest()
         head = _HEADER.pack(VERSION, kind, len(shown), len(payload), digest) + shown
-        self._fits = len(head) + len(payload) <= FRAME_BYTES
-        self._payload = payload
+        self._fits = len(head) + len(payload) <= frame_bytes
+        self._payload, self._frame_bytes = payload, frame_bytes
         own = bytearray(head + payload if self._fits else head)
-        own.extend(bytes(FRAME_BYTES - len(own)))
-        self._channel = groups.family(group).frames
+        own.extend(bytes(frame_bytes - len(own)))
+        self._channel = getattr(groups.family(group), channel)
         self._everyone, self.work = _start_bytes(own, self._channel)
 
     def receive(self, patience: timedelta | None = None) -> list[_Frame]:
-        rows = _finish_bytes(self._everyone, self.work, FRAME_BYTES, patience)
+        rows = _finish_bytes(self._everyone, self.work, self._frame_bytes, patience)
         heads = [_HEADER.unpack_from(row) for row in rows]
         payloads = []
         for row, (_, _, text_bytes, payload_bytes, _) in zip(rows, heads, strict=True):
             start = _HEADER.size + text_bytes
             payloads.append(row[start : start + payload_bytes])
-        longest = max((n for _, _, t, n, _ in heads if _HEADER.size + t + n > FRAME_BYTES), default=0)
+        longest = max((n for _, _, t, n, _ in heads if _HEADER.size + t + n > self._frame_bytes), default=0)
         if longest:
             more = bytearray(longest)
             if not self._fits:
                 more[: len(self._payload)] = self._payload
             more_rows = _finish_bytes(*_start_bytes(more, self._channel), longest, patience)
             for rank, (row, (_, _, t, n, _)) in enumerate(zip(more_rows, heads, strict=True)):
-                if _HEADER.size + t + n > FRAME_BYTES:
+                if _HEADER.size + t + n > self._frame_bytes:
                     payloads[rank] = row[:n]
         return [
             _Frame(version, kind, digest, row[_HEADER.size : _HEADER.size + t].decode(errors="replace"), data)

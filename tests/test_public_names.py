@@ -11,6 +11,7 @@ import lightning_ddp_losses
 
 PINNED = [
     "ConfigurationError",
+    "DDPChecks",
     "DDPLossError",
     "DDPLossStrategy",
     "GlobalBatchLoss",
@@ -19,7 +20,9 @@ PINNED = [
     "HiddenLossError",
     "InputError",
     "LossCallError",
+    "ParameterSyncCheck",
     "PeerError",
+    "RankCheck",
     "RankMismatchError",
 ]
 MODULES = sorted(

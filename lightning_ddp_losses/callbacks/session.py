@@ -1,0 +1,301 @@
+"""One fit's session of checks: who is due, one gather for all of them, one verdict for all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ddp_losses import groups
+from lightning_ddp_losses.callbacks import rows
+from lightning_ddp_losses.callbacks.findings import Finding
+from lightning_ddp_losses.callbacks.meeting import Meeting
+from lightning_ddp_losses.callbacks.moments import Moment
+from lightning_ddp_losses.callbacks.report import Report, Settings
+from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError
+
+if TYPE_CHECKING:
+    from lightning_ddp_losses.callbacks.rank_check import RankCheck
+
+__all__ = ["Session"]
+
+_MOST_TENSORS = 8  # of one moment, whose differences are measured
+T = TypeVar("T")
+
+
+class Session:
+    """Runs the checks of one trainer for one fit.
+
+    Attributes:
+        checkpoint: At SAVE and LOAD, the checkpoint.
+        stepping: Optimizers that were about to step since the last batch ended.
+        backwards: Backward passes through Lightning since the last batch ended.
+    """
+
+    def __init__(
+        self, checks: Sequence[RankCheck], settings: Settings, trainer: pl.Trainer, module: pl.LightningModule
+    ) -> None:
+        alone = groups.world_size() == 1
+        self.checks = [check for check in checks if not (alone and check.needs_peers)]
+        self.trainer, self.module, self.settings = trainer, module, settings
+        self.meeting = Meeting()
+        self.report = Report(settings, trainer.log_dir if settings.file else None)
+        self.checkpoint: dict[str, Any] | None = None
+        self.stepping: list[Optimizer] = []
+        self.backwards = 0
+        self.steps = 0
+        self._shared: dict[Callable[..., Any], Any] = {}
+        self._described: set[tuple[str, str, str]] = set()
+        self._failures: dict[int, str] = {}  # by check, what an observation raised
+        self._handles: list[Any] = []
+        self._spent = 0.0
+        self._begun = time.perf_counter()
+        self._rides = self._ridden = False
+        for check in self.checks:
+            check.join(self)
+
+    # ------------------------------------------------------------------ for checks
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far, as loggers count them."""
+        return int(self.trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def shared(self, make: Callable[[Session], T]) -> T:
+        """One object of that kind for all checks of the session."""
+        if make not in self._shared:
+            self._shared[make] = make(self)
+        return self._shared[make]  # type: ignore[no-any-return]
+
+    @property
+    def synchronising(self) -> bool:
+        """Whether the next backward reduces gradients: not on a step that only accumulates."""
+        ours = getattr(self.trainer.strategy, "_synchronising", None)
+        if ours is not None:
+            return bool(ours)
+        return bool(getattr(self.trainer.strategy.model, "require_backward_grad_sync", True))
+
+    # ------------------------------------------------------------------ the run
+
+    def open(self) -> None:
+        """Agree on the set of checks, then judge what is to be wrapped.
+
+        Raises:
+            ConfigurationError: on every rank, when ranks run different checks.
+        """
+        own = ", ".join(f"{c.title}(every_n_steps={c.every_n_steps})" for c in self.checks)
+        configuration = repr([sorted((k, repr(v)) for k, v in c.options().items()) for c in self.checks])
+        digest = hashlib.blake2b(configuration.encode(), digest_size=6).hexdigest()
+        with self._timed():
+            try:
+                self.meeting.swap("set of checks", b"", {"checks": own, "options": digest})
+            except RankMismatchError as error:
+                raise ConfigurationError(str(error), collective=True) from None
+        self.at(Moment.BEFORE_WRAP)
+
+    def train_start(self) -> None:
+        """Let the checks see the steps of the optimizers, and judge what every rank starts from."""
+        with self._timed():
+            self._tell("start")
+            watching = [c for c in self.checks if _overrides(c, "see_step")]
+            for optimizer in self.trainer.optimizers if watching else ():
+                if hasattr(optimizer, "register_step_post_hook"):
+                    self._handles.append(optimizer.register_step_post_hook(self._stepped))
+            if any(Moment.BEFORE_BACKWARD in c.moments for c in self.checks):
+                # under our strategy the checks before backward share its frame
+                ride_along = getattr(self.trainer.strategy, "ride_along", None)
+                self._rides = ride_along is not None and ride_along(self._ride, self._arrive)
+        self.at(Moment.TRAIN_START)
+
+    def batch_start(self, batch: Any, batch_idx: int) -> None:
+        """A training batch."""
+        with self._timed():
+            self._tell("see_batch", batch, batch_idx)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """A loss is about to be differentiated."""
+        if self._ridden:  # in the strategy's frame
+            self._ridden = False
+            return
+        self._see_loss(loss)
+        if self.synchronising and not self._rides:
+            self.at(Moment.BEFORE_BACKWARD)
+
+    def _see_loss(self, loss: Tensor | None) -> None:
+        with self._timed():
+            self.backwards += 1
+            self._tell("see_loss", loss)
+
+    def _ride(self) -> bytes:
+        """This rank's row, as the strategy's frame leaves."""
+        self._ridden = True
+        self._see_loss(getattr(self.trainer.strategy, "closure_loss", None))
+        with self._timed():
+            due = self.due(Moment.BEFORE_BACKWARD)
+            return self.measure(due, Moment.BEFORE_BACKWARD) if due else b""
+
+    def _arrive(self, everyone: list[bytes]) -> None:
+        """All ranks' rows, as the strategy's frame is read."""
+        due = self.due(Moment.BEFORE_BACKWARD)
+        if due:
+            with self._timed():
+                self.judge(due, Moment.BEFORE_BACKWARD, everyone)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+        with self._timed():
+            self.stepping.append(optimizer)
+            self._tell("see_gradients", optimizer)
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        with self._timed():
+            self._tell("see_step", optimizer)
+
+    def batch_end(self) -> None:
+        """A batch is through; judge, if it made a step."""
+        if self.stepping:
+            self.at(Moment.AFTER_STEP)
+            self.steps += 1
+        self.stepping, self.backwards = [], 0
+
+    def train_end(self) -> None:
+        """Judge what training leaves, and sum up."""
+        self.at(Moment.TRAIN_END)
+        share = self._spent / max(time.perf_counter() - self._begun, 1e-9)
+        figures = {name: value for check in self.checks for name, value in check.figures().items()}
+        self.report.log(self.trainer, figures)
+        self.report.summary([c.title for c in self.checks], self.steps, share, figures)
+
+    def failed(self, exception: BaseException) -> None:
+        """This rank's fit ends with an exception."""
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._tell("stop")
+        for check in self.checks:
+            check.join(None)
+
+    # ------------------------------------------------------------------ measure, gather, judge
+
+    def at(self, moment: Moment) -> None:
+        """Measure, gather and judge, if a check is due.
+
+        Raises:
+            DDPLossError: on every rank, for findings whose action is ``raise``.
+
+        Communication: one gather; none where no check is due. More only where there is a new finding.
+        """
+        due = self.due(moment)
+        if due:
+            with self._timed():
+                own = self.measure(due, moment)
+                self.judge(due, moment, self.meeting.swap(moment.value, own, {"step": self.step}))
+
+    def due(self, moment: Moment) -> list[RankCheck]:
+        """The checks that run now; the same on every rank."""
+        step = self.step if moment.repeats_every_step else 0
+        return [c for c in self.checks if moment in c.moments and step % c.every_n_steps == 0]
+
+    def measure(self, due: Sequence[RankCheck], moment: Moment) -> bytes:
+        """This rank's row. A check that fails sends its error instead."""
+        return rows.pack([self._measure(check, moment) for check in due])
+
+    def judge(self, due: Sequence[RankCheck], moment: Moment, everyone: Sequence[bytes]) -> None:
+        """The verdict on all ranks' rows; called with the same rows on every rank."""
+        findings: list[Finding] = []
+        judges: list[RankCheck] = []
+        for check, table in zip(due, rows.tables(everyone, len(due)), strict=True):
+            found = (
+                check.judge(table, self.trainer, self.module, moment)
+                if isinstance(table, Tensor)
+                else [_failed(check, table)]
+            )
+            findings += [replace(f, check=check.title, step=self.step, moment=moment.value) for f in found]
+            judges += [check] * len(found)
+        if findings:
+            told = self._look_into(judges, findings)
+            self.report.take([finding for _, finding in told], [check.action for check, _ in told], self.trainer)
+
+    def _measure(self, check: RankCheck, moment: Moment) -> Tensor | str:
+        failure = self._failures.pop(id(check), None)
+        if failure is not None:
+            return failure
+        try:
+            return rows.check_measure(check.measure(self.trainer, self.module, moment), check.title)
+        except Exception as error:  # it becomes a finding on every rank
+            return f"{type(error).__name__}: {error}"
+
+    def _look_into(self, checks: Sequence[RankCheck], findings: Sequence[Finding]) -> list[tuple[RankCheck, Finding]]:
+        """Have every rank add what it knows of new findings.
+
+        Communication: one gather for the texts, where a check has any; one, and the tensor's, for each finding about a tensor.
+        """
+        found = list(zip(checks, findings, strict=True))
+        if groups.world_size() == 1:
+            return found
+        told: list[tuple[RankCheck, Finding]] = []
+        for check, finding in found:
+            if not _overrides(check, "describe") or finding.key in self._described:
+                told.append((check, finding))
+                continue
+            self._described.add(finding.key)
+            texts = self.meeting.texts(self._quietly(check.describe, finding))
+            told += [(check, better) for better in (check.explain(finding, texts) if texts else [finding])]
+        measured = 0
+        for i, (check, finding) in enumerate(told):
+            if _overrides(check, "tensor") and self.report.is_new(finding) and measured < _MOST_TENSORS:
+                measured += 1
+                spread = self.meeting.spread(self._quietly(check.tensor, finding))
+                told[i] = check, replace(finding, max_difference=spread)
+        return told
+
+    def _quietly(self, ask: Callable[..., T | None], finding: Finding) -> T | None:
+        try:
+            return ask(finding, self.trainer, self.module)
+        except Exception:  # the finding itself stands
+            return None
+
+    def _tell(self, observation: str, *args: Any) -> None:
+        """Let each check that wants to see something see it; what it raises is reported when it is due next."""
+        for check in self.checks:
+            if _overrides(check, observation):
+                try:
+                    getattr(check, observation)(self.trainer, self.module, *args)
+                except Exception as error:  # a rank must not leave its peers alone
+                    self._failures[id(check)] = f"{observation}: {type(error).__name__}: {error}"
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent += time.perf_counter() - begun
+
+
+def _overrides(check: RankCheck, method: str) -> bool:
+    from lightning_ddp_losses.callbacks.rank_check import RankCheck
+
+    return getattr(type(check), method) is not getattr(RankCheck, method)
+
+
+def _failed(check: RankCheck, failures: Mapping[int, str]) -> Finding:
+    return Finding(
+        "CHECK",
+        f"{check.title} itself failed",
+        "a row of every rank",
+        tuple(failures),
+        name=check.title,
+        values=tuple(f"{rank}: {text}" for rank, text in failures.items()),
+        fix="Mend the check, or leave it out of DDPChecks(checks=[...]).",
+    )

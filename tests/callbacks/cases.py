@@ -1,0 +1,9 @@
+"""Every sabotaged run with its healthy twin; a family of faults each has a file."""
+
+from __future__ import annotations
+
+from tests.callbacks import parameters
+
+__all__ = ["CASES"]
+
+CASES = [*parameters.CASES]
