@@ -116,12 +116,18 @@ class Host(Callback):
             self._session.train_end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Tell the other ranks, or learn which of them failed first."""
+        """Tell the other ranks, or learn which of them failed first. (Lightning calls no ``teardown`` after an error.)"""
         if self._session:
-            self._session.failed(exception)
+            try:
+                self._session.failed(exception)
+            finally:
+                self._end()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave nothing behind."""
+        self._end()
+
+    def _end(self) -> None:
         if self._session:
             self.findings = self._session.report.findings
             self._session.close()
