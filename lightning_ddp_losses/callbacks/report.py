@@ -99,6 +99,11 @@ class Report:
             raise DDPLossError("\n".join(f.text() for f in raising), findings=raising, collective=True)
 
     @property
+    def folder(self) -> Path | None:
+        """Where files go; None where none are wanted."""
+        return self._path.parent if self._path else None
+
+    @property
     def count(self) -> int:
         """Faults seen, each once."""
         return len(self._seen)

@@ -82,6 +82,11 @@ class Session:
             return bool(ours)
         return bool(getattr(self.trainer.strategy.model, "require_backward_grad_sync", True))
 
+    @property
+    def rides(self) -> bool:
+        """Whether rows before backward travel in the strategy's frame."""
+        return self._rides
+
     # ------------------------------------------------------------------ the run
 
     def open(self) -> None:
