@@ -3,7 +3,7 @@
 Importing the package registers the strategy names (``Trainer(strategy="ddp_losses")``).
 """
 
-from lightning_ddp_losses.callbacks import DDPChecks, ParameterSyncCheck, RankCheck
+from lightning_ddp_losses.callbacks import DDPChecks, GradientFlowCheck, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.errors import (
     ConfigurationError,
     DDPLossError,
@@ -27,6 +27,7 @@ __all__ = [
     "GlobalBatchLoss",
     "GlobalBatchMiner",
     "GlobalBatchSampler",
+    "GradientFlowCheck",
     "HiddenLossError",
     "InputError",
     "LossCallError",

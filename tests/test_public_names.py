@@ -17,6 +17,7 @@ PINNED = [
     "GlobalBatchLoss",
     "GlobalBatchMiner",
     "GlobalBatchSampler",
+    "GradientFlowCheck",
     "HiddenLossError",
     "InputError",
     "LossCallError",

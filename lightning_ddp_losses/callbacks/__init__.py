@@ -21,8 +21,18 @@ What a check raises becomes a finding of that check on all ranks.
 from lightning_ddp_losses.callbacks.ddp_checks import DDPChecks
 from lightning_ddp_losses.callbacks.faults import FAULTS
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
+from lightning_ddp_losses.callbacks.gradient_flow import GradientFlowCheck
 from lightning_ddp_losses.callbacks.moments import Moment
 from lightning_ddp_losses.callbacks.parameter_sync import ParameterSyncCheck
 from lightning_ddp_losses.callbacks.rank_check import RankCheck
 
-__all__ = ["FAULTS", "DDPChecks", "Finding", "Moment", "ParameterSyncCheck", "RankCheck", "odd_ranks"]
+__all__ = [
+    "FAULTS",
+    "DDPChecks",
+    "Finding",
+    "GradientFlowCheck",
+    "Moment",
+    "ParameterSyncCheck",
+    "RankCheck",
+    "odd_ranks",
+]

@@ -6,9 +6,8 @@ the class shards' sizes. Only where ranks differ are the parameters compared one
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import lightning.pytorch as pl
@@ -16,16 +15,18 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.callbacks import causes
+from lightning_ddp_losses.callbacks.digests import digest
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
+from lightning_ddp_losses.callbacks.gradients import combine
 from lightning_ddp_losses.callbacks.moments import Moment
 from lightning_ddp_losses.callbacks.rank_check import RankCheck
 from lightning_ddp_losses.callbacks.tracked import Unit, divide, is_replicated, shards, tracked
+from lightning_ddp_losses.callbacks.wrap import Wrap
 from lightning_ddp_losses.fingerprint import fingerprints
 
 __all__ = ["ParameterSyncCheck"]
 
 _SHOWN = 6  # parameters named in one go
-_ODD = -7046029254386353131
 
 
 class ParameterSyncCheck(RankCheck):
@@ -65,19 +66,18 @@ class ParameterSyncCheck(RankCheck):
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Begin with a full pass."""
         self._signature, self._first = (), True
+        self.session.shared(Wrap)
 
     def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> Tensor:
         """Names, one fingerprint of this moment's part, and at the start the shards."""
         if not is_replicated(trainer):
             return torch.zeros(0, dtype=torch.int64)
-        self._seen = tracked(trainer, module)
-        row = [_digest(_descriptions(module, self._seen, buffers=moment == Moment.BEFORE_WRAP))]
+        self._seen = self.session.tracked() if moment == Moment.AFTER_STEP else tracked(trainer, module)
+        row = [digest(_descriptions(module, self._seen, buffers=moment == Moment.BEFORE_WRAP))]
         if moment == Moment.BEFORE_WRAP:
             return torch.tensor(row)
         self._looked_at = self._due(moment)
-        values = fingerprints(unit.of(self._seen[unit.name]) for unit in self._looked_at)
-        weights = torch.arange(1, len(values) + 1).mul_(_ODD).bitwise_or_(1)
-        row.append(int((values * weights).sum()))
+        row.append(combine(fingerprints(unit.of(self._seen[unit.name]) for unit in self._looked_at).tolist()))
         if moment == Moment.TRAIN_START:
             row += [n for shard in shards(module).values() for n in (shard.start, shard.stop, shard.num_classes)]
         return torch.tensor(row)
@@ -107,7 +107,7 @@ class ParameterSyncCheck(RankCheck):
             ]
         if table.shape[1] == 1:
             return []
-        found = _tiling(table[:, 2:], list(shards(module)))
+        found = _tiling(table[:, 2:], list(shards(module))) if moment == Moment.TRAIN_START else []
         values = table[:, 1].tolist()
         if len(set(values)) > 1:
             fault = "F04" if moment == Moment.TRAIN_START else "SYNC"
@@ -136,18 +136,12 @@ class ParameterSyncCheck(RankCheck):
         found = []
         for name in names[:_SHOWN]:
             ranks = odd_ranks([e["values"][name] for e in everyone])
-            fault, why, values, fix = causes.why_apart(name, everyone, at_start=finding.fault == "F04")
-            found.append(
-                replace(
-                    finding,
-                    fault=fault,
-                    what=f"parameter `{name}`",
-                    name=name,
-                    ranks=ranks,
-                    values=values,
-                    fix=f"{why} {fix}",
-                )
+            why = causes.why_apart(name, everyone, at_start=finding.fault == "F04")
+            what = f"parameter `{name}`"
+            better = replace(
+                finding, fault=why.fault, what=what, name=name, ranks=ranks, values=why.values, fix=why.fix
             )
+            found.append(better)
         return found or [finding]
 
     def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
@@ -161,11 +155,6 @@ def _descriptions(module: pl.LightningModule, seen: Mapping[str, Tensor], *, buf
     if buffers:
         lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
     return lines
-
-
-def _digest(lines: Iterable[str]) -> int:
-    hashed = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
-    return int.from_bytes(hashed, "big", signed=True)
 
 
 def _first_difference(finding: Finding, everyone: list[list[str]]) -> Finding:

@@ -19,6 +19,7 @@ from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.meeting import Meeting
 from lightning_ddp_losses.callbacks.moments import Moment
 from lightning_ddp_losses.callbacks.report import Report, Settings
+from lightning_ddp_losses.callbacks.tracked import tracked
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Session:
     Attributes:
         checkpoint: At SAVE and LOAD, the checkpoint.
         stepping: Optimizers that were about to step since the last batch ended.
+        stepped: Optimizers that did (a gradient scaler may have skipped one).
         backwards: Backward passes through Lightning since the last batch ended.
     """
 
@@ -49,12 +51,15 @@ class Session:
         self.report = Report(settings, trainer.log_dir if settings.file else None)
         self.checkpoint: dict[str, Any] | None = None
         self.stepping: list[Optimizer] = []
+        self.stepped: list[Optimizer] = []
         self.backwards = 0
         self.steps = 0
         self._shared: dict[Callable[..., Any], Any] = {}
+        self._tracked: dict[str, Tensor] | None = None
         self._described: set[tuple[str, str, str]] = set()
         self._failures: dict[int, str] = {}  # by check, what an observation raised
         self._handles: list[Any] = []
+        self._watched: list[Optimizer] = []
         self._spent = 0.0
         self._begun = time.perf_counter()
         self._rides = self._ridden = False
@@ -69,10 +74,16 @@ class Session:
         return int(self.trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def shared(self, make: Callable[[Session], T]) -> T:
-        """One object of that kind for all checks of the session."""
+        """One object of that kind for all checks of the session; it has ``batch_end()`` and ``close()``."""
         if make not in self._shared:
             self._shared[make] = make(self)
         return self._shared[make]  # type: ignore[no-any-return]
+
+    def tracked(self) -> dict[str, Tensor]:
+        """The parameters that ranks must hold alike; looked up once per batch."""
+        if self._tracked is None:
+            self._tracked = tracked(self.trainer, self.module)
+        return self._tracked
 
     @property
     def synchronising(self) -> bool:
@@ -109,10 +120,8 @@ class Session:
         """Let the checks see the steps of the optimizers, and judge what every rank starts from."""
         with self._timed():
             self._tell("start")
-            watching = [c for c in self.checks if _overrides(c, "see_step")]
-            for optimizer in self.trainer.optimizers if watching else ():
-                if hasattr(optimizer, "register_step_post_hook"):
-                    self._handles.append(optimizer.register_step_post_hook(self._stepped))
+            for optimizer in self.trainer.optimizers:
+                self._watch(optimizer)
             if any(Moment.BEFORE_BACKWARD in c.moments for c in self.checks):
                 # under our strategy the checks before backward share its frame
                 ride_along = getattr(self.trainer.strategy, "ride_along", None)
@@ -121,6 +130,7 @@ class Session:
 
     def batch_start(self, batch: Any, batch_idx: int) -> None:
         """A training batch."""
+        self._tracked = None
         with self._timed():
             self._tell("see_batch", batch, batch_idx)
 
@@ -156,19 +166,28 @@ class Session:
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
         with self._timed():
+            self._watch(getattr(optimizer, "optimizer", optimizer))  # a user may have put another in its place
             self.stepping.append(optimizer)
             self._tell("see_gradients", optimizer)
 
+    def _watch(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._watched and hasattr(optimizer, "register_step_post_hook"):
+            self._watched.append(optimizer)
+            self._handles.append(optimizer.register_step_post_hook(self._stepped))
+
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         with self._timed():
+            self.stepped.append(optimizer)
             self._tell("see_step", optimizer)
 
     def batch_end(self) -> None:
         """A batch is through; judge, if it made a step."""
-        if self.stepping:
+        if self.stepping or self.stepped:
             self.at(Moment.AFTER_STEP)
             self.steps += 1
-        self.stepping, self.backwards = [], 0
+        self.stepping, self.stepped, self.backwards, self._tracked = [], [], 0, None
+        for observer in self._shared.values():
+            observer.batch_end()
 
     def train_end(self) -> None:
         """Judge what training leaves, and sum up."""
@@ -187,6 +206,9 @@ class Session:
             handle.remove()
         self._handles.clear()
         self._tell("stop")
+        for observer in self._shared.values():
+            observer.close()
+        self._shared.clear()
         for check in self.checks:
             check.join(None)
 
@@ -246,8 +268,6 @@ class Session:
         Communication: one gather for the texts, where a check has any; one, and the tensor's, for each finding about a tensor.
         """
         found = list(zip(checks, findings, strict=True))
-        if groups.world_size() == 1:
-            return found
         told: list[tuple[RankCheck, Finding]] = []
         for check, finding in found:
             if not _overrides(check, "describe") or finding.key in self._described:

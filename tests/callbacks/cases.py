@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.callbacks import parameters
+from tests.callbacks import flow, parameters
 
 __all__ = ["CASES"]
 
-CASES = [*parameters.CASES]
+CASES = [*parameters.CASES, *flow.CASES]
