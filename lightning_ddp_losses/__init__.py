@@ -3,7 +3,17 @@
 Importing the package registers the strategy names (``Trainer(strategy="ddp_losses")``).
 """
 
-from lightning_ddp_losses.callbacks import DDPChecks, GradientFlowCheck, ParameterSyncCheck, RankCheck
+from lightning_ddp_losses.callbacks import (
+    BatchCheck,
+    BufferSyncCheck,
+    CheckpointCheck,
+    DDPChecks,
+    DeviceCheck,
+    GradientFlowCheck,
+    LossCheck,
+    ParameterSyncCheck,
+    RankCheck,
+)
 from lightning_ddp_losses.errors import (
     ConfigurationError,
     DDPLossError,
@@ -20,10 +30,14 @@ from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type,
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchCheck",
+    "BufferSyncCheck",
+    "CheckpointCheck",
     "ConfigurationError",
     "DDPChecks",
     "DDPLossError",
     "DDPLossStrategy",
+    "DeviceCheck",
     "GlobalBatchLoss",
     "GlobalBatchMiner",
     "GlobalBatchSampler",
@@ -31,6 +45,7 @@ __all__ = [
     "HiddenLossError",
     "InputError",
     "LossCallError",
+    "LossCheck",
     "ParameterSyncCheck",
     "PeerError",
     "RankCheck",

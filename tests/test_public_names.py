@@ -10,10 +10,14 @@ import pytest
 import lightning_ddp_losses
 
 PINNED = [
+    "BatchCheck",
+    "BufferSyncCheck",
+    "CheckpointCheck",
     "ConfigurationError",
     "DDPChecks",
     "DDPLossError",
     "DDPLossStrategy",
+    "DeviceCheck",
     "GlobalBatchLoss",
     "GlobalBatchMiner",
     "GlobalBatchSampler",
@@ -21,6 +25,7 @@ PINNED = [
     "HiddenLossError",
     "InputError",
     "LossCallError",
+    "LossCheck",
     "ParameterSyncCheck",
     "PeerError",
     "RankCheck",

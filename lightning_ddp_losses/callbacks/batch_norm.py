@@ -19,7 +19,9 @@ _LEAST_VARIANCE = 1e-12
 
 def plain_norms(module: nn.Module) -> dict[str, _BatchNorm]:
     """Layers of torch's own plain batch norm, by path; a subclass may synchronise by itself."""
-    return {name: inner for name, inner in module.named_modules() if isinstance(inner, _BatchNorm) and type(inner) in _PLAIN}
+    return {
+        name: inner for name, inner in module.named_modules() if isinstance(inner, _BatchNorm) and type(inner) in _PLAIN
+    }
 
 
 def hidden_norms(module: nn.Module) -> dict[str, nn.Module]:
@@ -57,8 +59,10 @@ def statistics(norms: dict[str, _BatchNorm]) -> list[float]:
         own = [i - start for i in sorted(chosen) if start <= i < start + norm.num_features]
         start += norm.num_features
         if own:
-            means += norm.running_mean.detach()[own].double().tolist()  # type: ignore[index]
-            variances += norm.running_var.detach()[own].double().tolist()  # type: ignore[index]
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            means += norm.running_mean.detach()[own].double().tolist()
+            variances += norm.running_var.detach()[own].double().tolist()
     return means + variances
 
 

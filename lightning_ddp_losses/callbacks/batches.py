@@ -77,8 +77,7 @@ class Batches:
         self.content = hash(tuple(hashes)) & _MASK or 1
         self.seen += len(hashes)
         smallest = self._smallest
-        for value in hashes:
-            value &= _MASK & ~3
+        for value in (each & _MASK & ~3 for each in hashes):
             smallest[value] = smallest.get(value, 0) + 1
         if len(smallest) > SKETCH:
             self._smallest = {value: smallest[value] for value in sorted(smallest)[:SKETCH]}
@@ -113,7 +112,7 @@ def _hash(table: Tensor, place: int) -> Tensor:
     width = table.shape[1]
     if width > _COLUMNS:
         # the same columns at every call, spread irregularly: pictures have empty borders
-        columns = (torch.arange(_COLUMNS, device=table.device) * 2654435761 % width).unique()
+        columns = (torch.arange(_COLUMNS, device=table.device) * 2654435761 % width).unique()  # type: ignore[no-untyped-call]
         table = table[:, columns]
     if table.is_floating_point():
         bits = table.float().contiguous().view(torch.int32) if table.dtype != torch.float64 else table.contiguous()
@@ -141,4 +140,4 @@ def labels_of(batch: Any, rows: int) -> Tensor | None:
     usable = isinstance(found, Tensor) and found.ndim == 1 and found.shape[0] == rows
     if not usable or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
         return None
-    return found.detach()
+    return torch.Tensor.detach(found)

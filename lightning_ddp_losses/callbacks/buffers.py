@@ -62,6 +62,7 @@ class BufferSyncCheck(RankCheck):
     def _begin(self) -> None:
         self._facts = LocalFacts(self.faults)
         self._buffers: dict[str, Buffer] = {}
+        self._states: dict[str, list[Any]] = {}
         self._forwards: dict[int, int] = {}
         self._before_second = 0
 
@@ -112,15 +113,14 @@ class BufferSyncCheck(RankCheck):
             pairs = [(name, *buffer.digests()) for name, buffer in self._buffers.items()]
             return torch.tensor([len(pairs), digest(repr(pairs)) if pairs else 0])
         if moment in _METRICS:
-            states = states_of(module)
-            # an empty list of a state that is concatenated is no difference
-            known = [(name, number, dims) for name, (number, *dims) in states.items() if number >= 0 or dims[0] is not None]
-            exact = digest(repr(known)) if known else 0
-            return torch.tensor([len(states), exact])
+            self._states = states_of(module)
+            # an empty list of a state that is concatenated says nothing
+            codes = [0 if n < 0 and kind[0] is None else digest(repr((n, kind))) for n, *kind in self._states.values()]
+            return torch.tensor([digest(repr(list(self._states))), *codes])
         batches = self.session.shared(Batches)
-        row = statistics(plain_norms(module))
+        channels = statistics(plain_norms(module))
         mean_rows = batches.total_rows / max(batches.number, 1)
-        return torch.tensor([mean_rows, *map(float, batches.counts), *row], dtype=torch.float64)
+        return torch.tensor([mean_rows, *map(float, batches.counts), *channels], dtype=torch.float64)
 
     def _find_unconverted(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if getattr(trainer.strategy, "_layer_sync", None) is None:
@@ -140,15 +140,23 @@ class BufferSyncCheck(RankCheck):
             return self._facts.judge(rows)
         if moment == Moment.BEFORE_BACKWARD:
             return _two_forwards(rows)
-        if moment in (Moment.AFTER_STEP, *_METRICS):
+        if moment == Moment.AFTER_STEP:
             digests = [tuple(row) for row in rows]
-            if len(set(digests)) == 1:
-                return []
-            buffers = moment == Moment.AFTER_STEP
-            what = "buffers of losses and metrics" if buffers else "metric states"
-            fault, name = ("F64", "buffers") if buffers else ("F52", "metric states")
-            return [Finding(fault, what, "equal on all ranks", odd_ranks(digests), name)]
+            what = "buffers of losses and metrics"
+            return [Finding("F64", what, "", odd_ranks(digests), "buffers")] if len(set(digests)) > 1 else []
+        if moment in _METRICS:
+            return self._judge_states(rows)
         return self._judge_norms(rows, trainer)
+
+    def _judge_states(self, rows: list[list[int]]) -> list[Finding]:
+        if len({row[0] for row in rows}) > 1:  # other metrics per rank: they cannot be lined up
+            return []
+        found = []
+        for place, name in enumerate(self._states):
+            column = [row[1 + place] for row in rows]
+            if len(set(column) - {0}) > 1:
+                found.append(Finding("F52", f"metric state `{name}`", "", odd_ranks(column), name))
+        return found
 
     def _judge_norms(self, rows: list[list[float]], trainer: pl.Trainer) -> list[Finding]:
         apart = distances([row[1 + BUCKETS :] for row in rows])
@@ -158,7 +166,7 @@ class BufferSyncCheck(RankCheck):
             return []
         rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
         rate, total = float(rates[0]) if rates else 0.0, sum(own)
-        scaled = rate * total / max(max(own), 1.0)
+        scaled = rate * total / max(*own, 1.0)
         labels = [[int(n) for n in row[1 : 1 + BUCKETS]] for row in rows]
         fix = (
             f"Rows per rank {max(own):.4g}, of all ranks {total:.4g}; learning rate {rate:g}, by linear scaling {scaled:g}; "
@@ -173,16 +181,16 @@ class BufferSyncCheck(RankCheck):
         """This rank's digests, states or own findings."""
         if finding.name == "buffers":
             return json.dumps({name: (*buffer.digests(), buffer.queue) for name, buffer in self._buffers.items()})
-        if finding.name == "metric states":
-            return json.dumps(states_of(module))
+        if finding.fault == "F52":
+            return json.dumps(self._states.get(finding.name))
         return self._facts.describe(finding)
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
         """Name the buffers or states."""
         if finding.name == "buffers":
             return _different_buffers(finding, [json.loads(text) for text in texts])
-        if finding.name == "metric states":
-            return compare_states(finding, texts)
+        if finding.fault == "F52":
+            return [compare_states(finding, texts)]
         return self._facts.explain(finding, texts)
 
     def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
@@ -215,7 +223,10 @@ def _different_buffers(finding: Finding, everyone: list[dict[str, list[Any]]]) -
             fault, what = "F64", f"queue `{name}`: each rank remembers other rows"
             fix = "Gather before rows are remembered (GlobalBatchLoss(CrossBatchMemory(...)) does); DDP's broadcast keeps rank 0's only."
         else:
-            fault, what = "F49", f"buffer `{name}` of a loss or metric differs; DDP's broadcast will replace it by rank 0's"
+            fault, what = (
+                "F49",
+                f"buffer `{name}` of a loss or metric differs; DDP's broadcast will replace it by rank 0's",
+            )
             fix = "Reduce it over the ranks, or list it in _ddp_params_and_buffers_to_ignore of the LightningModule."
         found.append(replace(finding, fault=fault, what=what, name=name, fix=fix, ranks=odd_ranks(column)))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_ddp_losses.callbacks.tracked import optimised
 
 __all__ = ["KEY", "CheckpointCheck"]
 
+_UNEVEN = 0.1  # a last batch, or ranks with different numbers of rows
 KEY = "ddp_checks"
 """Under which a checkpoint says how it was trained."""
 
@@ -33,17 +35,17 @@ class CheckpointCheck(RankCheck):
     Args:
         **options: As ``RankCheck``.
 
-    Communication: two numbers when a checkpoint is saved or loaded.
+    Communication: 16 bytes before backward, and when a checkpoint is saved or loaded.
     """
 
-    moments = (Moment.LOAD, Moment.SAVE)
+    moments = (Moment.LOAD, Moment.BEFORE_BACKWARD, Moment.SAVE)
     faults = ("F65", "F75", "F76")
     needs_peers = False
 
     def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | None = None) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self._facts = LocalFacts(self.faults)
-        self._rows = 0
+        self._made_by: dict[str, Any] | None = None
 
     def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Count its rows."""
@@ -54,11 +56,13 @@ class CheckpointCheck(RankCheck):
         self._facts.found = []
         checkpoint = self.session.checkpoint or {}
         if moment == Moment.SAVE:
-            checkpoint[KEY] = self._made_by(trainer)
+            checkpoint[KEY] = self._description(trainer)
             self._find_missing(trainer, module, checkpoint.get("state_dict", {}))
             self._find_prefixes(module)
+        elif moment == Moment.BEFORE_BACKWARD:
+            self._find_other_world(trainer)
         else:
-            self._find_other_world(trainer, checkpoint.get(KEY))
+            self._made_by = checkpoint.get(KEY)
             self._find_unread(module, checkpoint.get("state_dict", {}))
             self._find_unplaced(module)
         return torch.tensor(self._facts.row())
@@ -66,7 +70,7 @@ class CheckpointCheck(RankCheck):
     def _say(self, fault: str, what: str, name: str, fix: str, expected: str = "") -> None:
         self._facts.found.append(Finding(fault, what, expected, name=name, fix=fix))
 
-    def _made_by(self, trainer: pl.Trainer) -> dict[str, Any]:
+    def _description(self, trainer: pl.Trainer) -> dict[str, Any]:
         rows = self.session.shared(Batches).rows
         return {"world_size": groups.world_size(), "rows_per_rank": rows, "accumulate": trainer.accumulate_grad_batches}
 
@@ -85,23 +89,27 @@ class CheckpointCheck(RankCheck):
         for name, inner in module.named_modules():
             if isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
                 what = f"`{name}` is wrapped, so its keys in the checkpoint are `{name}.module.*`, which a plain module cannot load"
-                self._say("F75", what, name, 'Keep the plain module as the attribute; strategy="ddp_losses" wraps losses beside it.')
+                self._say(
+                    "F75",
+                    what,
+                    name,
+                    'Keep the plain module as the attribute; strategy="ddp_losses" wraps losses beside it.',
+                )
 
-    def _find_other_world(self, trainer: pl.Trainer, made_by: Any) -> None:
-        world = groups.world_size()
-        if not isinstance(made_by, Mapping) or made_by.get("world_size") == world:
+    def _find_other_world(self, trainer: pl.Trainer) -> None:
+        made_by, self._made_by = self._made_by, None
+        if made_by is None:
             return
-        before, rows = int(made_by["world_size"]), int(made_by.get("rows_per_rank", 0))
-        old = before * rows * int(made_by.get("accumulate", 1))
-        new = world * rows * trainer.accumulate_grad_batches
-        self._say(
-            "F76",
-            f"the checkpoint was made by {before} ranks and is resumed by {world}: with {rows} rows per rank an optimizer step sees {new} "
-            f"instead of {old}",
-            "world size",
-            "Keep the global batch (rows per rank times ranks times accumulation), or scale the learning rate; samples of the "
-            "epoch begun are dealt out anew.",
-        )
+        own = self._description(trainer)
+        old, new = (math.prod(map(int, each.values())) for each in (made_by, own))
+        if made_by["world_size"] != own["world_size"] and abs(old - new) > _UNEVEN * old:
+            self._say(
+                "F76",
+                f"resumed by {own['world_size']} ranks, saved by {made_by['world_size']}: an optimizer step sees {new} rows, not {old}",
+                "world size",
+                "Keep the global batch (rows per rank times ranks times accumulation), or scale the learning rate with it.",
+                "the same global batch",
+            )
 
     def _find_unread(self, module: nn.Module, state: Mapping[str, Any]) -> None:
         own = dict(module.named_parameters())

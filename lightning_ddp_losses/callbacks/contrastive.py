@@ -72,7 +72,7 @@ class PositivePairs:
             self._calls += 1
             if labels.device.type != "cpu" and self._calls > _CALLS_ON_DEVICE:  # reading waits for the device
                 return
-            alone = len(labels) > 1 and len(labels.unique()) == len(labels)
+            alone = len(labels) > 1 and len(torch.unique(labels)) == len(labels)
             self.without[name] = self.without.get(name, 0) + 1 if alone else 0
 
         return look

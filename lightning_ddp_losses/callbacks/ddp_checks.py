@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lightning_ddp_losses.callbacks.batch import BatchCheck
+from lightning_ddp_losses.callbacks.buffers import BufferSyncCheck
+from lightning_ddp_losses.callbacks.checkpoint import CheckpointCheck
+from lightning_ddp_losses.callbacks.device import DeviceCheck
 from lightning_ddp_losses.callbacks.gradient_flow import GradientFlowCheck
+from lightning_ddp_losses.callbacks.loss import LossCheck
 from lightning_ddp_losses.callbacks.parameter_sync import ParameterSyncCheck
 from lightning_ddp_losses.callbacks.rank_check import Host, RankCheck
 from lightning_ddp_losses.callbacks.report import DEFAULT_ACTION, Settings, check_actions
@@ -12,7 +17,15 @@ from lightning_ddp_losses.errors import ConfigurationError, format_error
 
 __all__ = ["DEFAULT_CHECKS", "DDPChecks"]
 
-DEFAULT_CHECKS: tuple[type[RankCheck], ...] = (GradientFlowCheck, ParameterSyncCheck)
+DEFAULT_CHECKS: tuple[type[RankCheck], ...] = (
+    BatchCheck,
+    BufferSyncCheck,
+    CheckpointCheck,
+    DeviceCheck,
+    GradientFlowCheck,
+    LossCheck,
+    ParameterSyncCheck,
+)
 """What ``DDPChecks()`` runs: each must work without arguments."""
 
 

@@ -83,11 +83,13 @@ class DeviceCheck(RankCheck):
         for name, inner in held:
             if isinstance(inner, nn.DataParallel):
                 what = f"`{name}` is an nn.DataParallel: threads of one process, beside the ranks"
-                self._facts.found.append(Finding("F73", what, name=name, fix="Remove it; the strategy divides the work."))
+                self._facts.found.append(
+                    Finding("F73", what, name=name, fix="Remove it; the strategy divides the work.")
+                )
 
     def _find_elsewhere(self, trainer: pl.Trainer, module: pl.LightningModule, device: torch.device) -> None:
         for name, inner in _judges(module).items():
-            tensors = [t for t in (*inner.parameters(), *inner.buffers())]
+            tensors = [*inner.parameters(), *inner.buffers()]
             places = {t.device for t in tensors} | {inner.device for inner in metrics_of(inner).values()}
             wrong = {str(place) for place in places if place.type != device.type or _other_index(place, device)}
             if wrong:
@@ -106,7 +108,9 @@ class DeviceCheck(RankCheck):
         if visible > here:
             what = f"{visible} accelerators are visible, {here} of them in use"
             name = f"{device.type} devices"
-            self._facts.found.append(Finding("IDLE", what, name=name, fix="Set Trainer(devices=...) where more were meant."))
+            self._facts.found.append(
+                Finding("IDLE", what, name=name, fix="Set Trainer(devices=...) where more were meant.")
+            )
 
     def judge(self, table: Tensor, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[Finding]:
         """Look for devices that ranks share; keep the figures."""
@@ -145,7 +149,13 @@ def _judges(module: nn.Module) -> dict[str, nn.Module]:
     found = {name: inner for name, inner in module.named_modules() if name and _is_judge(inner)}
     for key, value in vars(module).items():
         if not key.startswith("_"):
-            entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+            entries = (
+                value.items()
+                if isinstance(value, dict)
+                else enumerate(value)
+                if isinstance(value, (list, tuple))
+                else ()
+            )
             held = [(f"self.{key}[{i!r}]", item) for i, item in entries] or [(f"self.{key}", value)]
             found |= {path: item for path, item in held if isinstance(item, nn.Module) and _is_judge(item)}
     return found

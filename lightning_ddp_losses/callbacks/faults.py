@@ -77,9 +77,8 @@ _ERRORS = {
     "F68": "a sampler that is reshuffled",
     "F69": "another permutation on each rank",
     "F71": "an iterable dataset that is not divided",
-    "F73": "DataParallel, or devices left idle",
+    "F73": "DataParallel, or a device that ranks share",
     "F75": "loss parameters missing from the checkpoint",
-    "F76": "a checkpoint of another world size",
     "F77": "values that differ after loading",
     "F78": "loss weights in half precision",
     "F79": "a loss or gradient that is not finite",
@@ -97,12 +96,14 @@ _WARNINGS = {
     "F57": "metric synchronisation that takes the time",
     "F59": "batch-norm statistics that differ per rank",
     "F70": "the same order in every epoch",
+    "F76": "a checkpoint of another world size",
 }
 _NOTES = {
     "F18": "what a batch and a learning rate mean",
     "F29": "a contrastive loss that sees one rank's rows",
     "F33": "accumulation is not a larger contrastive batch",
     "F56": "what a printed loss stands for",
+    "IDLE": "devices left idle",
     "DETACHED": "a module whose gradient is zero",
     "F72": "the same random numbers on every rank",
 }

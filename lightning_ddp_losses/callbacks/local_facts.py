@@ -34,7 +34,6 @@ class LocalFacts:
 
     def __init__(self, faults: Sequence[str]) -> None:
         self._faults = tuple(faults)
-        self._explained: dict[tuple[str, str], list[Finding]] = {}
         self.found: list[Finding] = []
 
     def row(self) -> list[int]:
@@ -49,12 +48,11 @@ class LocalFacts:
             return []
         if len(set(digests)) == 1:
             return list(self.found)
-        found = []
+        found: list[Finding] = []
         for bit, fault in enumerate(self._faults):
             ranks = tuple(rank for rank, mask in enumerate(masks) if mask >> bit & 1)
             if ranks:
-                awaited = Finding(fault, FAULTS[fault].title, ranks=ranks, name=f"texts {digests}")
-                found += self._explained.get((fault, awaited.name), [awaited])
+                found.append(Finding(fault, FAULTS[fault].title, ranks=ranks, name=f"texts {digests}"))
         return found
 
     def describe(self, finding: Finding) -> str | None:
@@ -71,11 +69,10 @@ class LocalFacts:
         for rank, text in enumerate(texts):
             for fields in json.loads(text):
                 ranks.setdefault(tuple(fields), []).append(rank)
-        told = []
+        told: list[Finding] = []
         for fields, who in ranks.items():
             named = dict(zip(_FIELDS, fields, strict=True))
-            told.append(replace(finding, **named, ranks=tuple(who)))
-        self._explained[finding.fault, finding.name] = told or [finding]
+            told.append(replace(finding, **named, ranks=tuple(who)))  # type: ignore[arg-type]
         return told or [finding]
 
 

@@ -113,7 +113,9 @@ class LossCheck(RankCheck):
             return
         if self.session.rides:
             own: list[Any] = ["None" if rank == groups.rank() else "?" for rank in range(groups.world_size())]
-            found = replace(_without_loss(own), check=self.title, step=self.session.step, ranks=(groups.rank(),), values=())
+            found = replace(
+                _without_loss(own), check=self.title, step=self.session.step, ranks=(groups.rank(),), values=()
+            )
             frames.fail_together(DDPLossError(found.text(), findings=[found]), "training_step")
         self._state = _MISSING
         self.session.at(Moment.BEFORE_BACKWARD)
@@ -173,7 +175,9 @@ class LossCheck(RankCheck):
         found = _different_keys([row[6] for row in rows])
         bad = tuple(rank for rank, row in enumerate(rows) if row[2] >= 0)
         if bad:
-            values = tuple(f"{v:g}" + (f" in batch {int(r[2])}" if r[2] >= 0 else "") for v, r in zip(losses, rows, strict=True))
+            values = tuple(
+                f"{v:g}" + (f" in batch {int(r[2])}" if r[2] >= 0 else "") for v, r in zip(losses, rows, strict=True)
+            )
             fix = "Look at that batch; lower the learning rate or clip gradients. One rank's value spoils the gradients of all."
             found.append(Finding("F79", "the loss is not a finite number", "", bad, "loss", values, fix))
         zero = tuple(rank for rank, row in enumerate(rows) if row[7] == self.zero_steps)
@@ -283,7 +287,9 @@ def _different_values(rows: list[list[float]], names: list[str]) -> list[Finding
     found = []
     for place, name in enumerate(names):
         there, values = [row[1 + 2 * place] for row in rows], [row[2 + 2 * place] for row in rows]
-        same = all(math.isclose(v, values[0], rel_tol=_EQUAL) or (math.isnan(v) and math.isnan(values[0])) for v in values)
+        same = all(
+            math.isclose(v, values[0], rel_tol=_EQUAL) or (math.isnan(v) and math.isnan(values[0])) for v in values
+        )
         if len(set(there)) == 1 and (same or not there[0]):
             continue
         column = [v if t else None for v, t in zip(values, there, strict=True)]

@@ -15,7 +15,7 @@ __all__ = ["compare_states", "metrics_of", "states_of"]
 
 
 def metrics_of(module: nn.Module) -> dict[str, Any]:
-    """torchmetrics' metrics by path, without Lightning's records of what was logged."""
+    """Torchmetrics' metrics by path, without Lightning's records of what was logged."""
     return {
         name: inner
         for name, inner in module.named_modules()
@@ -43,26 +43,26 @@ def states_of(module: nn.Module) -> dict[str, list[Any]]:
     return found
 
 
-def compare_states(finding: Finding, texts: Sequence[str]) -> list[Finding]:
-    """Findings from the states of all ranks (JSON of ``states_of``), in place of one that only says that they differ."""
-    everyone = [json.loads(text) for text in texts]
-    found = []
-    for name in dict.fromkeys(name for states in everyone for name in states):
-        column = [states.get(name, [0, None, None]) for states in everyone]
-        numbers = [number for number, *_ in column]
-        kinds = [tuple(kind) for _, *kind in column]
-        if len(set(numbers)) > 1:
-            what = f"metric state `{name}`, a list that is gathered item by item"
-            fix = "Call update() equally often on every rank, or give the state dist_reduce_fx='cat'."
-            values = tuple(f"{number} updates" for number in numbers)
-            expected = "the same number of updates on every rank"
-            ranks = odd_ranks(numbers)
-            found.append(replace(finding, fault="F51", what=what, expected=expected, name=name, values=values, fix=fix, ranks=ranks))
-        elif len({kind for kind in kinds if kind[0] is not None}) > 1:
-            what = f"metric state `{name}`"
-            fix = "Make the inputs of update() alike on every rank (dtype, and a dimension of size 1 where there is one row)."
-            values = tuple("empty" if n is None else f"{n} dimensions, {dtype}" for n, dtype in kinds)
-            expected = "the same dimensions and dtype on every rank"
-            ranks = odd_ranks(kinds)
-            found.append(replace(finding, fault="F52", what=what, expected=expected, name=name, values=values, fix=fix, ranks=ranks))
-    return found
+def compare_states(finding: Finding, texts: Sequence[str]) -> Finding:
+    """What a state that differs is on all ranks (JSON of its entry of ``states_of``)."""
+    column = [json.loads(text) or [0, None, None] for text in texts]
+    numbers = [number for number, *_ in column]
+    if len(set(numbers)) > 1:
+        return replace(
+            finding,
+            fault="F51",
+            what=f"metric state `{finding.name}`, a list that is gathered item by item",
+            expected="the same number of updates on every rank",
+            values=tuple(f"{number} updates" for number in numbers),
+            ranks=odd_ranks(numbers),
+            fix="Call update() equally often on every rank, or give the state dist_reduce_fx='cat'.",
+        )
+    kinds = [tuple(kind) for _, *kind in column]
+    return replace(
+        finding,
+        what=f"metric state `{finding.name}`",
+        expected="the same dimensions and dtype on every rank",
+        values=tuple("empty" if n is None else f"{n} dimensions, {dtype}" for n, dtype in kinds),
+        ranks=odd_ranks(kinds),
+        fix="Make the inputs of update() alike on every rank (dtype, and a dimension of size 1 where there is one row).",
+    )

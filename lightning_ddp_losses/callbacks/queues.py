@@ -39,7 +39,7 @@ class Buffer:
         if value.shape[0] > 2 * _ROWS:
             others = torch.arange(_ROWS, value.shape[0], value.shape[0] // _ROWS, device=value.device)
             value = torch.cat([value[:_ROWS], value[others]])
-        sets = [row_hashes([part], part.shape[0]) for part in value.split(64)]
+        sets = [row_hashes([part], part.shape[0]) for part in value.split(64)]  # type: ignore[no-untyped-call]
         return int(fingerprint(value)), int(torch.cat(sets).sum())
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.callbacks import flow, parameters
+from tests.callbacks import data_cases, flow, loss_cases, parameters, state_cases
 
 __all__ = ["CASES"]
 
-CASES = [*parameters.CASES, *flow.CASES]
+CASES = [*parameters.CASES, *flow.CASES, *data_cases.CASES, *loss_cases.CASES, *state_cases.CASES]
