@@ -5,6 +5,7 @@ Rows are compared by short hashes (``batches.py``), samplers by what can be read
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -115,7 +116,7 @@ class BatchCheck(RankCheck):
             self._find_reshuffled(trainer)
             sizes = self._sizes(trainer)
         batches = trainer.num_training_batches
-        number = -1 if batches == float("inf") else int(batches)
+        number = int(batches) if math.isfinite(batches) else -1
         gathers = digest(uses_foreign_gather(module)) if uses_foreign_gather(module) else 0
         row = [*self._facts.row(), number, *sizes, gathers, *self._batches.counts]
         # always of one length: the frame has its size before the first step

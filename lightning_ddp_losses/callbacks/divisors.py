@@ -16,6 +16,7 @@ __all__ = ["Term", "terms"]
 
 _PASSED = ("View", "UnsafeView", "Squeeze", "Reshape", "Clone", "ToCopy", "Alias", "Expand")
 _MOST = 64
+_MEAN, _SUM = 1, 2  # torch's codes
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,16 @@ def _reduction(node: Any, name: str, parents: list[Any], coefficient: float) -> 
         if not elements:
             return None
         return Term(coefficient / elements if name == "Mean" else coefficient, elements, chosen)
-    if getattr(node, "_saved_reduction", None) != 1:  # torch's code of "mean"
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction not in (_MEAN, _SUM):
         return None
     total = _scalar(getattr(node, "_saved_total_weight", None))
     if total is None:
         own = getattr(node, "_saved_self", None)
         total = float(own.numel()) if isinstance(own, Tensor) else None
-    return Term(coefficient / total, total, chosen) if total else None
+    if not total:
+        return None
+    return Term(coefficient / total if reduction == _MEAN else coefficient, total, chosen)
 
 
 def _scalar(value: Any) -> float | None:

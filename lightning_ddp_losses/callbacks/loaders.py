@@ -22,7 +22,7 @@ def loaders(trainer: pl.Trainer, *, validation: bool = False) -> list[DataLoader
     """The DataLoaders as they run, with Lightning's samplers."""
     loop = trainer.fit_loop.epoch_loop.val_loop if validation else trainer.fit_loop
     combined = loop._combined_loader
-    return [found for found in (combined.flattened if combined else []) if isinstance(found, DataLoader)]
+    return [found for found in (combined.flattened if combined is not None else []) if isinstance(found, DataLoader)]
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:

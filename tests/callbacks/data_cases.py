@@ -99,10 +99,9 @@ class ShortLoader(Loaded):
     def train_dataloader(self) -> Any:
         rank = dist.get_rank()
         first = 40 if self.odd else 48
-        data = TensorDataset(*(t[:first] + rank for t in dataset(48).tensors))
-        return DataLoader(
-            list(zip(data.tensors[0].split(4), data.tensors[1].split(4), strict=True)), batch_size=None
-        )
+        features, labels = dataset(48).tensors
+        data = TensorDataset(features[:first] + rank, labels[:first])
+        return DataLoader(list(zip(data.tensors[0].split(4), data.tensors[1].split(4), strict=True)), batch_size=None)
 
 
 class OwnOrder(Loaded):
@@ -132,11 +131,11 @@ class Unseeded(Loaded):
 
 
 class PerClass(Loaded):
-    """Batches with two rows of each class."""
+    """Batches with four rows of each class."""
 
     def train_dataloader(self) -> Any:
         data = dataset(self.rows)
-        sampler = MPerClassSampler(data.tensors[1], m=2, batch_size=6, length_before_new_iter=48)
+        sampler = MPerClassSampler(data.tensors[1], m=4, batch_size=12, length_before_new_iter=48)
         if self.sick:
             return DataLoader(data, batch_size=6, sampler=sampler)
         return DataLoader(data, batch_sampler=GlobalBatchSampler.batches(sampler, 12, drop_last=True, seed=0))
@@ -242,6 +241,6 @@ CASES = [
     Case(Unpaired, "F31", "BatchCheck", "contrast", step=2),
     Case(ForeignGather, "F28", "BatchCheck", "contrast", ranks=()),
     Case(Lonely, "F62", "BatchCheck", "last batch", ranks=()),
-    Case(Padded, "F54", "BatchCheck", "validation loader 0", step=6, ranks=()),
+    Case(Padded, "F54", "BatchCheck", "validation loader 0", step=5, ranks=()),
 ]
 HEALTHY = [Constant, Replacement]
