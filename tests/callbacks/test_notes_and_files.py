@@ -139,7 +139,9 @@ def test_a_missing_loss_under_the_strategy_is_told_on_every_rank(pool: RankPool)
 def logged(folder: str) -> list[Any]:
     check = LossCheck()
     logger = CSVLogger(folder, "run", version=0)
-    make_trainer("ddp", callbacks=[DDPChecks([check], summary=False)], logger=logger).fit(Subject(False))
+    make_trainer("ddp", callbacks=[DDPChecks([check], summary=False)], logger=logger, log_every_n_steps=1).fit(
+        Subject(False)
+    )
     return check.history
 
 
@@ -209,7 +211,14 @@ class Grows(Memory):
 
     def train_dataloader(self) -> Any:
         rows = 4 if self.sick else 12 // dist.get_world_size()
-        batches = [(torch.randn(rows, WIDTH, dtype=torch.float64), torch.arange(rows) % 3) for _ in range(4)]
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        batches = [
+            (
+                torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64),
+                torch.randint(3, (rows,), generator=generator),
+            )
+            for _ in range(4)
+        ]
         return DataLoader(batches, batch_size=None)
 
 
