@@ -3,7 +3,7 @@
 Importing the package registers the strategy names (``Trainer(strategy="ddp_losses")``).
 """
 
-from lightning_ddp_losses.callbacks import DDPChecks, GradientFlowCheck, ParameterSyncCheck, RankCheck
+from lightning_ddp_losses.callbacks import DDPChecks, GradientFlowCheck, OptimizerCheck, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.errors import (
     ConfigurationError,
     DDPLossError,
@@ -31,6 +31,7 @@ __all__ = [
     "HiddenLossError",
     "InputError",
     "LossCallError",
+    "OptimizerCheck",
     "ParameterSyncCheck",
     "PeerError",
     "RankCheck",

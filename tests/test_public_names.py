@@ -21,6 +21,7 @@ PINNED = [
     "HiddenLossError",
     "InputError",
     "LossCallError",
+    "OptimizerCheck",
     "ParameterSyncCheck",
     "PeerError",
     "RankCheck",

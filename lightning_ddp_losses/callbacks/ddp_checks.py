@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lightning_ddp_losses.callbacks.gradient_flow import GradientFlowCheck
+from lightning_ddp_losses.callbacks.optimizer_check import OptimizerCheck
 from lightning_ddp_losses.callbacks.parameter_sync import ParameterSyncCheck
 from lightning_ddp_losses.callbacks.rank_check import Host, RankCheck
 from lightning_ddp_losses.callbacks.report import DEFAULT_ACTION, Settings, check_actions
@@ -12,7 +13,7 @@ from lightning_ddp_losses.errors import ConfigurationError, format_error
 
 __all__ = ["DEFAULT_CHECKS", "DDPChecks"]
 
-DEFAULT_CHECKS: tuple[type[RankCheck], ...] = (GradientFlowCheck, ParameterSyncCheck)
+DEFAULT_CHECKS: tuple[type[RankCheck], ...] = (GradientFlowCheck, OptimizerCheck, ParameterSyncCheck)
 """What ``DDPChecks()`` runs: each must work without arguments."""
 
 

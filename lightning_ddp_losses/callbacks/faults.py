@@ -103,6 +103,7 @@ _NOTES = {
     "F29": "a contrastive loss that sees one rank's rows",
     "F33": "accumulation is not a larger contrastive batch",
     "F56": "what a printed loss stands for",
+    "TWICE": "a parameter in two optimizers",
     "DETACHED": "a module whose gradient is zero",
     "F72": "the same random numbers on every rank",
 }

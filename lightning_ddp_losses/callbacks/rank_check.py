@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -97,8 +98,8 @@ class Host(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Judge what is saved."""
-        if self._session:
+        """Judge what is saved, unless a rank that failed saves alone."""
+        if self._session and trainer.state.status != TrainerStatus.INTERRUPTED:
             self._session.checkpoint = checkpoint
             self._session.at(Moment.SAVE)
 

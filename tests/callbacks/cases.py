@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.callbacks import flow, parameters
+from tests.callbacks import flow, optimizers, parameters
 
 __all__ = ["CASES"]
 
-CASES = [*parameters.CASES, *flow.CASES]
+CASES = [*parameters.CASES, *flow.CASES, *optimizers.CASES]
