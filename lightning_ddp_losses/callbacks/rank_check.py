@@ -210,6 +210,10 @@ class RankCheck(Host):
     def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """A training batch, on the device."""
 
+    def rehearse(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
+        """Before the first step, on all ranks together: may communicate, must come to the same findings everywhere."""
+        return []
+
     def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
         """The loss before each backward, those of accumulation steps too."""
 

@@ -66,7 +66,7 @@ class Session:
         self._watched: list[Optimizer] = []
         self._spent = 0.0
         self._begun = time.perf_counter()
-        self._rides = self._ridden = False
+        self._rides = self._ridden = self._rehearsed = False
         for check in self.checks:
             check.join(self)
 
@@ -133,6 +133,18 @@ class Session:
         self.alarm.at(f"training_step of step {self.step}")
         with self._timed():
             self._tell("see_batch", batch, batch_idx)
+            if not self._rehearsed:
+                self._rehearsed = True
+                self._rehearse(batch, batch_idx)
+
+    def _rehearse(self, batch: Any, batch_idx: int) -> None:
+        found = [
+            (check, replace(finding, check=check.title, step=self.step, moment="the rehearsal"))
+            for check in self.checks
+            if _overrides(check, "rehearse") and groups.world_size() > 1
+            for finding in check.rehearse(self.trainer, self.module, batch, batch_idx)
+        ]
+        self.report.take([finding for _, finding in found], [check.action for check, _ in found], self.trainer)
 
     def before_backward(self, loss: Tensor) -> None:
         """A loss is about to be differentiated."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.callbacks import flow, optimizers, parameters
+from tests.callbacks import flow, optimizers, parameters, scale
 
 __all__ = ["CASES"]
 
-CASES = [*parameters.CASES, *flow.CASES, *optimizers.CASES]
+CASES = [*parameters.CASES, *flow.CASES, *optimizers.CASES, *scale.CASES]
