@@ -11,6 +11,7 @@ from lightning_ddp_losses.callbacks import (
     DeviceCheck,
     GradientFlowCheck,
     LossCheck,
+    OptimizerCheck,
     ParameterSyncCheck,
     RankCheck,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "InputError",
     "LossCallError",
     "LossCheck",
+    "OptimizerCheck",
     "ParameterSyncCheck",
     "PeerError",
     "RankCheck",

@@ -122,20 +122,21 @@ class Exchange:
         raise _verdict(frames)
 
 
-def fail_together(error: Exception, where: str, *, group: Group = None) -> NoReturn:
+def fail_together(error: Exception, where: str, *, group: Group = None, patience: timedelta = PATIENCE) -> NoReturn:
     """Raise ``error`` on every rank: here, and at the next frame of each peer.
 
     Args:
         error: What this rank met by itself. One that the peers know of already is raised without a word to them.
         where: The place, as the user knows it (``training_step``).
         group: Process group; None is the world.
+        patience: How long to wait for peers that do not come.
 
     Raises:
         DDPLossError: the same text on all ranks. A foreign error is raised as it is on its own rank and as ``PeerError``
             on the others.
 
     Communication:
-        One frame (and a second gather for a long text), met by the peers' next frame; given up after ``PATIENCE``.
+        One frame (and a second gather for a long text), met by the peers' next frame; given up after ``patience``.
     """
     if groups.world_size(group) == 1 or getattr(error, "collective", False):
         raise error
@@ -145,7 +146,7 @@ def fail_together(error: Exception, where: str, *, group: Group = None) -> NoRet
     text = str(error) if ours else f"{type(error).__name__}: {error}"
     report = json.dumps({"class": type(error).__name__ if ours else "", "text": text, "where": where})
     try:
-        frames = _Sending(_ERROR, where, report.encode(), group).receive(PATIENCE)
+        frames = _Sending(_ERROR, where, report.encode(), group).receive(patience)
     except RuntimeError:  # the peers are gone or do not come: this rank's own error is what matters
         raise error from None
     if not ours:

@@ -26,6 +26,7 @@ PINNED = [
     "InputError",
     "LossCallError",
     "LossCheck",
+    "OptimizerCheck",
     "ParameterSyncCheck",
     "PeerError",
     "RankCheck",

@@ -28,6 +28,7 @@ from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 from lightning_ddp_losses.callbacks.gradient_flow import GradientFlowCheck
 from lightning_ddp_losses.callbacks.loss import LossCheck
 from lightning_ddp_losses.callbacks.moments import Moment
+from lightning_ddp_losses.callbacks.optimizer_check import OptimizerCheck
 from lightning_ddp_losses.callbacks.parameter_sync import ParameterSyncCheck
 from lightning_ddp_losses.callbacks.rank_check import RankCheck
 
@@ -42,6 +43,7 @@ __all__ = [
     "GradientFlowCheck",
     "LossCheck",
     "Moment",
+    "OptimizerCheck",
     "ParameterSyncCheck",
     "RankCheck",
     "odd_ranks",

@@ -43,15 +43,13 @@ class Cause(NamedTuple):
 
 def optimizer_settings(session: Session) -> list[dict[str, Any]]:
     """Plain settings of every parameter group, by optimizer."""
-    return [
-        {
-            key: value
-            for key, value in group.items()
-            if isinstance(value, (bool, int, float, str, tuple, list)) and key != "params"
-        }
-        for optimizer in session.trainer.optimizers
-        for group in optimizer.param_groups
-    ]
+    kept = (bool, int, float, str, tuple, list)
+    found = []
+    for optimizer in session.trainer.optimizers:
+        for group in optimizer.param_groups:
+            plain = {k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
+            found.append({k: v for k, v in plain.items() if k != "params" and isinstance(v, kept)})
+    return found
 
 
 def circumstances(session: Session, parameters: Mapping[str, Tensor]) -> dict[str, Any]:

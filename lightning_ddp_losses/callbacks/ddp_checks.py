@@ -10,6 +10,7 @@ from lightning_ddp_losses.callbacks.checkpoint import CheckpointCheck
 from lightning_ddp_losses.callbacks.device import DeviceCheck
 from lightning_ddp_losses.callbacks.gradient_flow import GradientFlowCheck
 from lightning_ddp_losses.callbacks.loss import LossCheck
+from lightning_ddp_losses.callbacks.optimizer_check import OptimizerCheck
 from lightning_ddp_losses.callbacks.parameter_sync import ParameterSyncCheck
 from lightning_ddp_losses.callbacks.rank_check import Host, RankCheck
 from lightning_ddp_losses.callbacks.report import DEFAULT_ACTION, Settings, check_actions
@@ -24,6 +25,7 @@ DEFAULT_CHECKS: tuple[type[RankCheck], ...] = (
     DeviceCheck,
     GradientFlowCheck,
     LossCheck,
+    OptimizerCheck,
     ParameterSyncCheck,
 )
 """What ``DDPChecks()`` runs: each must work without arguments."""

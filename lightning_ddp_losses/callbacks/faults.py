@@ -104,6 +104,7 @@ _NOTES = {
     "F33": "accumulation is not a larger contrastive batch",
     "F56": "what a printed loss stands for",
     "IDLE": "devices left idle",
+    "TWICE": "a parameter in two optimizers",
     "DETACHED": "a module whose gradient is zero",
     "F72": "the same random numbers on every rank",
 }

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ddp_losses import groups
 from lightning_ddp_losses.callbacks import causes
 from lightning_ddp_losses.callbacks.digests import digest
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
@@ -24,6 +25,8 @@ from lightning_ddp_losses.callbacks.gradients import Gradients
 from lightning_ddp_losses.callbacks.moments import Moment
 from lightning_ddp_losses.callbacks.rank_check import RankCheck
 from lightning_ddp_losses.callbacks.reach import Reach
+from lightning_ddp_losses.callbacks.scale_probe import probe
+from lightning_ddp_losses.callbacks.scale_verdict import scale_verdict
 from lightning_ddp_losses.callbacks.tracked import Unit, divide, is_replicated
 from lightning_ddp_losses.callbacks.wrap import Wrap
 
@@ -36,13 +39,15 @@ _ZERO_AT = (0, 3)  # steps at which a module's gradient must be zero to be calle
 class GradientFlowCheck(RankCheck):
     """Gradients are present, finite, not zero for whole modules, and equal on all ranks.
 
-    Covers F02, F05-F11, F13 (a gradient that was not reduced, and why), F32 and F37 (a parameter that some ranks' losses do not
-    reach, before backward would hang), F38 (a parameter that no rank's loss reaches while DDP waits for it), F79 (a gradient
-    that is not finite).
+    Covers F02, F05-F11, F13 (a gradient that was not reduced, and why), F20, F21, F23, F24 and F27 (gradients off by W or 1/W),
+    F32 and F37 (a parameter that some ranks' losses do not reach, before backward would hang), F38 (one that no rank's loss
+    reaches while DDP waits for it), F79 (a gradient that is not finite).
 
     Args:
         parts: Each step looks at one part of the gradients, 1/``parts`` of their bytes; small models have fewer parts.
         full_every_n_steps: A look at all of them that often, and at the first and fourth step.
+        probe_scale: Before the first step, compare gradient and derivative (``scale_probe``): a forward and a backward, and two
+            forwards for each child of the module, in float64 on a copy.
         every_n_steps: As ``RankCheck``.
         action: As ``RankCheck``.
 
@@ -60,6 +65,11 @@ class GradientFlowCheck(RankCheck):
         "F10",
         "F11",
         "F13",
+        "F20",
+        "F21",
+        "F23",
+        "F24",
+        "F27",
         "F32",
         "F37",
         "F38",
@@ -73,11 +83,13 @@ class GradientFlowCheck(RankCheck):
         self,
         parts: int = 16,
         full_every_n_steps: int = 500,
+        probe_scale: bool = True,
         *,
         every_n_steps: int = 1,
         action: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
+        self.probe_scale = probe_scale
         self.parts = parts
         self.full_every_n_steps = full_every_n_steps
         self.start_over()
@@ -97,6 +109,13 @@ class GradientFlowCheck(RankCheck):
         """Remember what DDP knows now."""
         self.start_over()
         self.session.shared(Wrap)
+
+    def rehearse(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
+        """Compare gradient and derivative."""
+        if not self.probe_scale or not is_replicated(trainer) or trainer.global_step:
+            return []
+        probed = probe(trainer, module, batch, batch_idx, self.session.meeting)
+        return scale_verdict(probed, groups.world_size(), module) if probed is not None else []
 
     def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
         """See which parameters it does not reach."""

@@ -7,6 +7,8 @@ frame follows in a second gather, once: all ranks then agree on a larger frame.
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -19,12 +21,18 @@ __all__ = ["Meeting"]
 
 _ROOM = 768  # of a frame, for its head and text; what frames take at most
 _CHUNK = 1 << 20
+_AWAKE_SECONDS, _NAP_SECONDS = 0.002, 0.005
 
 
 class Meeting:
-    """Swaps rows between the ranks of the world and counts what that takes."""
+    """Swaps rows between the ranks of the world and counts what that takes.
 
-    def __init__(self) -> None:
+    Args:
+        look: Called while this rank waits; raises when a peer has failed.
+    """
+
+    def __init__(self, look: Callable[[], None] = lambda: None) -> None:
+        self._look = look
         self._frame_bytes = frames.FRAME_BYTES
         self.gathers = 0
         self.bytes = 0
@@ -37,13 +45,26 @@ class Meeting:
 
         Communication: one gather; one more when a row outgrew the agreed size. None in a world of one.
         """
-        rows = frames.exchange(place, agreed or {}, row, channel="checks", frame_bytes=self._frame_bytes)
+        frame = frames.start(place, agreed or {}, row, channel="checks", frame_bytes=self._frame_bytes)
+        self._await(frame)
+        rows = frame.finish()
         self.gathers += groups.world_size() > 1
         self.bytes += self._frame_bytes
         longest = max(map(len, rows)) + _ROOM
         if longest > self._frame_bytes:  # every rank sees the same rows
             self._frame_bytes = 1 << (longest - 1).bit_length()
         return rows
+
+    def _await(self, frame: frames.Exchange) -> None:
+        """Wait, first awake, and leave when a peer has failed: it will not come."""
+        begun = time.perf_counter()
+        while not frame.arrived():
+            waited = time.perf_counter() - begun
+            if waited < _AWAKE_SECONDS:
+                time.sleep(0)
+            else:
+                self._look()
+                time.sleep(min(waited / 20, _NAP_SECONDS))
 
     def spread(self, own: Tensor | None) -> float | None:
         """The largest difference between any two ranks of a tensor's elements; None where ranks cannot be compared.

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -107,8 +108,8 @@ class Host(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Judge what is saved."""
-        if self._session:
+        """Judge what is saved, unless a rank that failed saves alone."""
+        if self._session and trainer.state.status != TrainerStatus.INTERRUPTED:
             self._session.checkpoint = checkpoint
             self._session.at(Moment.SAVE)
 
@@ -218,6 +219,10 @@ class RankCheck(Host):
 
     def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """A training batch, on the device."""
+
+    def rehearse(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
+        """Before the first step, on all ranks together: may communicate, must come to the same findings everywhere."""
+        return []
 
     def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
         """The loss before each backward, those of accumulation steps too."""

@@ -7,14 +7,16 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_losses import groups
+from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.callbacks import rows
+from lightning_ddp_losses.callbacks.alarm import Alarm
 from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.meeting import Meeting
 from lightning_ddp_losses.callbacks.moments import Moment
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Session"]
 
 _MOST_TENSORS = 8  # of one moment, whose differences are measured
+_FRAME_PATIENCE = timedelta(seconds=2)
 T = TypeVar("T")
 
 
@@ -47,7 +50,8 @@ class Session:
         alone = groups.world_size() == 1
         self.checks = [check for check in checks if not (alone and check.needs_peers)]
         self.trainer, self.module, self.settings = trainer, module, settings
-        self.meeting = Meeting()
+        self.alarm = Alarm(settings.stall_seconds)
+        self.meeting = Meeting(self.alarm.look)
         self.report = Report(settings, trainer.log_dir if settings.file else None)
         self.checkpoint: dict[str, Any] | None = None
         self.stepping: list[Optimizer] = []
@@ -62,7 +66,7 @@ class Session:
         self._watched: list[Optimizer] = []
         self._spent = 0.0
         self._begun = time.perf_counter()
-        self._rides = self._ridden = False
+        self._rides = self._ridden = self._rehearsed = False
         for check in self.checks:
             check.join(self)
 
@@ -131,11 +135,25 @@ class Session:
     def batch_start(self, batch: Any, batch_idx: int) -> None:
         """A training batch."""
         self._tracked = None
+        self.alarm.at(f"training_step of step {self.step}")
         with self._timed():
             self._tell("see_batch", batch, batch_idx)
+            if not self._rehearsed:
+                self._rehearsed = True
+                self._rehearse(batch, batch_idx)
+
+    def _rehearse(self, batch: Any, batch_idx: int) -> None:
+        found = [
+            (check, replace(finding, check=check.title, step=self.step, moment="the rehearsal"))
+            for check in self.checks
+            if _overrides(check, "rehearse") and groups.world_size() > 1
+            for finding in check.rehearse(self.trainer, self.module, batch, batch_idx)
+        ]
+        self.report.take([finding for _, finding in found], [check.action for check, _ in found], self.trainer)
 
     def before_backward(self, loss: Tensor) -> None:
         """A loss is about to be differentiated."""
+        self.alarm.at(f"backward of step {self.step}")
         if self._ridden:  # in the strategy's frame
             self._ridden = False
             return
@@ -165,6 +183,7 @@ class Session:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
+        self.alarm.at(f"the optimizer of step {self.step}")
         with self._timed():
             self._watch(getattr(optimizer, "optimizer", optimizer))  # a user may have put another in its place
             self.stepping.append(optimizer)
@@ -182,6 +201,7 @@ class Session:
 
     def batch_end(self) -> None:
         """A batch is through; judge, if it made a step."""
+        self.alarm.at(f"end of step {self.step}")
         if self.stepping or self.stepped:
             self.at(Moment.AFTER_STEP)
             self.steps += 1
@@ -198,13 +218,27 @@ class Session:
         self.report.summary([c.title for c in self.checks], self.steps, share, figures)
 
     def failed(self, exception: BaseException) -> None:
-        """This rank's fit ends with an exception."""
+        """This rank's fit ends with an exception: tell the peers, or say which of them failed first.
+
+        Raises:
+            PeerError: in the exception's place, where a peer's failure is behind it.
+        """
+        peer = self.alarm.failed(exception)
+        if peer is not None:
+            with contextlib.suppress(Exception):  # Lightning stops its clean-up where a hook raises
+                self.trainer._teardown()
+            raise peer from exception
+        if hasattr(self.trainer.strategy, "ride_along") and isinstance(exception, Exception):
+            # peers that wait in a frame of the strategy's get it there; those that have heard of it open no more frames
+            with contextlib.suppress(Exception):
+                frames.fail_together(exception, "training", patience=_FRAME_PATIENCE)
 
     def close(self) -> None:
         """Leave nothing behind."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.alarm.end()
         self._tell("stop")
         for observer in self._shared.values():
             observer.close()
@@ -223,6 +257,7 @@ class Session:
         Communication: one gather; none where no check is due. More only where there is a new finding.
         """
         due = self.due(moment)
+        self.alarm.at(f"{moment.value} of step {self.step}")
         if due:
             with self._timed():
                 own = self.measure(due, moment)

@@ -119,6 +119,7 @@ def run(case: Case, sick: bool) -> Outcome:
     findings: Sequence[Any] = ()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*find_unused_parameters.*")
+        warnings.filterwarnings("ignore", ".*an autograd kernel was not registered.*")
         try:
             trainer.fit(case.subject(sick))
         except DDPLossError as caught:
