@@ -138,9 +138,9 @@ class DeviceCheck(RankCheck):
         """Batches, seconds and peak memory of every rank."""
         found: dict[str, float] = {}
         for rank, (batches, seconds, peak) in enumerate(self._use):
-            found |= {f"ddp_checks/rank_{rank}_batches": batches, f"ddp_checks/rank_{rank}_seconds": seconds}
+            found |= {f"rank_{rank}_batches": batches, f"rank_{rank}_seconds": seconds}
             if peak:
-                found[f"ddp_checks/rank_{rank}_peak_bytes"] = peak
+                found[f"rank_{rank}_peak_bytes"] = peak
         return found
 
 

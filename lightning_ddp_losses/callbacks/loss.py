@@ -246,7 +246,7 @@ class LossCheck(RankCheck):
         if not self._history:
             return {}
         losses = self._history[-1][1]
-        return {"ddp_checks/loss_min": min(losses), "ddp_checks/loss_max": max(losses)}
+        return {"loss_min": min(losses), "loss_max": max(losses)}
 
 
 def _apart(weights: list[float]) -> float:

@@ -111,9 +111,10 @@ class Report:
     def log(self, trainer: pl.Trainer, more: Mapping[str, float] | None = None) -> None:
         """The counters, and other figures, to the trainer's loggers."""
         totals: Counter[str] = sum(self.by_check.values(), Counter())
-        figures = {f"ddp_checks/{severity}s": float(totals[severity]) for severity in DEFAULT_ACTION}
+        figures = {f"{severity}s": float(totals[severity]) for severity in DEFAULT_ACTION} | dict(more or {})
+        named = {f"ddp_checks/{name}": value for name, value in figures.items()}
         for logger in trainer.loggers:
-            logger.log_metrics({**figures, **(more or {})}, step=trainer.global_step)
+            logger.log_metrics({"epoch": float(trainer.current_epoch), **named}, step=trainer.global_step)
 
     def summary(self, titles: Sequence[str], steps: int, share: float, figures: Mapping[str, float]) -> None:
         """Print one row per check and one line of totals, on rank 0."""
