@@ -19,7 +19,7 @@ __all__ = ["SKETCH", "Batches", "labels_of", "row_hashes"]
 
 SKETCH = 64  # smallest hashes of an epoch's rows
 BUCKETS = 16  # of labels
-_ROWS, _COLUMNS = 64, 64
+_ROWS, _COLUMNS = 64, 32
 _FIRST, _EVERY = 16, 50  # on an accelerator
 _LABELS = ("labels", "label", "targets", "target", "y")
 _MASK = (1 << 63) - 1
@@ -99,7 +99,7 @@ class Batches:
 
 
 def row_hashes(leaves: list[Tensor], rows: int) -> Tensor:
-    """(rows, at most 64) int64: a hash of each of the first rows, over all tensors that have that many."""
+    """(at most 64,) int64: a hash of each of the first rows, over all tensors that have that many."""
     looked = min(rows, _ROWS)
     total = torch.zeros(looked, dtype=torch.int64)
     for place, leaf in enumerate(leaves):

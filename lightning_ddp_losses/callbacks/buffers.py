@@ -18,13 +18,14 @@ from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 from lightning_ddp_losses.callbacks.local_facts import LocalFacts, digest
 from lightning_ddp_losses.callbacks.metric_states import compare_states, states_of
 from lightning_ddp_losses.callbacks.moments import Moment
-from lightning_ddp_losses.callbacks.queues import Buffer, remembering
+from lightning_ddp_losses.callbacks.queues import Buffer, Place, places, remembering
 from lightning_ddp_losses.callbacks.rank_check import RankCheck
 from lightning_ddp_losses.fingerprint import fingerprint
 
 __all__ = ["BufferSyncCheck"]
 
 _NOISE = 0.5  # standard deviations times the root of the rows
+_LOOK_AGAIN = 64  # steps; a large model takes a while to walk through
 _METRICS = (Moment.VALIDATION_EPOCH_END, Moment.TRAIN_EPOCH_END)
 
 
@@ -63,6 +64,7 @@ class BufferSyncCheck(RankCheck):
         self._facts = LocalFacts(self.faults)
         self._buffers: dict[str, Buffer] = {}
         self._states: dict[str, list[Any]] = {}
+        self._looked: list[Place] | None = None
         self._forwards: dict[int, int] = {}
         self._before_second = 0
 
@@ -109,7 +111,9 @@ class BufferSyncCheck(RankCheck):
             self._forwards, self._before_second = {}, 0
             return torch.tensor(row)
         if moment == Moment.AFTER_STEP:
-            self._buffers = remembering(module)
+            if self._looked is None or self.session.step % _LOOK_AGAIN == 0:
+                self._looked = places(module)
+            self._buffers = remembering(self._looked)
             pairs = [(name, *buffer.digests()) for name, buffer in self._buffers.items()]
             return torch.tensor([len(pairs), digest(repr(pairs)) if pairs else 0])
         if moment in _METRICS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_ddp_losses.callbacks.batches import row_hashes
 from lightning_ddp_losses.fingerprint import fingerprint
 
-__all__ = ["Buffer", "is_unplaced", "memories", "remembering"]
+__all__ = ["Buffer", "Place", "is_unplaced", "memories", "places", "remembering"]
 
 _QUEUE_WORDS = ("queue", "memory", "bank")
 _ROWS = 1024
@@ -43,22 +43,43 @@ class Buffer:
         return int(fingerprint(value)), int(torch.cat(sets).sum())
 
 
-def remembering(module: nn.Module) -> dict[str, Buffer]:
-    """Buffers of losses and metrics by name, and queues wherever they are; not batch norm's, nor what DDP is told to ignore."""
+class Place(NamedTuple):
+    """Where a buffer is: it may be assigned anew."""
+
+    path: str
+    owner: nn.Module
+    name: str
+    queue: bool
+
+
+def places(module: nn.Module) -> list[Place]:
+    """Buffers of losses and metrics, and queues wherever they are; not batch norm's, nor what DDP is told to ignore."""
     ignored = frozenset(getattr(module, _IGNORED, ()))
-    found: dict[str, Buffer] = {}
+    found: list[Place] = []
     for path, inner in module.named_modules():
-        if isinstance(inner, _NormBase):
+        if isinstance(inner, _NormBase) or not inner._buffers:
             continue
         names = [cls.__name__ for cls in type(inner).__mro__]
         judged = any(name.endswith(("Loss", "Metric", "CrossBatchMemory")) for name in names)
-        for name, buffer in inner.named_buffers(recurse=False):
+        for name, buffer in inner._buffers.items():
             full = f"{path}.{name}" if path else name
             word = any(word in name.lower() for word in _QUEUE_WORDS) or "CrossBatchMemory" in names
-            queue = word and buffer.ndim >= 1 and buffer.shape[0] > 1
-            if full not in ignored and (queue or judged) and not buffer.is_meta and buffer.layout == torch.strided:
-                found[full] = Buffer(buffer, queue)
+            queue = word and buffer is not None and buffer.ndim >= 1 and buffer.shape[0] > 1
+            if full not in ignored and (queue or judged):
+                found.append(Place(full, inner, name, queue))
     return found
+
+
+def remembering(where: list[Place]) -> dict[str, Buffer]:
+    """The buffers that are there now, by name."""
+    found = {
+        place.path: Buffer(value, place.queue)
+        for place in where
+        if (value := place.owner._buffers.get(place.name)) is not None
+    }
+    return {
+        path: held for path, held in found.items() if not held.tensor.is_meta and held.tensor.layout == torch.strided
+    }
 
 
 def memories(module: nn.Module) -> dict[str, Any]:
