@@ -3,7 +3,14 @@
 Importing the package registers the strategy names (``Trainer(strategy="ddp_losses")``).
 """
 
-from lightning_ddp_losses.callbacks import DDPChecks, GradientFlowCheck, OptimizerCheck, ParameterSyncCheck, RankCheck
+from lightning_ddp_losses.callbacks import (
+    CommunicationMonitor,
+    DDPChecks,
+    GradientFlowCheck,
+    OptimizerCheck,
+    ParameterSyncCheck,
+    RankCheck,
+)
 from lightning_ddp_losses.errors import (
     ConfigurationError,
     DDPLossError,
@@ -20,6 +27,7 @@ from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type,
 __version__ = "0.1.0"
 
 __all__ = [
+    "CommunicationMonitor",
     "ConfigurationError",
     "DDPChecks",
     "DDPLossError",

@@ -10,6 +10,7 @@ import pytest
 import lightning_ddp_losses
 
 PINNED = [
+    "CommunicationMonitor",
     "ConfigurationError",
     "DDPChecks",
     "DDPLossError",

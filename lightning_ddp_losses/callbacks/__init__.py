@@ -18,6 +18,7 @@ To add a check:
 What a check raises becomes a finding of that check on all ranks.
 """
 
+from lightning_ddp_losses.callbacks.communication import CommunicationMonitor
 from lightning_ddp_losses.callbacks.ddp_checks import DDPChecks
 from lightning_ddp_losses.callbacks.faults import FAULTS
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
@@ -29,6 +30,7 @@ from lightning_ddp_losses.callbacks.rank_check import RankCheck
 
 __all__ = [
     "FAULTS",
+    "CommunicationMonitor",
     "DDPChecks",
     "Finding",
     "GradientFlowCheck",

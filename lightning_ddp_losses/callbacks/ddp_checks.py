@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lightning_ddp_losses.callbacks.communication import CommunicationMonitor
 from lightning_ddp_losses.callbacks.gradient_flow import GradientFlowCheck
 from lightning_ddp_losses.callbacks.optimizer_check import OptimizerCheck
 from lightning_ddp_losses.callbacks.parameter_sync import ParameterSyncCheck
@@ -13,7 +14,12 @@ from lightning_ddp_losses.errors import ConfigurationError, format_error
 
 __all__ = ["DEFAULT_CHECKS", "DDPChecks"]
 
-DEFAULT_CHECKS: tuple[type[RankCheck], ...] = (GradientFlowCheck, OptimizerCheck, ParameterSyncCheck)
+DEFAULT_CHECKS: tuple[type[RankCheck], ...] = (
+    CommunicationMonitor,
+    GradientFlowCheck,
+    OptimizerCheck,
+    ParameterSyncCheck,
+)
 """What ``DDPChecks()`` runs: each must work without arguments."""
 
 

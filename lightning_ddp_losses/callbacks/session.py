@@ -210,7 +210,8 @@ class Session:
         share = self._spent / max(time.perf_counter() - self._begun, 1e-9)
         figures = {name: value for check in self.checks for name, value in check.figures().items()}
         self.report.log(self.trainer, figures)
-        self.report.summary([c.title for c in self.checks], self.steps, share, figures)
+        remarks = [line for check in self.checks for line in check.remarks()]
+        self.report.summary([c.title for c in self.checks], self.steps, share, figures, remarks)
 
     def failed(self, exception: BaseException) -> None:
         """This rank's fit ends with an exception: tell the peers, or say which of them failed first.
