@@ -13,6 +13,7 @@ from dataclasses import replace
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.callbacks import causes
 from lightning_ddp_losses.callbacks.digests import digest
@@ -155,7 +156,7 @@ def _descriptions(module: pl.LightningModule, seen: Mapping[str, Tensor], *, buf
     lines = [f"{n} {tuple(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for n, t in seen.items()]
     lines += [f"{name} shard of {shard.num_classes} classes" for name, shard in shards(module).items()]
     if buffers:
-        lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
+        lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers() if not is_lazy(b)]
     return lines
 
 
