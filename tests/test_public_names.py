@@ -13,6 +13,7 @@ PINNED = [
     "BatchCheck",
     "BufferSyncCheck",
     "CheckpointCheck",
+    "CommunicationMonitor",
     "ConfigurationError",
     "DDPChecks",
     "DDPLossError",

@@ -21,6 +21,7 @@ What a check raises becomes a finding of that check on all ranks.
 from lightning_ddp_losses.callbacks.batch import BatchCheck
 from lightning_ddp_losses.callbacks.buffers import BufferSyncCheck
 from lightning_ddp_losses.callbacks.checkpoint import CheckpointCheck
+from lightning_ddp_losses.callbacks.communication import CommunicationMonitor
 from lightning_ddp_losses.callbacks.ddp_checks import DDPChecks
 from lightning_ddp_losses.callbacks.device import DeviceCheck
 from lightning_ddp_losses.callbacks.faults import FAULTS
@@ -37,6 +38,7 @@ __all__ = [
     "BatchCheck",
     "BufferSyncCheck",
     "CheckpointCheck",
+    "CommunicationMonitor",
     "DDPChecks",
     "DeviceCheck",
     "Finding",

@@ -90,7 +90,9 @@ class Alarm:
         with contextlib.suppress(Exception):
             if self._store.add("failures", 1) == 1:  # the first to fail is the one to name
                 self._store.set("failure", json.dumps(report))
-            self._wait_until_heard()
+                self._wait_until_heard()
+            else:
+                self._store.set(f"heard/{self._rank}", "yes")
         return None
 
     def end(self) -> None:

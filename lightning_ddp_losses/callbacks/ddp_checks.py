@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from lightning_ddp_losses.callbacks.batch import BatchCheck
 from lightning_ddp_losses.callbacks.buffers import BufferSyncCheck
 from lightning_ddp_losses.callbacks.checkpoint import CheckpointCheck
+from lightning_ddp_losses.callbacks.communication import CommunicationMonitor
 from lightning_ddp_losses.callbacks.device import DeviceCheck
 from lightning_ddp_losses.callbacks.gradient_flow import GradientFlowCheck
 from lightning_ddp_losses.callbacks.loss import LossCheck
@@ -22,6 +23,7 @@ DEFAULT_CHECKS: tuple[type[RankCheck], ...] = (
     BatchCheck,
     BufferSyncCheck,
     CheckpointCheck,
+    CommunicationMonitor,
     DeviceCheck,
     GradientFlowCheck,
     LossCheck,

@@ -81,7 +81,7 @@ class GradientFlowCheck(RankCheck):
 
     def __init__(
         self,
-        parts: int = 16,
+        parts: int = 32,
         full_every_n_steps: int = 500,
         probe_scale: bool = True,
         *,

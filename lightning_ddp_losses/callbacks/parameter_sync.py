@@ -13,6 +13,7 @@ from dataclasses import replace
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.callbacks import causes
 from lightning_ddp_losses.callbacks.digests import digest
@@ -59,6 +60,7 @@ class ParameterSyncCheck(RankCheck):
         self.full_every_n_steps = full_every_n_steps
         self._divided: list[list[Unit]] = []
         self._signature: tuple[object, ...] = ()
+        self._digest = 0
         self._seen: dict[str, Tensor] = {}
         self._looked_at: list[Unit] = []
         self._first = True
@@ -73,9 +75,14 @@ class ParameterSyncCheck(RankCheck):
         if not is_replicated(trainer):
             return torch.zeros(0, dtype=torch.int64)
         self._seen = self.session.tracked() if moment == Moment.AFTER_STEP else tracked(trainer, module)
-        row = [digest(_descriptions(module, self._seen, buffers=moment == Moment.BEFORE_WRAP))]
         if moment == Moment.BEFORE_WRAP:
-            return torch.tensor(row)
+            return torch.tensor([digest(_descriptions(module, self._seen, buffers=True))])
+        signature = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in self._seen.items())
+        if signature != self._signature or moment != Moment.AFTER_STEP:
+            self._signature = signature
+            self._divided = divide(self._seen, self.parts)
+            self._digest = digest(_descriptions(module, self._seen, buffers=False))
+        row = [self._digest]
         self._looked_at = self._due(moment)
         row.append(combine(fingerprints(unit.of(self._seen[unit.name]) for unit in self._looked_at).tolist()))
         if moment == Moment.TRAIN_START:
@@ -83,10 +90,6 @@ class ParameterSyncCheck(RankCheck):
         return torch.tensor(row)
 
     def _due(self, moment: Moment) -> list[Unit]:
-        signature = tuple((name, t.shape, t.dtype) for name, t in self._seen.items())
-        if signature != self._signature:
-            self._divided = divide(self._seen, self.parts)
-            self._signature = signature
         step = self.session.step
         full = moment != Moment.AFTER_STEP or self._first or step % self.full_every_n_steps == 0
         self._first = self._first and moment != Moment.AFTER_STEP
@@ -153,7 +156,7 @@ def _descriptions(module: pl.LightningModule, seen: Mapping[str, Tensor], *, buf
     lines = [f"{n} {tuple(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for n, t in seen.items()]
     lines += [f"{name} shard of {shard.num_classes} classes" for name, shard in shards(module).items()]
     if buffers:
-        lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
+        lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers() if not is_lazy(b)]
     return lines
 
 

@@ -240,6 +240,10 @@ class RankCheck(Host):
         """Figures for the logger and the summary, by name."""
         return {}
 
+    def remarks(self) -> list[str]:
+        """Lines for the summary."""
+        return []
+
     # ------------------------------------------------------------------
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["Reach"]
 
-_TOP = 256  # nodes by which a graph is recognised
+_TOP = 64  # nodes by which a graph is recognised
 
 
 class Reach:

@@ -116,7 +116,14 @@ class Report:
         for logger in trainer.loggers:
             logger.log_metrics({"epoch": float(trainer.current_epoch), **named}, step=trainer.global_step)
 
-    def summary(self, titles: Sequence[str], steps: int, share: float, figures: Mapping[str, float]) -> None:
+    def summary(
+        self,
+        titles: Sequence[str],
+        steps: int,
+        share: float,
+        figures: Mapping[str, float],
+        remarks: Sequence[str] = (),
+    ) -> None:
         """Print one row per check and one line of totals, on rank 0."""
         if not self._settings.summary or groups.rank():
             return
@@ -131,6 +138,8 @@ class Report:
         console.print(table)
         if figures:
             console.print(", ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
+        for line in remarks:
+            console.print(line)
 
     def _write(self, finding: Finding) -> None:
         if self._path is None or groups.rank():

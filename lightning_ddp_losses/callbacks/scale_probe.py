@@ -134,8 +134,9 @@ class _Twin:
             try:
                 self._pristine = copy.deepcopy(module).double()
                 for inner in self._pristine.modules():
-                    if hasattr(inner, "set_dtype"):  # a metric ignores double()
-                        inner.set_dtype(torch.float64)
+                    set_dtype = getattr(inner, "set_dtype", None)  # a metric ignores double()
+                    if callable(set_dtype):
+                        set_dtype(torch.float64)
                 self._batch = numerics.cast_floating(copy.deepcopy(batch), torch.float64)
             except Exception:  # what cannot be copied is not probed
                 self.is_ready = False

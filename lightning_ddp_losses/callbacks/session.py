@@ -21,7 +21,7 @@ from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.meeting import Meeting
 from lightning_ddp_losses.callbacks.moments import Moment
 from lightning_ddp_losses.callbacks.report import Report, Settings
-from lightning_ddp_losses.callbacks.tracked import tracked
+from lightning_ddp_losses.callbacks.tracked import Tracked
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Session:
         self.steps = 0
         self._shared: dict[Callable[..., Any], Any] = {}
         self._tracked: dict[str, Tensor] | None = None
+        self._structure = Tracked(trainer, module)
         self._described: dict[tuple[str, str, str], list[Finding]] = {}
         self._failures: dict[int, str] = {}  # by check, what an observation raised
         self._handles: list[Any] = []
@@ -86,7 +87,7 @@ class Session:
     def tracked(self) -> dict[str, Tensor]:
         """The parameters that ranks must hold alike; looked up once per batch."""
         if self._tracked is None:
-            self._tracked = tracked(self.trainer, self.module)
+            self._tracked = self._structure.now()
         return self._tracked
 
     @property
@@ -215,7 +216,8 @@ class Session:
         share = self._spent / max(time.perf_counter() - self._begun, 1e-9)
         figures = {name: value for check in self.checks for name, value in check.figures().items()}
         self.report.log(self.trainer, figures)
-        self.report.summary([c.title for c in self.checks], self.steps, share, figures)
+        remarks = [line for check in self.checks for line in check.remarks()]
+        self.report.summary([c.title for c in self.checks], self.steps, share, figures, remarks)
 
     def failed(self, exception: BaseException) -> None:
         """This rank's fit ends with an exception: tell the peers, or say which of them failed first.

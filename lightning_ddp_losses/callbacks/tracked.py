@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -13,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.sharding import ClassShard, shard_of
 
-__all__ = ["Unit", "divide", "is_replicated", "optimised", "shards", "tracked"]
+__all__ = ["Tracked", "Unit", "divide", "is_replicated", "optimised", "shards", "tracked"]
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _LEAST_BYTES = 1 << 20
@@ -38,6 +39,29 @@ def tracked(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor
     }
     registered = {id(p) for p in module.parameters()}
     return found | {n: p for n, p in optimised(trainer) if id(p) not in registered and _is_comparable(p)}
+
+
+class Tracked:
+    """``tracked``, looked up again only when modules, parameters or optimizers have changed."""
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._trainer, self._module = trainer, module
+        self._links: list[tuple[dict[str, Any], list[int]]] = []
+        self._held: list[int] = []
+        self._found: dict[str, Tensor] = {}
+
+    def now(self) -> dict[str, Tensor]:
+        """The parameters that are the same on all ranks by contract."""
+        held = [
+            id(p) for optimizer in self._trainer.optimizers for group in optimizer.param_groups for p in group["params"]
+        ]
+        if self._links and held == self._held and all([*map(id, d.values())] == ids for d, ids in self._links):
+            return self._found
+        tables = [table for inner in self._module.modules() for table in (inner._modules, inner._parameters)]
+        self._links = [(table, [*map(id, table.values())]) for table in tables]
+        self._held = held
+        self._found = tracked(self._trainer, self._module)
+        return self._found
 
 
 def optimised(trainer: pl.Trainer) -> Iterator[tuple[str, nn.Parameter]]:

@@ -59,7 +59,7 @@ class Wrap:
     @property
     def tolerates_absence(self) -> bool:
         """Whether a backward without some of DDP's parameters ends well."""
-        return self.ddp is None or bool(self.ddp.find_unused_parameters)
+        return self.ddp is None or bool(self.ddp.find_unused_parameters or self.ddp.static_graph)
 
     def awaited(self) -> dict[str, Tensor]:
         """The parameters for whose gradients DDP waits in every backward."""

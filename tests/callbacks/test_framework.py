@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -18,11 +21,12 @@ from torch import Tensor
 
 from lightning_ddp_losses import DDPChecks, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.callbacks import Finding, Moment, odd_ranks
-from tests.callbacks.harness import Subject
+from tests.callbacks.harness import Subject, slices
 from tests.callbacks.parameters import Nudged
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
+from tests.strategies.jobs import trainer_alone
 
 Make = Callable[[], list[Callback]]
 
@@ -124,7 +128,7 @@ def test_different_checks_are_an_error_at_start(pool: RankPool, case: str) -> No
     assert len({e.message for e in errors}) == 1
 
 
-def collectives_per_step(strategy: str, checks: bool) -> list[int]:
+def collectives_per_step(strategy: str, checks: str) -> list[int]:
     """Collectives of each batch in a fit with small and with big rows."""
     counter = CountCollectives()
 
@@ -139,17 +143,24 @@ def collectives_per_step(strategy: str, checks: bool) -> list[int]:
             self.counts.append(len(counter.take()))
 
     count = Count()
-    callbacks = [DDPChecks([Echo(), ParameterSyncCheck()], summary=False)] if checks else []
+    made = {
+        "none": [],
+        "two": [DDPChecks([Echo(), ParameterSyncCheck()], summary=False)],
+        "all": [DDPChecks(summary=False)],
+    }
     with counter:
-        make_trainer(strategy, callbacks=[*callbacks, count]).fit(Subject(False))
+        make_trainer(strategy, callbacks=[*made[checks], count], max_epochs=3).fit(Subject(False))
     return count.counts
 
 
 @pytest.mark.parametrize(("strategy", "most"), [("ddp", 2), ("ddp_losses", 1)])
 def test_collectives_are_counted(pool: RankPool, strategy: str, most: int) -> None:
-    without = pool.run(2, collectives_per_step, strategy, False)[0]
-    with_checks = pool.run(2, collectives_per_step, strategy, True)[0]
-    assert [a - b for a, b in zip(with_checks, without, strict=True)] == [most] * len(without)
+    without = pool.run(2, collectives_per_step, strategy, "none")[0]
+    two = pool.run(2, collectives_per_step, strategy, "two")[0]
+    assert [a - b for a, b in zip(two, without, strict=True)] == [most] * len(without)
+    everything = pool.run(2, collectives_per_step, strategy, "all")[0]
+    beyond = [a - b for a, b in zip(everything, without, strict=True)]
+    assert set(beyond[1:]) == {most}, beyond  # the first step holds the rehearsal
 
 
 def actions(case: str, folder: str) -> dict[str, Any]:
@@ -216,6 +227,48 @@ def in_one_process() -> list[str]:
 
 def test_world_of_one(pool: RankPool) -> None:
     assert pool.run(1, in_one_process)[0].count("measure") == 8
+
+
+def without_a_group() -> list[str]:
+    """Plain Lightning in one process, no torch.distributed."""
+
+    class Own(Echo):
+        needs_peers = False
+
+        def measure(self, trainer: Any, module: Any, moment: Moment) -> Tensor:
+            self.seen.append("measure")
+            return torch.zeros(1, dtype=torch.int64)
+
+    class One(Subject):
+        def train_dataloader(self) -> Any:
+            return slices(1, 0)
+
+    own = Own()
+    trainer_alone(callbacks=[DDPChecks(summary=False), own]).fit(One(False))
+    return own.seen
+
+
+def test_no_process_group(pool: RankPool) -> None:
+    assert pool.run(1, without_a_group, distributed=False)[0].count("measure") == 8
+
+
+def summed_up() -> tuple[str, int]:
+    """Two fits with one set of checks, the second of them pickled in between."""
+    checks = DDPChecks()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        make_trainer("ddp", callbacks=[checks]).fit(Subject(False))
+        again = pickle.loads(pickle.dumps(checks))
+        make_trainer("ddp", callbacks=[again]).fit(Subject(False))
+    return said.getvalue(), len(again.checks)
+
+
+def test_the_table_at_the_end(pool: RankPool) -> None:
+    (said, number), (nothing, _) = pool.run(2, summed_up)
+    assert said.count(f"{number} checks, 4 steps, 0 findings") == 2
+    assert "ParameterSyncCheck" in said
+    assert "of the time" in said
+    assert nothing == ""
 
 
 def every_second() -> list[str]:

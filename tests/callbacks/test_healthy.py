@@ -138,6 +138,10 @@ class Average(WeightAveraging):
         super().__init__(use_buffers=False)
 
 
+def averages(sick: bool) -> list[Average]:
+    return [Average()]
+
+
 def static() -> DDPStrategy:
     return DDPStrategy(static_graph=True)
 
@@ -174,7 +178,7 @@ CASES = [
     Case(Lbfgs, "", ""),
     Case(OwnReduction, "", ""),
     Case(Subject, "", "", strategy=static),
-    Case(Subject, "", "", options={"callbacks": lambda sick: [Average()]}),
+    Case(Subject, "", "", options={"callbacks": averages}),
 ]
 IDS = [f"{i}-{case.subject.__name__}-{case.strategy}" for i, case in enumerate(CASES)]
 
