@@ -44,8 +44,9 @@ def terms(loss: Tensor) -> list[Term]:
         name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
         parents = [parent for parent, _ in node.next_functions]
         if name in ("Add", "Sub"):
-            alpha = float(getattr(node, "_saved_alpha", 1)) * (1 if name == "Add" else -1)
-            queue += list(zip(parents, (coefficient, coefficient * alpha), strict=False))
+            # torch's alpha= is left out: it weighs all ranks alike, and cannot be read under a dispatch mode
+            sign = 1 if name == "Add" else -1
+            queue += list(zip(parents, (coefficient, coefficient * sign), strict=False))
         elif name in ("Mul", "Div"):
             factor = _scalar(getattr(node, "_saved_other", None))
             if factor and len([p for p in parents if p is not None]) == 1:
