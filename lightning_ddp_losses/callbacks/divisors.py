@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = ["Term", "terms"]
@@ -44,7 +45,7 @@ def terms(loss: Tensor) -> list[Term]:
         name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
         parents = [parent for parent, _ in node.next_functions]
         if name in ("Add", "Sub"):
-            # torch's alpha= is left out: it weighs all ranks alike, and cannot be read under a dispatch mode
+            # torch's alpha= is left out: it weighs all ranks alike
             sign = 1 if name == "Add" else -1
             queue += list(zip(parents, (coefficient, coefficient * sign), strict=False))
         elif name in ("Mul", "Div"):
@@ -86,5 +87,9 @@ def _reduction(node: Any, name: str, parents: list[Any], coefficient: float) -> 
 
 def _scalar(value: Any) -> float | None:
     if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 and not value.is_complex() else None
+        if value.numel() != 1 or value.is_complex():
+            return None
+        # a Python number that torch has wrapped becomes one again on its way through a dispatch mode, which then fails
+        plain = value.device.type == "cpu" and not value.requires_grad and value.dtype != torch.bfloat16
+        return float(value.numpy()) if plain else float(value)
     return float(value) if isinstance(value, (int, float)) else None
