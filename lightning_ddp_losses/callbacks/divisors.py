@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["Term", "terms"]
 
@@ -90,6 +90,6 @@ def _scalar(value: Any) -> float | None:
         if value.numel() != 1 or value.is_complex():
             return None
         # a Python number that torch has wrapped becomes one again on its way through a dispatch mode, which then fails
-        plain = value.device.type == "cpu" and not value.requires_grad and value.dtype != torch.bfloat16
-        return float(value.numpy()) if plain else float(value)
+        with _disable_current_modes():
+            return float(value)
     return float(value) if isinstance(value, (int, float)) else None
