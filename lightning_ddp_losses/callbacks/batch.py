@@ -27,7 +27,7 @@ from lightning_ddp_losses.callbacks.rank_check import RankCheck
 __all__ = ["BatchCheck"]
 
 _UNBOUNDED = 1 << 40
-_WITHOUT_PAIRS = 3  # calls in a row
+_WITHOUT_PAIRS = 3  # steps in a row
 
 
 class BatchCheck(RankCheck):
@@ -66,6 +66,7 @@ class BatchCheck(RankCheck):
         self._same = SameBatches()
         self._index = 0
         self._epochs: dict[int, dict[str, int]] = {}
+        self._unpaired: dict[str, int] = {}
         self._order = 0
         self._random: list[tuple[int, ...]] = []
         self._flat_norm = False
@@ -77,10 +78,12 @@ class BatchCheck(RankCheck):
         self._begin()
         self._pairs = PositivePairs(local_contrastive(module))
         flat = [norm for norm in module.modules() if type(norm) is nn.BatchNorm1d]
-        self._norms = [norm.register_forward_pre_hook(self._see_norm) for norm in flat]
 
-    def _see_norm(self, norm: nn.Module, args: tuple[Any, ...]) -> None:
-        self._flat_norm |= norm.training and bool(args) and args[0].ndim == 2
+        # a function and no method: a copy of the module (the scale probe makes one) must not copy the check along
+        def see(norm: nn.Module, args: tuple[Any, ...]) -> None:
+            self._flat_norm |= norm.training and bool(args) and args[0].ndim == 2
+
+        self._norms = [norm.register_forward_pre_hook(see) for norm in flat]
 
     def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Leave no hook behind."""
@@ -208,11 +211,12 @@ class BatchCheck(RankCheck):
                 return
 
     def _find_without_pairs(self) -> None:
-        for name, calls in (self._pairs.without if self._pairs else {}).items():
-            if calls == _WITHOUT_PAIRS:
+        for name, alone in (self._pairs.without if self._pairs else {}).items():
+            self._unpaired[name] = self._unpaired.get(name, 0) + 1 if alone else 0
+            if self._unpaired[name] == _WITHOUT_PAIRS:
                 self._say(
                     "F31",
-                    f"`{name}` met no positive pair in {calls} calls: all labels of this rank's batch differ",
+                    f"`{name}` met no positive pair in {_WITHOUT_PAIRS} steps: all labels of this rank's batch differ",
                     name,
                     "Give each rank several rows of a class (GlobalBatchSampler.batches(MPerClassSampler(...))), or compare over all "
                     "ranks with GlobalBatchLoss.",

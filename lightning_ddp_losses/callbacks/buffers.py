@@ -75,11 +75,17 @@ class BufferSyncCheck(RankCheck):
         self._begin()
         wrapped = {trainer.strategy.model, *module.modules()}
         wrapped |= {value for value in vars(module).values() if isinstance(value, nn.Module)}
-        for found in wrapped:
-            if isinstance(found, DistributedDataParallel) and found.broadcast_buffers:
-                self._handles.append(found.register_forward_pre_hook(self._see_forward))
+        watched = [w for w in wrapped if isinstance(w, DistributedDataParallel) and w.broadcast_buffers]
+        known = {id(found) for found in watched}
 
-    def _see_forward(self, wrapped: nn.Module, _: Any) -> None:
+        # a function and no method: a copy of the module (the scale probe makes one) must not copy the check along
+        def see(found: nn.Module, _: Any) -> None:
+            if id(found) in known:
+                self._see_forward(found)
+
+        self._handles = [found.register_forward_pre_hook(see) for found in watched]
+
+    def _see_forward(self, wrapped: nn.Module) -> None:
         if not torch.is_grad_enabled() or not wrapped.training:
             return
         self._forwards[id(wrapped)] = self._forwards.get(id(wrapped), 0) + 1

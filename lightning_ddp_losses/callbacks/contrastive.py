@@ -52,19 +52,21 @@ class PositivePairs:
     """Notices calls whose labels are all different, so that nothing can be pulled together.
 
     Attributes:
-        without: By path of the loss, such calls in a row.
+        without: By path of the loss, whether its latest call was one.
     """
 
     def __init__(self, losses: dict[str, nn.Module]) -> None:
-        self.without: dict[str, int] = {}
+        self.without: dict[str, bool] = {}
         self._calls = 0
         self._handles: list[RemovableHandle] = [
-            loss.register_forward_pre_hook(self._watcher(name), with_kwargs=True) for name, loss in losses.items()
+            loss.register_forward_pre_hook(self._watcher(name, loss), with_kwargs=True) for name, loss in losses.items()
         ]
 
-    def _watcher(self, name: str) -> Any:
+    def _watcher(self, name: str, loss: nn.Module) -> Any:
         def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = dict(zip(("embeddings", "labels", "indices_tuple", "ref_emb"), args, strict=False)) | kwargs
+            if module is not loss:  # a copy
+                return
             labels = given.get("labels")
             elsewhere = given.get("indices_tuple") is not None or given.get("ref_emb") is not None
             if not torch.is_grad_enabled() or not isinstance(labels, Tensor) or labels.ndim != 1 or elsewhere:
@@ -72,8 +74,7 @@ class PositivePairs:
             self._calls += 1
             if labels.device.type != "cpu" and self._calls > _CALLS_ON_DEVICE:  # reading waits for the device
                 return
-            alone = len(labels) > 1 and len(torch.unique(labels)) == len(labels)
-            self.without[name] = self.without.get(name, 0) + 1 if alone else 0
+            self.without[name] = len(labels) > 1 and len(torch.unique(labels)) == len(labels)
 
         return look
 
