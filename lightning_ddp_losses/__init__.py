@@ -3,6 +3,19 @@
 Importing the package registers the strategy names (``Trainer(strategy="ddp_losses")``).
 """
 
+from lightning_ddp_losses.callbacks import (
+    BatchCheck,
+    BufferSyncCheck,
+    CheckpointCheck,
+    CommunicationMonitor,
+    DDPChecks,
+    DeviceCheck,
+    GradientFlowCheck,
+    LossCheck,
+    OptimizerCheck,
+    ParameterSyncCheck,
+    RankCheck,
+)
 from lightning_ddp_losses.errors import (
     ConfigurationError,
     DDPLossError,
@@ -22,19 +35,30 @@ from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type,
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchCheck",
+    "BufferSyncCheck",
+    "CheckpointCheck",
     "ClassShardedLoss",
     "ClipLoss",
+    "CommunicationMonitor",
     "ConfigurationError",
+    "DDPChecks",
     "DDPLossError",
     "DDPLossStrategy",
+    "DeviceCheck",
     "DifferentiableMetric",
     "GlobalBatchLoss",
     "GlobalBatchMiner",
     "GlobalBatchSampler",
+    "GradientFlowCheck",
     "HiddenLossError",
     "InputError",
     "LossCallError",
+    "LossCheck",
+    "OptimizerCheck",
+    "ParameterSyncCheck",
     "PeerError",
+    "RankCheck",
     "RankMismatchError",
     "SigLipLoss",
     "SyncBatchNorm",

@@ -113,6 +113,7 @@ class DDPLossStrategy(DividedWeights):
         self._precision = PrecisionKeeper()
         self._blocked = False
         self._in_training_step = False
+        self.closure_loss: Tensor | None = None  # while its backward runs: what a rider may look at
         self._advice = Advice()
 
     # ------------------------------------------------------------------ options
@@ -236,6 +237,7 @@ class DDPLossStrategy(DividedWeights):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Send the frame that meets the peers before a synchronising backward; the first gradient waits for theirs."""
+        self.closure_loss = closure_loss
         if self._reducer is not None and self._check_calls and self._synchronising:
             self._reducer.open(self._module.global_step)
             if layer_sync.meets_in_backward(self._layer_sync):  # earlier than the first gradient
@@ -245,6 +247,7 @@ class DDPLossStrategy(DividedWeights):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Reduce the losses' gradients."""
         super().post_backward(closure_loss)
+        self.closure_loss = None
         if self._reducer is not None and self._synchronising:
             calls = self._reducer.reduce()
             if calls is not None:

@@ -1,0 +1,158 @@
+"""Where findings go: the error or warning, a file of JSON lines, the logger's counters, and a table at the end of the fit."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
+from rich.console import Console
+from rich.table import Table
+
+from lightning_ddp_losses import groups
+from lightning_ddp_losses.callbacks.findings import Finding
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, format_error
+
+__all__ = ["FILE_NAME", "Report", "Settings", "check_actions"]
+
+FILE_NAME = "ddp_checks.jsonl"
+DEFAULT_ACTION = {"error": "raise", "warning": "warn", "note": "log"}
+_ACTIONS = ("raise", "warn", "log")
+
+
+def check_actions(action: Mapping[str, str] | None, title: str) -> dict[str, str]:
+    """Refuse severities and actions that do not exist."""
+    given = dict(action or {})
+    if any(key not in DEFAULT_ACTION or value not in _ACTIONS for key, value in given.items()):
+        expected = f"severities {', '.join(DEFAULT_ACTION)} with one of {', '.join(_ACTIONS)}"
+        raise ConfigurationError(format_error(f"{title}: action", expected=expected, got=given))
+    return given
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What happens with findings.
+
+    Attributes:
+        action: By severity: ``raise``, ``warn`` or ``log``.
+        file: Whether new findings are written to ``ddp_checks.jsonl`` in the log folder.
+        summary: Whether a table is printed at the end of the fit.
+        stall_seconds: A rank that stands still for longer is reported.
+    """
+
+    action: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_ACTION))
+    file: bool = True
+    summary: bool = True
+    stall_seconds: float = 120.0
+
+
+class Report:
+    """Collects the findings of one fit; every rank collects the same."""
+
+    def __init__(self, settings: Settings, folder: str | None) -> None:
+        self._settings = settings
+        self._path = Path(folder) / FILE_NAME if folder and settings.file else None
+        self._seen: Counter[tuple[str, str, str]] = Counter()
+        self.findings: list[Finding] = []
+        self.by_check: dict[str, Counter[str]] = {}
+
+    def is_new(self, finding: Finding) -> bool:
+        """Whether this fault has not been seen before in this fit."""
+        return finding.key not in self._seen
+
+    def take(self, findings: Sequence[Finding], actions: Sequence[Mapping[str, str]], trainer: pl.Trainer) -> None:
+        """Count, write, log and warn; raise what is to be raised.
+
+        Args:
+            findings: In the same order on every rank.
+            actions: What the check of each finding does by severity, where it differs from the settings.
+            trainer: For its loggers.
+
+        Raises:
+            DDPLossError: on every rank, with all findings of an action ``raise``.
+        """
+        raising = []
+        for finding, own in zip(findings, actions, strict=True):
+            new = self.is_new(finding)
+            self._seen[finding.key] += 1
+            self.by_check.setdefault(finding.check, Counter())[finding.severity] += new
+            action = own.get(finding.severity) or self._settings.action.get(
+                finding.severity, DEFAULT_ACTION[finding.severity]
+            )
+            if new:
+                self.findings.append(finding)
+                self._write(finding)
+            if action == "raise":
+                raising.append(finding)
+            elif action == "warn" and new:
+                _warn(finding.text())
+            elif new:
+                rank_zero_info(finding.text())
+        if findings:
+            self.log(trainer)
+        if raising:
+            raise DDPLossError("\n".join(f.text() for f in raising), findings=raising, collective=True)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where files go; None where none are wanted."""
+        return self._path.parent if self._path else None
+
+    @property
+    def count(self) -> int:
+        """Errors and warnings seen, each once; notes are no faults."""
+        return sum(counts["error"] + counts["warning"] for counts in self.by_check.values())
+
+    def log(self, trainer: pl.Trainer, more: Mapping[str, float] | None = None) -> None:
+        """The counters, and other figures, to the trainer's loggers."""
+        totals: Counter[str] = sum(self.by_check.values(), Counter())
+        figures = {f"{severity}s": float(totals[severity]) for severity in DEFAULT_ACTION} | dict(more or {})
+        named = {f"ddp_checks/{name}": value for name, value in figures.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics({"epoch": float(trainer.current_epoch), **named}, step=trainer.global_step)
+
+    def summary(
+        self,
+        titles: Sequence[str],
+        steps: int,
+        share: float,
+        figures: Mapping[str, float],
+        remarks: Sequence[str] = (),
+    ) -> None:
+        """Print one row per check and one line of totals, on rank 0."""
+        if not self._settings.summary or groups.rank():
+            return
+        table = Table(title=f"{len(titles)} checks, {steps} steps, {self.count} findings, {share:.1%} of the time")
+        table.add_column("check")
+        for severity in DEFAULT_ACTION:
+            table.add_column(f"{severity}s", justify="right")
+        for title in titles:
+            counts = self.by_check.get(title, Counter())
+            table.add_row(title, *(str(counts[severity]) for severity in DEFAULT_ACTION))
+        console = Console()
+        console.print(table)
+        if figures:
+            console.print(", ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
+        for line in remarks:
+            console.print(line)
+
+    def _write(self, finding: Finding) -> None:
+        if self._path is None or groups.rank():
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps(finding.record(), default=str) + "\n")
+
+
+def _warn(text: str) -> None:
+    """Warn on rank 0; where the user has made warnings errors, raise on every rank."""
+    if groups.rank() == 0:
+        warnings.warn(text, stacklevel=2)
+        return
+    with warnings.catch_warnings(record=True):
+        warnings.warn(text, stacklevel=2)

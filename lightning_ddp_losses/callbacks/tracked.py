@@ -1,0 +1,121 @@
+"""Which parameters ranks must hold alike, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_ddp_losses.sharding import ClassShard, shard_of
+
+__all__ = ["Tracked", "Unit", "divide", "is_replicated", "optimised", "shards", "tracked"]
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+_LEAST_BYTES = 1 << 20
+
+
+def is_replicated(trainer: pl.Trainer) -> bool:
+    """Whether every rank is to hold every parameter after every step (not under FSDP, nor between local SGD's averages)."""
+    strategy = trainer.strategy
+    return isinstance(strategy, DDPStrategy) and getattr(strategy, "_model_averager", None) is None
+
+
+def tracked(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
+    """Parameters of the module and of its optimizers that are the same on all ranks by contract, in their order.
+
+    Left out: class shards, what the user told DDP to ignore, and copies that are in neither.
+    """
+    ignored = frozenset(getattr(module, _IGNORED, ()))
+    found: dict[str, Tensor] = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if name not in ignored and not getattr(parameter, "_ddp_ignored", False) and _is_comparable(parameter)
+    }
+    registered = {id(p) for p in module.parameters()}
+    return found | {n: p for n, p in optimised(trainer) if id(p) not in registered and _is_comparable(p)}
+
+
+class Tracked:
+    """``tracked``, looked up again only when modules, parameters or optimizers have changed."""
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._trainer, self._module = trainer, module
+        self._links: list[tuple[dict[str, Any], list[int]]] = []
+        self._held: list[int] = []
+        self._found: dict[str, Tensor] = {}
+
+    def now(self) -> dict[str, Tensor]:
+        """The parameters that are the same on all ranks by contract."""
+        held = [
+            id(p) for optimizer in self._trainer.optimizers for group in optimizer.param_groups for p in group["params"]
+        ]
+        if self._links and held == self._held and all([*map(id, d.values())] == ids for d, ids in self._links):
+            return self._found
+        tables = [table for inner in self._module.modules() for table in (inner._modules, inner._parameters)]
+        self._links = [(table, [*map(id, table.values())]) for table in tables]
+        self._held = held
+        self._found = tracked(self._trainer, self._module)
+        return self._found
+
+
+def optimised(trainer: pl.Trainer) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter of every optimizer, named by its place there."""
+    for i, optimizer in enumerate(trainer.optimizers):
+        for j, group in enumerate(optimizer.param_groups):
+            for k, parameter in enumerate(group["params"]):
+                yield f"optimizer {i}, group {j}, parameter {k}", parameter
+
+
+def shards(module: nn.Module) -> dict[str, ClassShard]:
+    """The class shards, by name."""
+    found = {name: shard_of(parameter) for name, parameter in module.named_parameters()}
+    return {name: shard for name, shard in found.items() if shard is not None}
+
+
+def _is_comparable(parameter: Tensor) -> bool:
+    return (
+        shard_of(parameter) is None
+        and not is_lazy(parameter)
+        and type(parameter.data) is Tensor  # a DTensor differs by rank
+        and parameter.layout == torch.strided
+        and not parameter.is_meta
+    )
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of one tensor: elements ``start`` to ``stop``."""
+
+    name: str
+    start: int
+    stop: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The piece itself."""
+        whole = tensor.detach()
+        return whole if self.stop - self.start == whole.numel() else whole.reshape(-1)[self.start : self.stop]
+
+
+def divide(tensors: dict[str, Tensor], most_parts: int) -> list[list[Unit]]:
+    """Divide tensors into at most that many parts of about the same number of bytes; small models into fewer."""
+    total = sum(t.nbytes for t in tensors.values())
+    share = max(-(-total // most_parts), _LEAST_BYTES)
+    parts: list[list[Unit]] = [[]]
+    room = share
+    for name, tensor in tensors.items():
+        start, size = 0, tensor.numel()
+        while start < size:
+            stop = min(size, start + max(1, room // tensor.element_size()))
+            parts[-1].append(Unit(name, start, stop))
+            room -= (stop - start) * tensor.element_size()
+            start = stop
+            if room <= 0:
+                parts.append([])
+                room = share
+    return [part for part in parts if part] or [[]]

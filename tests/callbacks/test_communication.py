@@ -1,0 +1,71 @@
+"""The monitor counts what the dispatcher sees, on the steps it looks at, and leaves the others alone."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import Logger
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from lightning_ddp_losses import CommunicationMonitor, DDPChecks
+from lightning_ddp_losses.callbacks.communication import _union
+from tests.callbacks.harness import CLASSES, WIDTH, Subject
+from tests.lightning_ranks import make_trainer
+from tests.rank_pool import RankPool
+
+GRADIENT_BYTES = 8 * (WIDTH * WIDTH + WIDTH + WIDTH * CLASSES + CLASSES)
+
+
+class Memory(Logger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    name = version = "memory"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step or 0, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def monitored(fails: bool = False) -> dict[str, Any]:
+    monitor, memory = CommunicationMonitor(every_n_steps=1), Memory()
+
+    class Failing(Subject):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if fails and self.trainer.global_step == 2:
+                raise ZeroDivisionError
+
+    trainer = make_trainer("ddp", callbacks=[DDPChecks([monitor], summary=False)], logger=memory, log_every_n_steps=1)
+    with contextlib.suppress(ZeroDivisionError):
+        trainer.fit(Failing(False))
+    return {
+        "figures": monitor.figures(),
+        "remarks": monitor.remarks(),
+        "rows": [(step, row) for step, row in memory.rows if "ddp_comm/calls" in row],
+        "modes": len(_get_current_dispatch_mode_stack()),
+    }
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_calls_and_bytes_of_a_step(pool: RankPool, fails: bool) -> None:
+    for answer in pool.run(2, monitored, fails):
+        assert answer["modes"] == 0, "no dispatch mode stays behind"
+        if fails:
+            continue
+        figures = answer["figures"]
+        assert figures["ddp_comm/allreduce/calls"] == 1
+        assert figures["ddp_comm/allreduce/bytes"] == GRADIENT_BYTES
+        assert figures["ddp_comm/calls"] >= 1
+        assert figures["ddp_comm/allreduce/ms"] > 0
+        assert 0 < figures["ddp_comm/share_of_step"] < 1
+        assert "allreduce" in answer["remarks"][0]
+        assert [step for step, _ in answer["rows"]][:2] == [2, 3]
+
+
+def test_overlapping_intervals_count_once() -> None:
+    assert _union([(1.0, 3.0), (2.0, 4.0), (6.0, 7.0), (6.2, 6.5)]) == pytest.approx(4.0)
+    assert _union([]) == 0.0

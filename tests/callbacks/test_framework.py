@@ -1,0 +1,316 @@
+"""What all checks share: one gather, one verdict, errors of their own, sets that differ, actions, files, counts."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pickle
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from lightning_ddp_losses import DDPChecks, ParameterSyncCheck, RankCheck
+from lightning_ddp_losses.callbacks import Finding, Moment, odd_ranks
+from tests.callbacks.harness import Subject, slices
+from tests.callbacks.parameters import Nudged
+from tests.counting import CountCollectives
+from tests.lightning_ranks import make_trainer
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import trainer_alone
+
+Make = Callable[[], list[Callback]]
+
+
+class Echo(RankCheck):
+    """Measures a number; a finding where ranks differ. Breaks where it is told to."""
+
+    moments = (Moment.BEFORE_BACKWARD, Moment.AFTER_STEP)
+    faults = ("F44",)
+
+    def __init__(
+        self, breaks: str = "", fault: str = "F44", numbers: tuple[int, ...] = (0, 0, 0), **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.breaks, self.fault, self.numbers = breaks, fault, numbers
+        self.seen: list[str] = []
+
+    def _maybe(self, place: str) -> None:
+        self.seen.append(place)
+        if self.breaks == place and dist.get_rank() == 1 and self.session.step == 1:
+            raise ZeroDivisionError("its own fault")
+
+    def see_loss(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        assert loss.ndim == 0
+        self._maybe("see_loss")
+
+    def measure(self, trainer: Any, module: Any, moment: Moment) -> Tensor:
+        self._maybe("measure")
+        if self.breaks == "dtype" and dist.get_rank() == 1:
+            return torch.zeros(1)
+        return torch.tensor([self.numbers[dist.get_rank()]] * (2 if self.breaks == "length" and dist.get_rank() else 1))
+
+    def judge(self, table: Tensor, trainer: Any, module: Any, moment: Moment) -> list[Finding]:
+        column = table[:, -1].tolist()
+        if len(set(column)) == 1:
+            return []
+        return [Finding(self.fault, "numbers", "equal", odd_ranks(column), "number", tuple(column), "Make them equal.")]
+
+
+def fit(make: Make, subject: Any = Subject, strategy: str = "ddp", **options: Any) -> list[Callback]:
+    callbacks = make()
+    make_trainer(strategy, callbacks=callbacks, **options).fit(subject(True))
+    return callbacks
+
+
+def alone() -> list[Callback]:
+    return [ParameterSyncCheck()]
+
+
+def beside() -> list[Callback]:
+    return [Echo(), DDPChecks(summary=False), ParameterSyncCheck(parts=3)]
+
+
+def no_file() -> list[Callback]:
+    return [DDPChecks(summary=False, file=False)]
+
+
+def broken(breaks: str) -> list[Callback]:
+    return [DDPChecks([Echo(breaks)], summary=False)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("make", [alone, beside, no_file])
+def test_a_finding_is_the_same_error_on_every_rank(pool: RankPool, make: Make, strategy: str) -> None:
+    errors = pool.errors(3, fit, make, Nudged, strategy)
+    assert len({e.message for e in errors}) == 1
+    for error in errors:
+        assert error.type == "DDPLossError"
+        for word in ("head.weight", "rank 2", "step 2", "max difference"):
+            assert word in error.message, error.message
+        assert "encoder" not in error.message
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("breaks", ["measure", "see_loss", "dtype"])
+def test_a_check_that_fails_by_itself_is_a_finding_on_every_rank(pool: RankPool, breaks: str, strategy: str) -> None:
+    errors = pool.errors(2, fit, partial(broken, breaks), Subject, strategy)
+    assert len({e.message for e in errors}) == 1
+    assert "Echo itself failed" in errors[0].message
+    assert "rank 1" in errors[0].message
+    assert ("ZeroDivisionError: its own fault" in errors[0].message) == (breaks != "dtype")
+
+
+def test_rows_of_different_length_are_judged(pool: RankPool) -> None:
+    pool.run(2, fit, partial(broken, "length"))
+
+
+def different_sets(case: str) -> list[Callback]:
+    odd = dist.get_rank() == 1
+    if case == "set":
+        return [DDPChecks([Echo()] if odd else [Echo(), ParameterSyncCheck()], summary=False)]
+    return [DDPChecks([ParameterSyncCheck(parts=4 if odd else 8)], summary=False)]
+
+
+@pytest.mark.parametrize("case", ["set", "options"])
+def test_different_checks_are_an_error_at_start(pool: RankPool, case: str) -> None:
+    errors = pool.errors(2, fit, partial(different_sets, case))
+    assert {e.type for e in errors} == {"ConfigurationError"}
+    assert len({e.message for e in errors}) == 1
+
+
+def collectives_per_step(strategy: str, checks: str) -> list[int]:
+    """Collectives of each batch in a fit with small and with big rows."""
+    counter = CountCollectives()
+
+    class Count(Callback):
+        def __init__(self) -> None:
+            self.counts: list[int] = []
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            counter.take()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.counts.append(len(counter.take()))
+
+    count = Count()
+    made = {
+        "none": [],
+        "two": [DDPChecks([Echo(), ParameterSyncCheck()], summary=False)],
+        "all": [DDPChecks(summary=False)],
+    }
+    with counter:
+        make_trainer(strategy, callbacks=[*made[checks], count], max_epochs=3).fit(Subject(False))
+    return count.counts
+
+
+@pytest.mark.parametrize(("strategy", "most"), [("ddp", 2), ("ddp_losses", 1)])
+def test_collectives_are_counted(pool: RankPool, strategy: str, most: int) -> None:
+    without = pool.run(2, collectives_per_step, strategy, "none")[0]
+    two = pool.run(2, collectives_per_step, strategy, "two")[0]
+    assert [a - b for a, b in zip(two, without, strict=True)] == [most] * len(without)
+    everything = pool.run(2, collectives_per_step, strategy, "all")[0]
+    beyond = [a - b for a, b in zip(everything, without, strict=True)]
+    assert set(beyond[1:]) == {most}, beyond  # the first step holds the rehearsal
+
+
+def actions(case: str, folder: str) -> dict[str, Any]:
+    severity, action = case.split("-")
+    fault = {"error": "F44", "warning": "F30", "note": "F29"}[severity]
+    check = Echo(fault=fault, numbers=(1, 2, 2))
+    logger = CSVLogger(folder, "run", version=0)
+    checks = DDPChecks([check], action={severity: action}, summary=case == "error-log")
+    text = error = ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            make_trainer("ddp", callbacks=[checks], logger=logger).fit(Subject(False))
+        except RuntimeError as raised:
+            error = str(raised)
+    text = "".join(str(w.message) for w in caught if "Echo" in str(w.message))
+    return {"error": error, "warned": text, "findings": len(checks.findings)}
+
+
+@pytest.mark.parametrize(
+    "case", ["error-raise", "error-warn", "error-log", "warning-raise", "warning-warn", "note-log", "note-warn"]
+)
+def test_actions_by_severity(pool: RankPool, tmp_path: Path, case: str) -> None:
+    answers = pool.run(2, actions, case, str(tmp_path))
+    for rank, answer in enumerate(answers):
+        assert bool(answer["error"]) == case.endswith("raise")
+        assert bool(answer["warned"]) == (case.endswith("warn") and rank == 0)
+        assert answer["warned"].count("Echo, ") <= 1, "each fault is said once"
+        assert answer["findings"] == 1
+    lines = (tmp_path / "run" / "version_0" / "ddp_checks.jsonl").read_text().splitlines()
+    record = json.loads(lines[0])
+    assert len(lines) == 1
+    assert {"step", "check", "fault", "ranks", "name", "values", "fix", "severity"} <= set(record)
+    assert (record["check"], record["step"], record["name"], record["values"]) == ("Echo", 0, "number", [1, 2])
+    if not case.endswith("raise"):
+        metrics = (tmp_path / "run" / "version_0" / "metrics.csv").read_text()
+        assert f"ddp_checks/{record['severity']}s" in metrics
+
+
+def warned_as_error() -> None:
+    make_trainer("ddp", callbacks=[DDPChecks([Echo(fault="F30", numbers=(1, 2, 2))], summary=False)]).fit(
+        Subject(False)
+    )
+
+
+def test_a_warning_that_is_an_error_is_one_on_every_rank(pool: RankPool) -> None:
+    errors = pool.errors(2, warned_as_error)
+    assert {e.type for e in errors} == {"UserWarning"}
+
+
+def in_one_process() -> list[str]:
+    """Checks that need peers stay away; the others run."""
+
+    class Own(Echo):
+        needs_peers = False
+
+    own, other = Own(), Echo()
+    counter = CountCollectives()
+    with counter:
+        make_trainer("ddp", callbacks=[DDPChecks([own, other], summary=False)]).fit(Subject(False))
+    assert other.seen == []
+    return own.seen
+
+
+def test_world_of_one(pool: RankPool) -> None:
+    assert pool.run(1, in_one_process)[0].count("measure") == 8
+
+
+def without_a_group() -> list[str]:
+    """Plain Lightning in one process, no torch.distributed."""
+
+    class Own(Echo):
+        needs_peers = False
+
+        def measure(self, trainer: Any, module: Any, moment: Moment) -> Tensor:
+            self.seen.append("measure")
+            return torch.zeros(1, dtype=torch.int64)
+
+    class One(Subject):
+        def train_dataloader(self) -> Any:
+            return slices(1, 0)
+
+    own = Own()
+    trainer_alone(callbacks=[DDPChecks(summary=False), own]).fit(One(False))
+    return own.seen
+
+
+def test_no_process_group(pool: RankPool) -> None:
+    assert pool.run(1, without_a_group, distributed=False)[0].count("measure") == 8
+
+
+def summed_up() -> tuple[str, int]:
+    """Two fits with one set of checks, the second of them pickled in between."""
+    checks = DDPChecks()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        make_trainer("ddp", callbacks=[checks]).fit(Subject(False))
+        again = pickle.loads(pickle.dumps(checks))
+        make_trainer("ddp", callbacks=[again]).fit(Subject(False))
+    return said.getvalue(), len(again.checks)
+
+
+def test_the_table_at_the_end(pool: RankPool) -> None:
+    (said, number), (nothing, _) = pool.run(2, summed_up)
+    assert said.count(f"{number} checks, 4 steps, 0 findings") == 2
+    assert "ParameterSyncCheck" in said
+    assert "of the time" in said
+    assert nothing == ""
+
+
+def every_second() -> list[str]:
+    check = Echo(every_n_steps=2)
+    make_trainer("ddp", callbacks=[check]).fit(Subject(False))
+    return check.seen
+
+
+def test_every_n_steps(pool: RankPool) -> None:
+    assert pool.run(2, every_second)[0].count("measure") == 4
+
+
+def accumulating() -> list[str]:
+    check = Echo()
+    make_trainer("ddp", callbacks=[check], accumulate_grad_batches=2).fit(Subject(False))
+    return check.seen
+
+
+def test_accumulation_is_judged_at_its_last_batch(pool: RankPool) -> None:
+    seen = pool.run(2, accumulating)[0]
+    assert seen.count("measure") == 4
+    assert seen.count("see_loss") == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DDPChecks(action={"error": "shout"}), ("raise, warn, log", "shout")),
+        (lambda: DDPChecks(action={"fatal": "raise"}), ("error, warning, note", "fatal")),
+        (lambda: DDPChecks([torch.nn.Linear(1, 1)]), ("RankCheck", "Linear")),
+        (lambda: ParameterSyncCheck(every_n_steps=0), ("every_n_steps", "0")),
+        (lambda: Finding("F999", "what"), ("F999",)),
+    ],
+)
+def test_options_that_cannot_work(make: Callable[[], Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        make()
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_odd_ranks() -> None:
+    assert odd_ranks([1, 1, 1]) == ()
+    assert odd_ranks([1, 2, 1]) == (1,)
+    assert odd_ranks([1, 2]) == (1,)
+    assert odd_ranks([1, 2, 2]) == (0,)
