@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses import numerics
@@ -137,6 +138,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run it; note it if it is a collective."""
+        if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], Tensor):
+            return args[0]  # torch hands a number that autograd has saved to a mode as the number itself
         if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))
         kind = func._schema.name.rpartition("::")[2].strip("_")

@@ -6,11 +6,12 @@ import contextlib
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.loggers import Logger
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_ddp_losses import CommunicationMonitor, DDPChecks
-from lightning_ddp_losses.callbacks.communication import _union
+from lightning_ddp_losses.callbacks.communication import _union, _Watch
 from tests.callbacks.harness import CLASSES, WIDTH, Subject
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
@@ -64,6 +65,13 @@ def test_calls_and_bytes_of_a_step(pool: RankPool, fails: bool) -> None:
         assert 0 < figures["ddp_comm/share_of_step"] < 1
         assert "allreduce" in answer["remarks"][0]
         assert [step for step, _ in answer["rows"]][:2] == [2, 3]
+
+
+def test_numbers_that_autograd_saved_can_be_read_under_the_monitor() -> None:
+    loss = (torch.ones(3, requires_grad=True) * 2).sum() / 4
+    with _Watch():
+        assert float(loss.grad_fn._saved_other) == 4.0
+        assert float(loss.detach()) == 1.5
 
 
 def test_overlapping_intervals_count_once() -> None:
