@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses import numerics
 from lightning_ddp_losses.callbacks.rank_check import RankCheck
+from lightning_ddp_losses.callbacks.report import log_figures
 from lightning_ddp_losses.callbacks.wrap import Wrap
 
 __all__ = ["CommunicationMonitor"]
@@ -73,8 +74,7 @@ class CommunicationMonitor(RankCheck):
         self._step_seconds.append(ended - watch.begun)
         self._busy_seconds.append(_union((c.begun, min(c.ended or ended, ended)) for c in calls))
         figures = {f"ddp_comm/{name}": value for name, value in self._figures(calls, 1).items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(figures, step=self.session.step)
+        log_figures(trainer, figures, self.session.step)
 
     def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Leave no dispatch mode behind."""

@@ -18,7 +18,7 @@ from lightning_ddp_losses import groups
 from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, format_error
 
-__all__ = ["FILE_NAME", "Report", "Settings", "check_actions"]
+__all__ = ["FILE_NAME", "Report", "Settings", "check_actions", "log_figures"]
 
 FILE_NAME = "ddp_checks.jsonl"
 DEFAULT_ACTION = {"error": "raise", "warning": "warn", "note": "log"}
@@ -107,8 +107,7 @@ class Report:
         """The counters, and other figures, to the trainer's loggers."""
         totals: Counter[str] = sum(self.by_check.values(), Counter())
         figures = {f"ddp_checks/{severity}s": float(totals[severity]) for severity in DEFAULT_ACTION}
-        for logger in trainer.loggers:
-            logger.log_metrics({**figures, **(more or {})}, step=trainer.global_step)
+        log_figures(trainer, {**figures, **(more or {})}, trainer.global_step)
 
     def summary(
         self,
@@ -141,6 +140,12 @@ class Report:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
             file.write(json.dumps(finding.record(), default=str) + "\n")
+
+
+def log_figures(trainer: pl.Trainer, figures: Mapping[str, float], step: int) -> None:
+    """To the trainer's loggers, with the epoch, as Lightning logs."""
+    for logger in trainer.loggers:
+        logger.log_metrics({**figures, "epoch": trainer.current_epoch}, step=step)
 
 
 def _warn(text: str) -> None:
