@@ -145,12 +145,12 @@ class Collectives(Callback):
                     self.gloo_ranges += event.count / steps
 
 
-def count_collectives(pairs: Sequence[tuple[str, Job]]) -> list[tuple[dict[str, float], float]]:
+def count_collectives(pairs: Sequence[tuple[str, Job]], *callbacks: Callback) -> list[tuple[dict[str, float], float]]:
     """Per training step of each strategy and job: collectives by name, and how many gloo itself reports."""
     counted = []
     for strategy, job in pairs:
         count = Collectives()
-        train(strategy, job, count.last + 3, count)
+        train(strategy, job, count.last + 3, *callbacks, count)
         counted.append((dict(count.per_step), count.gloo_ranges))
     return counted
 

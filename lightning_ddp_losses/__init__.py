@@ -4,9 +4,14 @@ Importing the package registers the strategy names (``Trainer(strategy="ddp_loss
 """
 
 from lightning_ddp_losses.callbacks import (
+    BatchCheck,
+    BufferSyncCheck,
+    CheckpointCheck,
     CommunicationMonitor,
     DDPChecks,
+    DeviceCheck,
     GradientFlowCheck,
+    LossCheck,
     OptimizerCheck,
     ParameterSyncCheck,
     RankCheck,
@@ -27,11 +32,15 @@ from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type,
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchCheck",
+    "BufferSyncCheck",
+    "CheckpointCheck",
     "CommunicationMonitor",
     "ConfigurationError",
     "DDPChecks",
     "DDPLossError",
     "DDPLossStrategy",
+    "DeviceCheck",
     "GlobalBatchLoss",
     "GlobalBatchMiner",
     "GlobalBatchSampler",
@@ -39,6 +48,7 @@ __all__ = [
     "HiddenLossError",
     "InputError",
     "LossCallError",
+    "LossCheck",
     "OptimizerCheck",
     "ParameterSyncCheck",
     "PeerError",

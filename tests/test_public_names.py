@@ -10,11 +10,15 @@ import pytest
 import lightning_ddp_losses
 
 PINNED = [
+    "BatchCheck",
+    "BufferSyncCheck",
+    "CheckpointCheck",
     "CommunicationMonitor",
     "ConfigurationError",
     "DDPChecks",
     "DDPLossError",
     "DDPLossStrategy",
+    "DeviceCheck",
     "GlobalBatchLoss",
     "GlobalBatchMiner",
     "GlobalBatchSampler",
@@ -22,6 +26,7 @@ PINNED = [
     "HiddenLossError",
     "InputError",
     "LossCallError",
+    "LossCheck",
     "OptimizerCheck",
     "ParameterSyncCheck",
     "PeerError",

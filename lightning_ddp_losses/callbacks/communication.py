@@ -26,7 +26,7 @@ __all__ = ["CommunicationMonitor"]
 class CommunicationMonitor(RankCheck):
     """Calls, bytes and time of collectives per step, by kind; the largest by name.
 
-    Figures go to the logger (``ddp_comm/...``) and to the summary at the end of the fit. The time is that from the start of a
+    Figures go to the logger (``ddp_checks/comm/...``) and to the summary at the end of the fit. The time is that from the start of a
     collective to its end, waiting for slower ranks included; overlapping collectives count once.
 
     Args:
@@ -73,7 +73,7 @@ class CommunicationMonitor(RankCheck):
         self._looked += 1
         self._step_seconds.append(ended - watch.begun)
         self._busy_seconds.append(_union((c.begun, min(c.ended or ended, ended)) for c in calls))
-        figures = {f"ddp_comm/{name}": value for name, value in self._figures(calls, 1).items()}
+        figures = {f"comm/{name}": value for name, value in self._figures(calls, 1).items()}
         log_figures(trainer, figures, self.session.step)
 
     def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -84,8 +84,8 @@ class CommunicationMonitor(RankCheck):
         """Means over the steps looked at."""
         if not self._looked:
             return {}
-        found = {f"ddp_comm/{name}": value for name, value in self._figures(self._seen, self._looked).items()}
-        found["ddp_comm/share_of_step"] = sum(self._busy_seconds) / sum(self._step_seconds)
+        found = {f"comm/{name}": value for name, value in self._figures(self._seen, self._looked).items()}
+        found["comm/share_of_step"] = sum(self._busy_seconds) / sum(self._step_seconds)
         return found
 
     def remarks(self) -> list[str]:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lightning_ddp_losses.callbacks.batch import BatchCheck
+from lightning_ddp_losses.callbacks.buffers import BufferSyncCheck
+from lightning_ddp_losses.callbacks.checkpoint import CheckpointCheck
 from lightning_ddp_losses.callbacks.communication import CommunicationMonitor
+from lightning_ddp_losses.callbacks.device import DeviceCheck
 from lightning_ddp_losses.callbacks.gradient_flow import GradientFlowCheck
+from lightning_ddp_losses.callbacks.loss import LossCheck
 from lightning_ddp_losses.callbacks.optimizer_check import OptimizerCheck
 from lightning_ddp_losses.callbacks.parameter_sync import ParameterSyncCheck
 from lightning_ddp_losses.callbacks.rank_check import Host, RankCheck
@@ -15,8 +20,13 @@ from lightning_ddp_losses.errors import ConfigurationError, format_error
 __all__ = ["DEFAULT_CHECKS", "DDPChecks"]
 
 DEFAULT_CHECKS: tuple[type[RankCheck], ...] = (
+    BatchCheck,
+    BufferSyncCheck,
+    CheckpointCheck,
     CommunicationMonitor,
+    DeviceCheck,
     GradientFlowCheck,
+    LossCheck,
     OptimizerCheck,
     ParameterSyncCheck,
 )

@@ -16,6 +16,8 @@ class Moment(str, Enum):
     BEFORE_BACKWARD = "before backward"
     AFTER_STEP = "after the optimizer step"
     VALIDATION_START = "start of validation"
+    TRAIN_EPOCH_END = "end of an epoch"
+    VALIDATION_EPOCH_END = "end of the validation epoch"
     VALIDATION_END = "end of validation"
     SAVE = "saving a checkpoint"
     LOAD = "loading a checkpoint"

@@ -90,6 +90,16 @@ class Host(Callback):
         if self._session and not trainer.sanity_checking:
             self._session.at(Moment.VALIDATION_START)
 
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Judge metrics before they are computed."""
+        if self._session and not trainer.sanity_checking:
+            self._session.at(Moment.VALIDATION_EPOCH_END)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Judge metrics before they are computed."""
+        if self._session:
+            self._session.at(Moment.TRAIN_EPOCH_END)
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Judge what validation gave."""
         if self._session and not trainer.sanity_checking:

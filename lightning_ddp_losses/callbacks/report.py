@@ -99,6 +99,11 @@ class Report:
             raise DDPLossError("\n".join(f.text() for f in raising), findings=raising, collective=True)
 
     @property
+    def folder(self) -> Path | None:
+        """Where files go; None where none are wanted."""
+        return self._path.parent if self._path else None
+
+    @property
     def count(self) -> int:
         """Faults seen, each once."""
         return len(self._seen)
@@ -106,7 +111,7 @@ class Report:
     def log(self, trainer: pl.Trainer, more: Mapping[str, float] | None = None) -> None:
         """The counters, and other figures, to the trainer's loggers."""
         totals: Counter[str] = sum(self.by_check.values(), Counter())
-        figures = {f"ddp_checks/{severity}s": float(totals[severity]) for severity in DEFAULT_ACTION}
+        figures = {f"{severity}s": float(totals[severity]) for severity in DEFAULT_ACTION}
         log_figures(trainer, {**figures, **(more or {})}, trainer.global_step)
 
     def summary(
@@ -143,9 +148,10 @@ class Report:
 
 
 def log_figures(trainer: pl.Trainer, figures: Mapping[str, float], step: int) -> None:
-    """To the trainer's loggers, with the epoch, as Lightning logs."""
+    """To the trainer's loggers under ``ddp_checks/``, with the epoch, as Lightning logs."""
+    named = {f"ddp_checks/{name}": value for name, value in figures.items()}
     for logger in trainer.loggers:
-        logger.log_metrics({**figures, "epoch": trainer.current_epoch}, step=step)
+        logger.log_metrics({"epoch": float(trainer.current_epoch), **named}, step=step)
 
 
 def _warn(text: str) -> None:

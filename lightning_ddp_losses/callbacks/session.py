@@ -61,7 +61,7 @@ class Session:
         self._shared: dict[Callable[..., Any], Any] = {}
         self._tracked: dict[str, Tensor] | None = None
         self._structure = Tracked(trainer, module)
-        self._described: set[tuple[str, str, str]] = set()
+        self._described: dict[tuple[str, str, str], list[Finding]] = {}
         self._failures: dict[int, str] = {}  # by check, what an observation raised
         self._handles: list[Any] = []
         self._watched: list[Optimizer] = []
@@ -97,6 +97,11 @@ class Session:
         if ours is not None:
             return bool(ours)
         return bool(getattr(self.trainer.strategy.model, "require_backward_grad_sync", True))
+
+    @property
+    def rides(self) -> bool:
+        """Whether rows before backward travel in the strategy's frame."""
+        return self._rides
 
     # ------------------------------------------------------------------ the run
 
@@ -302,12 +307,15 @@ class Session:
         found = list(zip(checks, findings, strict=True))
         told: list[tuple[RankCheck, Finding]] = []
         for check, finding in found:
-            if not _overrides(check, "describe") or finding.key in self._described:
+            if not _overrides(check, "describe"):
                 told.append((check, finding))
                 continue
-            self._described.add(finding.key)
-            texts = self.meeting.texts(self._quietly(check.describe, finding))
-            told += [(check, better) for better in (check.explain(finding, texts) if texts else [finding])]
+            if finding.key not in self._described:
+                texts = self.meeting.texts(self._quietly(check.describe, finding))
+                self._described[finding.key] = check.explain(finding, texts) if texts else [finding]
+            # seen again, it is told as it was explained the first time
+            known = self._described[finding.key]
+            told += [(check, replace(better, step=finding.step, moment=finding.moment)) for better in known]
         measured = 0
         for i, (check, finding) in enumerate(told):
             if _overrides(check, "tensor") and self.report.is_new(finding) and measured < _MOST_TENSORS:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from tests.callbacks import flow, optimizers, parameters, scale
+from tests.callbacks import data_cases, flow, loss_cases, optimizers, parameters, scale, state_cases
 
 __all__ = ["CASES"]
 
-CASES = [*parameters.CASES, *flow.CASES, *optimizers.CASES, *scale.CASES]
+CASES = [
+    *parameters.CASES,
+    *flow.CASES,
+    *optimizers.CASES,
+    *scale.CASES,
+    *data_cases.CASES,
+    *loss_cases.CASES,
+    *state_cases.CASES,
+]

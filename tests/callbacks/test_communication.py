@@ -46,7 +46,7 @@ def monitored(fails: bool = False) -> dict[str, Any]:
     return {
         "figures": monitor.figures(),
         "remarks": monitor.remarks(),
-        "rows": [(step, row) for step, row in memory.rows if "ddp_comm/calls" in row],
+        "rows": [(step, row) for step, row in memory.rows if "ddp_checks/comm/calls" in row],
         "modes": len(_get_current_dispatch_mode_stack()),
     }
 
@@ -58,11 +58,11 @@ def test_calls_and_bytes_of_a_step(pool: RankPool, fails: bool) -> None:
         if fails:
             continue
         figures = answer["figures"]
-        assert figures["ddp_comm/allreduce/calls"] == 1
-        assert figures["ddp_comm/allreduce/bytes"] == GRADIENT_BYTES
-        assert figures["ddp_comm/calls"] >= 1
-        assert figures["ddp_comm/allreduce/ms"] > 0
-        assert 0 < figures["ddp_comm/share_of_step"] < 1
+        assert figures["comm/allreduce/calls"] == 1
+        assert figures["comm/allreduce/bytes"] == GRADIENT_BYTES
+        assert figures["comm/calls"] >= 1
+        assert figures["comm/allreduce/ms"] > 0
+        assert 0 < figures["comm/share_of_step"] < 1
         assert "allreduce" in answer["remarks"][0]
         assert [step for step, _ in answer["rows"]][:2] == [2, 3]
 

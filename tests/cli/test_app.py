@@ -137,9 +137,10 @@ def test_a_global_config_gives_the_same_metrics_on_two_ranks_and_on_one_with_and
 
 
 def metrics(folder: Path) -> dict[str, float]:
-    """Last value of each column of metrics.csv."""
+    """Last value of each column of metrics.csv; what the checks say of the ranks depends on their number."""
     with (folder / "metrics.csv").open(newline="") as file:
-        return {name: float(value) for row in csv.DictReader(file) for name, value in row.items() if value}
+        rows = list(csv.DictReader(file))
+    return {k: float(v) for row in rows for k, v in row.items() if v and not k.startswith("ddp_checks/")}
 
 
 def test_arrays_of_the_users_own_train(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""Batch norm's running statistics on the ranks: how far apart, and which layers synchronise nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["CHANNELS", "distances", "hidden_norms", "plain_norms", "statistics"]
+
+CHANNELS = 48  # of all layers together that are compared
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_DEPTH = 3
+_LEAST_VARIANCE = 1e-12
+
+
+def plain_norms(module: nn.Module) -> dict[str, _BatchNorm]:
+    """Layers of torch's own plain batch norm, by path; a subclass may synchronise by itself."""
+    return {
+        name: inner for name, inner in module.named_modules() if isinstance(inner, _BatchNorm) and type(inner) in _PLAIN
+    }
+
+
+def hidden_norms(module: nn.Module) -> dict[str, nn.Module]:
+    """Batch norm in modules that are held in a list, a dict or a partial, where no conversion finds it."""
+    registered = set(module.modules())
+    found: dict[str, nn.Module] = {}
+    for name, inner in module.named_modules():
+        prefix = f"self.{name}" if name else "self"
+        queue = [(f"{prefix}.{k}", v, 0) for k, v in vars(inner).items() if not k.startswith("_")]
+        for path, value, depth in queue:
+            if isinstance(value, nn.Module):
+                if value not in registered:
+                    found |= {f"{path}.{name}".rstrip("."): norm for name, norm in plain_norms(value).items()}
+            elif depth < _DEPTH:
+                queue += [(p, v, depth + 1) for p, v in _items(path, value)]
+    return found
+
+
+def _items(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"{path}[{index}]", item) for index, item in enumerate(value[:64]))
+
+
+def statistics(norms: dict[str, _BatchNorm]) -> list[float]:
+    """Means, then variances, of channels spread evenly over all layers."""
+    tracked = [norm for norm in norms.values() if norm.running_mean is not None and norm.running_var is not None]
+    total = sum(norm.num_features for norm in tracked)
+    chosen = {i * total // CHANNELS for i in range(CHANNELS)} if total > CHANNELS else set(range(total))
+    means: list[float] = []
+    variances: list[float] = []
+    start = 0
+    for norm in tracked:
+        own = [i - start for i in sorted(chosen) if start <= i < start + norm.num_features]
+        start += norm.num_features
+        if own:
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            means += norm.running_mean.detach()[own].double().tolist()
+            variances += norm.running_var.detach()[own].double().tolist()
+    return means + variances
+
+
+def distances(rows: Sequence[Sequence[float]]) -> list[float]:
+    """How far each rank's statistics are from those of all ranks: of the means in standard deviations, of the
+    variances in natural logarithms, the larger of the two, root mean square over channels.
+    """
+    channels = len(rows[0]) // 2
+    if not channels:
+        return [0.0] * len(rows)
+    middle = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+    apart = []
+    for row in rows:
+        mean = variance = 0.0
+        for i in range(channels):
+            usual = max(middle[channels + i], _LEAST_VARIANCE)
+            mean += (row[i] - middle[i]) ** 2 / usual
+            variance += math.log(max(row[channels + i], _LEAST_VARIANCE) / usual) ** 2
+        apart.append(math.sqrt(max(mean, variance) / channels))
+    return apart

@@ -1,0 +1,267 @@
+"""What is worth knowing of a healthy run, what is found when a checkpoint is saved or loaded, and what stays silent."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_metric_learning.losses as pml
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, LossCheck
+from lightning_ddp_losses.callbacks import device
+from tests.callbacks.data_cases import HEALTHY
+from tests.callbacks.harness import WIDTH, Subject
+from tests.callbacks.loss_cases import MissingLoss
+from tests.callbacks.state_cases import Memory
+from tests.lightning_ranks import make_trainer
+from tests.rank_pool import RankPool
+
+Found = list[tuple[str, str, str]]
+
+
+def listed(checks: DDPChecks) -> Found:
+    return [(f.fault, f.severity, f.text()) for f in checks.findings]
+
+
+def fit(subject: Callable[[bool], Any], sick: bool = False, strategy: str = "ddp", **options: Any) -> Found:
+    checks = DDPChecks(action={"warning": "log", "error": "log"}, summary=False, file=False)
+    make_trainer(strategy, callbacks=[checks], **options).fit(subject(sick))
+    return listed(checks)
+
+
+class Contrast(Subject):
+    """A contrastive loss of this rank's rows, and dropout."""
+
+    def build(self) -> None:
+        self.contrast = pml.SupConLoss()
+        self.dropout = nn.Dropout(0.1)
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(self.dropout(features))
+        return super().objective(features, labels, index) + self.contrast(embeddings, labels)
+
+
+def test_notes_of_a_healthy_run(pool: RankPool) -> None:
+    for found in pool.run(2, fit, Contrast, False, accumulate_grad_batches=2):
+        texts = {fault: text for fault, severity, text in found if severity == "note"}
+        assert {severity for _, severity, _ in found} == {"note"}
+        assert {"F18", "F29", "F33", "F56", "F72"} <= set(texts)
+        assert "16 rows (2 x 8, 4 per rank)" in texts["F18"]
+        assert "0.1 tuned on 4 rows would be 0.4" in texts["F18"]
+        assert "`contrast`" in texts["F29"]
+        assert "rank 1: " in texts["F56"]
+
+
+class GlobalContrast(Contrast):
+    """The same over all ranks: nothing to note of negatives."""
+
+    def build(self) -> None:
+        super().build()
+        self.contrast = GlobalBatchLoss(self.contrast)
+
+
+def test_a_global_loss_is_not_called_local(pool: RankPool) -> None:
+    assert not {"F29", "F33"} & {fault for fault, *_ in pool.run(2, fit, GlobalContrast)[0]}
+
+
+class Ragged(GlobalContrast):
+    """A global loss alone, on ranks with one and three rows."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        rows = 1 + 2 * (dist.get_rank() == 0)
+        return self.contrast(self.head(self.encoder(features[:rows])), labels[:rows] % 2)
+
+
+class TwoOptimizers(Subject):
+    """Manual optimisation with two optimizers."""
+
+    def __init__(self, sick: bool) -> None:
+        super().__init__(sick)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.objective(*batch, index))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.encoder.parameters(), lr=0.1), torch.optim.SGD(self.head.parameters(), lr=0.1)]
+
+
+class Frozen(Subject):
+    """A frozen encoder."""
+
+    def build(self) -> None:
+        self.encoder.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+RUNS: list[tuple[Any, dict[str, Any]]] = [
+    *((subject, {}) for subject in HEALTHY),
+    (Ragged, {}),
+    (Subject, {"accumulate_grad_batches": 3, "max_epochs": 2}),
+    (Subject, {"gradient_clip_val": 0.01, "precision": "bf16-mixed"}),
+    (Subject, {"max_steps": 3, "max_epochs": -1}),
+    (Frozen, {}),
+    (Frozen, {"strategy": "ddp_losses"}),
+    (TwoOptimizers, {"strategy": "ddp"}),
+    (GlobalContrast, {"strategy": "ddp_losses", "accumulate_grad_batches": 2}),
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("index", range(len(RUNS)))
+def test_healthy_runs_are_silent(pool: RankPool, index: int, world_size: int) -> None:
+    subject, options = RUNS[index]
+    for found in pool.run(world_size, partial(fit, subject, **options)):
+        assert [entry for entry in found if entry[1] != "note"] == []
+
+
+def test_a_missing_loss_under_the_strategy_is_told_on_every_rank(pool: RankPool) -> None:
+    errors = pool.errors(2, fit, MissingLoss, True, "ddp_losses")
+    assert len({error.message for error in errors}) == 1
+    assert all(word in errors[0].message for word in ("LossCheck, F35", "returned None (rank 1)", "step 1"))
+
+
+def logged(folder: str) -> list[Any]:
+    check = LossCheck()
+    logger = CSVLogger(folder, "run", version=0)
+    make_trainer("ddp", callbacks=[DDPChecks([check], summary=False)], logger=logger, log_every_n_steps=1).fit(
+        Subject(False)
+    )
+    return check.history
+
+
+def test_the_loss_of_every_rank_is_recorded(pool: RankPool, tmp_path: Path) -> None:
+    first, second = pool.run(2, logged, str(tmp_path))
+    assert first == second
+    assert [step for step, _ in first] == [0, 1, 2, 3]
+    lines = (tmp_path / "run" / "version_0" / "losses_by_rank.csv").read_text().splitlines()
+    assert lines[0] == "step,rank_0,rank_1"
+    assert [tuple(map(float, line.split(",")[1:])) for line in lines[1:]] == [losses for _, losses in first]
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+class Dropped(Subject):
+    """Keeps the head out of the checkpoint."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {k: v for k, v in super().state_dict(*args, **kwargs).items() if not (self.sick and "head" in k)}
+
+
+class Wrapped(Subject):
+    """A wrapped loss as an attribute."""
+
+    def build(self) -> None:
+        if self.sick:
+            self.wrapped = nn.DataParallel(nn.Identity())
+
+
+class Saves(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+
+def save(subject: Any, sick: bool, path: str | None = None) -> Found:
+    checks = DDPChecks(action={"warning": "log", "error": "log"}, summary=False, file=False)
+    with tempfile.TemporaryDirectory() as folder:
+        make_trainer("ddp", callbacks=[checks, Saves(path or f"{folder}/a.ckpt")]).fit(subject(sick))
+    return listed(checks)
+
+
+def resume(subject: Any, sick: bool, path: str, accumulate: int = 1) -> Found:
+    checks = DDPChecks(action={"warning": "log", "error": "log"}, summary=False, file=False)
+    trainer = make_trainer("ddp", callbacks=[checks], max_epochs=2, accumulate_grad_batches=accumulate)
+    trainer.fit(subject(sick), ckpt_path=path)
+    return listed(checks)
+
+
+def of(found: Found, fault: str) -> list[str]:
+    return [text for name, _, text in found if name == fault]
+
+
+@pytest.mark.parametrize(("subject", "word"), [(Dropped, "head.weight"), (Wrapped, "wrapped")])
+def test_what_is_trained_must_be_saved(pool: RankPool, subject: Any, word: str) -> None:
+    assert all(not of(found, "F75") for found in pool.run(2, save, subject, False))
+    for found in pool.run(2, save, subject, True):
+        assert any(word in text for text in of(found, "F75"))
+
+
+class Grows(Memory):
+    """Reads the same rows whatever the number of ranks."""
+
+    def train_dataloader(self) -> Any:
+        rows = 4 if self.sick else 12 // dist.get_world_size()
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        batches = [
+            (
+                torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64),
+                torch.randint(3, (rows,), generator=generator),
+            )
+            for _ in range(4)
+        ]
+        return DataLoader(batches, batch_size=None)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("sick", [False, True])
+def test_loading(pool: RankPool, tmp_path: Path, sick: bool) -> None:
+    path = str(tmp_path / "a.ckpt")
+    pool.run(2, save, Grows, sick, path)
+    for found in pool.run(3, resume, Grows, sick, path):
+        assert bool(of(found, "F76")) == sick
+        assert bool(of(found, "F65")) == sick
+    again = pool.run(2, resume, Grows, sick, path)
+    assert not of(again[0], "F76")
+
+
+# ---------------------------------------------------------------------- devices
+
+
+def on_devices(names: tuple[str, ...], visible: int) -> Found:
+    before = device.device_identity, device.visible_devices
+    device.device_identity = lambda _: names[dist.get_rank()]  # type: ignore[assignment]
+    device.visible_devices = lambda: visible  # type: ignore[assignment]
+    try:
+        return fit(Subject)
+    finally:
+        device.device_identity, device.visible_devices = before
+
+
+def test_ranks_on_one_device_and_devices_without_a_rank(pool: RankPool) -> None:
+    for found in pool.run(2, on_devices, ("gpu 0", "gpu 1"), 2):
+        assert not of(found, "F73") + of(found, "IDLE")
+    for found in pool.run(2, on_devices, ("gpu 0", "gpu 0"), 4):
+        assert "(rank 0, 1)" in of(found, "F73")[0]
+        assert "4 accelerators are visible, 2 of them in use" in of(found, "IDLE")[0]
+
+
+def use_of_ranks() -> dict[str, float]:
+    check = device.DeviceCheck()
+    make_trainer("ddp", callbacks=[check]).fit(Subject(False))
+    return check.figures()
+
+
+def test_the_use_of_every_rank_is_told(pool: RankPool) -> None:
+    figures = pool.run(2, use_of_ranks)[1]
+    assert figures["rank_0_batches"] == figures["rank_1_batches"] == 4
+    assert figures["rank_1_seconds"] > 0
