@@ -35,9 +35,11 @@ def dataset(rows: int) -> TensorDataset:
 
 
 class Loaded(Subject):
-    """A data set of 48 rows, divided among the ranks."""
+    """A data set of 24 rows for each rank, divided among them."""
 
-    rows = 48
+    @property
+    def rows(self) -> int:
+        return 24 * dist.get_world_size()
 
     def train_dataloader(self) -> Any:
         return DataLoader(dataset(self.rows), batch_size=4, sampler=self.sampler())
@@ -72,10 +74,11 @@ class Stream(IterableDataset[Any]):
         self.batches, self.divided = batches, divided
 
     def __iter__(self) -> Iterator[Any]:
-        features, labels = dataset(96).tensors
+        rows = 4 * dist.get_world_size()
+        features, labels = dataset(12 * rows).tensors
         offset = 4 * dist.get_rank() if self.divided else 0
         for batch in range(self.batches):
-            start = 8 * batch + offset
+            start = rows * batch + offset
             yield features[start : start + 4], labels[start : start + 4]
 
 
@@ -135,7 +138,7 @@ class PerClass(Loaded):
 
     def train_dataloader(self) -> Any:
         data = dataset(self.rows)
-        sampler = MPerClassSampler(data.tensors[1], m=4, batch_size=12, length_before_new_iter=48)
+        sampler = MPerClassSampler(data.tensors[1], m=4, batch_size=12, length_before_new_iter=self.rows)
         if self.sick:
             return DataLoader(data, batch_size=6, sampler=sampler)
         return DataLoader(data, batch_sampler=GlobalBatchSampler.batches(sampler, 12, drop_last=True, seed=0))
@@ -147,7 +150,7 @@ class HeldSampler(BatchSampler):
     def __init__(self, inner: Any, name: str) -> None:
         super().__init__(inner, 4, drop_last=True)
         if name != "sampler":
-            self.sampler = range(48)
+            self.sampler = range(len(inner.dataset))
             setattr(self, name, inner)
         self.name = name
 
@@ -190,18 +193,19 @@ class ForeignGather(Subject):
 
     def train_dataloader(self) -> Any:
         rows = 10 if self.odd else 12
-        features, labels = (t[12 * dist.get_rank() :][:rows] for t in dataset(24).tensors)
+        features, labels = (t[12 * dist.get_rank() :][:rows] for t in dataset(12 * dist.get_world_size()).tensors)
         return DataLoader(TensorDataset(features, labels), batch_size=4, drop_last=False)
 
 
 class Lonely(Loaded):
     """Batch norm, and a last batch of one row."""
 
-    rows = 44
+    @property
+    def rows(self) -> int:
+        return (21 if self.sick else 22) * dist.get_world_size()
 
     def build(self) -> None:
         self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
-        self.rows = 42 if self.sick else 44
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         return super().objective(self.norm(features), labels, index)
@@ -217,7 +221,7 @@ class Padded(Loaded):
         return DistributedSampler(dataset(self.rows))
 
     def val_dataloader(self) -> Any:
-        held_out = dataset(9 if self.sick else 8)
+        held_out = dataset(4 * dist.get_world_size() + self.sick)
         return DataLoader(held_out, batch_size=2, sampler=DistributedSampler(held_out, shuffle=False))
 
     def validation_step(self, batch: Any, index: int) -> None:

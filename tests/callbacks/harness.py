@@ -119,6 +119,8 @@ def run(case: Case, sick: bool) -> Outcome:
     findings: Sequence[Any] = ()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*find_unused_parameters.*")
+        # Lightning's hint comes on rank 0 alone; as an error it would leave the others waiting
+        warnings.filterwarnings("ignore", "It is recommended to use `self.log.*sync_dist=True")
         warnings.filterwarnings("ignore", ".*an autograd kernel was not registered.*")
         try:
             trainer.fit(case.subject(sick))

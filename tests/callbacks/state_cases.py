@@ -82,7 +82,10 @@ class Normalised(Subject):
 
     def train_dataloader(self) -> Any:
         return DataLoader(
-            [(x.repeat(8, 1) + 0.01 * torch.arange(32)[:, None], y.repeat(8)) for x, y in slices(2, dist.get_rank())],
+            [
+                (x.repeat(8, 1) + 0.01 * torch.arange(32)[:, None], y.repeat(8))
+                for x, y in slices(dist.get_world_size(), dist.get_rank())
+            ],
             None,
         )
 
@@ -198,10 +201,10 @@ class TwoForwards(Subject):
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         views = self.__dict__["views"]
-        views.module.by.fill_(1.0 + dist.get_rank())
+        views.module.by.data.fill_(1.0 + dist.get_rank())
         first = views(features)
         if self.sick:
-            views.module.by.fill_(1.0 + dist.get_rank())
+            views.module.by.data.fill_(1.0 + dist.get_rank())
             first = first + views(features)
         return super().objective(features, labels, index) + first.sum()
 
