@@ -130,7 +130,8 @@ class LossCheck(RankCheck):
         scaled = scaler is not None and loss is not getattr(trainer.strategy, "closure_loss", None)
         factor = trainer.accumulate_grad_batches if module.automatic_optimization else 1
         value = float(loss.detach()) * factor / (float(scaler.get_scale()) if scaled else 1.0)  # type: ignore[union-attr]
-        if not math.isfinite(value) and not (scaled and loss.dtype == torch.float16) and self._bad < 0:
+        overflowed = scaled and math.isinf(value)  # by the scale: the scaler will skip this step on every rank
+        if not math.isfinite(value) and not overflowed and self._bad < 0:
             self._bad = self._index
         self._loss, self._state = value, _PRESENT
         self._zeros = self._zeros + 1 if value == 0 and self._zeros >= 0 else -1

@@ -105,8 +105,8 @@ class Report:
 
     @property
     def count(self) -> int:
-        """Faults seen, each once."""
-        return len(self._seen)
+        """Errors and warnings seen, each once; notes are no faults."""
+        return sum(counts["error"] + counts["warning"] for counts in self.by_check.values())
 
     def log(self, trainer: pl.Trainer, more: Mapping[str, float] | None = None) -> None:
         """The counters, and other figures, to the trainer's loggers."""

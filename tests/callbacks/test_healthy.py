@@ -23,7 +23,11 @@ from tests.rank_pool import RankPool
 
 
 class Uneven(Subject):
-    """Ranks with different numbers of rows."""
+    """Ranks with different numbers of rows, each of which weighs the same."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        mean_rows = 2 + 3 * (dist.get_world_size() - 1) / 2
+        return nn.functional.cross_entropy(self.head(self.encoder(features)), labels, reduction="sum") / mean_rows
 
     def train_dataloader(self) -> Any:
         rows = 2 + 3 * dist.get_rank()
