@@ -12,10 +12,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses import numerics
 from lightning_ddp_losses.callbacks.rank_check import RankCheck
+from lightning_ddp_losses.callbacks.report import log_figures
 from lightning_ddp_losses.callbacks.wrap import Wrap
 
 __all__ = ["CommunicationMonitor"]
@@ -24,7 +26,7 @@ __all__ = ["CommunicationMonitor"]
 class CommunicationMonitor(RankCheck):
     """Calls, bytes and time of collectives per step, by kind; the largest by name.
 
-    Figures go to the logger (``ddp_comm/...``) and to the summary at the end of the fit. The time is that from the start of a
+    Figures go to the logger (``ddp_checks/comm/...``) and to the summary at the end of the fit. The time is that from the start of a
     collective to its end, waiting for slower ranks included; overlapping collectives count once.
 
     Args:
@@ -71,9 +73,8 @@ class CommunicationMonitor(RankCheck):
         self._looked += 1
         self._step_seconds.append(ended - watch.begun)
         self._busy_seconds.append(_union((c.begun, min(c.ended or ended, ended)) for c in calls))
-        figures = {f"ddp_comm/{name}": value for name, value in self._figures(calls, 1).items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(figures, step=self.session.step)
+        figures = {f"comm/{name}": value for name, value in self._figures(calls, 1).items()}
+        log_figures(trainer, figures, self.session.step)
 
     def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Leave no dispatch mode behind."""
@@ -83,8 +84,8 @@ class CommunicationMonitor(RankCheck):
         """Means over the steps looked at."""
         if not self._looked:
             return {}
-        found = {f"ddp_comm/{name}": value for name, value in self._figures(self._seen, self._looked).items()}
-        found["ddp_comm/share_of_step"] = sum(self._busy_seconds) / sum(self._step_seconds)
+        found = {f"comm/{name}": value for name, value in self._figures(self._seen, self._looked).items()}
+        found["comm/share_of_step"] = sum(self._busy_seconds) / sum(self._step_seconds)
         return found
 
     def remarks(self) -> list[str]:
@@ -137,6 +138,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run it; note it if it is a collective."""
+        if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], Tensor):
+            return args[0]  # torch hands a number that autograd has saved to a mode as the number itself
         if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))
         kind = func._schema.name.rpartition("::")[2].strip("_")

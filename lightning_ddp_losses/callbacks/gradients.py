@@ -34,7 +34,7 @@ class Gradients:
             piece = unit.of(grad)
             self.units.append(unit)
             self._prints.append(fingerprint(piece))
-            self._sizes.append(torch.linalg.vector_norm(piece, float("inf")).double())
+            self._sizes.append(_largest(piece))
 
     def note_absent(self, parameters: Mapping[str, Tensor]) -> None:
         """Add the names of those that take part in training and have no gradient."""
@@ -59,6 +59,12 @@ class Gradients:
             before = found.get(unit.name, 0.0)
             found[unit.name] = size if math.isnan(size) else max(before, size)
         return found
+
+
+def _largest(piece: Tensor) -> Tensor:
+    """The largest magnitude, NaN where there is one. (torch's infinity norm takes ten times as long.)"""
+    real = torch.view_as_real(piece) if piece.is_complex() else piece
+    return torch.maximum(real.amax(), -real.amin()).double()
 
 
 def _numbers(prints: Sequence[Tensor]) -> list[int]:

@@ -18,7 +18,7 @@ from lightning_ddp_losses import groups
 from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, format_error
 
-__all__ = ["FILE_NAME", "Report", "Settings", "check_actions"]
+__all__ = ["FILE_NAME", "Report", "Settings", "check_actions", "log_figures"]
 
 FILE_NAME = "ddp_checks.jsonl"
 DEFAULT_ACTION = {"error": "raise", "warning": "warn", "note": "log"}
@@ -111,10 +111,8 @@ class Report:
     def log(self, trainer: pl.Trainer, more: Mapping[str, float] | None = None) -> None:
         """The counters, and other figures, to the trainer's loggers."""
         totals: Counter[str] = sum(self.by_check.values(), Counter())
-        figures = {f"{severity}s": float(totals[severity]) for severity in DEFAULT_ACTION} | dict(more or {})
-        named = {f"ddp_checks/{name}": value for name, value in figures.items()}
-        for logger in trainer.loggers:
-            logger.log_metrics({"epoch": float(trainer.current_epoch), **named}, step=trainer.global_step)
+        figures = {f"{severity}s": float(totals[severity]) for severity in DEFAULT_ACTION}
+        log_figures(trainer, {**figures, **(more or {})}, trainer.global_step)
 
     def summary(
         self,
@@ -147,6 +145,13 @@ class Report:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
             file.write(json.dumps(finding.record(), default=str) + "\n")
+
+
+def log_figures(trainer: pl.Trainer, figures: Mapping[str, float], step: int) -> None:
+    """To the trainer's loggers under ``ddp_checks/``, with the epoch, as Lightning logs."""
+    named = {f"ddp_checks/{name}": value for name, value in figures.items()}
+    for logger in trainer.loggers:
+        logger.log_metrics({"epoch": float(trainer.current_epoch), **named}, step=step)
 
 
 def _warn(text: str) -> None:

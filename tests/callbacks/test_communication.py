@@ -6,11 +6,12 @@ import contextlib
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.loggers import Logger
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_ddp_losses import CommunicationMonitor, DDPChecks
-from lightning_ddp_losses.callbacks.communication import _union
+from lightning_ddp_losses.callbacks.communication import _union, _Watch
 from tests.callbacks.harness import CLASSES, WIDTH, Subject
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
@@ -45,7 +46,7 @@ def monitored(fails: bool = False) -> dict[str, Any]:
     return {
         "figures": monitor.figures(),
         "remarks": monitor.remarks(),
-        "rows": [(step, row) for step, row in memory.rows if "ddp_comm/calls" in row],
+        "rows": [(step, row) for step, row in memory.rows if "ddp_checks/comm/calls" in row],
         "modes": len(_get_current_dispatch_mode_stack()),
     }
 
@@ -57,13 +58,20 @@ def test_calls_and_bytes_of_a_step(pool: RankPool, fails: bool) -> None:
         if fails:
             continue
         figures = answer["figures"]
-        assert figures["ddp_comm/allreduce/calls"] == 1
-        assert figures["ddp_comm/allreduce/bytes"] == GRADIENT_BYTES
-        assert figures["ddp_comm/calls"] >= 1
-        assert figures["ddp_comm/allreduce/ms"] > 0
-        assert 0 < figures["ddp_comm/share_of_step"] < 1
+        assert figures["comm/allreduce/calls"] == 1
+        assert figures["comm/allreduce/bytes"] == GRADIENT_BYTES
+        assert figures["comm/calls"] >= 1
+        assert figures["comm/allreduce/ms"] > 0
+        assert 0 < figures["comm/share_of_step"] < 1
         assert "allreduce" in answer["remarks"][0]
         assert [step for step, _ in answer["rows"]][:2] == [2, 3]
+
+
+def test_numbers_that_autograd_saved_can_be_read_under_the_monitor() -> None:
+    loss = (torch.ones(3, requires_grad=True) * 2).sum() / 4
+    with _Watch():
+        assert float(loss.grad_fn._saved_other) == 4.0
+        assert float(loss.detach()) == 1.5
 
 
 def test_overlapping_intervals_count_once() -> None:
