@@ -3,7 +3,9 @@
 Importing the package registers the strategy names (``Trainer(strategy="ddp_losses")``).
 """
 
+from lightning_ddp_losses.audit import AuditReport, assert_parity, audit
 from lightning_ddp_losses.errors import (
+    AuditError,
     ConfigurationError,
     DDPLossError,
     HiddenLossError,
@@ -19,6 +21,8 @@ from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type,
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuditError",
+    "AuditReport",
     "ConfigurationError",
     "DDPLossError",
     "DDPLossStrategy",
@@ -30,6 +34,8 @@ __all__ = [
     "LossCallError",
     "PeerError",
     "RankMismatchError",
+    "assert_parity",
+    "audit",
 ]
 
 # losses and strategies are siblings; here, above both, they are introduced to each other

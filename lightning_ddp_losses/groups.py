@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Family", "close", "family", "is_distributed", "rank", "set_timeout", "world_size"]
+__all__ = ["Family", "close", "family", "is_distributed", "join", "rank", "set_timeout", "world_size"]
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 """A process group of torch.distributed; None is the world."""
@@ -126,6 +126,21 @@ def _world_timeout() -> timedelta | None:
         options = world._get_backend(torch.device("cpu")).options
         return timedelta(seconds=options._timeout.total_seconds())
     return None
+
+
+def join(file: str, rank: int, world_size: int, *, backend: str, timeout: timedelta) -> None:
+    """Enter a world of processes on this machine that meet through a file: no port, no environment variable.
+
+    Args:
+        file: A path that all of them can write; it must not exist before.
+        rank: This process's.
+        world_size: How many processes come.
+        backend: The world's.
+        timeout: How long to wait for a peer, here and in every collective.
+    """
+    store = dist.FileStore(file, world_size)
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def close(*, world: bool = False) -> None:
