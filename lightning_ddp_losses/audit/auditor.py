@@ -22,7 +22,6 @@ __all__ = ["Auditor"]
 
 _NUDGES = (1, 2)  # seeds of the perturbed runs
 _FLOAT64 = 1e-9  # what differs by less than this in float64 is equal
-_NO_GROUP = re.compile(r"[Dd]efault process group has not been initialized|process group.*not.*initial", re.DOTALL)
 _OTHERS = ("PeerError", "RuntimeError", "DistBackendError", "DistStoreError")  # what a rank meets when another has failed
 
 HINTS = (
@@ -108,11 +107,19 @@ class Auditor:
         try:
             made = self.make(*runs)
         except AuditError as error:
-            if self.needs_group or not _NO_GROUP.search(str(error)):
+            if self.needs_group or off:
                 raise
-            self.needs_group = True  # the module calls torch.distributed itself
-            return self._pair(off)
+            return self._with_group(off, error)
         return (made[1], made[0]) if off else (ranks, made[0])
+
+    def _with_group(self, off: frozenset[str], error: AuditError) -> tuple[Recording, Recording]:
+        """What ran on ranks and fails in a process without a group may be calling torch.distributed itself."""
+        self.needs_group = True
+        try:
+            return self._pair(off)
+        except AuditError:
+            self.needs_group = False
+            raise error from None
 
     # ------------------------------------------------------------------ comparisons
 
@@ -133,14 +140,14 @@ class Auditor:
         ranks, one = self._pair(off)
         counters = Counters(
             without=lambda *more: self.case(off | set(more)).comparison,
-            local=lambda: compare(ranks, self._alone_process(off, "local", accumulate=self.devices), self._allow(off)),
+            local=lambda step: self._local(off, ranks, step),
             backwards=lambda: compare(self._alone_process(off, "reversed"), one, self._allow(off)),
             whole=lambda: compare(self._alone_process(off, "whole", accumulate=0), one, self._allow(off)),
             reseeded=lambda: compare(self._alone_process(off, "joined", seed=12345), one, self._allow(off)),
             alone=lambda: self._each(off),
             part=lambda: self._part(off, compare(ranks, one, self._allow(off))),
         )
-        return Case(ranks, one, compare(ranks, one, self._allow(off)), counters, self.unit, tuple(sorted(off)))
+        return Case(self._made["ranks"], ranks, one, compare(ranks, one, self._allow(off)), counters, self.unit, tuple(sorted(off)))
 
     def _allow(self, off: frozenset[str]) -> Tolerances:
         return Tolerances(_FLOAT64) if "precision" in off else self.allowed
@@ -150,6 +157,14 @@ class Auditor:
         if "uneven" in off:
             deal = "even joined" if deal == "joined" else deal
         return self.make(self._replay(f"one {label}", deal, without=off, **options))[0]
+
+    def _local(self, off: frozenset[str], ranks: Recording, step: int) -> bool:
+        """One process that takes the ranks' batches one after the other has the mean of their gradients."""
+        if not ranks.facts[0]["automatic"]:  # it cannot be made to accumulate
+            return False
+        averaged = self._alone_process(off, "local", accumulate=self.devices)
+        rows = compare(ranks, averaged, self._allow(off)).rows
+        return all(row.exact for row in rows if row.step <= step)
 
     def _each(self, off: frozenset[str]) -> Sequence[Recording]:
         runs = [

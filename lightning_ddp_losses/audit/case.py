@@ -46,7 +46,7 @@ class Counters:
 
     Attributes:
         without: Ranks and one process again, with something switched off on both sides.
-        local: The ranks against one process that averages the ranks' own losses.
+        local: Whether the ranks' gradients are the mean of those of their own losses, up to a step.
         backwards: One process with the ranks' batches joined in reverse order, against one process.
         whole: One process without accumulation, all batches of a step joined, against one process.
         reseeded: One process with other random numbers, against one process.
@@ -55,7 +55,7 @@ class Counters:
     """
 
     without: Callable[..., Comparison]
-    local: Callable[[], Comparison]
+    local: Callable[[int], bool]
     backwards: Callable[[], Comparison]
     whole: Callable[[], Comparison]
     reseeded: Callable[[], Comparison]
@@ -76,13 +76,15 @@ class Case:
     """What the rules look at.
 
     Attributes:
-        ranks: Recording of the ranks.
+        source: Recording of the ranks on the user's own data.
+        ranks: Recording of the ranks; another one where something is switched off.
         one: Recording of one process.
         comparison: Their rows.
         counters: Counter-runs.
         unit: The rounding unit of the precision.
     """
 
+    source: Recording
     ranks: Recording
     one: Recording
     comparison: Comparison
@@ -99,6 +101,11 @@ class Case:
     def facts(self) -> dict[str, Any]:
         """Rank 0's facts."""
         return self.ranks.facts[0]
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether a step drew random numbers, with what is left switched on."""
+        return any(any(page["draws"]) for page in (*self.ranks.facts, *self.one.facts))
 
     @property
     def step(self) -> int:
@@ -129,6 +136,11 @@ class Case:
         """Parameters of rows, the first few."""
         found = [f"`{self.name(row.parameter)}`" for row in rows]
         return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+
+    @cached_property
+    def local(self) -> bool:
+        """Whether the ranks do what DDP promises at the first step that differs: the mean of their own gradients."""
+        return self.counters.local(self.step)
 
     @cached_property
     def factors(self) -> Factors:

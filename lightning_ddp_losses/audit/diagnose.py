@@ -22,8 +22,7 @@ def diagnose(case: Case, make: MakeCase) -> list[Diagnosis]:
     found = [diagnosis for rule in DATA if (diagnosis := rule(case)) is not None]
     if case.comparison.equal:
         return found
-    draws = any(any(page["draws"]) for page in (*case.ranks.facts, *case.one.facts))
-    if draws and "randomness" not in case.switched_off:
+    if case.draws and "randomness" not in case.switched_off:
         off = frozenset(case.switched_off) | {"randomness"}
         still = make(off)
         if still.comparison.equal:
@@ -89,9 +88,9 @@ def notes(case: Case, *, needs_group: bool) -> list[Diagnosis]:
         found.append(
             _note(
                 "F09",
-                "the module calls torch.distributed itself",
-                "In one process it found no process group, so that process was given one of a single rank.",
-                "Guard such calls: if torch.distributed.is_initialized().",
+                "the module does not run without a process group",
+                "It calls torch.distributed itself; the one process was given a group of a single rank.",
+                "Guard such calls with torch.distributed.is_initialized(), so that the module trains on one device too.",
             )
         )
     return [*found, _meaning(case)]
@@ -117,7 +116,7 @@ def _unoptimised(case: Case) -> Diagnosis | None:
 def _accumulated(case: Case) -> Diagnosis | None:
     if case.facts["accumulate"] <= 1 or not case.facts["automatic"] or case.counters.whole().equal:
         return None
-    if case.counters.local().equal and len({b["rows"] for page in case.ranks.facts for b in page["batches"]}) > 1:
+    if case.local and len({b["rows"] for page in case.ranks.facts for b in page["batches"]}) > 1:
         return None  # unequal pieces of a plain mean
     return _note(
         "F33",

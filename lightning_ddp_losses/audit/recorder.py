@@ -41,6 +41,7 @@ class Recorder(Callback):
         self._undo: list[Callable[[], None]] = []
         self._stack = contextlib.ExitStack()
         self._pending = 0
+        self._by_lightning = False
         self._wrapped: dict[str, nn.Parameter] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._events: dict[str, str] = {}
@@ -49,16 +50,11 @@ class Recorder(Callback):
 
     # ------------------------------------------------------------------ before the first step
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Look at the module before the strategy wraps it."""
-        self.page["order"] = [name for name, _ in pl_module.named_parameters()]
-        self.page["norms_before"] = facts.batch_norms(pl_module)
-        self.page["starts"] = {name: digest_of(p) for name, p in pl_module.named_parameters()}
-        self.page["parameters"] = sum(p.numel() for p in pl_module.parameters())
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look at the module right after the wrap."""
         self._wrapped = dict(pl_module.named_parameters())
+        self.page["order"] = list(self._wrapped)
+        self.page["parameters"] = sum(p.numel() for p in self._wrapped.values())
         self._dtypes = {name: p.dtype for name, p in self._wrapped.items()}
         self._trainable = {name for name, p in self._wrapped.items() if p.requires_grad}
         self.page["norms_wrapped"] = facts.batch_norms(pl_module)
@@ -99,10 +95,9 @@ class Recorder(Callback):
         for name, child in module.named_modules():
             if facts.is_metric(child):
                 self._hook(child.register_forward_hook(functools.partial(self._note_metric, name)))
+        self._around(trainer.strategy, "optimizer_step", before=lambda: self._enter(True), after=lambda *_: self._enter(False))
         for optimizer in trainer.optimizers:
-            self._hook(
-                optimizer.register_step_pre_hook(lambda given, *_: self._record_raw(trainer, module, given))
-            )
+            self._hook(optimizer.register_step_pre_hook(lambda given, *_: self._record_raw(trainer, module, given)))
         if self.run.trace:
             self.trace = Trace(module, self.writer.home)
             self._undo.append(self.trace.close)
@@ -181,8 +176,11 @@ class Recorder(Callback):
 
     def _record_raw(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         """An optimizer that is stepped behind Lightning's back (manual optimisation) calls none of its hooks."""
-        if not module.automatic_optimization and not self._pending:
+        if not module.automatic_optimization and not self._by_lightning:
             self._record(trainer, module, optimizer)
+
+    def _enter(self, inside: bool) -> None:
+        self._by_lightning = inside
 
     def _note_events(self, module: LightningModule) -> None:
         for name, parameter in module.named_parameters():

@@ -23,7 +23,7 @@ Rule = Callable[[Case], Diagnosis | None]
 
 def identical_batches(case: Case) -> Diagnosis | None:
     """F67, F71: every rank draws the same rows."""
-    columns = list(zip(*([b["digest"] for b in page["batches"]] for page in case.ranks.facts), strict=False))
+    columns = list(zip(*([b["digest"] for b in page["batches"]] for page in case.source.facts), strict=False))
     if case.W == 1 or not columns or any(len(set(column)) > 1 for column in columns):
         return None
     return Diagnosis(
@@ -38,7 +38,7 @@ def identical_batches(case: Case) -> Diagnosis | None:
 
 def reshuffled_sampler(case: Case) -> Diagnosis | None:
     """F68: Lightning shuffles a sampler that meant its order."""
-    text = case.facts["reshuffled"]
+    text = case.source.facts[0]["reshuffled"]
     if not text:
         return None
     what, _, fix = text.partition("\n")
@@ -131,7 +131,7 @@ def double_scaling(case: Case) -> Diagnosis | None:
 
 def own_first(case: Case) -> Diagnosis | None:
     """F26: the loss depends on the order of rows, and each rank has its own rows first."""
-    if not case.wrong or case.torn or case.counters.local().equal or case.counters.backwards().equal:
+    if case.draws or not case.wrong or case.torn or case.local or case.counters.backwards().equal:
         return None
     wrapper = _wrapper(case)
     losses = case.losses_at(case.step)

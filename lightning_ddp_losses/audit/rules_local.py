@@ -49,7 +49,7 @@ def mean_of_means(case: Case) -> Diagnosis | None:
     uneven = len(set(rows)) > 1
     if found is None:
         # later steps have no shares: equal while batches were even, different at the first uneven one
-        if case.step == 1 or not uneven or not case.counters.local().equal or not case.counters.without("uneven").equal:
+        if case.step == 1 or not uneven or not case.local or not case.counters.without("uneven").equal:
             return None
         evidence = f"The first {case.step - 1} steps are equal; at step {case.step} the ranks have {_list(rows)} rows, and each rank's mean counts alike."
     else:
@@ -72,7 +72,7 @@ def mean_of_means(case: Case) -> Diagnosis | None:
 
 def never_gathered(case: Case) -> Diagnosis | None:
     """F29, F31: a loss that compares rows sees this rank's rows only."""
-    if not case.wrong or case.torn or not case.counters.local().equal:
+    if not case.wrong or case.torn or not case.local:
         return None
     losses = case.losses_at(case.step)
     zero = [r for r, loss in enumerate(losses) if loss == 0.0]
@@ -91,7 +91,7 @@ def never_gathered(case: Case) -> Diagnosis | None:
 
 def _exact_shares(case: Case) -> list[float] | None:
     """Weights of the ranks in one process's gradient, where they explain all of it and the ranks' run is their plain mean."""
-    if not case.wrong or case.torn or case.step != 1 or not case.counters.local().equal:
+    if not case.wrong or case.torn or case.step != 1 or not case.local:
         return None
     found = case.shares
     if found is None:

@@ -22,7 +22,7 @@ def order(case: Case) -> Diagnosis | None:
         "parameters are registered in another order per rank",
         f"Position {at}: " + "; ".join(f"rank {r} `{names[at]}`" for r, names in enumerate(orders)) + ". DDP pairs parameters by position.",
         "Register submodules in a fixed order (sort names; no iteration over sets).",
-        confirmed="names compared before the wrap",
+        confirmed="names compared at the wrap",
     )
 
 

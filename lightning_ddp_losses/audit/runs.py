@@ -42,7 +42,7 @@ Plan = list[list[Micro]]
 """Batches by epoch."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """What one run is.
 
