@@ -59,6 +59,11 @@ class Row:
         """Whether the difference is rounding, and the ranks agree."""
         return self.verdict == "exact" and self.ranks_agree
 
+    @property
+    def noise(self) -> bool:
+        """Whether the tensor is zero up to rounding on both sides, so that ratio and cosine say nothing."""
+        return self.verdict == "exact" and (self.tolerance > 0.5 or not 0.5 < self.ratio < 2)
+
 
 @dataclass
 class _Sums:

@@ -153,14 +153,14 @@ def _overflow(case: Case) -> Diagnosis | None:
 
 
 def _meaning(case: Case) -> Diagnosis:
-    rows = sum(case.rows_per_rank(1))
-    mine = case.rows_per_rank(1)[0]
+    each = case.rows_per_rank(1)
+    factor = sum(each) / max(1, each[0])
     rates = sorted({rate for rate in (case.facts["learning_rates"] or [[]])[0]})
     return _note(
         "F18",
         "what a batch is here",
-        f"One optimizer step sees {rows} rows ({case.W} ranks x accumulation {case.facts['accumulate']}); a run of one device with the same settings sees {mine}. "
+        f"One optimizer step sees {sum(each)} rows: {' + '.join(map(str, each))} on {case.W} ranks (accumulation {case.facts['accumulate']}). "
         f"Learning rate{'s' if len(rates) > 1 else ''} {', '.join(f'{r:g}' for r in rates) or 'unknown'}.",
-        f"If one device did better: it made {rows / max(1, mine):g} times as many steps. Linear scaling would multiply the learning rate by that; an equal audit "
-        "rules out everything else.",
+        f"If a run on one device with {each[0]} rows a step did better, that is not DDP: it made {factor:.3g} times as many steps. Linear scaling would multiply "
+        f"the learning rate by {factor:.3g} here.",
     )

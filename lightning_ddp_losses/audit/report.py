@@ -10,7 +10,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +21,7 @@ from lightning_ddp_losses.audit.compare import Row
 __all__ = ["AuditReport", "StepLoss"]
 
 _SHOWN = 12  # rows of the table in the terminal
+_WIDE = 100  # characters; a narrower terminal shows fewer columns
 _COLORS = {"error": "red", "explanation": "yellow", "note": "cyan"}
 
 
@@ -97,39 +99,39 @@ class AuditReport:
             return f"Different: {what}: gradients agree, the data do not."
         return f"Different: {what}: {wrong} of {len(self.worst())} tensors differ, first at step {self.first_step}."
 
-    def __rich__(self) -> Group:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table, losses, diagnoses and notes for a terminal."""
-        parts: list[Any] = [Text(self.summary(), style="bold green" if self.equal else "bold red"), self._table()]
+        yield Text(self.summary(), style="bold green" if self.equal else "bold red")
+        yield self._table(wide=options.max_width >= _WIDE)
         if self.losses:
             first = self.losses[0]
             values = ", ".join(_number(loss) for loss in first.ranks)
-            parts.append(Text(f"Loss of the first batch: ranks {values}; mean {_number(first.mean)}; one process {_number(first.one)}"))
+            yield Text(f"Loss of the first batch: ranks {values}; mean {_number(first.mean)}; one process {_number(first.one)}")
         for title, found in (("Diagnosis", self.diagnoses), ("Worth knowing", self.notes)):
             for number, each in enumerate(found, 1):
-                name = f"{title} {number}: " if title == "Diagnosis" else f"{title}: "
-                parts.append(Text(f"\n{name}{each.title}{f' ({each.fault})' if each.fault else ''}", style=f"bold {_COLORS[each.severity]}"))
-                parts.append(Text(each.evidence))
+                head = f"{title} {number}" if title == "Diagnosis" else title
+                fault = f" ({each.fault})" if each.fault else ""
+                yield Text(f"\n{head}: {each.title}{fault}", style=f"bold {_COLORS[each.severity]}")
+                yield Text(each.evidence)
                 if each.confirmed:
-                    parts.append(Text(f"Confirmed: {each.confirmed}."))
-                parts.append(Text(f"Do: {each.fix}"))
-        return Group(*parts)
+                    yield Text(f"Confirmed: {each.confirmed}.")
+                yield Text(f"Do: {each.fix}")
 
-    def _table(self) -> Table:
+    def _table(self, *, wide: bool) -> Table:
         rows = self.worst()
-        step = rows[0].step if rows else 0
-        table = Table(title=f"Gradients at step {step}, worst first", title_justify="left")
-        for name, justify in (("parameter", "left"), ("owner", "left"), ("ratio", "right"), ("cosine", "right"), ("error", "right"), ("allowed", "right"), ("ranks agree", "left"), ("verdict", "left")):
-            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        table = Table(title=f"Gradients at step {rows[0].step if rows else 0}, worst first", title_justify="left", box=SIMPLE_HEAD)
+        table.add_column("parameter", overflow="fold")
+        for name in ("owner", "ratio", "cosine", "error", "allowed", "verdict")[0 if wide else 1 :]:
+            table.add_column(name, justify="left" if name in ("owner", "verdict") else "right", no_wrap=name != "verdict")
         for row in rows[:_SHOWN]:
-            name = row.parameter if row.what == "gradient" else f"{row.parameter} (after the step)"
-            style = None if row.exact else "red"
-            agree = "yes" if row.ranks_agree else f"no (rank {row.rank} shown)"
-            table.add_row(
-                Text(self.name(name)), Text(row.owner), _number(row.ratio), _cosine(row.cosine), f"{row.error:.1e}", f"{row.tolerance:.1e}", agree, row.verdict, style=style
-            )
-        if len(rows) > _SHOWN:
-            rest = rows[_SHOWN:]
-            table.add_row(f"... {len(rest)} more", "", "", "", f"{max(row.error for row in rest):.1e}", "", "", "exact" if all(r.exact for r in rest) else "")
+            name = self.name(row.parameter) + ("" if row.what == "gradient" else " (after the step)")
+            verdict = row.verdict if row.ranks_agree else f"{row.verdict}, ranks disagree"
+            numbers = (f"{row.ratio:.4g}", f"{row.cosine:.4f}", f"{row.error:.1e}", f"{row.tolerance:.1e}")
+            table.add_row(Text(name), *([row.owner] if wide else []), *numbers, verdict, style=None if row.exact else "red")
+        rest = rows[_SHOWN:]
+        if rest:
+            worst = f"{max(row.error for row in rest):.1e}"
+            table.add_row(f"... {len(rest)} more", *([""] if wide else []), "", "", worst, "", "exact" if all(r.exact for r in rest) else "")
         return table
 
     def name(self, parameter: str) -> str:
@@ -180,10 +182,6 @@ def _size(value: float) -> float:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
-
-
-def _cosine(value: float) -> str:
-    return f"{value:.6f}"
 
 
 def _plain(value: Any) -> Any:
