@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import operator
 import pickle
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -237,9 +239,13 @@ class _Pickler(pickle.Pickler):
     """Pickles classes that cannot be imported (of a closure) by name: the reader was forked from the same process."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type) and "<locals>" in obj.__qualname__:
-            return _find_class, (obj.__module__, obj.__qualname__)
-        return NotImplemented
+        if not isinstance(obj, type):
+            return NotImplemented
+        try:
+            importable = operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
+        except (AttributeError, KeyError):
+            importable = False
+        return NotImplemented if importable else (_find_class, (obj.__module__, obj.__qualname__))
 
 
 def _find_class(module: str, qualname: str) -> type:

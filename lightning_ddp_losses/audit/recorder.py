@@ -162,6 +162,8 @@ class Recorder(Callback):
 
     def _record(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if self.page["steps"] == self.run.steps:
+            return  # the rest of a batch that steps several times
         self.page["steps"] += 1
         self._pending = self.page["steps"]
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -209,6 +211,8 @@ class Recorder(Callback):
             self.writer.write(self._pending, "parameter", facts.named_parameters(trainer, pl_module).items())
             self.writer.write(self._pending, "buffer", _buffers(pl_module))
             self._pending = 0
+        if self.page["steps"] >= self.run.steps:
+            trainer.should_stop = True  # Lightning does not count steps behind its back
 
     # ------------------------------------------------------------------ end
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ SWITCHES = {
 }
 """What can be switched off, and what is then there instead."""
 
+_PIECE = 1 << 20
 _ROUNDOFF = {"64": 2.0**-53, "32": 2.0**-24, "16": 2.0**-11, "bf16": 2.0**-8}
 
 
@@ -143,31 +143,34 @@ def unit_roundoff(module: nn.Module, precision: str) -> float:
     return max(own, default=_ROUNDOFF[name]) if name == "32" else _ROUNDOFF[name]
 
 
-def _nudge(tensor: Tensor, unit: float, generator: torch.Generator) -> Tensor:
-    signs = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8).to(tensor.device)
-    step = max(unit, torch.finfo(tensor.dtype).eps / 2)
-    # a factor of 1 + eps / 2 rounds to 1: move by whole units in the last place
-    whole = 2 * step if step <= torch.finfo(tensor.dtype).eps / 2 else step
-    return tensor * (1 + (2 * signs - 1).to(tensor.dtype) * whole)
-
-
 @torch.no_grad()
+def _nudge_(tensor: Tensor, unit: float, generator: torch.Generator) -> None:
+    """Move each element by one rounding unit, up or down at random; a piece at a time."""
+    own = torch.finfo(tensor.dtype).eps
+    step = own if unit <= own / 2 else unit  # a factor of 1 + eps / 2 would round to 1
+    flat = tensor.view(-1) if tensor.is_contiguous() else None
+    for piece in (tensor,) if flat is None else flat.split(_PIECE):
+        signs = torch.randint(0, 2, piece.shape, generator=generator, dtype=torch.int8).to(piece.device)
+        piece.mul_((2 * signs - 1).to(piece.dtype).mul_(step).add_(1))
+
+
 def perturb_module(module: nn.Module, unit: float, seed: int) -> None:
     """Move each parameter by one rounding unit, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         if parameter.is_floating_point():
-            parameter.copy_(_nudge(parameter, unit, generator))
+            _nudge_(parameter, unit, generator)
 
 
 def perturb_batch(batch: Any, unit: float, seed: int) -> Any:
     """The batch with its floating tensors moved by one rounding unit."""
     generator = torch.Generator().manual_seed(seed)
-    return batches.map_tensors(batch, lambda t: _nudge(t, unit, generator) if t.is_floating_point() else t)
 
+    def nudged(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        moved = tensor.detach().clone()
+        _nudge_(moved, unit, generator)
+        return moved
 
-@contextlib.contextmanager
-def mean_draws(on: bool) -> Iterator[None]:
-    """Random draws by their mean for the length of the block."""
-    with MeanDraws() if on else contextlib.nullcontext():
-        yield
+    return batches.map_tensors(batch, nudged)
