@@ -138,7 +138,7 @@ def join(file: str, rank: int, world_size: int, *, backend: str, timeout: timede
         backend: The world's.
         timeout: How long to wait for a peer, here and in every collective.
     """
-    store = dist.FileStore(file, world_size)
+    store = dist.FileStore(file, world_size)  # type: ignore[attr-defined]
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 

@@ -129,10 +129,16 @@ def _check(model: Any, devices: int, steps: int, off: frozenset[str]) -> None:
         if not isinstance(value, int) or value < least:
             raise ConfigurationError(format_error(f"audit({name}=...)", expected=f"{least} or more", got=repr(value)))
     if not off <= set(SWITCHES):
-        raise ConfigurationError(format_error("audit(without=...)", expected=f"some of {', '.join(SWITCHES)}", got=sorted(off)))
+        raise ConfigurationError(
+            format_error("audit(without=...)", expected=f"some of {', '.join(SWITCHES)}", got=sorted(off))
+        )
     if "dataloader_iter" in inspect.signature(model.training_step).parameters:
         fix = "Take (batch, batch_idx)."
-        raise ConfigurationError(format_error("training_step", expected="a batch", got="dataloader_iter, which no other run can replay", fix=fix))
+        raise ConfigurationError(
+            format_error(
+                "training_step", expected="a batch", got="dataloader_iter, which no other run can replay", fix=fix
+            )
+        )
 
 
 def _accelerator(asked: Any, devices: int) -> Any:
@@ -143,7 +149,9 @@ def _accelerator(asked: Any, devices: int) -> Any:
     if asked in ("gpu", "cuda") and torch.cuda.device_count() < devices:
         fix = "Audit on the CPU (accelerator='cpu'): the mathematics is the same."
         raise ConfigurationError(
-            format_error("accelerator", expected=f"{devices} GPUs", got=f"{torch.cuda.device_count()} on this machine", fix=fix)
+            format_error(
+                "accelerator", expected=f"{devices} GPUs", got=f"{torch.cuda.device_count()} on this machine", fix=fix
+            )
         )
     return asked
 

@@ -16,22 +16,39 @@ from lightning_ddp_losses.audit.processes import Failure, run_processes
 from lightning_ddp_losses.audit.records import Recording
 from lightning_ddp_losses.audit.runs import Run, Subject, plan_of
 from lightning_ddp_losses.audit.switches import unit_roundoff
-from lightning_ddp_losses.errors import AuditError, error_class, format_error
+from lightning_ddp_losses.errors import AuditError, ConfigurationError, InputError, error_class, format_error
 
 __all__ = ["Auditor"]
 
 _NUDGES = (1, 2)  # seeds of the perturbed runs
 _FLOAT64 = 1e-9  # what differs by less than this in float64 is equal
-_OTHERS = ("PeerError", "RuntimeError", "DistBackendError", "DistStoreError")  # what a rank meets when another has failed
+_SYMPTOM = re.compile(r"gloo|NCCL|Connection (closed|reset)|[Tt]imed out|[Tt]imeout")  # of another rank's failure
 
-HINTS = (
-    (r"[Ee]xpected to have finished reduction|were not used in producing the loss", "F38: a parameter without gradient on a step (idle or frozen after the wrap). Take strategy='ddp_losses', or 'ddp_find_unused_parameters_true'."),
-    (r"SyncBatchNorm expected input tensor to be on", "torch's SyncBatchNorm does not run on the CPU: audit on GPUs (trainer_kwargs=dict(accelerator='gpu')), or without sync_batchnorm to see what local statistics change."),
-    (r"returning None in distributed training", "F35: training_step returned None on a rank. Return a loss of zero that keeps the graph instead."),
-    (r"No CUDA|CUDA driver|not compiled with CUDA|NVIDIA driver|Torch not compiled with", "The model asks for a GPU and this machine has none: use self.device in the module, or audit where there is one."),
+HINTS: tuple[tuple[str, str], ...] = (
+    (
+        r"[Ee]xpected to have finished reduction|were not used in producing the loss",
+        "F38: a parameter without gradient on a step (idle or frozen after the wrap). "
+        "Take strategy='ddp_losses', or 'ddp_find_unused_parameters_true'.",
+    ),
+    (
+        r"SyncBatchNorm expected input tensor to be on",
+        "torch's SyncBatchNorm does not run on the CPU: audit on GPUs (trainer_kwargs=dict(accelerator='gpu')), "
+        "or without sync_batchnorm to see what local statistics change.",
+    ),
+    (
+        r"returning None in distributed training",
+        "F35: training_step returned None on a rank. Return a loss of zero that keeps the graph instead.",
+    ),
+    (
+        r"No CUDA|CUDA driver|not compiled with CUDA|NVIDIA driver|Torch not compiled with",
+        "The model asks for a GPU and this machine has none: use self.device in the module, or audit where there is one.",
+    ),
     (r"dataloader_iter", "A training_step that takes dataloader_iter cannot be replayed; take (batch, batch_idx)."),
-    (r"Timed out|timed out|Connection (closed|reset)|took more than", "A rank waits for another: do all ranks run the same collectives, and have the same number of batches?"),
-)  # fmt: skip
+    (
+        r"Timed out|timed out|Connection (closed|reset)|took more than",
+        "A rank waits for another: do all ranks run the same collectives, and have the same number of batches?",
+    ),
+)
 """What to do about errors that users of DDP meet."""
 
 
@@ -147,7 +164,15 @@ class Auditor:
             alone=lambda: self._each(off),
             part=lambda: self._part(off, compare(ranks, one, self._allow(off))),
         )
-        return Case(self._made["ranks"], ranks, one, compare(ranks, one, self._allow(off)), counters, self.unit, tuple(sorted(off)))
+        return Case(
+            self._made["ranks"],
+            ranks,
+            one,
+            compare(ranks, one, self._allow(off)),
+            counters,
+            self.unit,
+            tuple(sorted(off)),
+        )
 
     def _allow(self, off: frozenset[str]) -> Tolerances:
         return Tolerances(_FLOAT64) if "precision" in off else self.allowed
@@ -168,7 +193,8 @@ class Auditor:
 
     def _each(self, off: frozenset[str]) -> Sequence[Recording]:
         runs = [
-            self._replay(f"rank {r} alone {sorted(off)}", "one rank", rank=r, steps=1, without=off) for r in range(self.devices)
+            self._replay(f"rank {r} alone {sorted(off)}", "one rank", rank=r, steps=1, without=off)
+            for r in range(self.devices)
         ]
         return self.make(*runs)
 
@@ -182,19 +208,24 @@ class Auditor:
         return trace.part(ranks, one, min(0.1, 256 * self.unit))
 
 
-def _error(failures: dict[tuple[Run, int], Failure]) -> AuditError | Exception:
+def _error(failures: dict[tuple[Run, int], Failure]) -> Exception:
     """The error of the process that failed first of itself, not because another one had."""
 
     def blame(item: tuple[tuple[Run, int], Failure]) -> tuple[bool, bool, int]:
         (_, rank), failure = item
-        return (failure.text.startswith("was still waiting"), failure.kind in _OTHERS, rank)
+        symptom = failure.kind == "PeerError" or bool(_SYMPTOM.search(failure.text))
+        return (failure.text.startswith("was still waiting"), symptom, rank)
 
     (run, rank), failure = min(failures.items(), key=blame)
+    known = error_class(failure.kind)
+    if known.__name__ == failure.kind and known in (ConfigurationError, InputError):
+        return known(failure.text)  # it says what to do itself
     where = f"rank {rank} of {run.ranks}" if run.ranks else "the one process"
     said = f"{failure.kind}: {failure.text}" if failure.kind else failure.text
     hint = next((text for pattern, text in HINTS if re.search(pattern, f"{said}\n{failure.traceback}")), None)
-    known = error_class(failure.kind)
-    if known.__name__ == failure.kind and known.__name__ in ("ConfigurationError", "InputError"):
-        return known(failure.text)  # it says what to do itself
-    text = format_error(f"audit, run `{run.name}` on {where}", expected=f"{run.steps} optimizer steps", got=said, fix=hint)
-    return AuditError(f"{text}\n\n{failure.traceback}")
+    what = f"audit, run `{run.name}` on {where}"
+    text = format_error(what, expected=f"{run.steps} optimizer steps", got=said, fix=hint)
+    stories = [failure.traceback]
+    if failure.text.startswith("took more"):  # all that are silent: one of them hangs, the others wait for it
+        stories = [f"rank {r} was here:\n{each.traceback}" for (_, r), each in failures.items()]
+    return AuditError("\n\n".join([text, *stories]))

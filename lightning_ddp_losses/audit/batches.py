@@ -124,7 +124,11 @@ def _join(items: list[Any], rows: _Rows, path: str) -> Any:
             return _join_tensors([torch.as_tensor(item) for item in items], rows, path).numpy()
         except TypeError as error:
             raise _cannot(path, "an array of numbers", [str(item.dtype) for item in items]) from error
-    if isinstance(first, list) and [len(item) for item in items] == rows.counts and (rows.ragged or not _has_arrays(first)):
+    if (
+        isinstance(first, list)
+        and [len(item) for item in items] == rows.counts
+        and (rows.ragged or not _has_arrays(first))
+    ):
         return [element for item in items for element in item]
     nests = [_children(item) for item in items]
     if nests[0] is None:
@@ -152,7 +156,10 @@ def _join_tensors(items: list[Tensor], rows: _Rows, path: str) -> Tensor:
     raise _cannot(
         path,
         "rows along the first dimension, the other dimensions and the dtype alike on every rank",
-        [f"{tuple(item.shape)} {item.dtype}, in a batch of {n} rows" for item, n in zip(items, rows.counts, strict=True)],
+        [
+            f"{tuple(item.shape)} {item.dtype}, in a batch of {n} rows"
+            for item, n in zip(items, rows.counts, strict=True)
+        ],
     )
 
 
@@ -210,7 +217,9 @@ def _children(tree: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{key!r}]", child) for key, child in tree.items()]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return [(f".{name}", child) for name, child in zip(tree._fields, tree, strict=True)]
-    if isinstance(tree, tuple) or (isinstance(tree, list) and any(_children(c) is not None or isinstance(c, Tensor) for c in tree)):
+    if isinstance(tree, tuple) or (
+        isinstance(tree, list) and any(_children(c) is not None or isinstance(c, Tensor) for c in tree)
+    ):
         return [(f"[{index}]", child) for index, child in enumerate(tree)]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return [(f".{f.name}", getattr(tree, f.name)) for f in dataclasses.fields(tree)]
@@ -249,12 +258,12 @@ class _Pickler(pickle.Pickler):
 
 
 def _find_class(module: str, qualname: str) -> type:
-    queue: list[type] = [object]
-    seen = {object}
+    queue: list[type[Any]] = [object]
+    seen: set[type[Any]] = {object}
     for cls in queue:
         if cls.__qualname__ == qualname and cls.__module__ == module:
             return cls
-        new = [sub for sub in type.__subclasses__(cls) if sub not in seen]
+        new: list[type[Any]] = [sub for sub in type.__subclasses__(cls) if sub not in seen]
         seen.update(new)
         queue += new
     raise InputError(f"{module}.{qualname}: the class of something in a batch does not exist in the auditing process")
@@ -271,12 +280,18 @@ def save(batch: Any, path: Path) -> None:
         with path.open("wb") as file:
             _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(stored)
     except Exception as error:
-        for where, leaf in leaves(stored):
-            try:
-                _Pickler(io.BytesIO()).dump(leaf)
-            except Exception:
-                raise _cannot(where, "something that can be pickled", [type(leaf).__name__]) from error
-        raise
+        odd = next(((where, leaf) for where, leaf in leaves(stored) if not _can_pickle(leaf)), None)
+        if odd is None:
+            raise
+        raise _cannot(odd[0], "something that can be pickled", [type(odd[1]).__name__]) from error
+
+
+def _can_pickle(leaf: Any) -> bool:
+    try:
+        _Pickler(io.BytesIO()).dump(leaf)
+    except Exception:
+        return False
+    return True
 
 
 def load(path: Path | str) -> Any:

@@ -93,7 +93,7 @@ class Case:
     switched_off: tuple[str, ...] = field(default=())
 
     @property
-    def W(self) -> int:
+    def W(self) -> int:  # noqa: N802 - the legend's name
         """Number of ranks."""
         return self.ranks.ranks
 

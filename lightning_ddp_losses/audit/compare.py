@@ -182,7 +182,19 @@ def _rows(
         other = theirs.get(name)
         agree = ranks.agree(step, what, name) or not any(entry.exists for _, entry in found)
         rows = [
-            _row(step, name, owner.get(name, "encoder"), what, rank, entry, other, agree, allowed.of(step, what, name), floor, _before(ranks, one, rank, step, what, name))
+            _row(
+                step,
+                name,
+                owner.get(name, "encoder"),
+                what,
+                rank,
+                entry,
+                other,
+                agree,
+                allowed.of(step, what, name),
+                floor,
+                _before(ranks, one, rank, step, what, name),
+            )
             for rank, entry in found
         ]
         yield max(rows, key=lambda row: math.inf if math.isnan(row.error) else row.error)
@@ -217,7 +229,7 @@ def _floor(one: Recording, step: int, what: str) -> float:
     return whole if math.isfinite(whole) else 0.0
 
 
-def _row(
+def _row(  # noqa: PLR0911 - one return for each verdict
     step: int,
     name: str,
     owner: str,

@@ -57,10 +57,10 @@ def _randomness(case: Case, alone: bool) -> Diagnosis:
     return Diagnosis(
         "F72",
         "random numbers differ",
-        f"A step draws random numbers ({source}); {case.W} processes and one cannot draw the same ones for the same rows."
-        + ("" if alone else " It was switched off to find the rest."),
-        'Nothing is wrong in expectation. Audit without it: audit(..., without=("randomness",)). Give ranks different seeds for noise, the same for '
-        "initial weights.",
+        f"A step draws random numbers ({source}); {case.W} processes and one cannot draw the same ones for "
+        f"the same rows." + ("" if alone else " It was switched off to find the rest."),
+        'Nothing is wrong in expectation. Audit without it: audit(..., without=("randomness",)). '
+        "Give ranks different seeds for noise, the same for initial weights.",
         confirmed="with every draw replaced by its mean both runs are equal" if alone else "",
         severity="explanation",
     )
@@ -70,9 +70,11 @@ def _draws_without_mean(case: Case) -> Diagnosis:
     return Diagnosis(
         "F72",
         "random numbers differ",
-        "A step draws random numbers that have no mean to put in their place (a permutation, sampled pairs): one process with another seed has other "
+        "A step draws random numbers that have no mean to put in their place (a permutation, sampled "
+        "pairs): one process with another seed has other "
         "gradients too.",
-        "Draw them from a generator that is seeded alike for the same rows (GlobalBatchLoss draws alike on all ranks), or audit with the draw fixed.",
+        "Draw them from a generator that is seeded alike for the same rows (GlobalBatchLoss draws alike on "
+        "all ranks), or audit with the draw fixed.",
         confirmed="one process with two seeds",
         severity="explanation",
     )
@@ -90,7 +92,8 @@ def notes(case: Case, *, needs_group: bool) -> list[Diagnosis]:
                 "F09",
                 "the module does not run without a process group",
                 "It calls torch.distributed itself; the one process was given a group of a single rank.",
-                "Guard such calls with torch.distributed.is_initialized(), so that the module trains on one device too.",
+                "Guard such calls with torch.distributed.is_initialized(), so that the module trains on one "
+                "device too.",
             )
         )
     return [*found, _meaning(case)]
@@ -107,8 +110,10 @@ def _unoptimised(case: Case) -> Diagnosis | None:
     return _note(
         "F01",
         "a parameter in no optimizer",
-        f"{', '.join(f'`{n}`' for n in names[:4])}{' ...' if len(names) > 4 else ''}: trainable, but no optimizer moves it.",
-        "Add it in configure_optimizers (the loss's parameters in a group of their own if they need their own learning rate), or freeze it.",
+        f"{', '.join(f'`{n}`' for n in names[:4])}{' ...' if len(names) > 4 else ''}: trainable, but no "
+        f"optimizer moves it.",
+        "Add it in configure_optimizers (the loss's parameters in a group of their own if they need their "
+        "own learning rate), or freeze it.",
         "optimizers compared with the module's parameters",
     )
 
@@ -121,7 +126,8 @@ def _accumulated(case: Case) -> Diagnosis | None:
     return _note(
         "F33",
         "accumulation with a loss over pairs",
-        f"{case.facts['accumulate']} batches accumulated are not one batch of their rows: the loss compares rows, and sees those of one batch at a time.",
+        f"{case.facts['accumulate']} batches accumulated are not one batch of their rows: the loss compares "
+        f"rows, and sees those of one batch at a time.",
         "More devices, or microbatched(...) for a large batch at a small batch's memory.",
         "one process without accumulation has other gradients",
     )
@@ -141,7 +147,11 @@ def _dtype(case: Case) -> Diagnosis | None:
 
 
 def _overflow(case: Case) -> Diagnosis | None:
-    names = [n for n, entry in case.one.entries(0, 1, "gradient").items() if entry.exists and not all(bool(p.isfinite().all()) for p in entry.pieces())]
+    names = [
+        n
+        for n, entry in case.one.entries(0, 1, "gradient").items()
+        if entry.exists and not all(bool(p.isfinite().all()) for p in entry.pieces())
+    ]
     if not names:
         return None
     return _note(
@@ -155,12 +165,14 @@ def _overflow(case: Case) -> Diagnosis | None:
 def _meaning(case: Case) -> Diagnosis:
     each = case.rows_per_rank(1)
     factor = sum(each) / max(1, each[0])
-    rates = sorted({rate for rate in (case.facts["learning_rates"] or [[]])[0]})
+    rates = sorted(set((case.facts["learning_rates"] or [[]])[0]))
     return _note(
         "F18",
         "what a batch is here",
-        f"One optimizer step sees {sum(each)} rows: {' + '.join(map(str, each))} on {case.W} ranks (accumulation {case.facts['accumulate']}). "
+        f"One optimizer step sees {sum(each)} rows: {' + '.join(map(str, each))} on {case.W} ranks "
+        f"(accumulation {case.facts['accumulate']}). "
         f"Learning rate{'s' if len(rates) > 1 else ''} {', '.join(f'{r:g}' for r in rates) or 'unknown'}.",
-        f"If a run on one device with {each[0]} rows a step did better, that is not DDP: it made {factor:.3g} times as many steps. Linear scaling would multiply "
+        f"If a run on one device with {each[0]} rows a step did better, that is not DDP: it made "
+        f"{factor:.3g} times as many steps. Linear scaling would multiply "
         f"the learning rate by {factor:.3g} here.",
     )

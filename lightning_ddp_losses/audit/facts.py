@@ -26,7 +26,11 @@ def is_metric(module: nn.Module) -> bool:
 def batch_norms(module: nn.Module) -> dict[str, str]:
     """Class of each batch norm, by name."""
     kinds = (nn.modules.batchnorm._BatchNorm,)
-    return {n: type(m).__name__ for n, m in module.named_modules() if isinstance(m, kinds) or "BatchNorm" in type(m).__name__}
+    return {
+        n: type(m).__name__
+        for n, m in module.named_modules()
+        if isinstance(m, kinds) or "BatchNorm" in type(m).__name__
+    }
 
 
 def named_parameters(trainer: Trainer, module: LightningModule) -> dict[str, nn.Parameter]:
@@ -61,7 +65,9 @@ def describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     named = named_parameters(trainer, module)
     optimised = {id(p) for o in trainer.optimizers for g in o.param_groups for p in g["params"]}
     elsewhere = {f"callbacks[{i}]": callback for i, callback in enumerate(trainer.callbacks)}  # type: ignore[attr-defined]
-    hidden = find_hidden(module, trainer.optimizers, {k: v for k, v in elsewhere.items() if type(v).__name__ != "Recorder"})
+    hidden = find_hidden(
+        module, trainer.optimizers, {k: v for k, v in elsewhere.items() if type(v).__name__ != "Recorder"}
+    )
     aliases = {id(p): f"{path}.{n}" for path, m in hidden.optimised.items() for n, p in m.named_parameters()}
     injecting = trainer._accelerator_connector.use_distributed_sampler
     return {

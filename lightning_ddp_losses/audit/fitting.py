@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import LayerSync
-from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
 from torch.utils.data import DataLoader, Dataset
 

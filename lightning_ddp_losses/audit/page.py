@@ -23,7 +23,8 @@ h1 { font-size: 1.35rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .card { border-left: 4px solid #b3261e; background: #faf7f6; padding: .6rem 1rem; margin: .8rem 0; }
 .card.explanation { border-color: #c98a00; } .card.note { border-color: #3a6ea5; }
 .card h3 { margin: 0 0 .3rem; font-size: 1rem; } .card p { margin: .25rem 0; }
-table { border-collapse: collapse; font-size: 13px; width: 100%; } th, td { text-align: left; padding: .2rem .6rem; border-bottom: 1px solid #e3e6ea; }
+table { border-collapse: collapse; font-size: 13px; width: 100%; }
+th, td { text-align: left; padding: .2rem .6rem; border-bottom: 1px solid #e3e6ea; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } tr.off td { background: #fdecea; }
 code { font-size: 13px; } img { max-width: 100%; } .scroll { overflow-x: auto; } summary { cursor: pointer; margin: .8rem 0; }
 """
@@ -45,7 +46,11 @@ def html(report: AuditReport) -> str:
     ]
     updates = [row for row in report.updates if not row.exact]
     if updates:
-        parts += ["<details><summary>Parameters that differ after a step</summary>", _table(report, updates), "</details>"]
+        parts += [
+            "<details><summary>Parameters that differ after a step</summary>",
+            _table(report, updates),
+            "</details>",
+        ]
     rest = [row for row in report.rows if row.step != step]
     if rest:
         parts += ["<details><summary>Gradients at the other steps</summary>", _table(report, rest), "</details>"]
@@ -66,8 +71,10 @@ def _settings(report: AuditReport) -> str:
     s = report.settings
     without = f"; without {', '.join(s['without'])}" if s.get("without") else ""
     return (
-        f"{s.get('devices')} ranks, {s.get('steps')} optimizer steps, strategy {s.get('strategy')}, precision {s.get('precision')} (rounding unit "
-        f"{s.get('rounding_unit', 0):.1e}), accumulation {s.get('accumulate_grad_batches')}, {s.get('parameters', 0):,} parameters; allowed error: {s.get('tolerance')}; "
+        f"{s.get('devices')} ranks, {s.get('steps')} optimizer steps, strategy {s.get('strategy')}, "
+        f"precision {s.get('precision')} (rounding unit "
+        f"{s.get('rounding_unit', 0):.1e}), accumulation {s.get('accumulate_grad_batches')}, "
+        f"{s.get('parameters', 0):,} parameters; allowed error: {s.get('tolerance')}; "
         f"{s.get('seconds')} s{without}."
     )
 
@@ -93,7 +100,7 @@ def _figure(report: AuditReport) -> str:
 
 
 def _table(report: AuditReport, rows: list[Row]) -> str:
-    head = "".join(f'<th{_number(i)}>{name}</th>' for i, name in enumerate(_HEAD))
+    head = "".join(f"<th{_number(i)}>{name}</th>" for i, name in enumerate(_HEAD))
     lines = []
     for row in rows:
         cells = (

@@ -46,7 +46,7 @@ def draw(report: AuditReport) -> Figure:
     count = sum(row.step == step for row in report.rows)
     width = min(16.0, max(9.0, 3.0 + 0.32 * min(count, _NAMED)))
     figure = Figure(figsize=(width, 8.4), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=[1.55, 1])
+    above, below = figure.subfigures(2, 1, height_ratios=[1.55, 1])  # type: ignore[misc]
     _ratios(above.subplots(), report, step)
     losses, rows = below.subplots(1, 2, width_ratios=[1.4, 1])
     _losses(losses, report)
@@ -65,13 +65,25 @@ def _ratios(axes: Axes, report: AuditReport, step: int) -> None:
             axes.scatter(at, heights, marker=marker, color=color, s=62, label=f"{verdict} ({len(at)})", zorder=3)
     noise = [i for i, row in enumerate(rows) if row.noise]
     if noise:
-        axes.scatter(noise, [1.0] * len(noise), s=62, facecolors="white", edgecolors="tab:blue", label=f"zero up to rounding ({len(noise)})", zorder=3)
+        axes.scatter(
+            noise,
+            [1.0] * len(noise),
+            s=62,
+            facecolors="white",
+            edgecolors="tab:blue",
+            label=f"zero up to rounding ({len(noise)})",
+            zorder=3,
+        )
     if torn:
         heights = [_clip(rows[i].ratio) for i in torn]
-        axes.scatter(torn, heights, s=190, facecolors="none", edgecolors="black", label=f"ranks disagree ({len(torn)})", zorder=2)
+        axes.scatter(
+            torn, heights, s=190, facecolors="none", edgecolors="black", label=f"ranks disagree ({len(torn)})", zorder=2
+        )
     W = float(report.settings.get("devices", 2))
     for value, name in ((1.0, "1 (one process)"), (W, f"{W:g} (W)"), (1 / W, f"1/{W:g} (1/W)")):
-        axes.axhline(value, color="black" if value == 1 else "0.6", linewidth=1.0, linestyle="-" if value == 1 else ":", zorder=1)
+        axes.axhline(
+            value, color="black" if value == 1 else "0.6", linewidth=1.0, linestyle="-" if value == 1 else ":", zorder=1
+        )
         axes.annotate(name, (1.005, value), xycoords=("axes fraction", "data"), va="center", fontsize=8)
     found = [1.0 if row.noise else _clip(row.ratio) for row in rows] or [1.0]
     low, high = min(*found, 1 / W) / 1.6, max(*found, W) * 1.6
@@ -82,14 +94,23 @@ def _ratios(axes: Axes, report: AuditReport, step: int) -> None:
     axes.set_ylabel("norm on the ranks / norm in one process")
     axes.set_title(f"Gradients at step {step}, in layer order (brown: not the encoder's)", fontsize=10)
     if len(rows) <= _NAMED:
-        axes.set_xticks(range(len(rows)), [_short(report.name(row.parameter)) for row in rows], rotation=40, ha="right", fontsize=8)
+        axes.set_xticks(
+            range(len(rows)), [_short(report.name(row.parameter)) for row in rows], rotation=40, ha="right", fontsize=8
+        )
     else:
         axes.set_xlabel(f"{len(rows)} parameters")
     for label, row in zip(axes.get_xticklabels(), rows, strict=False):
         label.set_color("tab:brown" if row.owner != "encoder" else "black")
     for i, row in enumerate(rows):
         if row.verdict == "wrong direction" and len(rows) <= _NAMED and math.isfinite(row.cosine):
-            axes.annotate(f"cos {row.cosine:.2f}", (i, _clip(row.ratio)), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=7)
+            axes.annotate(
+                f"cos {row.cosine:.2f}",
+                (i, _clip(row.ratio)),
+                xytext=(0, 8),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7,
+            )
     axes.grid(axis="y", alpha=0.25)
     axes.legend(loc="upper left", fontsize=8, ncols=3, framealpha=0.9)
 
@@ -102,8 +123,17 @@ def _losses(axes: Axes, report: AuditReport) -> None:
     for rank in range(W):
         values = [_known(loss.ranks[rank]) for loss in report.losses]
         axes.plot(batches, values, color="0.65", linewidth=1, marker=".", label="each rank" if rank == 0 else None)
-    axes.plot(batches, [_known(loss.mean) for loss in report.losses], color="tab:orange", marker="o", label="mean of ranks")
-    axes.plot(batches, [_known(loss.one) for loss in report.losses], color="tab:blue", marker="x", linestyle="--", label="one process")
+    axes.plot(
+        batches, [_known(loss.mean) for loss in report.losses], color="tab:orange", marker="o", label="mean of ranks"
+    )
+    axes.plot(
+        batches,
+        [_known(loss.one) for loss in report.losses],
+        color="tab:blue",
+        marker="x",
+        linestyle="--",
+        label="one process",
+    )
     axes.set(xlabel="batch", ylabel="loss")
     axes.set_title("Loss that training_step returned", fontsize=10)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -120,7 +150,14 @@ def _rows(axes: Axes, report: AuditReport) -> None:
     for rank in range(W):
         heights = [loss.rows[rank] for loss in report.losses]
         shade = 0.35 + 0.5 * rank / max(1, W - 1)
-        axes.bar(batches, heights, bottom=bottom, color=str(shade), edgecolor="white", label=f"rank {rank}" if W <= 8 else None)
+        axes.bar(
+            batches,
+            heights,
+            bottom=bottom,
+            color=str(shade),
+            edgecolor="white",
+            label=f"rank {rank}" if W <= 8 else None,
+        )
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     axes.set(xlabel="batch", ylabel="samples")
     axes.set_title("Samples of each rank", fontsize=10)
@@ -144,5 +181,3 @@ def _clip(ratio: float) -> float:
 
 def _short(name: str) -> str:
     return name if len(name) <= 34 else f"...{name[-31:]}"
-
-

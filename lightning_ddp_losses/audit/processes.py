@@ -30,6 +30,7 @@ __all__ = ["Failure", "run_processes"]
 GRACE_SECONDS = 3.0
 """What the others get once one process has failed."""
 
+_GLANCE_SECONDS = 0.5  # how often a silent process is looked at
 _TAIL = 4000  # characters of a process's output that an error shows
 
 
@@ -80,14 +81,15 @@ def run_processes(
             ours[mine] = rank
             started.append(process)
         deadline = time.monotonic() + seconds
-        while ours:
-            ready = multiprocessing.connection.wait(list(ours), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for pipe in ready:
-                rank = ours.pop(pipe)  # type: ignore[call-overload]
+        while ours and time.monotonic() < deadline:
+            left = deadline - time.monotonic()
+            ready = multiprocessing.connection.wait(list(ours), timeout=max(0.0, min(left, _GLANCE_SECONDS)))
+            # the pipe of a dead process stays open where a process that it started holds it too
+            gone = [pipe for pipe, rank in ours.items() if pipe not in ready and started[rank].exitcode is not None]
+            for pipe in (*ready, *gone):
+                rank = ours.pop(pipe)
                 failure = _read(pipe, started[rank], folder / f"output-{rank}.txt")
-                pipe.close()  # type: ignore[union-attr]
+                pipe.close()
                 if failure is not None:
                     failures[rank] = failure
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -107,7 +109,7 @@ def _refuse_unforkable() -> None:
         raise ConfigurationError(
             format_error("audit", expected="a system whose processes can fork (Linux, macOS)", got=sys.platform)
         )
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigurationError(
             format_error(
                 "audit",
@@ -142,10 +144,15 @@ def _child(rank: int, pipe: Any, log: Path, work: Callable[[int], None]) -> None
     sys.stderr.flush()
 
 
+_DIED = "died"
+
+
 def _read(pipe: Any, process: Any, log: Path) -> Failure | None:
     try:
-        answer = pipe.recv()
+        answer = pipe.recv() if pipe.poll() else _DIED
     except (EOFError, OSError):
+        answer = _DIED
+    if answer == _DIED:
         process.join(GRACE_SECONDS)
         code = process.exitcode
         end = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
@@ -160,10 +167,13 @@ def _output(log: Path) -> str:
 
 
 def _stack(process: Any, log: Path) -> str:
+    """Where each thread of a silent process is."""
     with contextlib.suppress(ProcessLookupError, TypeError):
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.3)
-    return _output(log)
+    text = log.read_text(errors="replace") if log.exists() else ""
+    at = [place for mark in ("Thread 0x", "Current thread 0x") if (place := text.find(mark)) >= 0]
+    return text[min(at, default=0) :][:_TAIL]
 
 
 def _end(process: Any, *, at_once: bool) -> None:

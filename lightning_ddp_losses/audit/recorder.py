@@ -37,7 +37,14 @@ class Recorder(Callback):
     def __init__(self, run: Run, folder: Path, rank: int) -> None:
         self.run, self.folder = run, folder
         self.writer = Writer(folder, rank)
-        self.page: dict[str, Any] = {"steps": 0, "batches": [], "losses": [], "learning_rates": [], "scales": [], "draws": []}
+        self.page: dict[str, Any] = {
+            "steps": 0,
+            "batches": [],
+            "losses": [],
+            "learning_rates": [],
+            "scales": [],
+            "draws": [],
+        }
         self._undo: list[Callable[[], None]] = []
         self._stack = contextlib.ExitStack()
         self._pending = 0
@@ -76,26 +83,34 @@ class Recorder(Callback):
         initial = Recording(Path(self.run.start), 1).entries(0, 0, "initial")
         for name, tensor in _tensors(module):
             entry = initial.get(name)
-            if entry is not None and entry.exists and entry.digest != digest_of(tensor):
-                if entry.shape == tuple(tensor.shape):
-                    with torch.no_grad():
-                        tensor.copy_(entry.tensor())
+            known = entry is not None and entry.exists and entry.shape == tuple(tensor.shape)
+            if entry is not None and known and entry.digest != digest_of(tensor):
+                with torch.no_grad():
+                    tensor.copy_(entry.tensor())
 
     def _watch(self, trainer: Trainer, module: LightningModule) -> None:
         """Hooks that Lightning has no callback for, on these objects only."""
-        self._around(module, "on_before_optimizer_step", after=lambda optimizer: self._record(trainer, module, optimizer))
+        self._around(
+            module, "on_before_optimizer_step", after=lambda optimizer: self._record(trainer, module, optimizer)
+        )
         self.page["backwards"] = {"lightning": 0, "tensor": 0}
         self._around(trainer.strategy, "backward", before=lambda: self._count("lightning"))
         self._count_tensor_backwards()
         self.page["ddp_forwards"] = 0
         wrapper = trainer.strategy.model
         if isinstance(wrapper, DistributedDataParallel):
-            self._hook(wrapper.register_forward_pre_hook(lambda *_: self.page.update(ddp_forwards=self.page["ddp_forwards"] + 1)))
+            self._hook(
+                wrapper.register_forward_pre_hook(
+                    lambda *_: self.page.update(ddp_forwards=self.page["ddp_forwards"] + 1)
+                )
+            )
         self.page["metric_losses"] = []
         for name, child in module.named_modules():
             if facts.is_metric(child):
                 self._hook(child.register_forward_hook(functools.partial(self._note_metric, name)))
-        self._around(trainer.strategy, "optimizer_step", before=lambda: self._enter(True), after=lambda *_: self._enter(False))
+        self._around(
+            trainer.strategy, "optimizer_step", before=lambda: self._enter(True), after=lambda *_: self._enter(False)
+        )
         for optimizer in trainer.optimizers:
             self._hook(optimizer.register_step_pre_hook(lambda given, *_: self._record_raw(trainer, module, given)))
         if self.run.trace:
@@ -143,7 +158,9 @@ class Recorder(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the batch, and switch off what the run is without."""
         step, loader = self.page["steps"] + 1, trainer.train_dataloader
-        hint = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        hint = getattr(loader, "batch_size", None) or getattr(
+            getattr(loader, "batch_sampler", None), "batch_size", None
+        )
         logged: dict[str, Any] = {"epoch": trainer.current_epoch, "step": step, "hint": hint, "file": ""}
         if not self.run.plans:
             path = self.writer.home / f"batch-{len(self.page['batches'])}.pkl"
@@ -158,7 +175,7 @@ class Recorder(Callback):
             self.trace.on = step == self.run.trace
         self._state = switches.random_state()
         if "randomness" in self.run.without:
-            self._stack.enter_context(switches.MeanDraws())
+            self._stack.enter_context(switches.MeanDraws())  # type: ignore[no-untyped-call]
 
     def _record(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         optimizer = getattr(optimizer, "_optimizer", optimizer)

@@ -179,6 +179,6 @@ class Recording:
     def agree(self, step: int, kind: str, name: str) -> bool:
         """Whether all ranks hold the same bits."""
         found = [self.entries(r, step, kind).get(name) for r in range(self.ranks)]
-        return all(entry is not None and entry.digest == found[0].digest for entry in found if found[0] is not None) and (
-            found[0] is not None
-        )
+        return all(
+            entry is not None and entry.digest == found[0].digest for entry in found if found[0] is not None
+        ) and (found[0] is not None)

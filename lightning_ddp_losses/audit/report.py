@@ -106,7 +106,9 @@ class AuditReport:
         if self.losses:
             first = self.losses[0]
             values = ", ".join(_number(loss) for loss in first.ranks)
-            yield Text(f"Loss of the first batch: ranks {values}; mean {_number(first.mean)}; one process {_number(first.one)}")
+            yield Text(
+                f"Loss of the first batch: ranks {values}; mean {_number(first.mean)}; one process {_number(first.one)}"
+            )
         for title, found in (("Diagnosis", self.diagnoses), ("Worth knowing", self.notes)):
             for number, each in enumerate(found, 1):
                 head = f"{title} {number}" if title == "Diagnosis" else title
@@ -119,19 +121,33 @@ class AuditReport:
 
     def _table(self, *, wide: bool) -> Table:
         rows = self.worst()
-        table = Table(title=f"Gradients at step {rows[0].step if rows else 0}, worst first", title_justify="left", box=SIMPLE_HEAD)
+        table = Table(
+            title=f"Gradients at step {rows[0].step if rows else 0}, worst first", title_justify="left", box=SIMPLE_HEAD
+        )
         table.add_column("parameter", overflow="fold")
         for name in ("owner", "ratio", "cosine", "error", "allowed", "verdict")[0 if wide else 1 :]:
-            table.add_column(name, justify="left" if name in ("owner", "verdict") else "right", no_wrap=name != "verdict")
+            table.add_column(
+                name, justify="left" if name in ("owner", "verdict") else "right", no_wrap=name != "verdict"
+            )
         for row in rows[:_SHOWN]:
             name = self.name(row.parameter) + ("" if row.what == "gradient" else " (after the step)")
             verdict = row.verdict if row.ranks_agree else f"{row.verdict}, ranks disagree"
             numbers = (f"{row.ratio:.4g}", f"{row.cosine:.4f}", f"{row.error:.1e}", f"{row.tolerance:.1e}")
-            table.add_row(Text(name), *([row.owner] if wide else []), *numbers, verdict, style=None if row.exact else "red")
+            table.add_row(
+                Text(name), *([row.owner] if wide else []), *numbers, verdict, style=None if row.exact else "red"
+            )
         rest = rows[_SHOWN:]
         if rest:
             worst = f"{max(row.error for row in rest):.1e}"
-            table.add_row(f"... {len(rest)} more", *([""] if wide else []), "", "", worst, "", "exact" if all(r.exact for r in rest) else "")
+            table.add_row(
+                f"... {len(rest)} more",
+                *([""] if wide else []),
+                "",
+                "",
+                worst,
+                "",
+                "exact" if all(r.exact for r in rest) else "",
+            )
         return table
 
     def name(self, parameter: str) -> str:

@@ -30,7 +30,8 @@ def identical_batches(case: Case) -> Diagnosis | None:
         "F67",
         "every rank has the same batches",
         f"All {len(columns)} batches are the same bits on all {case.W} ranks: {case.W} processes do the work of one.",
-        "Let Lightning put its DistributedSampler in (use_distributed_sampler=True and a sampler, not a custom batch_sampler), use "
+        "Let Lightning put its DistributedSampler in (use_distributed_sampler=True and a sampler, not a "
+        "custom batch_sampler), use "
         "GlobalBatchSampler, or split an iterable dataset by rank in its __iter__.",
         confirmed="digests of the batches",
     )
@@ -59,7 +60,8 @@ def precision(case: Case) -> Diagnosis | None:
     return Diagnosis(
         "F78",
         "rounding of the precision",
-        f"Gradients differ by up to {worst:.1e}; one operation in {case.facts['precision']} rounds by {case.unit:.1e}, and the order "
+        f"Gradients differ by up to {worst:.1e}; one operation in {case.facts['precision']} rounds by "
+        f"{case.unit:.1e}, and the order "
         f"of summation differs between ranks and one process. (Tolerance used: {expected:.1e}.)",
         "Nothing is wrong. Leave tolerance at its estimate, or train in a wider precision where this matters.",
         confirmed="in float64 both runs are equal",
@@ -75,7 +77,8 @@ def metric_as_loss(case: Case) -> Diagnosis | None:
     return Diagnosis(
         "F27",
         "a metric of torchmetrics as the loss",
-        f"`{metrics[0]}` returns a value with gradient; all gradients are {_ratio(case.factors.encoder)} = 1/{case.W} of one process's: in its "
+        f"`{metrics[0]}` returns a value with gradient; all gradients are {_ratio(case.factors.encoder)} = "
+        f"1/{case.W} of one process's: in its "
         "sync only this rank's part keeps its graph.",
         "Take a loss module instead of the metric, evaluated over the global batch (GlobalBatchLoss).",
     )
@@ -90,10 +93,17 @@ def factor_on_loss(case: Case) -> Diagnosis | None:
     return Diagnosis(
         "F24",
         "the loss's own weights get W times the gradient",
-        f"The encoder's gradients are exact; {case.names(loss)} {'is' if len(loss) == 1 else 'are'} {_ratio(case.factors.losses)} times one process's, W being {case.W}. "
-        + (f"`{wrapper}` multiplies the loss by the number of ranks, " if wrapper else "The loss is multiplied by the number of ranks, ")
-        + "which makes up for its gather on the encoder's side; the loss's weights see the whole batch on every rank and need no factor.",
-        "Take GlobalBatchLoss(loss) instead of the wrapper, or divide the gradients of the loss's own weights by the number of ranks.",
+        f"The encoder's gradients are exact; {case.names(loss)} {'is' if len(loss) == 1 else 'are'} "
+        f"{_ratio(case.factors.losses)} times one process's, W being {case.W}. "
+        + (
+            f"`{wrapper}` multiplies the loss by the number of ranks, "
+            if wrapper
+            else "The loss is multiplied by the number of ranks, "
+        )
+        + "which makes up for its gather on the encoder's side; the loss's weights see the whole batch on "
+        "every rank and need no factor.",
+        "Take GlobalBatchLoss(loss) instead of the wrapper, or divide the gradients of the loss's own "
+        "weights by the number of ranks.",
         parameters=tuple(row.parameter for row in loss),
     )
 
@@ -108,8 +118,10 @@ def gather_without_autograd(case: Case) -> Diagnosis | None:
         "a gather or reduction without autograd",
         f"The encoder's gradients are {_ratio(encoder)} = 1/{case.W} of one process's, in the same direction"
         + (", and the loss's own are exact" if _is(losses, 1.0) else "")
-        + ": the value is global, but the gradient flows through this rank's part only and DDP then divides by the number of ranks.",
-        "Gather with collectives.all_gather_with_grad (torch.distributed's all_gather and all_reduce carry no gradient), or use GlobalBatchLoss.",
+        + ": the value is global, but the gradient flows through this rank's part only and DDP then divides "
+        "by the number of ranks.",
+        "Gather with collectives.all_gather_with_grad (torch.distributed's all_gather and all_reduce carry "
+        "no gradient), or use GlobalBatchLoss.",
     )
 
 
@@ -125,7 +137,8 @@ def double_scaling(case: Case) -> Diagnosis | None:
         f"The encoder's gradients are {_ratio(encoder)} times one process's, W being {case.W}"
         + (f"; the loss's own {_ratio(losses)}" if losses is not None else "")
         + ": a gather with gradient (or no gather at all) together with a factor W in the loss.",
-        "Remove the multiplication by world_size; DDP's mean and a gather with gradient already give the global gradient.",
+        "Remove the multiplication by world_size; DDP's mean and a gather with gradient already give the "
+        "global gradient.",
     )
 
 
@@ -138,7 +151,8 @@ def own_first(case: Case) -> Diagnosis | None:
     return Diagnosis(
         "F26",
         "each rank concatenates its own rows first",
-        "The loss depends on the order of the rows: one process with the ranks' batches joined the other way round has other "
+        "The loss depends on the order of the rows: one process with the ranks' batches joined the other "
+        "way round has other "
         f"gradients too. The ranks' losses are {', '.join(_number(loss) for loss in losses)}"
         + (f"; `{wrapper}` puts this rank's rows before the others'." if wrapper else "."),
         "Gather in rank order on every rank: GlobalBatchLoss, or collectives.all_gather_with_grad.",
@@ -154,9 +168,11 @@ def not_finite(case: Case) -> Diagnosis | None:
     return Diagnosis(
         "F79",
         "infinite or NaN gradients",
-        f"{case.names(odd)} {'has' if len(odd) == 1 else 'have'} values that are not finite on rank {odd[0].rank} or in one process, but not in both. "
+        f"{case.names(odd)} {'has' if len(odd) == 1 else 'have'} values that are not finite on rank "
+        f"{odd[0].rank} or in one process, but not in both. "
         f"The ranks' losses are {', '.join(_number(loss) for loss in case.losses_at(case.step))}.",
-        "Look for the first layer that overflows on that rank's batch; lower the learning rate or use bf16 instead of fp16.",
+        "Look for the first layer that overflows on that rank's batch; lower the learning rate or use bf16 "
+        "instead of fp16.",
     )
 
 
@@ -165,7 +181,8 @@ def unknown(case: Case) -> Diagnosis:
     return Diagnosis(
         "",
         "unknown",
-        f"{len(case.wrong)} of {len(case.rows)} gradients differ at step {case.step} and no known pattern fits. {case.counters.part()}",
+        f"{len(case.wrong)} of {len(case.rows)} gradients differ at step {case.step} and no known pattern "
+        f"fits. {case.counters.part()}",
         "Look at that layer: what in it sees more than one row, other ranks, or random numbers?",
     )
 

@@ -20,7 +20,8 @@ def batch_norm(case: Case) -> Diagnosis | None:
     return Diagnosis(
         "F59",
         "batch norm with each rank's own statistics",
-        f"{', '.join(f'`{n}`' for n in norms[:3])}{' ...' if len(norms) > 3 else ''}: mean and variance are those of this rank's rows "
+        f"{', '.join(f'`{n}`' for n in norms[:3])}{' ...' if len(norms) > 3 else ''}: mean and variance are "
+        f"those of this rank's rows "
         f"({', '.join(map(str, case.rows_per_rank(case.step)))}), not of the batch.",
         "Trainer(sync_batchnorm=True), or a norm that looks at one row at a time (LayerNorm, GroupNorm).",
         confirmed="with batch norm in evaluation mode both runs are equal",
@@ -36,7 +37,8 @@ def summed(case: Case) -> Diagnosis | None:
     return Diagnosis(
         "F18",
         'a loss with reduction="sum"',
-        f"All gradients are 1/{case.W} of one process's: the loss is the sum over samples, and DDP takes the mean of the ranks' sums.",
+        f"All gradients are 1/{case.W} of one process's: the loss is the sum over samples, and DDP takes "
+        f"the mean of the ranks' sums.",
         f'Use reduction="mean", or multiply the learning rate by the number of ranks ({case.W}) on purpose.',
         confirmed=f"{_MEAN}, and the sum of the ranks' gradients is one process's",
     )
@@ -51,21 +53,26 @@ def mean_of_means(case: Case) -> Diagnosis | None:
         # later steps have no shares: equal while batches were even, different at the first uneven one
         if case.step == 1 or not uneven or not case.local or not case.counters.without("uneven").equal:
             return None
-        evidence = f"The first {case.step - 1} steps are equal; at step {case.step} the ranks have {_list(rows)} rows, and each rank's mean counts alike."
+        evidence = (
+            f"The first {case.step - 1} steps are equal; at step {case.step} the ranks have {_list(rows)} rows, "
+            "and each rank's mean counts alike."
+        )
     else:
         if abs(sum(found) - 1) > 0.02:
             return None
         by_rows = uneven and all(abs(w - n / sum(rows)) < 0.02 for w, n in zip(found, rows, strict=True))
         reason = f"rows ({_list(rows)})" if by_rows else "valid targets (ignored, masked or zero elements do not count)"
         evidence = (
-            f"In one process the ranks' gradients count with weights {_list([f'{w:.3f}' for w in found])}, in proportion to their {reason}; "
+            f"In one process the ranks' gradients count with weights {_list([f'{w:.3f}' for w in found])}, "
+            f"in proportion to their {reason}; "
             f"under DDP each counts 1/{case.W}."
         )
     return Diagnosis(
         "F30",
         "a mean of means",
         evidence,
-        "Divide each rank's sum by the number of valid elements of all ranks (GlobalBatchLoss does), or give all ranks equal batches (drop_last=True).",
+        "Divide each rank's sum by the number of valid elements of all ranks (GlobalBatchLoss does), or "
+        "give all ranks equal batches (drop_last=True).",
         confirmed=_MEAN,
     )
 
@@ -84,7 +91,8 @@ def never_gathered(case: Case) -> Diagnosis | None:
         f"Gradients point elsewhere (cosine down to {cosine:.3f}). Ranks' losses {_list([_number(x) for x in losses])}"
         + (f", on the concatenated embeddings {_number(whole)}" if whole is not None else "")
         + (f"; rank {zero[0]} had no pair to compare." if zero else ": negatives of other ranks are missing."),
-        "Wrap the loss: GlobalBatchLoss(loss) (or DDPLossStrategy(global_batch='auto')); and draw batches with GlobalBatchSampler.",
+        "Wrap the loss: GlobalBatchLoss(loss) (or DDPLossStrategy(global_batch='auto')); and draw batches "
+        "with GlobalBatchSampler.",
         confirmed=_MEAN,
     )
 

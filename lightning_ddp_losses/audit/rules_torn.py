@@ -20,7 +20,9 @@ def order(case: Case) -> Diagnosis | None:
     return Diagnosis(
         "F12",
         "parameters are registered in another order per rank",
-        f"Position {at}: " + "; ".join(f"rank {r} `{names[at]}`" for r, names in enumerate(orders)) + ". DDP pairs parameters by position.",
+        f"Position {at}: "
+        + "; ".join(f"rank {r} `{names[at]}`" for r, names in enumerate(orders))
+        + ". DDP pairs parameters by position.",
         "Register submodules in a fixed order (sort names; no iteration over sets).",
         confirmed="names compared at the wrap",
     )
@@ -35,7 +37,10 @@ def norm_converted_late(case: Case) -> Diagnosis | None:
         kinds = f"{wrapped[late[0]]} when DDP was built and {training[late[0]]} when training began"
         evidence = f"`{late[0]}` was a {kinds}: DDP knows the old layer's parameters, not the new one's."
     elif plain and case.facts["sync_batchnorm"]:
-        evidence = f"sync_batchnorm is on, but `{plain[0]}` is still a {training[plain[0]]}: it was created later, or out of the conversion's reach."
+        evidence = (
+            f"sync_batchnorm is on, but `{plain[0]}` is still a {training[plain[0]]}: "
+            "it was created later, or out of the conversion's reach."
+        )
     else:
         return None
     return Diagnosis(
@@ -44,7 +49,9 @@ def norm_converted_late(case: Case) -> Diagnosis | None:
         evidence,
         "Convert before DDP is built: Trainer(sync_batchnorm=True), or in the module's __init__ or configure_model.",
         confirmed="classes of the layers at the wrap and at the first step",
-        parameters=tuple(row.parameter for row in case.wrong if any(row.parameter.startswith(n) for n in late or plain)),
+        parameters=tuple(
+            row.parameter for row in case.wrong if any(row.parameter.startswith(n) for n in late or plain)
+        ),
     )
 
 
@@ -57,8 +64,10 @@ def clipped_by_torn_norm(case: Case) -> Diagnosis | None:
     return Diagnosis(
         "F13",
         "gradients are clipped by a norm that differs by rank",
-        f"{case.names(drifted)} had the same gradient on every rank and another value after the step: gradient_clip_val={case.facts['clip']} "
-        f"divides by a norm that includes {case.names(torn)}, which {'is' if len(torn) == 1 else 'are'} not synchronised.",
+        f"{case.names(drifted)} had the same gradient on every rank and another value after the step: "
+        f"gradient_clip_val={case.facts['clip']} "
+        f"divides by a norm that includes {case.names(torn)}, which {'is' if len(torn) == 1 else 'are'} not "
+        f"synchronised.",
         f"Synchronise {case.names(torn)} (register the loss as a submodule before fit, or use strategy='ddp_losses').",
         confirmed="equal before the clip, unequal after the step",
         parameters=tuple(row.parameter for row in (*torn, *drifted)),
@@ -73,7 +82,8 @@ def hidden(case: Case) -> Diagnosis | None:
     return Diagnosis(
         "F02",
         "a loss that is not a registered submodule",
-        f"{case.names(torn)}: an optimizer trains it, but it is not in the module's parameters(), so nobody averages its gradient: the ranks disagree.",
+        f"{case.names(torn)}: an optimizer trains it, but it is not in the module's parameters(), so nobody "
+        f"averages its gradient: the ranks disagree.",
         "Make it an attribute (or put it into nn.ModuleList / nn.ModuleDict), or use DDPLossStrategy(adopt=True).",
         confirmed="the optimizer's parameters against the module's",
         parameters=tuple(row.parameter for row in torn),
@@ -81,10 +91,26 @@ def hidden(case: Case) -> Diagnosis | None:
 
 
 _EVENTS = {
-    "created": ("F05", "a parameter created after the wrap", "Create it in __init__ or configure_model, before DDP is built"),
-    "replaced": ("F06", "a parameter replaced after the wrap", "Copy into the existing one (with torch.no_grad(): p.copy_(...))"),
-    "changed": ("F07", "a parameter that changes its dtype in forward", "Cast the embeddings to the weight's dtype before the loss"),
-    "unfrozen": ("F08", "a parameter unfrozen after the wrap", "Keep requires_grad=True from the start, with learning rate 0 until then"),
+    "created": (
+        "F05",
+        "a parameter created after the wrap",
+        "Create it in __init__ or configure_model, before DDP is built",
+    ),
+    "replaced": (
+        "F06",
+        "a parameter replaced after the wrap",
+        "Copy into the existing one (with torch.no_grad(): p.copy_(...))",
+    ),
+    "changed": (
+        "F07",
+        "a parameter that changes its dtype in forward",
+        "Cast the embeddings to the weight's dtype before the loss",
+    ),
+    "unfrozen": (
+        "F08",
+        "a parameter unfrozen after the wrap",
+        "Keep requires_grad=True from the start, with learning rate 0 until then",
+    ),
 }
 
 
@@ -116,14 +142,16 @@ def own_backward(case: Case) -> Diagnosis | None:
         return Diagnosis(
             "F10",
             "loss.backward() instead of self.manual_backward(loss)",
-            f"Manual optimisation with {calls} backward calls that did not go through Lightning: DDP's reduction is off there and {case.names(case.torn)} differ by rank.",
+            f"Manual optimisation with {calls} backward calls that did not go through Lightning: DDP's "
+            f"reduction is off there and {case.names(case.torn)} differ by rank.",
             "Call self.manual_backward(loss).",
             confirmed="backward calls counted",
         )
     return Diagnosis(
         "F09",
         "a backward of your own beside Lightning's",
-        f"{calls} backward calls outside Lightning's: DDP does not reduce them, and {case.names(case.torn)} differ by rank.",
+        f"{calls} backward calls outside Lightning's: DDP does not reduce them, and {case.names(case.torn)} "
+        f"differ by rank.",
         "Return the sum of all losses from training_step, or use manual optimisation with self.manual_backward.",
         confirmed="backward calls counted",
     )
@@ -137,8 +165,10 @@ def unequal_start(case: Case) -> Diagnosis | None:
     return Diagnosis(
         "F04",
         "weights that start different on each rank",
-        f"`{differ[0]}` differs between ranks before the first step{f' (and {len(differ) - 1} more)' if len(differ) > 1 else ''}.",
-        "Seed alike before building it (seed_everything), and register it as a submodule so that DDP broadcasts rank 0's.",
+        f"`{differ[0]}` differs between ranks before the first "
+        f"step{f' (and {len(differ) - 1} more)' if len(differ) > 1 else ''}.",
+        "Seed alike before building it (seed_everything), and register it as a submodule so that DDP "
+        "broadcasts rank 0's.",
         confirmed="parameters compared before the first step",
         parameters=tuple(differ),
     )
@@ -155,8 +185,13 @@ def skipped_step(case: Case) -> Diagnosis | None:
         "F15" if start else "F14",
         "the loss scale differs by rank" if start else "the GradScaler skipped a step on some ranks",
         f"GradScaler's scale at step {at + 1}: {scales}."
-        + (" Scaled gradients are averaged and divided by different scales." if start else " A gradient that overflowed on one rank was not reduced."),
-        "Make every scaler with the same initial scale, restore all from the same checkpoint, and synchronise every gradient.",
+        + (
+            " Scaled gradients are averaged and divided by different scales."
+            if start
+            else " A gradient that overflowed on one rank was not reduced."
+        ),
+        "Make every scaler with the same initial scale, restore all from the same checkpoint, and "
+        "synchronise every gradient.",
         confirmed="scales recorded at each step",
     )
 
@@ -165,7 +200,9 @@ def different_rates(case: Case) -> Diagnosis | None:
     """F17: each rank has its own learning rate."""
     if not _rates_differ(case):
         return None
-    at = next(i for i, column in enumerate(_columns(case, "learning_rates")) if any(rate != column[0] for rate in column))
+    at = next(
+        i for i, column in enumerate(_columns(case, "learning_rates")) if any(rate != column[0] for rate in column)
+    )
     rates = ", ".join(f"rank {r} {page['learning_rates'][at]}" for r, page in enumerate(case.ranks.facts))
     return Diagnosis(
         "F17",
@@ -186,18 +223,25 @@ def queue(case: Case) -> Diagnosis | None:
             entries = [case.ranks.entries(r, step, "buffer")[name] for r in range(case.W)]
             if entries[0].dtype in ("bool", "int64", "int32") and len(entries[0].shape) == 0:
                 continue
-            sets = {tuple(sorted(map(tuple, e.tensor().double().reshape(max(1, e.shape[0]), -1).tolist()))) for e in entries if e.numel <= 1 << 20}
+            sets = {
+                tuple(sorted(map(tuple, e.tensor().double().reshape(max(1, e.shape[0]), -1).tolist())))
+                for e in entries
+                if e.numel <= 1 << 20
+            }
             same_rows = len(sets) == 1
             return Diagnosis(
                 "F26" if same_rows else "F64",
-                "a memory queue in another order on each rank" if same_rows else "a memory queue of its own on each rank",
+                "a memory queue in another order on each rank"
+                if same_rows
+                else "a memory queue of its own on each rank",
                 f"`{name}` differs between ranks after step {step}: "
                 + (
                     "the same rows in another order, each rank's own first."
                     if same_rows
                     else "each rank enqueued its own rows, and DDP's buffer broadcast replaces them by rank 0's."
                 ),
-                "GlobalBatchLoss(CrossBatchMemory(...)) keeps the queue of one process on every rank; by hand: gather in rank order before enqueueing.",
+                "GlobalBatchLoss(CrossBatchMemory(...)) keeps the queue of one process on every rank; by "
+                "hand: gather in rank order before enqueueing.",
                 confirmed="buffers compared after the step",
             )
     return None

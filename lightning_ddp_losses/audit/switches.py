@@ -15,7 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses.audit import batches
 
-__all__ = ["SWITCHES", "MeanDraws", "perturb_batch", "perturb_module", "random_state", "still_batch_norm", "unit_roundoff"]
+__all__ = [
+    "SWITCHES",
+    "MeanDraws",
+    "perturb_batch",
+    "perturb_module",
+    "random_state",
+    "still_batch_norm",
+    "unit_roundoff",
+]
 
 SWITCHES = {
     "randomness": "every random draw inside a step replaced by its mean (dropout: identity; noise: zero)",
@@ -29,7 +37,7 @@ _PIECE = 1 << 20
 _ROUNDOFF = {"64": 2.0**-53, "32": 2.0**-24, "16": 2.0**-11, "bf16": 2.0**-8}
 
 
-class MeanDraws(TorchDispatchMode):
+class MeanDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces random draws by their mean, and so dropout by the identity; random integers stay random."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,7 +117,7 @@ def random_state() -> str:
     """A digest of the random states that a training step may draw from."""
     found = hashlib.blake2b(digest_size=12)
     found.update(torch.get_rng_state().numpy().data)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for state in torch.cuda.get_rng_state_all():
             found.update(state.numpy().data)
     found.update(repr(random.getstate()).encode())
@@ -149,7 +157,7 @@ def _nudge_(tensor: Tensor, unit: float, generator: torch.Generator) -> None:
     own = torch.finfo(tensor.dtype).eps
     step = own if unit <= own / 2 else unit  # a factor of 1 + eps / 2 would round to 1
     flat = tensor.view(-1) if tensor.is_contiguous() else None
-    for piece in (tensor,) if flat is None else flat.split(_PIECE):
+    for piece in (tensor,) if flat is None else flat.split(_PIECE):  # type: ignore[no-untyped-call]
         signs = torch.randint(0, 2, piece.shape, generator=generator, dtype=torch.int8).to(piece.device)
         piece.mul_((2 * signs - 1).to(piece.dtype).mul_(step).add_(1))
 

@@ -50,7 +50,9 @@ class Trace:
         call = {"name": name, "kind": type(module).__name__, "output": self._store(first), "gradient": ""}
         self.seen.append(call)
         if first.requires_grad:
-            first.register_hook(lambda gradient: call.update(gradient=self._store(gradient)))
+            first.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: call.update(gradient=self._store(gradient))
+            )
 
     def _store(self, values: Tensor) -> str:
         """A few random projections of each row; a scalar is one row."""
@@ -77,7 +79,11 @@ def part(ranks: Recording, one: Recording, allowed: float) -> str:
     for key, what, scale in (("output", "Activations", 1.0), ("gradient", "Gradients", float(ranks.ranks))):
         order = calls if key == "output" else calls[::-1]  # gradients come from behind
         for column, call in order:
-            if not call[key] or not all(each[key] for each in column) or any(each["name"] != call["name"] for each in column):
+            if (
+                not call[key]
+                or not all(each[key] for each in column)
+                or any(each["name"] != call["name"] for each in column)
+            ):
                 continue
             ours = torch.cat([torch.load(each[key]) for each in column]) / scale
             theirs = torch.load(call[key])
@@ -85,6 +91,13 @@ def part(ranks: Recording, one: Recording, allowed: float) -> str:
                 continue  # not rows: a loss has one value on each rank
             off = float((ours - theirs).norm() / theirs.norm().clamp_min(1e-300))
             if not off <= allowed:
-                end = "in forward order" if key == "output" else "from the loss backwards; all activations that are rows agree"
+                end = (
+                    "in forward order"
+                    if key == "output"
+                    else "from the loss backwards; all activations that are rows agree"
+                )
                 return f"{what} part first at `{call['name']}` ({call['kind']}), by {off:.2g}, {end}."
-    return "Activations and gradients of all modules that give one row per sample agree; what parts is inside the loss or beside the modules."
+    return (
+        "Activations and gradients of all modules that give one row per sample agree; "
+        "what parts is inside the loss or beside the modules."
+    )

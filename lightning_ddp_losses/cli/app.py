@@ -80,7 +80,7 @@ class LossCLI(LightningCLI):
         self._add_arguments(parser)
         parser.add_class_arguments(AuditOptions, "audit")
         for option in ("ckpt_path", "weights_only"):  # what a config that fit has saved also holds
-            parser.add_argument(f"--{option}", type=Union[str, bool, None], default=None)
+            parser.add_argument(f"--{option}", type=Union[str, bool, None], default=None)  # noqa: UP007
         return parser
 
     def before_instantiate_classes(self) -> None:

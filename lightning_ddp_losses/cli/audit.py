@@ -81,7 +81,12 @@ def run_audit(
         written.append("ratios.png")
     except ImportError:
         console.print("no picture: pip install 'lightning-ddp-losses[demo]'", markup=False)
-    console.print(f"\nWritten to {folder}: {', '.join(written)} ({report.settings['seconds']} s)", soft_wrap=True, highlight=False, markup=False)
+    console.print(
+        f"\nWritten to {folder}: {', '.join(written)} ({report.settings['seconds']} s)",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
     return report
 
 
@@ -90,8 +95,9 @@ def devices_of(options: AuditOptions, trainer: dict[str, Any]) -> int:
     if options.devices is not None:
         return options.devices
     given = trainer.get("devices")
-    count = len(given) if isinstance(given, list) else int(given) if str(given).isdigit() else 2
-    return max(2, count)
+    if isinstance(given, list):
+        return max(2, len(given))
+    return max(2, int(given)) if given is not None and str(given).isdigit() else 2
 
 
 def _new_folder(root: Path) -> Path:

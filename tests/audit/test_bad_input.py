@@ -137,12 +137,17 @@ UNJOINED = {
 @pytest.mark.parametrize("what", UNJOINED)
 def test_batches_that_cannot_be_joined(what: str) -> None:
     with pytest.raises(InputError, match=UNJOINED[what]):
-        audit(Module(), DataLoader(Shaped(what), batch_size=None), strategy="ddp", trainer_kwargs={"use_distributed_sampler": False})
+        audit(
+            Module(),
+            DataLoader(Shaped(what), batch_size=None),
+            strategy="ddp",
+            trainer_kwargs={"use_distributed_sampler": False},
+        )
 
 
 def test_no_training_step_at_all() -> None:
     few = DataLoader(rows(3), batch_size=2, drop_last=True)
-    with pytest.raises((InputError, AuditError), match="0|none|empty"):
+    with pytest.raises((InputError, AuditError), match=r"0|none|empty"):
         audit(Module(), DataLoader(few.dataset, batch_size=8, drop_last=True), strategy="ddp")
 
 

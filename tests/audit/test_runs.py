@@ -44,7 +44,7 @@ def test_a_model_from_a_closure_with_batches_of_a_local_class() -> None:
         x: torch.Tensor
         extra: Any
 
-    Pair = namedtuple("Pair", "y names")  # noqa: PYI024
+    Pair = namedtuple("Pair", "y names")
 
     class Local(Module):
         def training_step(self, batch: Any, index: int) -> Any:
@@ -136,11 +136,15 @@ SUPPORTED: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
     "a data module": (Module, Data, {}),
     "the module's own data": (OwnData, lambda: None, {}),
     "augmented on the way": (Augmented, even, {}),
-    "epochs shorter than the audit, accumulated": (Module, lambda: even(batch_size=16), {"steps": 4, "trainer_kwargs": {"accumulate_grad_batches": 2}}),
+    "epochs shorter than the audit, accumulated": (
+        Module,
+        lambda: even(batch_size=16),
+        {"steps": 4, "trainer_kwargs": {"accumulate_grad_batches": 2}},
+    ),
     "a list of loaders": (Module, lambda: [even()], {"model": lambda: Listed()}),
     "a limited epoch": (Module, even, {"trainer_kwargs": {"limit_train_batches": 2}}),
     "workers": (Module, lambda: even(num_workers=1), {"steps": 1}),
-}  # fmt: skip
+}
 
 
 class Listed(Module):
@@ -257,7 +261,13 @@ def test_a_script_s_main_with_threads_and_without_a_guard(tmp_path: Path) -> Non
     environment = os.environ | {"PYTHONPATH": str(Path(tests.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("OMP_NUM_THREADS", None)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert "Equal: 2 ranks under ddp" in done.stdout, done.stdout + done.stderr
     assert list(tmp_path.iterdir()) == []
