@@ -181,7 +181,7 @@ def _list_lengths(tree: Any, *, root: bool = True) -> list[int]:
 def _is_ragged(tree: Any, rows: Rows) -> bool:
     """Whether some list holds one sample of its own size for each row (images of a detector, boxes)."""
     children = _children(tree)
-    if isinstance(tree, list) and len(tree) == rows:
+    if isinstance(tree, list) and len(tree) == rows and len({type(each) for each in tree}) == 1:
         arrays = [leaf for _, leaf in leaves(tree) if _is_array(leaf)]
         if any(leaf.ndim == 0 or leaf.shape[0] != rows for leaf in arrays):
             return True

@@ -112,7 +112,8 @@ def _ratios(axes: Axes, report: AuditReport, step: int) -> None:
                 fontsize=7,
             )
     axes.grid(axis="y", alpha=0.25)
-    axes.legend(loc="upper left", fontsize=8, ncols=3, framealpha=0.9)
+    if rows:
+        axes.legend(loc="upper left", fontsize=8, ncols=3, framealpha=0.9)
 
 
 def _losses(axes: Axes, report: AuditReport) -> None:
@@ -164,7 +165,7 @@ def _rows(axes: Axes, report: AuditReport) -> None:
     axes.set_ylim(0, max(bottom, default=1) * 1.25)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
-    if W <= 8:
+    if 1 <= W <= 8:
         axes.legend(fontsize=8, loc="upper center", ncols=W)
 
 
