@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
+from lightning_ddp_losses import groups
 from lightning_ddp_losses.audit.auditor import Auditor
 from lightning_ddp_losses.audit.case import Case
 from lightning_ddp_losses.audit.compare import MULTIPLE
@@ -123,6 +124,9 @@ def assert_parity(model: LightningModule, data: Any = None, devices: int = 2, **
 
 
 def _check(model: Any, devices: int, steps: int, off: frozenset[str]) -> None:
+    if groups.is_distributed():
+        fix = "Call it from one plain process (not under torchrun, not inside a fit): it starts its own ranks."
+        raise ConfigurationError(format_error("audit", expected="no process group", got="one that is running", fix=fix))
     if not isinstance(model, LightningModule):
         raise ConfigurationError(format_error("audit", expected="a LightningModule", got=type(model).__name__))
     for name, value, least in (("devices", devices, 2), ("steps", steps, 1)):

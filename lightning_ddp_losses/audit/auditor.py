@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_ddp_losses.audit import trace
 from lightning_ddp_losses.audit.case import Case, Counters
-from lightning_ddp_losses.audit.compare import Comparison, Tolerances, compare, tolerances
+from lightning_ddp_losses.audit.compare import Comparison, Tolerances, compare, is_mean, tolerances
 from lightning_ddp_losses.audit.fitting import perform
 from lightning_ddp_losses.audit.processes import Failure, run_processes
 from lightning_ddp_losses.audit.records import Recording
@@ -186,7 +186,7 @@ class Auditor:
     def _local(self, off: frozenset[str], ranks: Recording, step: int) -> bool:
         """One process that takes the ranks' batches one after the other has the mean of their gradients."""
         if not ranks.facts[0]["automatic"]:  # it cannot be made to accumulate
-            return False
+            return step == 1 and is_mean(self._each(off), ranks, self._allow(off))
         averaged = self._alone_process(off, "local", accumulate=self.devices)
         rows = compare(ranks, averaged, self._allow(off)).rows
         return all(row.exact for row in rows if row.step <= step)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.audit.records import PIECE, Entry, Recording
 
-__all__ = ["MULTIPLE", "Comparison", "Row", "Tolerances", "Verdict", "compare", "tolerances"]
+__all__ = ["MULTIPLE", "Comparison", "Row", "Tolerances", "Verdict", "compare", "is_mean", "tolerances"]
 
 Verdict = Literal["exact", "wrong scale", "wrong direction", "missing", "not finite"]
 What = Literal["gradient", "parameter"]
@@ -171,6 +171,23 @@ def compare(ranks: Recording, one: Recording, allowed: Tolerances) -> Comparison
     return Comparison(rows, updates)
 
 
+def is_mean(parts: Sequence[Recording], ranks: Recording, allowed: Tolerances) -> bool:
+    """Whether the ranks' gradients at step 1 are the mean of those of ``parts``."""
+    for name, whole in ranks.entries(0, 1, "gradient").items():
+        entries = [part.entries(0, 1, "gradient").get(name) for part in parts]
+        present = [entry for entry in entries if entry is not None and entry.exists]
+        if not whole.exists or len(present) != len(parts) or any(entry.shape != whole.shape for entry in present):
+            return False
+        off = size = 0.0
+        for pieces in zip(whole.pieces(), *(entry.pieces() for entry in present), strict=True):
+            mean = torch.stack([piece.double() for piece in pieces[1:]]).mean(0)
+            off += float((pieces[0].double() - mean).square().sum())
+            size += float(mean.square().sum())
+        if not math.sqrt(off) <= allowed.of(1, "gradient", name) * math.sqrt(size):
+            return False
+    return True
+
+
 def _rows(
     ranks: Recording, one: Recording, step: int, what: What, allowed: Tolerances, owner: dict[str, str]
 ) -> Iterator[Row]:
@@ -178,9 +195,10 @@ def _rows(
     theirs = one.entries(0, step, what)
     order = dict.fromkeys([*theirs, *ranks.names(step, what)])
     for name in order:
-        found = _distinct(ranks, step, what, name)
+        whole = ranks.joined(step, what, name)  # blocks of one parameter, which differ by design
+        found = _distinct(ranks, step, what, name) if whole is None else [(0, whole)]
         other = theirs.get(name)
-        agree = ranks.agree(step, what, name) or not any(entry.exists for _, entry in found)
+        agree = whole is not None or ranks.agree(step, what, name) or not any(entry.exists for _, entry in found)
         rows = [
             _row(
                 step,
@@ -213,7 +231,7 @@ def _before(ranks: Recording, one: Recording, rank: int, step: int, what: str, n
     if what != "parameter":
         return None
     at = (0, "initial") if step == 1 else (step - 1, "parameter")
-    ours, theirs = ranks.entries(rank, *at).get(name), one.entries(0, *at).get(name)
+    ours, theirs = ranks.joined(*at, name) or ranks.entries(rank, *at).get(name), one.entries(0, *at).get(name)
     return (ours, theirs) if ours is not None and theirs is not None and ours.shape == theirs.shape else None
 
 

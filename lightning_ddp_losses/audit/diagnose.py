@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from lightning_ddp_losses.audit.case import Case, Diagnosis
 from lightning_ddp_losses.audit.rules import DATA, STAGES, unknown
+from lightning_ddp_losses.audit.rules_local import local_statistics
 
 __all__ = ["diagnose", "notes"]
 
@@ -29,6 +31,7 @@ def diagnose(case: Case, make: MakeCase) -> list[Diagnosis]:
             return [*found, _randomness(case, True)]
         rest = _by_stages(still, make)
         if rest:
+            rest = [_under(each, "every random draw replaced by its mean") for each in rest]
             return [*found, *rest, *([_randomness(case, False)] if _less(still, case) else [])]
         if not case.counters.reseeded().equal:
             return [*found, _draws_without_mean(case)]
@@ -43,8 +46,14 @@ def _by_stages(case: Case, make: MakeCase) -> list[Diagnosis]:
             return found
     norms = any("Sync" not in kind for kind in case.facts["norms_wrapped"].values())
     if norms and "batch_norm" not in case.switched_off:  # perhaps its statistics hide something else
-        return _by_stages(make(frozenset(case.switched_off) | {"batch_norm"}), make)
+        still = make(frozenset(case.switched_off) | {"batch_norm"})
+        rest = [_under(each, "batch norm in evaluation mode") for each in _by_stages(still, make)]
+        return [*rest, *([local_statistics(case)] if rest and _less(still, case) else [])]
     return []
+
+
+def _under(found: Diagnosis, condition: str) -> Diagnosis:
+    return dataclasses.replace(found, evidence=f"(With {condition}.) {found.evidence}")
 
 
 def _less(still: Case, case: Case) -> bool:

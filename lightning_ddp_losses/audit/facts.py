@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
+from lightning_ddp_losses.sharding import shard_of
 from lightning_ddp_losses.strategies.discovery import find_losses, unwrap
 from lightning_ddp_losses.strategies.hidden import find_hidden
 from lightning_ddp_losses.strategies.reshuffle import reshuffled
@@ -29,7 +30,7 @@ def batch_norms(module: nn.Module) -> dict[str, str]:
     return {
         n: type(m).__name__
         for n, m in module.named_modules()
-        if isinstance(m, kinds) or "BatchNorm" in type(m).__name__
+        if n and (isinstance(m, kinds) or "BatchNorm" in type(m).__name__)
     }
 
 
@@ -74,6 +75,7 @@ def describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "owners": owners(module, named),
         "aliases": {name: aliases[id(p)] for name, p in named.items() if id(p) in aliases},
         "unoptimised": [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in optimised],
+        "shards": {name: (shard.start, shard.dim) for name, p in named.items() if (shard := shard_of(p)) is not None},
         "frozen": [n for n, p in module.named_parameters() if not p.requires_grad],
         "modules": {n: f"{type(m).__module__}.{type(m).__qualname__}" for n, m in module.named_modules() if n},
         "loss_modules": [loss.name for loss in find_losses(module)],

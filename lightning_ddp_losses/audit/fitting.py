@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.audit import switches
-from lightning_ddp_losses.audit.recorder import Recorder
+from lightning_ddp_losses.audit.recorder import LEFT_OUT, Recorder
 from lightning_ddp_losses.audit.runs import Plan, Run, Subject
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
 
@@ -36,7 +35,6 @@ OURS = frozenset({
 """Options of the Trainer that the audit sets itself."""
 
 _DATA = ("limit_train_batches", "overfit_batches", "reload_dataloaders_every_n_epochs", "use_distributed_sampler")
-_LEFT_OUT = (Checkpoint, ProgressBar, ModelSummary)
 _SPLIT = ("FSDP", "DeepSpeed", "ModelParallel", "XLA")
 
 
@@ -176,7 +174,7 @@ def _options(subject: Subject, run: Run, rank: int, recorder: Recorder) -> dict[
         "strategy": _strategy(subject) if run.ranks else "auto",
         "devices": run.processes,
         "plugins": plugins,
-        "callbacks": [recorder, *(each for each in callbacks if not isinstance(each, _LEFT_OUT))],
+        "callbacks": [recorder, *(each for each in callbacks if not isinstance(each, LEFT_OUT))],
         "accumulate_grad_batches": accumulate,
         "max_steps": run.steps,
         "max_epochs": -1,

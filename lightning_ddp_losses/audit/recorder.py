@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelSummary, ProgressBar, Timer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +23,10 @@ from lightning_ddp_losses.audit.records import Recording, Writer, digest_of
 from lightning_ddp_losses.audit.runs import Run
 from lightning_ddp_losses.audit.trace import Trace
 
-__all__ = ["Recorder"]
+__all__ = ["LEFT_OUT", "Recorder"]
+
+LEFT_OUT = (Checkpoint, EarlyStopping, ModelSummary, ProgressBar, Timer)
+"""Callbacks that have no part in an audit."""
 
 
 class Recorder(Callback):
@@ -57,6 +61,11 @@ class Recorder(Callback):
 
     # ------------------------------------------------------------------ before the first step
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave out callbacks that want a validation, files or a terminal; the module may have brought some."""
+        kept = [each for each in trainer.callbacks if not isinstance(each, LEFT_OUT)]  # type: ignore[attr-defined]
+        trainer.callbacks = kept  # type: ignore[attr-defined]
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look at the module right after the wrap."""
         self._wrapped = dict(pl_module.named_parameters())
@@ -74,15 +83,22 @@ class Recorder(Callback):
         if self.run.perturb is not None:
             unit = switches.unit_roundoff(pl_module, str(trainer.precision))
             switches.perturb_module(pl_module, unit, self.run.perturb)
+        for scheduler in trainer.lr_scheduler_configs:
+            scheduler.strict = False  # what it monitors may come from a validation
         self.writer.write(0, "initial", _tensors(pl_module))
         self.page |= facts.describe(trainer, pl_module)
         if self.run.seed is not None:
             seed_everything(self.run.seed, verbose=False)
 
     def _load(self, module: LightningModule) -> None:
-        initial = Recording(Path(self.run.start), 1).entries(0, 0, "initial")
+        start = Path(self.run.start)
+        source = Recording(start, len(list(start.glob("rank-*"))))
+        mine = self.writer.rank if self.run.ranks else 0
         for name, tensor in _tensors(module):
-            entry = initial.get(name)
+            sharded = source.shards(name) is not None
+            entry = source.entries(mine if sharded else 0, 0, "initial").get(name)
+            if sharded and not self.run.ranks:
+                entry = source.joined(0, "initial", name)
             known = entry is not None and entry.exists and entry.shape == tuple(tensor.shape)
             if entry is not None and known and entry.digest != digest_of(tensor):
                 with torch.no_grad():

@@ -89,10 +89,11 @@ class Writer:
     Args:
         folder: Of the run.
         rank: This process's.
+        start: How its files' names begin.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.home, self.rank = folder / f"rank-{rank}", rank
+    def __init__(self, folder: Path, rank: int, start: str = "") -> None:
+        self.home, self.rank, self.start = folder / f"rank-{rank}", rank, start
         self._first = folder / "rank-0"
         self._files = 0
         self.home.mkdir(parents=True, exist_ok=True)
@@ -111,13 +112,18 @@ class Writer:
             index[name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest, file)
         _write_whole(self.home / f"{step}.{kind}.json", index)
 
+    def entry(self, tensor: Tensor) -> Entry:
+        """Store one tensor by itself."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return Entry(dtype, tuple(tensor.shape), digest_of(tensor), self._store(tensor))
+
     def facts(self, facts: dict[str, Any]) -> None:
         """Store the page of facts; it is the last thing a run writes."""
         _write_whole(self.home / "facts.json", facts)
 
     def _store(self, tensor: Tensor) -> str:
         self._files += 1
-        path = self.home / f"{self._files}.bin"
+        path = self.home / f"{self.start}{self._files}.bin"
         with path.open("wb") as file:
             for piece in _bytes_of(tensor):
                 file.write(piece)
@@ -175,6 +181,23 @@ class Recording:
     def names(self, step: int, kind: str) -> list[str]:
         """Names on any rank, in order."""
         return list(dict.fromkeys(n for r in range(self.ranks) for n in self.entries(r, step, kind)))
+
+    def shards(self, name: str) -> list[tuple[int, int]] | None:
+        """First class and dimension of each rank's block, where the ranks hold blocks of the parameter by design."""
+        found = [page["shards"].get(name) for page in self.facts]
+        return [(int(start), int(dim)) for start, dim in found] if all(found) else None
+
+    def joined(self, step: int, kind: str, name: str) -> Entry | None:
+        """The ranks' blocks as the one tensor that they are parts of."""
+        places = self.shards(name)
+        entries = [self.entries(r, step, kind).get(name) for r in range(self.ranks)]
+        if places is None or not all(entry is not None and entry.exists for entry in entries):
+            return None
+        blocks = sorted(
+            ((place, entry.tensor()) for place, entry in zip(places, entries, strict=True) if entry), key=lambda x: x[0]
+        )
+        writer = Writer(self.folder, 0, start=f"joined-{step}-{kind}-{hashlib.sha256(name.encode()).hexdigest()[:12]}-")
+        return writer.entry(torch.cat([block for _, block in blocks], dim=places[0][1]))
 
     def agree(self, step: int, kind: str, name: str) -> bool:
         """Whether all ranks hold the same bits."""

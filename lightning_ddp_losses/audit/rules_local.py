@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from lightning_ddp_losses.audit.case import Case, Diagnosis
 
-__all__ = ["LOCAL"]
+__all__ = ["LOCAL", "local_statistics"]
 
 Rule = Callable[[Case], Diagnosis | None]
 _MEAN = "one process that averages the ranks' own losses has the ranks' gradients"
@@ -14,17 +14,27 @@ _MEAN = "one process that averages the ranks' own losses has the ranks' gradient
 
 def batch_norm(case: Case) -> Diagnosis | None:
     """F59: each rank normalises by its own rows."""
-    norms = [n for n, kind in case.facts["norms_wrapped"].items() if "Sync" not in kind]
-    if not norms or case.torn or not case.counters.without("batch_norm").equal:
+    if not _local_norms(case) or case.torn or not case.counters.without("batch_norm").equal:
         return None
+    return local_statistics(case, "with batch norm in evaluation mode both runs are equal")
+
+
+def _local_norms(case: Case) -> list[str]:
+    return [n for n, kind in case.facts["norms_wrapped"].items() if "Sync" not in kind]
+
+
+def local_statistics(
+    case: Case, confirmed: str = "with batch norm in evaluation mode fewer gradients differ"
+) -> Diagnosis:
+    """F59, alone or beside something else."""
+    norms = _local_norms(case)
     return Diagnosis(
         "F59",
         "batch norm with each rank's own statistics",
-        f"{', '.join(f'`{n}`' for n in norms[:3])}{' ...' if len(norms) > 3 else ''}: mean and variance are "
-        f"those of this rank's rows "
+        f"{', '.join(f'`{n}`' for n in norms[:3])}{' ...' if len(norms) > 3 else ''}: mean and variance are those of this rank's rows "
         f"({', '.join(map(str, case.rows_per_rank(case.step)))}), not of the batch.",
         "Trainer(sync_batchnorm=True), or a norm that looks at one row at a time (LayerNorm, GroupNorm).",
-        confirmed="with batch norm in evaluation mode both runs are equal",
+        confirmed=confirmed,
         parameters=tuple(row.parameter for row in case.wrong),
     )
 

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from lightning_ddp_losses.collectives import all_gather_with_grad
+from lightning_ddp_losses.sharding import ClassShard, tag_shard
+
 ROWS, FEATURES, DIM, CLASSES = 48, 6, 4, 5
 
 
@@ -137,6 +140,26 @@ class MetricAsLoss(Module):
 
 
 # ---------------------------------------------------------------------- layers
+
+
+class Sharded(Module):
+    """A head whose rows are dealt to the ranks: logits of own classes for the rows of all."""
+
+    def configure_model(self) -> None:
+        if hasattr(self, "head"):
+            return
+        torch.manual_seed(5)
+        whole, W = torch.randn(6, CLASSES), world()
+        part = slice(rank() * 6 // W, (rank() + 1) * 6 // W)
+        self.head = nn.Linear(CLASSES, part.stop - part.start, bias=False)
+        self.head.weight = nn.Parameter(whole[part].clone())
+        tag_shard(self.head.weight, ClassShard(part.start, part.stop, 6))
+
+    def objective(self, z: Tensor, y: Tensor) -> Tensor:
+        W = world()
+        scaled = W * z - (W - 1) * z.detach()  # DDP's mean divides the encoder's gradient, and that of nobody's block
+        everyone = all_gather_with_grad(scaled)
+        return self.head(everyone).square().sum() / len(everyone)
 
 
 class BatchNorm(Module):
@@ -284,8 +307,8 @@ class OwnBackward(Module):
 class Manual(Module):
     automatic_optimization = False
 
-    def __init__(self, *, right: bool) -> None:
-        super().__init__()
+    def __init__(self, loss: nn.Module | None = None, *, right: bool) -> None:
+        super().__init__(loss)
         self.automatic_optimization = False
         self.right = right
 

@@ -14,7 +14,7 @@ from lightning_ddp_losses.audit import records
 from lightning_ddp_losses.audit.compare import MULTIPLE, Tolerances, compare, tolerances
 from lightning_ddp_losses.audit.records import Recording, Writer
 
-PAGE: dict[str, Any] = {"steps": 1, "owners": {"w": "encoder"}}
+PAGE: dict[str, Any] = {"steps": 1, "owners": {"w": "encoder"}, "shards": {}}
 
 
 def recording(folder: Path, *ranks: Tensor | None) -> Recording:

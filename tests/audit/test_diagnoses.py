@@ -97,6 +97,8 @@ FAULTS: dict[str, tuple[str, m.Make, Any, dict[str, Any]]] = {
         even,
         {"strategy": "ddp_losses"},
     ),
+    "local batch norm and PML's wrapper": ("F24", lambda: m.BatchNorm(m.PMLWrapper(learned())), even, {}),
+    "SupCon never gathered, manual optimisation": ("F29", lambda: m.Manual(pml.SupConLoss(), right=True), even, {}),
     "batch norm converted after the wrap": (
         "F60",
         m.ConvertedLate,
@@ -198,6 +200,12 @@ HEALTHY: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
         Module,
         lambda: uneven([2, 8] * 4),
         {"without": ["uneven"], "trainer_kwargs": NO_SAMPLER},
+    ),
+    "a class-sharded weight": (m.Sharded, even, GLOBAL),
+    "a class-sharded weight, 3 ranks": (
+        m.Sharded,
+        partial(even, 4),
+        GLOBAL | {"devices": 3},
     ),
     "manual optimisation": (lambda: m.Manual(right=True), even, {}),
     "adopted loss": (m.Hidden, even, {"strategy": DDPLossStrategy(adopt=True)}),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
@@ -132,18 +133,13 @@ def status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable
 
 
 def test_a_difference_has_status_1(status: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config_of_fit = str(ROOT / "configs" / "digits_arcface.yaml")
-    loss = "--model.init_args.loss"
-    wrapped = [loss, "pytorch_metric_learning.utils.distributed.DistributedLossWrapper"]
-    wrapped += [f"{loss}.init_args.loss", "pytorch_metric_learning.losses.ArcFaceLoss"]
-    wrapped += [
-        f"{loss}.init_args.loss.init_args.num_classes",
-        "10",
-        f"{loss}.init_args.loss.init_args.embedding_size",
-        "32",
-    ]
+    config = yaml.safe_load((ROOT / "configs" / "digits_arcface.yaml").read_text())
+    arcface = config["model"]["init_args"]["loss"]
+    wrapper = "pytorch_metric_learning.utils.distributed.DistributedLossWrapper"
+    config["model"]["init_args"]["loss"] = {"class_path": wrapper, "init_args": {"loss": arcface}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
     more = ["--trainer.strategy", "ddp", "--audit.steps", "1", "--audit.output", "out"]
-    assert status("--config", config_of_fit, *wrapped, *more) == 1
+    assert status("--config", "c.yaml", *more) == 1
     assert "(F24)" in capsys.readouterr().out
     assert (tmp_path / "out" / "version_0" / "report.json").is_file()
 

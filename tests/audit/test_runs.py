@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -129,6 +131,21 @@ class OwnData(Module):
         return even()
 
 
+class Monitored(Module):
+    """Its scheduler and its callback wait for a validation that an audit does not run."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+    def configure_callbacks(self) -> Any:
+        return [EarlyStopping("val_loss")]
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", 0.0)
+
+
 SUPPORTED: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
     "raw optimizers": (Stepping, even, {"steps": 4}),
     "a dict, a logger, self.trainer": (Dict, even, {"trainer_kwargs": {"logger": CSVLogger("nowhere")}}),
@@ -142,6 +159,7 @@ SUPPORTED: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
         {"steps": 4, "trainer_kwargs": {"accumulate_grad_batches": 2}},
     ),
     "a list of loaders": (Module, lambda: [even()], {"model": lambda: Listed()}),
+    "what monitors a validation": (Monitored, partial(even, 16), {"steps": 3}),
     "a limited epoch": (Module, even, {"trainer_kwargs": {"limit_train_batches": 2}}),
     "workers": (Module, lambda: even(num_workers=1), {"steps": 1}),
 }
