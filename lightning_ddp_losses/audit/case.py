@@ -145,7 +145,8 @@ class Case:
     @cached_property
     def factors(self) -> Factors:
         """Common factors at the first step that differs."""
-        telling = [row for row in self.rows if row.tolerance < 0.25 and row.ranks_agree]
+        whole = [row for row in self.rows if not row.noise and row.ranks_agree]
+        telling = [row for row in whole if row.tolerance < 0.25] or whole
         encoder = _common([row for row in telling if row.owner == "encoder"])
         losses = _common([row for row in telling if row.owner not in ("encoder", "unregistered")])
         return Factors(encoder, losses)

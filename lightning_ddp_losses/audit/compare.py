@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.audit.records import PIECE, Entry, Recording
+from lightning_ddp_losses.audit.records import Entry, Recording
 
 __all__ = ["MULTIPLE", "Comparison", "Row", "Tolerances", "Verdict", "compare", "is_mean", "tolerances"]
 
@@ -19,6 +20,7 @@ What = Literal["gradient", "parameter"]
 
 MULTIPLE = 16.0
 """A difference is a finding where it exceeds this multiple of the estimated rounding error."""
+_CAP = 0.4  # a factor 1/2 is an error of 0.5
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
@@ -117,7 +119,10 @@ class Tolerances:
         """Largest error that is not a finding."""
         if self.fixed is not None:
             return self.fixed
-        return MULTIPLE * max(self.unit, self.measured.get((step, what, name), 0.0))
+        measured = self.measured.get((step, what, name), 0.0)
+        allowed = MULTIPLE * max(self.unit, measured)
+        # rounding of a few per cent must not hide a factor of two; later steps add up what earlier ones left
+        return min(allowed, _CAP) if step == 1 and what == "gradient" and measured < 0.6 * _CAP else allowed
 
 
 @dataclass
@@ -165,9 +170,14 @@ def compare(ranks: Recording, one: Recording, allowed: Tolerances) -> Comparison
     """
     owner = {name: o for page in (*one.facts, *ranks.facts) for name, o in page["owners"].items()}
     rows, updates = [], []
+    strict = allowed.fixed is not None
+    quiet: set[str] = set()  # where a gradient is rounding, so is what an optimizer makes of it
     for step in range(1, min(ranks.steps, one.steps) + 1):
-        rows += list(_rows(ranks, one, step, "gradient", allowed, owner))
-        updates += list(_rows(ranks, one, step, "parameter", allowed, owner))
+        scale = _scale(one, step, "gradient", strict=strict)
+        quiet |= scale.quiet
+        rows += list(_rows(ranks, one, step, "gradient", allowed, owner, scale))
+        scale = dataclasses.replace(_scale(one, step, "parameter", strict=strict), quiet=frozenset(quiet))
+        updates += list(_rows(ranks, one, step, "parameter", allowed, owner, scale))
     return Comparison(rows, updates)
 
 
@@ -189,9 +199,8 @@ def is_mean(parts: Sequence[Recording], ranks: Recording, allowed: Tolerances) -
 
 
 def _rows(
-    ranks: Recording, one: Recording, step: int, what: What, allowed: Tolerances, owner: dict[str, str]
+    ranks: Recording, one: Recording, step: int, what: What, allowed: Tolerances, owner: dict[str, str], scale: _Scale
 ) -> Iterator[Row]:
-    floor = _floor(one, step, what)
     theirs = one.entries(0, step, what)
     order = dict.fromkeys([*theirs, *ranks.names(step, what)])
     for name in order:
@@ -210,7 +219,7 @@ def _rows(
                 other,
                 agree,
                 allowed.of(step, what, name),
-                floor,
+                scale,
                 _before(ranks, one, rank, step, what, name),
             )
             for rank, entry in found
@@ -235,16 +244,34 @@ def _before(ranks: Recording, one: Recording, rank: int, step: int, what: str, n
     return (ours, theirs) if ours is not None and theirs is not None and ours.shape == theirs.shape else None
 
 
-def _floor(one: Recording, step: int, what: str) -> float:
-    """Gradients this small beside all the others are rounding: a bias before a batch norm."""
-    if what == "parameter":
-        return 0.0
-    whole = 0.0
-    for entry in one.entries(0, step, what).values():
+@dataclass(frozen=True)
+class _Scale:
+    """What is small beside all tensors of a step together.
+
+    Attributes:
+        floor: No error is relative to less than this.
+        noise: A difference below this is rounding, whatever it is relative to: the bias before a batch norm.
+        quiet: Names whose tensors are no larger than the noise.
+    """
+
+    floor: float
+    noise: float
+    quiet: frozenset[str]
+
+
+def _scale(one: Recording, step: int, what: What, *, strict: bool) -> _Scale:
+    sizes: dict[str, float] = {}
+    eps = 0.0
+    for name, entry in one.entries(0, step, what).items():
         if entry.exists and entry.dtype in _EPS:
-            eps = _EPS[entry.dtype]
-            whole = max(whole, eps * math.sqrt(sum(float(p.double().square().sum()) for p in entry.pieces(PIECE))))
-    return whole if math.isfinite(whole) else 0.0
+            eps = max(eps, _EPS[entry.dtype])
+            before = _before(one, one, 0, step, what, name)
+            sizes[name] = math.sqrt(_sums(entry, entry, before).theirs)
+    whole = eps * math.sqrt(sum(size * size for size in sizes.values()))
+    if not math.isfinite(whole):
+        return _Scale(0.0, 0.0, frozenset())
+    noise = 0.0 if strict else whole * (MULTIPLE if eps < 1e-5 else 1.0)
+    return _Scale(whole, noise, frozenset(name for name, size in sizes.items() if size <= noise))
 
 
 def _row(  # noqa: PLR0911 - one return for each verdict
@@ -257,7 +284,7 @@ def _row(  # noqa: PLR0911 - one return for each verdict
     theirs: Entry | None,
     agree: bool,
     tolerance: float,
-    floor: float,
+    scale: _Scale,
     before: tuple[Entry, Entry] | None,
 ) -> Row:
     def made(ratio: float, cosine: float, error: float, largest: float, verdict: Verdict) -> Row:
@@ -278,11 +305,11 @@ def _row(  # noqa: PLR0911 - one return for each verdict
     if not sums.finite:
         return made(math.nan, math.nan, math.inf, math.inf, "not finite")
     a, b, off = math.sqrt(sums.ours), math.sqrt(sums.theirs), math.sqrt(sums.off)
-    error = _over(off, max(b, floor))
-    largest = _over(sums.largest_off, max(sums.largest, floor))
+    error = _over(off, max(b, scale.floor))
+    largest = _over(sums.largest_off, max(sums.largest, scale.floor))
     cosine = sums.dot / (a * b) if a and b else float(a == b)
     ratio = _over(a, b) if b or a else 1.0
-    if error <= tolerance:
+    if error <= tolerance or off <= scale.noise or (what == "parameter" and name in scale.quiet):
         return made(ratio, cosine, error, largest, "exact")
     # what is left when the best factor is taken out
     across = math.sqrt(max(0.0, 1 - cosine * cosine)) if cosine > 0 else 1.0

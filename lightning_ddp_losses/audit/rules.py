@@ -188,7 +188,7 @@ def unknown(case: Case) -> Diagnosis:
 
 
 def _is(ratio: float | None, value: float) -> bool:
-    return ratio is not None and math.isclose(ratio, value, rel_tol=0.02)
+    return ratio is not None and math.isclose(ratio, value, rel_tol=0.05)
 
 
 def _ratio(value: float | None) -> str:

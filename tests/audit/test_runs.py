@@ -209,6 +209,31 @@ def test_a_factor_is_found_in_bf16_and_rounding_is_not() -> None:
     assert all(row.tolerance < 0.5 for row in report.rows if row.step == 1)
 
 
+class Shifted(Module):
+    """A parameter whose gradient is zero but for rounding: softmax does not see what is added to all logits."""
+
+    def __init__(self, seed: int, optimizer: type[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.encoder = nn.Sequential(nn.Linear(m.FEATURES, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, m.CLASSES))
+        self.shift = nn.Parameter(torch.zeros(1))
+        self.optimizer = optimizer
+
+    def objective(self, z: Any, y: Any) -> Any:
+        return self.loss(z + self.shift, y)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam], ids=lambda cls: cls.__name__)
+def test_a_gradient_that_is_all_rounding_is_no_finding(optimizer: Any, precision: str) -> None:
+    for seed in (1, 2):
+        report = audit(Shifted(seed, optimizer), even(), strategy="ddp", trainer_kwargs={"precision": precision})
+        assert report.equal, str(report)
+
+
 def test_the_tolerance_is_a_multiple_of_the_rounding_and_can_be_given() -> None:
     report = audit(Module().double(), double(), strategy="ddp")
     assert report.equal
