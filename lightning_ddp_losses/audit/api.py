@@ -16,9 +16,9 @@ from lightning.pytorch import LightningModule
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.audit.auditor import Auditor
 from lightning_ddp_losses.audit.case import Case
-from lightning_ddp_losses.audit.compare import MULTIPLE
 from lightning_ddp_losses.audit.diagnose import diagnose, notes
 from lightning_ddp_losses.audit.report import AuditReport, StepLoss
+from lightning_ddp_losses.audit.rows import MULTIPLE
 from lightning_ddp_losses.audit.runs import Subject
 from lightning_ddp_losses.audit.switches import SWITCHES
 from lightning_ddp_losses.errors import ConfigurationError, format_error

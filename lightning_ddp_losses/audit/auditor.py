@@ -10,10 +10,11 @@ from pathlib import Path
 
 from lightning_ddp_losses.audit import trace
 from lightning_ddp_losses.audit.case import Case, Counters
-from lightning_ddp_losses.audit.compare import Comparison, Tolerances, compare, is_mean, tolerances
+from lightning_ddp_losses.audit.compare import Comparison, compare, is_mean, tolerances
 from lightning_ddp_losses.audit.fitting import perform
 from lightning_ddp_losses.audit.processes import Failure, run_processes
 from lightning_ddp_losses.audit.records import Recording
+from lightning_ddp_losses.audit.rows import Tolerances
 from lightning_ddp_losses.audit.runs import Run, Subject, plan_of
 from lightning_ddp_losses.audit.switches import unit_roundoff
 from lightning_ddp_losses.errors import AuditError, ConfigurationError, InputError, error_class, format_error

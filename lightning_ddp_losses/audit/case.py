@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_ddp_losses.audit.compare import Comparison, Row
+from lightning_ddp_losses.audit.compare import Comparison
 from lightning_ddp_losses.audit.records import Recording
+from lightning_ddp_losses.audit.rows import Row
 
 __all__ = ["Case", "Counters", "Diagnosis", "Factors", "Severity"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightning_ddp_losses.audit import pictures
 from lightning_ddp_losses.audit.case import Diagnosis
-from lightning_ddp_losses.audit.compare import Row
+from lightning_ddp_losses.audit.rows import Row
 
 if TYPE_CHECKING:
     from lightning_ddp_losses.audit.report import AuditReport

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_ddp_losses.audit.case import Diagnosis
-from lightning_ddp_losses.audit.compare import Row
+from lightning_ddp_losses.audit.rows import Row
 
 __all__ = ["AuditReport", "StepLoss"]
 
