@@ -34,6 +34,14 @@ def fit(session: nox.Session) -> None:
 
 
 @nox.session
+def audit(session: nox.Session) -> None:
+    """Compare two ranks with one process on the digits; further arguments go to `ddp-losses audit`."""
+    install(session, extras="[demo]")
+    arguments = session.posargs or ["--config", "configs/digits_arcface.yaml"]
+    session.run("ddp-losses", "audit", *arguments)
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests, two at a time where there are two cores, with the coverage of every rank process."""
     install(session, "test", extras="[demo]")

@@ -3,6 +3,7 @@
 Importing the package registers the strategy names (``Trainer(strategy="ddp_losses")``).
 """
 
+from lightning_ddp_losses.audit import AuditReport, assert_parity, audit
 from lightning_ddp_losses.callbacks import (
     BatchCheck,
     BufferSyncCheck,
@@ -17,6 +18,7 @@ from lightning_ddp_losses.callbacks import (
     RankCheck,
 )
 from lightning_ddp_losses.errors import (
+    AuditError,
     ConfigurationError,
     DDPLossError,
     HiddenLossError,
@@ -35,6 +37,8 @@ from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type,
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuditError",
+    "AuditReport",
     "BatchCheck",
     "BufferSyncCheck",
     "CheckpointCheck",
@@ -62,6 +66,8 @@ __all__ = [
     "RankMismatchError",
     "SigLipLoss",
     "SyncBatchNorm",
+    "assert_parity",
+    "audit",
     "differentiable",
     "microbatched",
 ]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = [
+    "AuditError",
     "ConfigurationError",
     "DDPLossError",
     "HiddenLossError",
@@ -60,6 +61,10 @@ class PeerError(DDPLossError):
     """Another rank failed; this rank stops with it instead of waiting for it."""
 
 
+class AuditError(DDPLossError):
+    """An audit that could not run: a process of it failed, died or took too long; its traceback is in the text."""
+
+
 _BY_NAME: dict[str, type[DDPLossError]] = {}
 
 
@@ -70,6 +75,7 @@ def register_error(cls: type[DDPLossError]) -> type[DDPLossError]:
 
 
 for _cls in (
+    AuditError,
     ConfigurationError,
     DDPLossError,
     HiddenLossError,

@@ -25,6 +25,7 @@ __all__ = [
     "close",
     "family",
     "is_distributed",
+    "join",
     "members",
     "neighbours",
     "rank",
@@ -201,6 +202,21 @@ def _world_timeout() -> timedelta | None:
         options = world._get_backend(torch.device("cpu")).options
         return timedelta(seconds=options._timeout.total_seconds())
     return None
+
+
+def join(file: str, rank: int, world_size: int, *, backend: str, timeout: timedelta) -> None:
+    """Enter a world of processes on this machine that meet through a file: no port, no environment variable.
+
+    Args:
+        file: A path that all of them can write; it must not exist before.
+        rank: This process's.
+        world_size: How many processes come.
+        backend: The world's.
+        timeout: How long to wait for a peer, here and in every collective.
+    """
+    store = dist.FileStore(file, world_size)  # type: ignore[attr-defined]
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def close(*, world: bool = False) -> None:

@@ -23,7 +23,7 @@ COMMON = {"torch"}
 THIRD_PARTY = [
     COMMON,
     COMMON | {"lightning", "torchmetrics", "pytorch_metric_learning"},
-    COMMON | {"lightning", "rich"},
+    COMMON | {"lightning", "rich", "matplotlib"},
     None,  # everything
 ]
 FILES = sorted(ROOT.rglob("*.py"))

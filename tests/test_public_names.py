@@ -10,6 +10,8 @@ import pytest
 import lightning_ddp_losses
 
 PINNED = [
+    "AuditError",
+    "AuditReport",
     "BatchCheck",
     "BufferSyncCheck",
     "CheckpointCheck",
@@ -37,6 +39,8 @@ PINNED = [
     "RankMismatchError",
     "SigLipLoss",
     "SyncBatchNorm",
+    "assert_parity",
+    "audit",
     "differentiable",
     "microbatched",
 ]

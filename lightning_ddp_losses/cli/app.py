@@ -1,4 +1,4 @@
-"""The command line: `ddp-losses fit|validate|test|predict --config X` trains any LightningModule with exact distributed losses.
+"""The command line: `ddp-losses fit|validate|test|predict|audit --config X` trains any LightningModule with exact distributed losses.
 
 LightningCLI with our defaults, a progress bar for every kind of terminal, and the report at the end. What can be known to be
 wrong before training is found before anything is written.
@@ -7,15 +7,17 @@ wrong before training is found before anything is written.
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
-from typing import Any
+from typing import Any, Union
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_ddp_losses import groups
+from lightning_ddp_losses.cli.audit import AuditedTrainer, AuditOptions, devices_of, run_audit
 from lightning_ddp_losses.cli.report import RunReport
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, format_error
 
@@ -61,8 +63,25 @@ class LossCLI(LightningCLI):
         kwargs.setdefault(
             "auto_configure_optimizers", False
         )  # one learning rate would replace those of encoder and loss
+        kwargs.setdefault("trainer_class", AuditedTrainer)
+        self.exit_status = 0
         kwargs.setdefault("save_config_kwargs", {"overwrite": True})  # each run has a new folder unless one is named
         super().__init__(args=args, run=run, trainer_defaults=defaults | kwargs.pop("trainer_defaults", {}), **kwargs)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, and the audit."""
+        return {**LightningCLI.subcommands(), "audit": {"model", "datamodule"}}
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        if subcommand != "audit":
+            return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser = self.init_parser(**kwargs)
+        self._add_arguments(parser)
+        parser.add_class_arguments(AuditOptions, "audit")
+        for option in ("ckpt_path", "weights_only"):  # what a config that fit has saved also holds
+            parser.add_argument(f"--{option}", type=Union[str, bool, None], default=None)  # noqa: UP007
+        return parser
 
     def before_instantiate_classes(self) -> None:
         """Name the sizes that a loss asks for and did not get: jsonargparse lets untyped parameters pass as None."""
@@ -97,7 +116,11 @@ class LossCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Make model, data and trainer; our own errors come out as they are, not inside jsonargparse's account of types."""
         try:
-            super().instantiate_classes()
+            if self.subcommand == "audit":  # its trainers are made in processes of their own
+                self.config_init = self.parser.instantiate_classes(self.config)
+                self.model, self.datamodule = (self._get(self.config_init, key) for key in ("model", "data"))
+            else:
+                super().instantiate_classes()
         except ValueError as error:
             if isinstance(error.__cause__, DDPLossError):
                 raise error.__cause__ from None
@@ -107,16 +130,44 @@ class LossCLI(LightningCLI):
         """Check what needs both the data and the number of ranks."""
         check = getattr(self.datamodule, "check", None)
         if check is not None:
-            check(self.trainer.world_size)
+            check(devices_of(*self._audit_options()) if self.subcommand == "audit" else self.trainer.world_size)
+
+    def _audit_options(self) -> tuple[AuditOptions, dict[str, Any]]:
+        trainer = self._get(self.config_init, "trainer", default={})
+        return self._get(self.config_init, "audit"), dict(trainer)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if subcommand != "audit":
+            super()._run_subcommand(subcommand)
+            return
+        options, trainer = self._audit_options()
+        report = run_audit(self.model, self.datamodule, trainer, options, self._get(self.config_init, "ckpt_path"))
+        self.exit_status = 0 if report.equal else 1
 
 
 def main() -> None:
-    """Entry point of the console script: a mistake of the user's ends in its message, not in a traceback."""
+    """Entry point of the console script: a mistake of the user's ends in its message, not in a traceback.
+
+    Exit status: 0 done (or an audit that found both sides equal), 1 an error (or an audit that found a difference), 2 a
+    command line that cannot be read, or an audit that could not run.
+    """
     for message in QUIET:
         warnings.filterwarnings("ignore", message)
+    auditing = sys.argv[1:2] == ["audit"]
     try:
-        LossCLI()
+        status = LossCLI().exit_status
     except (DDPLossError, MisconfigurationException) as error:
         if getattr(error, "collective", False) and groups.rank() > 0:
             sys.exit(1)  # rank 0 says the same
-        sys.exit(f"ddp-losses: {type(error).__name__}: {error}")
+        message = f"ddp-losses: {type(error).__name__}: {error}"
+        if not auditing:
+            sys.exit(message)
+        sys.stderr.write(f"{message}\n")
+        sys.exit(2)
+    except Exception:
+        if not auditing:
+            raise
+        traceback.print_exc()
+        sys.exit(2)
+    if status:
+        sys.exit(status)

@@ -14,7 +14,27 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 
-__all__ = ["refuse_other_batches", "warn_if_reshuffled"]
+__all__ = ["refuse_other_batches", "reshuffled", "warn_if_reshuffled"]
+
+
+def reshuffled(dataloader: object, *, injecting: bool = True) -> str | None:
+    """What Lightning did to the order of a structured sampler, as an error text; None where it left the order alone.
+
+    Args:
+        dataloader: When Lightning has resolved samplers.
+        injecting: Lightning's ``use_distributed_sampler``; without it, a shuffle around a batch sampler is the user's own.
+    """
+    if not isinstance(dataloader, DataLoader):
+        return None
+    sampler, batch_sampler = dataloader.sampler, dataloader.batch_sampler
+    if isinstance(sampler, DistributedSamplerWrapper) and sampler.shuffle:
+        inner = getattr(sampler.dataset, "_sampler", sampler)
+        return _text(type(inner).__name__, "shuffled over all its batches", "global_batch_size")
+    if injecting and batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+        held = getattr(batch_sampler, "__dict__", {}).values()
+        if any(isinstance(value, DistributedSampler) and value.shuffle for value in held):
+            return _text(type(batch_sampler).__name__, "built anew around a shuffling DistributedSampler", "")
+    return None
 
 
 def warn_if_reshuffled(dataloader: object, *, injecting: bool = True) -> None:
@@ -22,30 +42,21 @@ def warn_if_reshuffled(dataloader: object, *, injecting: bool = True) -> None:
 
     Args:
         dataloader: As ``Strategy.process_dataloader`` gets it, when Lightning has resolved samplers.
-        injecting: Lightning's ``use_distributed_sampler``; without it, a shuffle around a batch sampler is the user's own.
+        injecting: Lightning's ``use_distributed_sampler``.
     """
-    if not isinstance(dataloader, DataLoader):
-        return
-    sampler, batch_sampler = dataloader.sampler, dataloader.batch_sampler
-    if isinstance(sampler, DistributedSamplerWrapper) and sampler.shuffle:
-        inner = getattr(sampler.dataset, "_sampler", sampler)
-        _warn(type(inner).__name__, "shuffled over all its batches", "global_batch_size")
-    elif injecting and batch_sampler is not None and type(batch_sampler) is not BatchSampler:
-        held = getattr(batch_sampler, "__dict__", {}).values()
-        if any(isinstance(value, DistributedSampler) and value.shuffle for value in held):
-            _warn(type(batch_sampler).__name__, "built anew around a shuffling DistributedSampler", "")
+    text = reshuffled(dataloader, injecting=injecting)
+    if text is not None:
+        rank_zero_warn(text)
 
 
-def _warn(name: str, got: str, size: str) -> None:
+def _text(name: str, got: str, size: str) -> str:
     arguments = ", ".join(filter(None, [f"{name}(...)", size]))
-    rank_zero_warn(
-        format_error(
-            f"{name} under DDP",
-            expected="its own order",
-            got=f"{got} by Lightning, which destroys batches that belong together (M per class, hierarchical, weighted)",
-            fix=f"Write DataLoader(..., batch_sampler=GlobalBatchSampler.batches({arguments})), or set "
-            "Trainer(use_distributed_sampler=False) where the sampler itself gives each rank its own rows.",
-        )
+    return format_error(
+        f"{name} under DDP",
+        expected="its own order",
+        got=f"{got} by Lightning, which destroys batches that belong together (M per class, hierarchical, weighted)",
+        fix=f"Write DataLoader(..., batch_sampler=GlobalBatchSampler.batches({arguments})), or set "
+        "Trainer(use_distributed_sampler=False) where the sampler itself gives each rank its own rows.",
     )
 
 

@@ -1,0 +1,94 @@
+"""Batches as nests of rows: joined in rank order, cut, stored, told apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_ddp_losses.audit import batches
+from lightning_ddp_losses.errors import InputError
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Any
+    name: str
+
+
+def flat(tree: Any) -> list[str]:
+    return [f"{path}: {leaf.tolist() if hasattr(leaf, 'tolist') else leaf!r}" for path, leaf in batches.leaves(tree)]
+
+
+def one(n: int, start: float) -> dict[str, Any]:
+    x = torch.arange(start, start + n)
+    return {
+        "x": x,
+        "wide": torch.stack([x, -x], 1),
+        "names": [f"row {int(v)}" for v in x],
+        "pair": Pair((x + 0.5,), None),
+        "frozen": Frozen(x, "a batch"),
+        "array": x.numpy(),
+        "views": [x, -x],
+        "class weights": torch.arange(7.0),
+        "scalar": torch.tensor(2.0),
+        "number": 3,
+    }
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (1, 4, 0), (3,)])
+def test_joined_rows_are_those_of_one_batch(sizes: tuple[int, ...]) -> None:
+    starts = [float(sum(sizes[:r])) for r in range(len(sizes))]
+    joined = batches.concatenate([one(n, start) for n, start in zip(sizes, starts, strict=True)], list(sizes))
+    assert flat(joined) == flat(one(sum(sizes), 0.0))
+    assert type(joined["pair"]) is Pair
+    assert type(joined["frozen"]) is Frozen
+    assert isinstance(joined["array"], np.ndarray)
+
+
+def test_a_part_of_the_rows() -> None:
+    assert flat(batches.take(one(5, 0.0), slice(1, 4))) == flat(one(3, 1.0))
+
+
+def detector(n: int, boxes: int) -> tuple[list[Any], list[Any]]:
+    images = [torch.zeros(3, 4, 4 + i) for i in range(n)]
+    return images, [{"boxes": torch.zeros(boxes + i, 4), "label": torch.tensor(i)} for i in range(n)]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (4, 1)])
+def test_lists_of_samples_of_their_own_size(sizes: tuple[int, int]) -> None:
+    images, targets = batches.concatenate([detector(n, 1) for n in sizes])
+    assert [image.shape[-1] for image in images] == [4 + i for n in sizes for i in range(n)]
+    assert len(targets) == sum(sizes)
+    assert batches.rows_of((images, targets)) == sum(sizes)
+    assert len(batches.take((images, targets), slice(0, 2))[1]) == 2
+
+
+def test_what_is_rows_on_no_reading_is_named() -> None:
+    parts = [{"a": [torch.zeros(2), {"b": torch.zeros(n, 3)}]} for n in (5, 6)]
+    with pytest.raises(InputError, match=r"batch\['a'\]\[1\]\['b'\]") as caught:
+        batches.concatenate(parts, [2, 2])
+    assert "rank 1: (6, 3)" in str(caught.value)
+
+
+def test_nested_tensors_are_named() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    with pytest.raises(InputError, match="nested"):
+        batches.concatenate([{"a": nested}] * 2, [2, 2])
+
+
+def test_stored_batches_come_back_and_have_a_digest(tmp_path: Path) -> None:
+    batch = one(3, 0.0)
+    batches.save(batch, tmp_path / "b")
+    back = batches.load(tmp_path / "b")
+    assert flat(back) == flat(batch)
+    assert batches.digest(back) == batches.digest(batch)
+    back["views"][1][0] = 9.0
+    assert batches.digest(back) != batches.digest(batch)

@@ -1,0 +1,96 @@
+"""The comparison alone: recordings written by hand, with a known difference."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.audit import records
+from lightning_ddp_losses.audit.compare import compare, tolerances
+from lightning_ddp_losses.audit.records import Recording, Writer
+from lightning_ddp_losses.audit.rows import MULTIPLE, Tolerances
+
+PAGE: dict[str, Any] = {"steps": 1, "owners": {"w": "encoder"}, "shards": {}}
+
+
+def recording(folder: Path, *ranks: Tensor | None) -> Recording:
+    for rank, gradient in enumerate(ranks):
+        writer = Writer(folder, rank)
+        writer.write(1, "gradient", [("w", gradient)])
+        writer.facts(PAGE)
+    return Recording(folder, len(ranks))
+
+
+TRUTH = torch.linspace(-1, 2, 11, dtype=torch.float64).reshape(11, 1)
+ACROSS = TRUTH.clone()
+ACROSS[3] += 0.1
+BAD = TRUTH.clone()
+BAD[0] = float("nan")
+# what: (ranks, one process, verdict, ratio, cosine, agree)
+CASES: dict[str, tuple[list[Tensor | None], Tensor | None, str, float | None, bool]] = {
+    "the same": ([TRUTH, TRUTH.clone()], TRUTH, "exact", 1.0, True),
+    "rounding": ([TRUTH * (1 + 1e-12)] * 2, TRUTH, "exact", 1.0, True),
+    "twice": ([2 * TRUTH] * 2, TRUTH, "wrong scale", 2.0, True),
+    "half": ([TRUTH / 2] * 2, TRUTH, "wrong scale", 0.5, True),
+    "reversed": ([-TRUTH] * 2, TRUTH, "wrong direction", 1.0, True),
+    "elsewhere": ([ACROSS] * 2, TRUTH, "wrong direction", None, True),
+    "torn": ([TRUTH, 2 * TRUTH], TRUTH, "wrong scale", 2.0, False),
+    "torn by a bit": ([TRUTH, TRUTH * (1 + 1e-15)], TRUTH, "exact", 1.0, False),
+    "missing": ([None, None], TRUTH, "missing", 0.0, True),
+    "missing on one rank": ([TRUTH, None], TRUTH, "missing", 0.0, False),
+    "only on the ranks": ([TRUTH] * 2, None, "missing", math.inf, True),
+    "missing on both": ([None, None], None, "exact", 1.0, True),
+    "zero and missing": ([TRUTH * 0] * 2, None, "exact", 1.0, True),
+    "zero and something": ([TRUTH * 0] * 2, TRUTH, "wrong direction", 0.0, True),
+    "not a number": ([BAD] * 2, TRUTH, "not finite", None, True),
+    "not a number on both": ([BAD * (1 + 1e-13)] * 2, BAD, "exact", None, True),
+    "transposed": ([TRUTH.T] * 2, TRUTH, "wrong direction", None, True),
+    "bf16": ([TRUTH.bfloat16()] * 2, TRUTH.bfloat16(), "exact", 1.0, True),
+}
+
+
+@pytest.mark.parametrize("piece", [3, 1 << 20])
+@pytest.mark.parametrize("name", CASES)
+def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, piece: int) -> None:
+    monkeypatch.setattr(records.Entry.pieces, "__defaults__", (piece,))
+    ranks, one, verdict, ratio, agree = CASES[name]
+    found = compare(recording(tmp_path / "ranks", *ranks), recording(tmp_path / "one", one), Tolerances(1e-9))
+    (row,) = found.rows
+    assert (row.verdict, row.ranks_agree) == (verdict, agree)
+    if ratio is not None:
+        assert row.ratio == pytest.approx(ratio, rel=1e-9)
+    if name == "elsewhere":
+        assert row.error == pytest.approx(0.1 / float(TRUTH.norm()), rel=1e-9)
+        assert row.max_error == pytest.approx(0.05, rel=1e-9)
+        cosine = torch.nn.functional.cosine_similarity(ACROSS.flatten(), TRUTH.flatten(), dim=0)
+        assert row.cosine == pytest.approx(float(cosine), rel=1e-12)
+    assert found.equal == (verdict == "exact" and agree)
+
+
+def test_the_tolerance_is_measured(tmp_path: Path) -> None:
+    one = recording(tmp_path / "one", TRUTH)
+    nudged = [recording(tmp_path / f"nudged {k}", TRUTH * (1 + k * 1e-6)) for k in (1, 3)]
+    allowed = tolerances(one, nudged, 1e-8)
+    assert allowed.of(1, "gradient", "w") == pytest.approx(MULTIPLE * 3e-6, rel=1e-5)
+    assert allowed.of(1, "gradient", "unseen") == MULTIPLE * 1e-8
+    assert tolerances(one, nudged, 1e-8, fixed=0.5).of(1, "gradient", "w") == 0.5
+
+
+def test_a_rank_stores_only_what_differs_from_rank_0(tmp_path: Path) -> None:
+    found = recording(tmp_path, TRUTH, TRUTH.clone(), 2 * TRUTH)
+    assert [len(list((tmp_path / f"rank-{r}").glob("*.bin"))) for r in range(3)] == [1, 0, 1]
+    assert torch.equal(found.entries(1, 1, "gradient")["w"].tensor(), TRUTH)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.tensor(3.0), torch.empty(0, 4), torch.ones(4, 3).T, torch.ones(3, dtype=torch.bool)]
+)
+def test_any_tensor_comes_back(tmp_path: Path, tensor: Tensor) -> None:
+    back = recording(tmp_path, tensor).entries(0, 1, "gradient")["w"].tensor()
+    assert torch.equal(back, tensor)
+    assert back.dtype == tensor.dtype

@@ -1,0 +1,223 @@
+"""Every fault has a small module whose first diagnosis names it; healthy modules audit as equal."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning.samplers import MPerClassSampler
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, audit
+from tests.audit import modules as m
+from tests.audit.modules import Module, even, learned, rows, uneven
+
+NO_SAMPLER = {"use_distributed_sampler": False}
+
+
+def scaler(scale: float | None = None) -> dict[str, Any]:
+    return {"plugins": [RankScaled(scale)]}
+
+
+class RankScaled(MixedPrecision):
+    """fp16 on the CPU; without a scale, each rank's scaler starts with another one."""
+
+    def __init__(self, scale: float | None) -> None:
+        super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+        self.given = scale
+
+    def pre_backward(self, tensor: Any, module: Any) -> Any:
+        if self.scaler._scale is None:
+            self.scaler._init_scale = self.given or 2.0 ** (8 + m.rank())
+        return super().pre_backward(tensor, module)
+
+
+# what it shows: (fault, module, data, options of audit)
+FAULTS: dict[str, tuple[str, m.Make, Any, dict[str, Any]]] = {
+    "gather without autograd": ("F20", m.OwnSlotGather, even, {}),
+    "gather without autograd, ArcFace": ("F20", lambda: m.OwnSlotGather(learned()), even, {"devices": 3}),
+    "all_reduce in place": ("F20", m.InPlaceReduce, even, {}),
+    "PML's wrapper around ArcFace": ("F24", lambda: Module(m.PMLWrapper(learned())), even, {}),
+    "PML's wrapper around SoftTriple, 3 ranks": (
+        "F24",
+        lambda: Module(m.PMLWrapper(learned("SoftTripleLoss"))),
+        partial(even, 4),
+        {"devices": 3},
+    ),
+    "PML's wrapper around ProxyNCA, accumulated": (
+        "F24",
+        lambda: Module(m.PMLWrapper(learned("ProxyNCALoss"))),
+        partial(even, 4),
+        {"trainer_kwargs": {"accumulate_grad_batches": 2}},
+    ),
+    "factor W on top of a gather with gradient": ("F21", m.DoubleScaling, even, {}),
+    "a metric as loss": ("F27", m.MetricAsLoss, even, {}),
+    "SupCon never gathered": ("F29", lambda: Module(pml.SupConLoss()), even, {}),
+    "triplets never gathered under ddp_losses": (
+        "F29",
+        lambda: Module(pml.TripletMarginLoss()),
+        even,
+        {"strategy": "ddp_losses"},
+    ),
+    "no positive pair on a rank": (
+        "F31",
+        lambda: Module(pml.ContrastiveLoss(pos_margin=0, neg_margin=0)),
+        lambda: uneven([2, 8] * 4),
+        {"trainer_kwargs": NO_SAMPLER},
+    ),
+    "mean of means, rows": ("F30", Module, lambda: uneven([2, 8] * 4), {"trainer_kwargs": NO_SAMPLER}),
+    "mean of means, ArcFace under ddp_losses": (
+        "F30",
+        lambda: Module(learned()),
+        lambda: uneven([2, 8, 4] * 4),
+        {"trainer_kwargs": NO_SAMPLER, "devices": 3, "strategy": "ddp_losses"},
+    ),
+    "mean of means at a later step": (
+        "F30",
+        Module,
+        lambda: uneven([4, 4, 2, 8, 4, 4]),
+        {"trainer_kwargs": NO_SAMPLER},
+    ),
+    "mean of means, ignored targets": (
+        "F30",
+        Module,
+        lambda: DataLoader(m.Masked(), batch_size=None),
+        {"trainer_kwargs": NO_SAMPLER},
+    ),
+    "local batch norm": ("F59", m.BatchNorm, even, {}),
+    "local batch norm under ddp_losses, a global loss": (
+        "F59",
+        lambda: m.BatchNorm(GlobalBatchLoss(pml.SupConLoss())),
+        even,
+        {"strategy": "ddp_losses"},
+    ),
+    "local batch norm and PML's wrapper": ("F24", lambda: m.BatchNorm(m.PMLWrapper(learned())), even, {}),
+    "SupCon never gathered, manual optimisation": ("F29", lambda: m.Manual(pml.SupConLoss(), right=True), even, {}),
+    "batch norm converted after the wrap": (
+        "F60",
+        m.ConvertedLate,
+        even,
+        {"strategy": "ddp_find_unused_parameters_true"},
+    ),
+    "dropout": ("F72", m.Dropout, even, {}),
+    "noise": ("F72", m.Noise, even, {}),
+    "a random permutation": ("F72", m.Permuted, even, {}),
+    "own rows first": ("F26", lambda: Module(m.PMLWrapper(pml.NPairsLoss())), even, {}),
+    "PML's wrapper around a memory": (
+        "F26",
+        lambda: Module(m.PMLWrapper(pml.CrossBatchMemory(pml.ContrastiveLoss(), m.CLASSES, 24))),
+        even,
+        {"strategy": DDPStrategy(broadcast_buffers=False)},
+    ),
+    "a memory of its own on each rank": (
+        "F64",
+        lambda: Module(pml.CrossBatchMemory(pml.ContrastiveLoss(), m.CLASSES, 64)),
+        even,
+        {},
+    ),
+    "a loss in a list": ("F02", m.Hidden, even, {}),
+    "a loss in a list, clipped": ("F13", m.Hidden, even, {"trainer_kwargs": {"gradient_clip_val": 0.1}}),
+    "weights that start different": ("F04", m.RankSeeded, even, {}),
+    "created after the wrap": ("F05", m.CreatedLate, even, {}),
+    "replaced after the wrap": ("F06", m.Replaced, even, {"strategy": "ddp_find_unused_parameters_true"}),
+    "dtype changed in forward": ("F07", m.ChangedDtype, even, {"steps": 1}),
+    "unfrozen after the wrap": ("F08", m.Unfrozen, even, {}),
+    "own backward": ("F09", m.OwnBackward, even, {}),
+    "loss.backward in manual optimisation": ("F10", lambda: m.Manual(right=False), even, {}),
+    "registered in another order": ("F12", m.OtherOrder, even, {}),
+    "learning rates that differ": ("F17", m.RateOfOwnLoss, even, {}),
+    "loss scales that differ": ("F15", Module, even, {"trainer_kwargs": scaler()}),
+    "infinite on one rank": ("F79", m.InfiniteOnOneRank, even, {}),
+    "identical batches": ("F67", Module, lambda: DataLoader(m.SameOnAllRanks(), batch_size=None), {}),
+    "a sampler shuffled apart": (
+        "F68",
+        Module,
+        lambda: even(sampler=MPerClassSampler(rows().tensors[1], m=2, batch_size=8)),
+        {},
+    ),
+    "a summed loss": ("F18", lambda: Module(nn.CrossEntropyLoss(reduction="sum")), even, {}),
+    "rounding": ("F78", Module, even, {"tolerance": 1e-12}),
+    "rounding of bf16": ("F78", Module, even, {"tolerance": 1e-6, "trainer_kwargs": {"precision": "bf16-mixed"}}),
+    "unknown": ("", m.RowsOfOthers, even, {}),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_first_diagnosis_is_the_fault(name: str) -> None:
+    fault, make, data, options = FAULTS[name]
+    report = audit(make(), data(), **({"strategy": "ddp"} | options))
+    assert not report.equal, str(report)
+    assert report.diagnoses[0].fault == fault, str(report)
+    assert report.diagnoses[0].fix
+
+
+GLOBAL = {"strategy": "ddp_losses"}
+HEALTHY: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
+    "cross entropy under ddp": (Module, even, {}),
+    "ArcFace under ddp_losses, clipped": (
+        lambda: Module(learned()),
+        even,
+        GLOBAL | {"trainer_kwargs": {"gradient_clip_val": 0.1}},
+    ),
+    "ArcFace under ddp_losses, 3 ranks": (lambda: Module(learned()), partial(even, 4), GLOBAL | {"devices": 3}),
+    "GlobalBatchLoss(SupCon)": (lambda: Module(GlobalBatchLoss(pml.SupConLoss())), even, {}),
+    "GlobalBatchLoss, uneven batches": (
+        lambda: Module(GlobalBatchLoss(learned())),
+        lambda: uneven([2, 8, 4] * 4),
+        {"devices": 3, "trainer_kwargs": NO_SAMPLER},
+    ),
+    "GlobalBatchLoss, accumulated, uneven, clipped": (
+        lambda: Module(GlobalBatchLoss(nn.CrossEntropyLoss())),
+        lambda: uneven([2, 8] * 4),
+        {"trainer_kwargs": NO_SAMPLER | {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}},
+    ),
+    "global_batch='auto'": (
+        lambda: Module(pml.MultiSimilarityLoss()),
+        even,
+        {"strategy": DDPLossStrategy(global_batch="auto")},
+    ),
+    "GlobalBatchLoss around a memory": (
+        lambda: Module(GlobalBatchLoss(pml.CrossBatchMemory(pml.ContrastiveLoss(), m.CLASSES, 24))),
+        even,
+        GLOBAL,
+    ),
+    "ArcFace under ddp_losses in bf16": (
+        lambda: Module(learned()),
+        even,
+        GLOBAL | {"trainer_kwargs": {"precision": "bf16-mixed"}},
+    ),
+    "float64": (lambda: Module(learned()), even, GLOBAL | {"trainer_kwargs": {"precision": "64-true"}}),
+    "PML's wrapper around SupCon": (lambda: Module(m.PMLWrapper(pml.SupConLoss())), even, {}),
+    "batch norm switched off": (m.BatchNorm, even, {"without": ["batch_norm"]}),
+    "dropout switched off": (m.Dropout, even, {"without": ["randomness"]}),
+    "uneven batches switched off": (
+        Module,
+        lambda: uneven([2, 8] * 4),
+        {"without": ["uneven"], "trainer_kwargs": NO_SAMPLER},
+    ),
+    "a class-sharded weight": (m.Sharded, even, GLOBAL),
+    "a class-sharded weight, 3 ranks": (
+        m.Sharded,
+        partial(even, 4),
+        GLOBAL | {"devices": 3},
+    ),
+    "manual optimisation": (lambda: m.Manual(right=True), even, {}),
+    "adopted loss": (m.Hidden, even, {"strategy": DDPLossStrategy(adopt=True)}),
+    "unfrozen under ddp_losses": (m.Unfrozen, even, GLOBAL),
+    "fp16 with a scaler": (Module, even, {"trainer_kwargs": scaler(256.0)}),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_modules_audit_as_equal(name: str) -> None:
+    make, data, options = HEALTHY[name]
+    report = audit(make(), data(), **({"strategy": "ddp"} | options))
+    assert report.equal, str(report)
+    assert report.rows, "nothing was compared"
+    assert not report.diagnoses

@@ -1,0 +1,198 @@
+"""The report as text, JSON, picture and page; the command and its exit status; the size of what an audit holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_ddp_losses
+from lightning_ddp_losses import AuditReport, audit
+from lightning_ddp_losses.cli import main
+from tests.audit import modules as m
+from tests.audit.modules import Module, even, learned
+
+ROOT = Path(lightning_ddp_losses.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wrong() -> AuditReport:
+    return audit(Module(m.PMLWrapper(learned())), even(), strategy="ddp")
+
+
+def test_the_worst_comes_first_and_a_narrow_terminal_will_do(wrong: AuditReport) -> None:
+    assert wrong.worst()[0].parameter == "loss.loss.W"
+    assert "Different: 2 ranks under ddp" in str(wrong)
+    console = Console(file=StringIO(), width=80, color_system=None)
+    console.print(wrong)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert text.index("loss.loss.W ") < text.index("encoder.0.weight ")
+
+
+def test_json_holds_everything(wrong: AuditReport, tmp_path: Path) -> None:
+    text = wrong.to_json(tmp_path / "new" / "report.json")
+    found = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert json.loads(text) == found
+    assert set(found) == {"equal", "rows", "updates", "losses", "diagnoses", "notes", "settings"}
+    assert len(found["rows"]) == 5 * 3
+    (row,) = [row for row in found["rows"] if row["step"] == 1 and row["parameter"] == "loss.loss.W"]
+    assert row["ratio"] == pytest.approx(2.0, rel=1e-4)
+    assert found["losses"][0]["one"] == pytest.approx(found["losses"][0]["mean"] / 2, rel=1e-5)
+
+
+class Balanced(HTMLParser):
+    """Every tag that opens closes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.seen.add(tag)
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_escapes_what_it_shows(wrong: AuditReport, tmp_path: Path) -> None:
+    wrong.settings["aliases"] = {"encoder.0.bias": "<script>alert(1)</script>"}
+    wrong.to_html(tmp_path / "report.html")
+    wrong.settings["aliases"] = {}
+    text = (tmp_path / "report.html").read_text()
+    parser = Balanced()
+    parser.feed(text)
+    assert parser.open == []
+    assert {"table", "img", "h1"} <= parser.seen
+    assert "script" not in parser.seen
+    assert "data:image/png;base64," in text
+    assert "http" not in text.replace("https://", "http"), "a page of its own"
+    assert "GlobalBatchLoss(loss)" in text
+
+
+def test_pictures_of_wrong_and_empty_reports(wrong: AuditReport, tmp_path: Path) -> None:
+    wrong.plot(tmp_path / "a" / "ratios.png")
+    assert (tmp_path / "a" / "ratios.png").read_bytes().startswith(b"\x89PNG")
+    AuditReport(True, [], [], [], [], []).plot(tmp_path / "empty.svg")
+    assert "<svg" in (tmp_path / "empty.svg").read_text()
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "TERM": "dumb", "CUDA_VISIBLE_DEVICES": ""}
+    line = [sys.executable, "-m", "lightning_ddp_losses", "audit", *arguments]
+    return subprocess.run(line, env=environment, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_the_config_that_fit_takes_is_equal_and_leaves_its_report(tmp_path: Path) -> None:
+    done = command(tmp_path, "--config", str(ROOT / "configs" / "digits_arcface.yaml"), "--audit.steps", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Equal: 2 ranks under ddp_losses, 2 steps" in done.stdout
+    assert "Warning" not in done.stderr
+    written = {path.name for path in (tmp_path / "logs" / "audit" / "version_0").iterdir()}
+    assert written == {"report.html", "report.json", "ratios.png"}
+
+
+@pytest.fixture
+def status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., int]]:
+    """The exit status of the command, run in this process."""
+    monkeypatch.chdir(tmp_path)
+    # Lightning 2.6 uses jsonargparse in ways that its next major version changes; Python hides this from users
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    environment, state = dict(os.environ), torch.get_rng_state()
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["ddp-losses", "audit", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return int(str(stop.value.code))
+
+    yield run
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_rng_state(state)
+
+
+def test_a_difference_has_status_1(status: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = yaml.safe_load((ROOT / "configs" / "digits_arcface.yaml").read_text())
+    arcface = config["model"]["init_args"]["loss"]
+    wrapper = "pytorch_metric_learning.utils.distributed.DistributedLossWrapper"
+    config["model"]["init_args"]["loss"] = {"class_path": wrapper, "init_args": {"loss": arcface}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    more = ["--trainer.strategy", "ddp", "--audit.steps", "1", "--audit.output", "out"]
+    assert status("--config", "c.yaml", *more) == 1
+    assert "(F24)" in capsys.readouterr().out
+    assert (tmp_path / "out" / "version_0" / "report.json").is_file()
+
+
+def test_what_cannot_run_has_status_2(status: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "configs" / "digits_arcface.yaml")
+    assert status("--config", config, "--audit.devices", "3") == 2
+    assert "multiple of the 3 ranks" in capsys.readouterr().err
+    assert status("--config", config, "--model.init_args.encoder", "no.such.Class") == 2
+    assert status("--config", config, "--trainer.accelerator", "gpu") == 2
+    assert "2 GPUs, got 0" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------- memory
+
+SIZE = 12_000_000  # parameters: 46 MiB
+
+
+class Large(Module):
+    """One large parameter; writes the largest size of its process."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.table = nn.Parameter(torch.ones(SIZE // 4000, 4000))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if index == 0:
+            self.start = resident()
+        return super().training_step(batch, index) + (self.table[0] * batch[0].mean()).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_fit_end(self) -> None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        (self.folder / f"{os.getpid()}").write_text(f"{m.world()} {peak}")
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_no_process_holds_more_than_three_times_the_parameters(tmp_path: Path) -> None:
+    before = resident()
+    module = Large(tmp_path)
+    bytes_of_parameters = 4 * SIZE
+    data = DataLoader(list(zip(*m.rows(8).tensors, strict=True)), batch_size=2)
+    report = audit(module, data, strategy="ddp", steps=1)
+    assert report.equal, str(report)
+    found = [path.read_text().split() for path in tmp_path.iterdir()]
+    assert {world for world, _ in found} == {"1", "2"}
+    extra = [int(peak) - before for _, peak in found]
+    assert max(extra) <= 3.5 * bytes_of_parameters, [each / bytes_of_parameters for each in extra]
+    assert resident() - before <= 1.7 * bytes_of_parameters, "the comparing process"

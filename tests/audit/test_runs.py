@@ -1,0 +1,316 @@
+"""What can be audited: models from anywhere, steps of any kind, batches of any nest, data of any kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections import namedtuple
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import tests
+from lightning_ddp_losses import assert_parity, audit
+from lightning_ddp_losses.audit.rows import MULTIPLE
+from tests.audit import modules as m
+from tests.audit.modules import Module, even, learned, rows
+
+
+def test_the_model_and_the_process_stay_as_they_were() -> None:
+    module = Module(learned())
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    state, keys = torch.get_rng_state(), set(vars(module))
+    report = audit(module, even())
+    assert report.equal
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert set(vars(module)) == keys
+    assert not dist.is_initialized()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_model_from_a_closure_with_batches_of_a_local_class() -> None:
+    @dataclasses.dataclass
+    class Batch:
+        x: torch.Tensor
+        extra: Any
+
+    Pair = namedtuple("Pair", "y names")
+
+    class Local(Module):
+        def training_step(self, batch: Any, index: int) -> Any:
+            assert batch.extra["pair"].names is None or len(batch.extra["pair"].names) == len(batch.x)
+            assert batch.extra["weights"].shape == (m.CLASSES,)
+            assert batch.extra["temperature"] == 0.5
+            return self.objective(self.encoder(batch.x), batch.extra["pair"].y)
+
+    def collate(samples: list[Any]) -> Batch:
+        x, y = (torch.stack(column) for column in zip(*samples, strict=True))
+        pair = Pair(y, [f"row {value}" for value in y])
+        return Batch(x, {"pair": pair, "weights": torch.ones(m.CLASSES), "temperature": 0.5, "nothing": None})
+
+    report = audit(Local(), even(collate_fn=collate), strategy="ddp")
+    assert report.equal, str(report)
+    assert report.losses[0].rows == (8, 8)
+
+
+class Stepping(Module):
+    """Steps behind Lightning's back, with two optimizers, in manual optimisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.head = nn.Linear(m.CLASSES, m.CLASSES)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.encoder, self.head)]
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        optimizers = self.optimizers(use_pl_optimizer=False)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = self.objective(self.head(self.encoder(batch[0])), batch[1])
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        return {"loss": loss, "extra": 1}
+
+
+class Dict(Module):
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.log("train_loss", 1.0)
+        self.logger.experiment.add_scalar("x", 1.0)
+        return {"loss": super().training_step(batch, index), "world": self.trainer.world_size}
+
+
+class CallsDist(Module):
+    def objective(self, z: Any, y: Any) -> Any:
+        total = torch.tensor(float(len(y)))
+        dist.all_reduce(total)
+        return torch.nn.functional.cross_entropy(z, y, reduction="sum") / total * dist.get_world_size()
+
+
+class Doubled(Module):
+    """Changes the gradient in its own hook, which runs after the callbacks'."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad *= 1 + m.rank()
+
+
+class Augmented(Module):
+    def on_after_batch_transfer(self, batch: Any, index: int) -> Any:
+        return batch[0] + torch.randn_like(batch[0]), batch[1]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        x, y = rows().tensors
+        part = slice(m.rank(), None, m.world())
+        return iter(zip(x[part], y[part], strict=True))
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return even(batch_size=16 // self.trainer.world_size)
+
+
+class OwnData(Module):
+    def train_dataloader(self) -> Any:
+        return even()
+
+
+class Monitored(Module):
+    """Its scheduler and its callback wait for a validation that an audit does not run."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+    def configure_callbacks(self) -> Any:
+        return [EarlyStopping("val_loss")]
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", 0.0)
+
+
+SUPPORTED: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
+    "raw optimizers": (Stepping, even, {"steps": 4}),
+    "a dict, a logger, self.trainer": (Dict, even, {"trainer_kwargs": {"logger": CSVLogger("nowhere")}}),
+    "an iterable dataset without length": (Module, lambda: DataLoader(Stream(), batch_size=4), {}),
+    "a data module": (Module, Data, {}),
+    "the module's own data": (OwnData, lambda: None, {}),
+    "augmented on the way": (Augmented, even, {}),
+    "epochs shorter than the audit, accumulated": (
+        Module,
+        lambda: even(batch_size=16),
+        {"steps": 4, "trainer_kwargs": {"accumulate_grad_batches": 2}},
+    ),
+    "a list of loaders": (Module, lambda: [even()], {"model": lambda: Listed()}),
+    "what monitors a validation": (Monitored, partial(even, 16), {"steps": 3}),
+    "a limited epoch": (Module, even, {"trainer_kwargs": {"limit_train_batches": 2}}),
+    "workers": (Module, lambda: even(num_workers=1), {"steps": 1}),
+}
+
+
+class Listed(Module):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step(batch[0], index)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_supported(name: str) -> None:
+    make, data, options = SUPPORTED[name]
+    options = dict(options)
+    report = audit(options.pop("model", make)(), data(), **({"strategy": "ddp"} | options))
+    assert report.equal, str(report)
+    assert {row.step for row in report.rows} == set(range(1, options.get("steps", 3) + 1))
+
+
+def test_a_module_that_needs_a_process_group_gets_one_of_one_rank() -> None:
+    report = audit(CallsDist(), even(), strategy="ddp")
+    assert report.equal, str(report)
+    assert any("process group" in note.title for note in report.notes)
+
+
+def test_gradients_are_those_that_the_optimizer_sees() -> None:
+    report = audit(Doubled(), even(), strategy="ddp")
+    assert not any(row.ranks_agree for row in report.rows if row.step == 1)
+
+
+def test_callbacks_run_in_both_runs() -> None:
+    class Freeze(Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            module.encoder[0].weight.grad.zero_()
+
+    report = audit(Module(), even(), strategy="ddp", trainer_kwargs={"callbacks": [Freeze()]})
+    assert report.equal
+    (row,) = [row for row in report.rows if row.step == 1 and row.parameter == "encoder.0.weight"]
+    assert row.error == 0
+
+
+def test_a_factor_is_found_in_bf16_and_rounding_is_not() -> None:
+    options: dict[str, Any] = {"strategy": "ddp", "trainer_kwargs": {"precision": "bf16-mixed"}}
+    assert audit(Module(), even(), **options).equal
+    report = audit(m.DoubleScaling(), even(), **options)
+    assert report.diagnoses[0].fault == "F21", str(report)
+    assert all(row.tolerance < 0.5 for row in report.rows if row.step == 1)
+
+
+class Shifted(Module):
+    """A parameter whose gradient is zero but for rounding: softmax does not see what is added to all logits."""
+
+    def __init__(self, seed: int, optimizer: type[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.encoder = nn.Sequential(nn.Linear(m.FEATURES, 64), nn.ReLU(), nn.LayerNorm(64), nn.Linear(64, m.CLASSES))
+        self.shift = nn.Parameter(torch.zeros(1))
+        self.optimizer = optimizer
+
+    def objective(self, z: Any, y: Any) -> Any:
+        return self.loss(z + self.shift, y)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam], ids=lambda cls: cls.__name__)
+def test_a_gradient_that_is_all_rounding_is_no_finding(optimizer: Any, precision: str) -> None:
+    for seed in (1, 2):
+        report = audit(Shifted(seed, optimizer), even(), strategy="ddp", trainer_kwargs={"precision": precision})
+        assert report.equal, str(report)
+
+
+def test_the_tolerance_is_a_multiple_of_the_rounding_and_can_be_given() -> None:
+    report = audit(Module().double(), double(), strategy="ddp")
+    assert report.equal
+    assert report.settings["rounding_unit"] == 2.0**-53
+    assert all(MULTIPLE * 2.0**-53 <= row.tolerance < 1e-11 for row in report.rows)
+    given = audit(Module().double(), double(), strategy="ddp", tolerance=1e-9)
+    assert given.equal
+    assert {row.tolerance for row in given.rows} == {1e-9}
+
+
+def double() -> Any:
+    x, y = rows().tensors
+    return DataLoader(list(zip(x.double(), y, strict=True)), batch_size=8)
+
+
+def test_notes_on_what_is_true_of_both_runs() -> None:
+    accumulated = {"accumulate_grad_batches": 2}
+    report = audit(m.Forgotten(learned()), even(), strategy="ddp")
+    assert (report.equal, report.notes[0].fault) == (True, "F01")
+    assert "loss.W" in report.notes[0].evidence
+    from pytorch_metric_learning.losses import SupConLoss
+
+    from lightning_ddp_losses import GlobalBatchLoss
+
+    report = audit(Module(GlobalBatchLoss(SupConLoss())), even(4), trainer_kwargs=accumulated)
+    assert (report.equal, report.notes[0].fault) == (True, "F33"), str(report)
+    report = audit(Module(), even(4), trainer_kwargs=accumulated)
+    assert [note.fault for note in report.notes] == ["F18"], "a mean over samples is not a loss over pairs"
+    assert "16 rows" in report.notes[0].evidence.replace("sees 8 rows", "16 rows")
+
+
+def test_assert_parity_passes_and_fails_with_the_report() -> None:
+    assert assert_parity(Module(), even(), strategy="ddp").equal
+    with pytest.raises(AssertionError, match=r"F24[\s\S]*GlobalBatchLoss"):
+        assert_parity(Module(m.PMLWrapper(learned())), even(), devices=2, strategy="ddp")
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+import lightning.pytorch as pl
+from lightning_ddp_losses import audit
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+data = torch.utils.data.TensorDataset(torch.randn(64, 1, 8, 8), torch.randint(10, (64,)))
+model = Model()
+for _ in range(3):  # threads of the parent are busy before the fork
+    model.training_step((torch.randn(512, 1, 8, 8), torch.randint(10, (512,))), 0).backward()
+    torch.randn(800, 800) @ torch.randn(800, 800)
+model.zero_grad()
+report = audit(model, torch.utils.data.DataLoader(data, batch_size=8), strategy="ddp")
+print(report.summary())
+"""
+
+
+def test_a_script_s_main_with_threads_and_without_a_guard(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(tests.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("OMP_NUM_THREADS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "Equal: 2 ranks under ddp" in done.stdout, done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []
