@@ -222,7 +222,7 @@ class GlobalBatchLoss(nn.Module):
 
     def _few(self, counts: dict[str, list[int]]) -> bool:
         """So few rows over all ranks that every rank computes the whole loss; the same verdict on every rank."""
-        chosen = self.mode == "rows" or self.tile_bytes is not None or self.gather == "ring"
+        chosen = self.mode == "rows" or self.gather == "ring"  # only what all ranks have agreed on; not tile_bytes
         return not chosen and sum(counts.get("embeddings", ())) <= few_rows(self.loss)
 
     def _rows_fit(self, given: dict[str, Any]) -> bool:

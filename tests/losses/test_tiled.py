@@ -338,7 +338,7 @@ def badly(kind: str) -> None:
     if kind == "width":
         GlobalBatchLoss(pml.SupConLoss(), gather="ring")(leaf, labels)
     elif kind == "small":  # on one rank only
-        GlobalBatchLoss(pml.SupConLoss(), tile_bytes=79 if rank == 1 else None)(leaf, labels)
+        GlobalBatchLoss(pml.SupConLoss(), mode="rows", tile_bytes=79 if rank == 1 else None)(leaf, labels)
     elif kind == "gather":
         GlobalBatchLoss(pml.SupConLoss(), gather="ring" if rank else "all")(leaf, labels)
     else:
@@ -361,10 +361,22 @@ def test_ranks_that_disagree_get_one_error(pool: RankPool, kind: str, words: tup
         assert word in errors[0].message
 
 
+def few_rows_on_one_tile_size() -> float:
+    """A tile size is a rank's own business, also where ``auto`` finds too few rows for tiles."""
+    loss = GlobalBatchLoss(pml.SupConLoss(), tile_bytes=1000 if dist.get_rank() else None)
+    value = loss(torch.linspace(0, 1, 60).view(10, 6).sin().requires_grad_(), torch.arange(10) % 3)
+    value.backward()
+    return value.item()
+
+
+def test_ranks_may_use_tiles_of_different_size(pool: RankPool) -> None:
+    assert len(set(pool.run(2, few_rows_on_one_tile_size))) == 1
+
+
 def contradicting() -> None:
     pair = torch.tensor([0, 1]), torch.tensor([1, 0])
     leaf = torch.randn(4, DIM)
-    loss = GlobalBatchLoss(pml.SupConLoss())
+    loss = GlobalBatchLoss(pml.SupConLoss(), mode="rows")
     loss(leaf, torch.tensor([0, 0, 1, 1]), (*pair, *pair) if dist.get_rank() else (*pair, pair[0] + 2, pair[1] + 2))
 
 
