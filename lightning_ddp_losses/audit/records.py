@@ -23,7 +23,7 @@ from torch import Tensor
 __all__ = ["KINDS", "PIECE", "Entry", "Recording", "Writer", "digest_of"]
 
 KINDS = ("initial", "gradient", "parameter", "buffer")
-PIECE = 1 << 20
+PIECE = 1 << 18
 """Elements that are in memory at a time when tensors are compared."""
 
 _PATIENCE_SECONDS = 20.0  # how long a rank waits to hear whether rank 0 has the same tensors; then it stores its own

