@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_ddp_losses.callbacks.faults import FAULTS, Severity
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 
-__all__ = ["Finding", "odd_ranks"]
+__all__ = ["Finding", "failed_check", "odd_ranks"]
 
 
 @dataclass(frozen=True)
@@ -76,3 +76,16 @@ def odd_ranks(column: Sequence[Any]) -> tuple[int, ...]:
     values = list(column)
     usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
     return tuple(rank for rank, value in enumerate(values) if value != usual)
+
+
+def failed_check(title: str, failures: Mapping[int, str]) -> Finding:
+    """The finding of a check that failed by itself, with the errors of its ranks."""
+    return Finding(
+        "CHECK",
+        f"{title} itself failed",
+        "a row of every rank",
+        tuple(failures),
+        name=title,
+        values=tuple(f"{rank}: {text}" for rank, text in failures.items()),
+        fix="Mend the check, or leave it out of DDPChecks(checks=[...]).",
+    )

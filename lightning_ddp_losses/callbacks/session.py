@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.callbacks import rows
 from lightning_ddp_losses.callbacks.alarm import Alarm
-from lightning_ddp_losses.callbacks.findings import Finding
+from lightning_ddp_losses.callbacks.findings import Finding, failed_check
 from lightning_ddp_losses.callbacks.meeting import Meeting
 from lightning_ddp_losses.callbacks.moments import Moment
 from lightning_ddp_losses.callbacks.report import Report, Settings
@@ -279,11 +279,10 @@ class Session:
         findings: list[Finding] = []
         judges: list[RankCheck] = []
         for check, table in zip(due, rows.tables(everyone, len(due)), strict=True):
-            found = (
-                check.judge(table, self.trainer, self.module, moment)
-                if isinstance(table, Tensor)
-                else [_failed(check, table)]
-            )
+            if not isinstance(table, Tensor):
+                found = [failed_check(check.title, table)]
+            else:
+                found = check.judge(table, self.trainer, self.module, moment)
             findings += [replace(f, check=check.title, step=self.step, moment=moment.value) for f in found]
             judges += [check] * len(found)
         if findings:
@@ -325,10 +324,9 @@ class Session:
         return told
 
     def _quietly(self, ask: Callable[..., T | None], finding: Finding) -> T | None:
-        try:
+        with contextlib.suppress(Exception):  # the finding itself stands
             return ask(finding, self.trainer, self.module)
-        except Exception:  # the finding itself stands
-            return None
+        return None
 
     def _tell(self, observation: str, *args: Any) -> None:
         """Let each check that wants to see something see it; what it raises is reported when it is due next."""
@@ -352,15 +350,3 @@ def _overrides(check: RankCheck, method: str) -> bool:
     from lightning_ddp_losses.callbacks.rank_check import RankCheck
 
     return getattr(type(check), method) is not getattr(RankCheck, method)
-
-
-def _failed(check: RankCheck, failures: Mapping[int, str]) -> Finding:
-    return Finding(
-        "CHECK",
-        f"{check.title} itself failed",
-        "a row of every rank",
-        tuple(failures),
-        name=check.title,
-        values=tuple(f"{rank}: {text}" for rank, text in failures.items()),
-        fix="Mend the check, or leave it out of DDPChecks(checks=[...]).",
-    )

@@ -60,6 +60,7 @@ def fit(make: Any, strategy: str, **options: Any) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
 @pytest.mark.parametrize("place", PLACES)
 def test_peers_learn_of_a_failure(pool: RankPool, place: str, strategy: str) -> None:
+    pool.run(2, time.monotonic, fresh=True)  # to start processes takes its time
     began = time.monotonic()
     try:
         errors = pool.errors(2, fit, partial(Fails, place), strategy, fresh=True)
