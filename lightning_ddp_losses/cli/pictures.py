@@ -26,7 +26,7 @@ def read_metrics(path: Path) -> dict[str, list[tuple[float, float]]]:
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             for name, value in row.items():
-                if value and name not in {"epoch", "step"}:
+                if value and row.get("epoch") and name not in {"epoch", "step"}:  # callbacks may log without an epoch
                     columns[name].append((float(row["epoch"]), float(value)))
     return dict(columns)
 
