@@ -92,7 +92,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        return f"{self.fault}-{getattr(self.subject, '__name__', 'subject')}-{self.strategy}"
+        return f"{self.fault}-{getattr(self.subject, '__name__', 'subject')}-{getattr(self.strategy, '__name__', self.strategy)}"
 
 
 @dataclass(frozen=True)

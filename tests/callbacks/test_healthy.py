@@ -184,7 +184,9 @@ CASES = [
     Case(Subject, "", "", strategy=static),
     Case(Subject, "", "", options={"callbacks": averages}),
 ]
-IDS = [f"{i}-{case.subject.__name__}-{case.strategy}" for i, case in enumerate(CASES)]
+IDS = [
+    f"{i}-{case.subject.__name__}-{getattr(case.strategy, '__name__', case.strategy)}" for i, case in enumerate(CASES)
+]
 
 
 @pytest.fixture(scope="module")
