@@ -111,7 +111,9 @@ def ignoring(module: nn.Module, names: set[str]) -> Iterator[None]:
     """
     before = module.__dict__.get(IGNORE)
     marked = [t for n, t in named_tensors(module) if n in names and not hasattr(t, "_ddp_ignored")]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(names))  # type: ignore[no-untyped-call]
+    # a parameter of the module itself goes by its name in one part of DDP, and by "." and its name in another
+    listed = sorted(names | {f".{name}" for name in names if "." not in name})
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, listed)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

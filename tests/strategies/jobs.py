@@ -37,6 +37,7 @@ ELEMENTS = [
 ]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-2),
+    "plain": partial(torch.optim.SGD, lr=0.1),
     "adam": partial(torch.optim.Adam, lr=0.05),
     "still": partial(torch.optim.SGD, lr=0.0),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,14 +13,16 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from pytorch_metric_learning import losses as pml
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, groups
+from lightning_ddp_losses.sharding import ClassShard, tag_shard
 from tests.lightning_ranks import make_trainer
-from tests.oracle import assert_close
+from tests.oracle import assert_close, batches
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import ELEMENTS, TASK, fit_alone, loader, make_loss, trainer_alone
+from tests.strategies.jobs import ELEMENTS, TASK, Job, fit, fit_alone, loader, make_loss, trainer_alone
 from tests.strategies.sharded_jobs import Plain, Sharded, fit_sharded, whole_state
+from tests.strategies.test_calls import assert_same_error
 
 NAMES = {"SoftTripleLoss": "loss.fc", "ProxyNCALoss": "loss.proxies"}
 OPTIONS: list[dict[str, Any]] = [
@@ -222,3 +225,34 @@ def test_plain_ddp_is_found_out(pool: RankPool) -> None:
 
 def six_classes_under_ddp() -> None:
     make_trainer("ddp").fit(OtherClasses(), loader(dist.get_world_size(), dist.get_rank()))
+
+
+class OwnShard(Job):
+    """A divided parameter of the module itself: rank r holds rows 2r and 2r + 1 and gets a gradient of its own."""
+
+    overlapping = False
+
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rows = nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
+        start = 0 if self.overlapping else 2 * rank
+        tag_shard(self.rows, ClassShard(start, start + 2, 2 * world))
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor | None:
+        return super().objective(features, labels, index) + (1.0 + self.global_rank) * self.rows.sum()
+
+
+class OverlappingShard(OwnShard):
+    overlapping = True
+
+
+def test_a_divided_parameter_of_the_module_itself_is_not_averaged(pool: RankPool) -> None:
+    before = OwnShard().rows.detach()
+    for rank, state in enumerate(pool.run(2, fit, partial(OwnShard, optimizer="plain"))):
+        steps = -0.1 * (1 + rank) * len(batches(TASK))
+        assert_close({"rows": state["rows"]}, {"rows": before + steps})
+
+
+def test_ranges_that_overlap_are_an_error_on_every_rank(pool: RankPool) -> None:
+    assert_same_error(pool.errors(2, fit, OverlappingShard), "classes of `rows`", "rank 1: 0 to 2 of 4")
