@@ -41,14 +41,23 @@ def audit(session: nox.Session) -> None:
     session.run("ddp-losses", "audit", *arguments)
 
 
+# two at a time where there are two cores
+PYTEST = ("pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests, two at a time where there are two cores, with the coverage of every rank process."""
+    """Run the tests."""
+    install(session, "test", extras="[demo]")
+    session.run("python", "-m", *PYTEST, *session.posargs)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Run the tests with the coverage of every rank process and of the commands that they start; takes twice as long."""
     install(session, "test", extras="[demo]")
     session.run("coverage", "erase")
-    session.run(
-        "coverage", "run", "-m", "pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal", *session.posargs
-    )
+    session.run("coverage", "run", "-m", *PYTEST, *session.posargs)
     session.run("coverage", "combine", "--quiet")
     session.run("coverage", "report")
 
