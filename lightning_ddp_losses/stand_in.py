@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import nn
 
-__all__ = ["InstanceForward", "StandIn", "all_eager", "eager"]
+__all__ = ["InstanceForward", "StandIn", "all_eager", "eager", "synchronises"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,7 +39,12 @@ class StandIn:
     Args:
         module: Whose method it stands in for.
         name: The method.
+
+    Attributes:
+        synchronises: Whether what the method returns depends on the rows of all ranks.
     """
+
+    synchronises: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
@@ -75,3 +80,8 @@ class InstanceForward(StandIn):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, "forward")
+
+
+def synchronises(module: nn.Module) -> bool:
+    """Whether a stand-in of this package computes the module's forward over the rows of all ranks."""
+    return bool(getattr(module.__dict__.get("forward"), "synchronises", False))

@@ -33,8 +33,8 @@ HINTS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"SyncBatchNorm expected input tensor to be on",
-        "torch's SyncBatchNorm does not run on the CPU: audit on GPUs (trainer_kwargs=dict(accelerator='gpu')), "
-        "or without sync_batchnorm to see what local statistics change.",
+        "torch's SyncBatchNorm does not run on the CPU: take plugins=[lightning_ddp_losses.SyncBatchNorm()], or audit on GPUs "
+        "(trainer_kwargs=dict(accelerator='gpu')).",
     ),
     (
         r"returning None in distributed training",

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_ddp_losses.sharding import shard_of
+from lightning_ddp_losses.stand_in import synchronises
 from lightning_ddp_losses.strategies.discovery import find_losses, unwrap
 from lightning_ddp_losses.strategies.hidden import find_hidden
 from lightning_ddp_losses.strategies.reshuffle import reshuffled
@@ -25,10 +26,10 @@ def is_metric(module: nn.Module) -> bool:
 
 
 def batch_norms(module: nn.Module) -> dict[str, str]:
-    """Class of each batch norm, by name."""
+    """Class of each batch norm, by name; that of a synchronised one for a layer that this package synchronises."""
     kinds = (nn.modules.batchnorm._BatchNorm,)
     return {
-        n: type(m).__name__
+        n: "SyncBatchNorm" if synchronises(m) else type(m).__name__
         for n, m in module.named_modules()
         if n and (isinstance(m, kinds) or "BatchNorm" in type(m).__name__)
     }

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_ddp_losses.stand_in import synchronises
+
 __all__ = ["CHANNELS", "distances", "hidden_norms", "plain_norms", "statistics"]
 
 CHANNELS = 48  # of all layers together that are compared
@@ -18,9 +20,11 @@ _LEAST_VARIANCE = 1e-12
 
 
 def plain_norms(module: nn.Module) -> dict[str, _BatchNorm]:
-    """Layers of torch's own plain batch norm, by path; a subclass may synchronise by itself."""
+    """Layers of torch's own plain batch norm on this rank's rows, by path; a subclass may synchronise by itself."""
     return {
-        name: inner for name, inner in module.named_modules() if isinstance(inner, _BatchNorm) and type(inner) in _PLAIN
+        name: inner
+        for name, inner in module.named_modules()
+        if isinstance(inner, _BatchNorm) and type(inner) in _PLAIN and not synchronises(inner)
     }
 
 

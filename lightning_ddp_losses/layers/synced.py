@@ -36,6 +36,8 @@ class SyncedForward(InstanceForward):
         rows: Rows (dimension 0) of the last of them on this rank.
     """
 
+    synchronises = True
+
     def __init__(self, layer: nn.Module, title: str, scope: Callable[[], Scope]) -> None:
         super().__init__(layer)
         self.title, self.scope = title, scope

@@ -14,7 +14,7 @@ from pytorch_metric_learning.samplers import MPerClassSampler
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, audit
+from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, SyncBatchNorm, audit
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, learned, rows, uneven
 
@@ -194,6 +194,12 @@ HEALTHY: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
     ),
     "float64": (lambda: Module(learned()), even, GLOBAL | {"trainer_kwargs": {"precision": "64-true"}}),
     "PML's wrapper around SupCon": (lambda: Module(m.PMLWrapper(pml.SupConLoss())), even, {}),
+    "batch norm over all ranks": (m.BatchNorm, even, {"trainer_kwargs": {"plugins": [SyncBatchNorm()]}}),
+    "batch norm over all ranks, by ddp_losses": (
+        m.BatchNorm,
+        even,
+        GLOBAL | {"trainer_kwargs": {"sync_batchnorm": True}},
+    ),
     "batch norm switched off": (m.BatchNorm, even, {"without": ["batch_norm"]}),
     "dropout switched off": (m.Dropout, even, {"without": ["randomness"]}),
     "uneven batches switched off": (
