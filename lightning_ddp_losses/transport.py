@@ -159,9 +159,22 @@ def gather_rows(rows: Tensor, counts: list[int], group: Group) -> Tensor:
 def join_slices_(everyone: Tensor, group: Group) -> None:
     """Complete, in place, bytes (a multiple of 8) of which each rank has written its own and left the others zero.
 
-    One all-reduce. It moves twice what a gather moves, but needs no second buffer, as gloo's gather does, and no padding.
+    One all-reduce (for few bytes on the CPU one gather). It moves twice what a gather moves, but needs no second buffer, as
+    gloo's gather does, and no padding.
     """
-    dist.all_reduce(everyone.view(torch.int64), group=groups.family(group).payload(everyone))
+    words, channel = everyone.view(torch.int64), groups.family(group).payload(everyone)
+    on_host = everyone.device.type == "cpu"
+    if on_host and everyone.nbytes * groups.world_size(group) <= _GATHER_BYTES:
+        gathered, work = start_gather(words, group=channel)
+        wait(work)
+        torch.sum(gathered, 0, out=words)
+        return
+    reducing = dist.all_reduce(words, group=channel, async_op=True)
+    assert reducing is not None
+    if on_host:
+        wait(reducing)
+    else:
+        reducing.wait()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
