@@ -47,7 +47,7 @@ class Size:
 
 
 SIZES = (
-    Size("10 M", 10, 1000, 32, ("plain", "plain again", "default", "fingerprint", "naive")),
+    Size("10 M", 10, 1000, 64, ("plain", "plain again", "default", "fingerprint", "naive")),
     Size("100 M", 10, 3162, 8, ("plain", "default", "fingerprint")),
 )
 
