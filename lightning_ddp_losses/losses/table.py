@@ -45,15 +45,15 @@ _ROWS: set[type] = {
     pml.TripletMarginLoss,
     pml.TupletMarginLoss,
 }
-# what PML computes for every pair of pairs, or for every triplet, is soon worth sharing
-_DEEP: set[type] = {
-    pml.AngularLoss,
-    pml.MarginLoss,
-    pml.NTXentLoss,
-    pml.TripletMarginLoss,
-    pml.TupletMarginLoss,
+_FEW = 256
+# what PML computes for every pair of pairs, or for every triplet, is sooner worth sharing
+_FEW_OF: dict[type, int] = {
+    pml.AngularLoss: 128,
+    pml.MarginLoss: 64,
+    pml.NTXentLoss: 32,
+    pml.TripletMarginLoss: 64,
+    pml.TupletMarginLoss: 32,
 }
-_FEW, _FEW_DEEP = 256, 32
 # torch losses whose mean is not a sum over elements divided by a count or a weight
 _TORCH_REPLICATED: set[type] = {nn.CTCLoss}
 
@@ -91,7 +91,7 @@ def allowed_modes(loss: nn.Module) -> tuple[Mode, ...]:
 
 def few_rows(loss: nn.Module) -> int:
     """Global rows up to which every rank computes the whole loss faster than it meets the others once more (measured, W = 2)."""
-    return _FEW_DEEP if type(loss) in _DEEP else _FEW
+    return _FEW_OF.get(type(loss), _FEW)
 
 
 def _checked(cls: T, what: str) -> T:
