@@ -54,7 +54,8 @@ class Wire(TorchDispatchMode):
             if "allgather" in name:
                 self.sent += args[1].nbytes * (world - 1)
             elif "alltoall" in name:
-                self.sent += args[1].nbytes * (sum(args[4]) - args[4][rank]) // max(sum(args[4]), 1)
+                parts = args[4] or [1] * world  # of equal size where none are given
+                self.sent += args[1].nbytes * (sum(parts) - parts[rank]) // max(sum(parts), 1)
             elif "allreduce" in name:
                 self.sent += sum(t.nbytes for t in args[0]) * 2 * (world - 1) // world
         return func(*args, **(kwargs or {}))

@@ -57,8 +57,8 @@ MODES: dict[str, tuple[Callable[[int], Any], int, Callable[[int], int], int]] = 
         lambda w: FRAME_BYTES * (w - 1),
         4096,
     ),
-    "SupCon, rows": (
-        lambda w: GlobalBatchLoss(pml.SupConLoss(), mode="rows"),
+    "Circle, rows": (
+        lambda w: GlobalBatchLoss(pml.CircleLoss(), mode="rows"),
         4,
         lambda w: (2 * FRAME_BYTES + EMBEDDINGS + LABELS) * (w - 1) + scattered(w),
         64,
