@@ -13,8 +13,6 @@ as long as its slowest rank. Memory is the highest resident set of one step in f
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -28,9 +26,9 @@ import torch.distributed as dist
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor, nn
 
+from benchmarks.memory import MIB, peak_of
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
-from benchmarks.strategy_overhead import MIB, Resident
 from lightning_ddp_losses.losses import GlobalBatchLoss
 
 __all__ = ["main"]
@@ -175,15 +173,7 @@ def peak(job: Job, ours: bool) -> int:
     small = Job(job.kind, 64, 0, None)
     Contestant(small, ours=ours).step()  # libraries load, pools fill
     contestant = Contestant(job, ours=ours)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    resident = Resident()
-    resident.reset()
-    before = resident.now()
-    contestant.step()
-    grown = resident.peak - before
-    resident.close()
-    return grown
+    return peak_of(contestant.step)
 
 
 def row_of(job: Job, rounds: int, seconds: float) -> Row:

@@ -13,8 +13,6 @@ step counts as long as its slowest rank. Memory is the highest resident set of o
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,9 +26,9 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.memory import MIB, Resident, peak_of
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
-from benchmarks.strategy_overhead import MIB, Resident
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, microbatched
 
 __all__ = ["main"]
@@ -201,14 +199,7 @@ def peak(kind: str, how: str, size: int) -> tuple[int, int]:
     """Bytes that the resident set grows by in one step; bytes of the weight's gradient, which stays."""
     KINDS[kind](how, 512).step()  # libraries load, pools fill
     contestant = KINDS[kind](how, size)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    resident = Resident()
-    resident.reset()
-    before = resident.now()
-    contestant.step()
-    grown = resident.peak - before
-    resident.close()
+    grown = peak_of(contestant.step)
     kept = contestant.weight.grad.nbytes if kind == "ArcFace" else 0
     return grown, kept
 

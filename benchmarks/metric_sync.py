@@ -21,9 +21,9 @@ import torch.distributed as dist
 import torchmetrics as tm
 from torch import Tensor
 
+from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
-from benchmarks.strategy_overhead import MIB, Resident
 from lightning_ddp_losses import differentiable
 from tests.counting import CountCollectives
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.large import Wire
+from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
-from benchmarks.strategy_overhead import MIB, Resident
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, groups
 from lightning_ddp_losses.frames import FRAME_BYTES
 

@@ -20,14 +20,10 @@ import argparse
 import ctypes
 import gc
 import math
-import os
 import statistics
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -39,6 +35,7 @@ from torch import Tensor, nn
 
 import lightning_ddp_losses  # noqa: F401 - registers the strategy
 from benchmarks.interleave import Fit, Round, timed_rounds
+from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from tests.lightning_ranks import make_trainer
@@ -49,7 +46,6 @@ EMBEDDING, INPUT = 128, 256
 OURS = "ddp_losses"
 UNUSED = "ddp_find_unused_parameters_true"
 MANY = 100_000
-MIB = 1 << 20
 CASE_SECONDS = 18.0  # of timed rounds per row of the table, however busy the machine is
 EQUAL = 1e-6  # relative, float32, after the same steps
 
@@ -323,42 +319,6 @@ def _median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 # ---------------------------------------------------------------------- memory
-
-
-class Resident:
-    """Samples this process's resident set from a thread, and keeps the highest value since ``reset``."""
-
-    def __init__(self) -> None:
-        self._peak, self._stop = 0, False
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    @staticmethod
-    def now() -> int:
-        """Bytes resident now."""
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    def reset(self) -> None:
-        """Forget the peak so far."""
-        with self._lock:
-            self._peak = self.now()
-
-    @property
-    def peak(self) -> int:
-        """Highest value since ``reset``."""
-        return max(self._peak, self.now())
-
-    def close(self) -> None:
-        """End the thread."""
-        self._stop = True
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop:
-            with self._lock:  # or a reset between reading and writing is lost
-                self._peak = max(self._peak, self.now())
-            time.sleep(5e-4)
 
 
 class StepMemory(Callback):

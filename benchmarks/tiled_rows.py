@@ -11,8 +11,6 @@ memory at 8192, at most 2.2 times that at 16,384, and 1 GiB at 65,536. Times and
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,9 +24,9 @@ from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor, nn
 
 from benchmarks.global_batch import EQUAL
+from benchmarks.memory import MIB, peak_of
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
-from benchmarks.strategy_overhead import MIB, Resident
 from lightning_ddp_losses.losses import GlobalBatchLoss
 
 __all__ = ["main"]
@@ -120,15 +118,7 @@ def peak(who: str, kind: str, total: int) -> int:
     """Bytes that the resident set grows by in one step."""
     Contestant(who, kind, 64).step()  # libraries load, pools fill
     contestant = Contestant(who, kind, total)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    resident = Resident()
-    resident.reset()
-    before = resident.now()
-    contestant.step()
-    grown = resident.peak - before
-    resident.close()
-    return grown
+    return peak_of(contestant.step)
 
 
 def time_row(kind: str, total: int, rounds: int) -> Row:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ddp_losses.stand_in import synchronises
+from lightning_ddp_losses.unregistered import unregistered_modules
 
 __all__ = ["CHANNELS", "distances", "hidden_norms", "plain_norms", "statistics"]
 
 CHANNELS = 48  # of all layers together that are compared
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_DEPTH = 3
 _LEAST_VARIANCE = 1e-12
 
 
@@ -30,25 +29,11 @@ def plain_norms(module: nn.Module) -> dict[str, _BatchNorm]:
 
 def hidden_norms(module: nn.Module) -> dict[str, nn.Module]:
     """Batch norm in modules that are held in a list, a dict or a partial, where no conversion finds it."""
-    registered = set(module.modules())
-    found: dict[str, nn.Module] = {}
-    for name, inner in module.named_modules():
-        prefix = f"self.{name}" if name else "self"
-        queue = [(f"{prefix}.{k}", v, 0) for k, v in vars(inner).items() if not k.startswith("_")]
-        for path, value, depth in queue:
-            if isinstance(value, nn.Module):
-                if value not in registered:
-                    found |= {f"{path}.{name}".rstrip("."): norm for name, norm in plain_norms(value).items()}
-            elif depth < _DEPTH:
-                queue += [(p, v, depth + 1) for p, v in _items(path, value)]
-    return found
-
-
-def _items(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
-    elif isinstance(value, (list, tuple)):
-        yield from ((f"{path}[{index}]", item) for index, item in enumerate(value[:64]))
+    return {
+        f"{path}.{name}".rstrip("."): norm
+        for path, outer in unregistered_modules(module, {})
+        for name, norm in plain_norms(outer).items()
+    }
 
 
 def statistics(norms: dict[str, _BatchNorm]) -> list[float]:

@@ -9,7 +9,6 @@ Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum, ``M`` columns (G 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,19 +83,16 @@ class ClipLoss(TwoTowerLoss):
                     got=f"{init_temperature}, {max_scale}, {label_smoothing}",
                 )
             )
-        self.max_scale, self.label_smoothing = max_scale, label_smoothing
-        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / init_temperature)))
+        self.label_smoothing = label_smoothing
+        self._start_scale(init_temperature, max_scale)
 
     def extra_repr(self) -> str:
         """The options."""
         return f"max_scale={self.max_scale}, label_smoothing={self.label_smoothing}, normalize={self.normalize}"
 
     def _evaluate(self, images: Tensor, columns: Tensor, bundle: Bundle) -> Tensor:
-        scale: Tensor = self.logit_scale
-        if self.max_scale is not None:
-            scale = scale.clamp(max=math.log(self.max_scale))
         plan = _Plan(self._first(bundle), len(bundle.tensors[0]), self.label_smoothing, self.tile_bytes, self._group)
-        value: Tensor = _Clip.apply(plan, images, columns, scale.exp(), bundle.tensors[1])  # type: ignore[no-untyped-call]
+        value: Tensor = _Clip.apply(plan, images, columns, self._scale(), bundle.tensors[1])  # type: ignore[no-untyped-call]
         return value
 
 

@@ -40,7 +40,6 @@ __all__ = [
     "counts_of",
     "for_mean_over_ranks",
     "has_per_anchor",
-    "own_slice",
     "pack_row",
     "pack_shares",
     "report",
@@ -220,30 +219,6 @@ def report(graph: Tensor, value: float) -> Tensor:
 def for_mean_over_ranks(share: Tensor, group: Group) -> Tensor:
     """This rank's part of a sum over ranks, such that DDP's mean over ranks leaves the sum."""
     return share * groups.world_size(group)
-
-
-def own_slice(own: Tensor, everyone: Tensor, start: int, world: int) -> Tensor:
-    """Gathered rows for a term that every rank computes whole: own rows get their slice of its gradient, times W.
-
-    Args:
-        own: (B, ...), this rank's rows, with their graph.
-        everyone: (G, ...), without.
-        start: The global row that is this rank's first.
-        world: Number of ranks.
-    """
-    return _OwnSlice.apply(own, everyone, start, world)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _OwnSlice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, everyone: Tensor, start: int, world: int) -> Tensor:
-        ctx.place = start, own.shape[0], world
-        return everyone.view_as(everyone)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        start, rows, world = ctx.place
-        return grad.narrow(0, start, rows) * world, None, None, None
 
 
 class _Report(torch.autograd.Function):

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ddp_losses import frames, groups
+from lightning_ddp_losses.collectives import own_slices_with_grad
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses import pml as pml_rows
 from lightning_ddp_losses.losses.pml_call import PMLCall
@@ -23,7 +24,6 @@ from lightning_ddp_losses.losses.reduction import (
     Share,
     combine,
     counts_of,
-    own_slice,
     pack_shares,
     report,
     split,
@@ -146,7 +146,9 @@ def _embedding_term(loss: Any, call: PMLCall, meeting: Meeting, *, symmetric: bo
         return None
     everyone = call.arguments["embeddings"]
     if symmetric:
-        everyone = own_slice(call.given["embeddings"], everyone.detach(), call.bound[0], meeting.world)
+        own = call.given["embeddings"]
+        place = (0, call.bound[0], own.shape[0])
+        (everyone,) = own_slices_with_grad([everyone.detach()], [own], [place], group=meeting.group)
     return loss.embedding_regularization_loss(everyone)["losses"]  # type: ignore[no-any-return]
 
 

@@ -7,7 +7,6 @@ Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum, ``M`` columns (G 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -79,8 +78,7 @@ class SigLipLoss(TwoTowerLoss):
                     got=f"{init_temperature}, {max_scale}",
                 )
             )
-        self.max_scale = max_scale
-        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / init_temperature)))
+        self._start_scale(init_temperature, max_scale)
         self.logit_bias = nn.Parameter(torch.tensor(float(init_bias)))
 
     def extra_repr(self) -> str:
@@ -88,10 +86,7 @@ class SigLipLoss(TwoTowerLoss):
         return f"max_scale={self.max_scale}, normalize={self.normalize}"
 
     def _evaluate(self, images: Tensor, columns: Tensor, bundle: Bundle) -> Tensor:
-        scale: Tensor = self.logit_scale
-        if self.max_scale is not None:
-            scale = scale.clamp(max=math.log(self.max_scale))
-        given = (self._first(bundle), self.tile_bytes, images, columns, scale.exp(), self.logit_bias)
+        given = (self._first(bundle), self.tile_bytes, images, columns, self._scale(), self.logit_bias)
         total: Tensor = _PairSum.apply(*given)  # type: ignore[no-untyped-call]
         shares = [Share(total, float(len(images)))]
         payloads = frames.exchange("SigLipLoss: sum", {}, pack_shares(shares), group=self._group)

@@ -8,6 +8,7 @@ Legend: ``B`` rows on this rank, ``G`` their sum over ranks, ``M`` columns, ``D`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,6 +71,15 @@ class TwoTowerLoss(nn.Module):
         self.normalize, self.tile_bytes = normalize, tile_bytes
         self._group = group
         self._coefficients = CoefficientWatch()
+
+    def _start_scale(self, init_temperature: float, max_scale: float | None) -> None:
+        self.max_scale = max_scale
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / init_temperature)))
+
+    def _scale(self) -> Tensor:
+        """1 / temperature, clamped, with the gradient of its logarithm."""
+        limited = self.logit_scale if self.max_scale is None else self.logit_scale.clamp(max=math.log(self.max_scale))
+        return limited.exp()
 
     def forward(
         self,
