@@ -5,7 +5,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (per tensor, may differ), ``G`` the
 
 from __future__ import annotations
 
-import json
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -66,41 +66,58 @@ def gather_bundle(
         group: Process group; None is the world.
 
     Communication:
-        Forward one frame and one gather of all tensors' bytes; backward none (``"own_slice"``), or one exchange per
-        dtype that needs a gradient (``"sum"``).
+        Forward one frame, and one gather of all tensors' bytes where they do not ride in it; backward none
+        (``"own_slice"``), or one exchange per dtype that needs a gradient (``"sum"``).
 
     Raises:
         RankMismatchError: on every rank, when names, widths, dtypes or ``agreed`` differ.
     """
     values = list(tensors.values())
+    if groups.world_size(group) == 1:
+        return Bundle(values, [[t.shape[0]] for t in values], [extra])
     fixed = {name: f"{('rows', *t.shape[1:])} {t.dtype} {t.device.type}" for name, t in tensors.items()}
     needs = [t.requires_grad and torch.is_grad_enabled() for t in values]
-    own = json.dumps([[t.shape[0] for t in values], needs]).encode() + b"\0" + extra
-    payloads = frames.exchange(what, {**agreed, "tensors": ", ".join(tensors), **fixed}, own, group=group)
-    heads, extras = zip(*(p.split(b"\0", 1) for p in payloads), strict=True)
-    table = [json.loads(head) for head in heads]
-    counts = [[rows[i] for rows, _ in table] for i in range(len(values))]
-    if groups.world_size(group) == 1:
-        return Bundle(values, counts, list(extras))
-    wanted = [any(grads[i] for _, grads in table) for i in range(len(values))]
+    head = struct.Struct(f"<{len(values)}Q{len(values)}??I")
+    rides = head.size + len(extra) + sum(_aligned(t.nbytes) for t in values) <= frames.room(group) and all(
+        t.device.type == "cpu" for t in values
+    )
+    own = head.pack(*(t.shape[0] for t in values), *needs, rides, len(extra)) + extra
+    payloads = frames.exchange(
+        what,
+        {**agreed, "tensors": ", ".join(tensors), **fixed},
+        own + _packed(values).numpy().tobytes() if rides else own,
+        group=group,
+    )
+    heads = [head.unpack_from(p) for p in payloads]
+    counts = [[h[i] for h in heads] for i in range(len(values))]
+    extras = [p[head.size : head.size + h[-1]] for p, h in zip(payloads, heads, strict=True)]
+    wanted = [any(h[len(values) + i] for h in heads) for i in range(len(values))]
     # a rank whose own rows need no gradient still takes part in backward's collective
     joined = [
         t.detach().requires_grad_() if want and not t.requires_grad and torch.is_grad_enabled() else t
         for t, want in zip(values, wanted, strict=True)
     ]
     how = backward(dict(zip(tensors, counts, strict=True))) if callable(backward) else backward
-    out = _Gather.apply(counts, group, how, *joined)  # type: ignore[no-untyped-call]
-    return Bundle(list(out), counts, list(extras))
+    came = None
+    if all(h[-2] for h in heads):
+        came = [p[head.size + h[-1] :] for p, h in zip(payloads, heads, strict=True)]
+    out = _Gather.apply(came, counts, group, how, *joined)  # type: ignore[no-untyped-call]
+    return Bundle(list(out), counts, extras)
+
+
+_FIXED = 4  # arguments of _Gather before the tensors
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, counts: list[list[int]], group: Group, backward: Backward, *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, came: list[bytes] | None, counts: list[list[int]], group: Group, backward: Backward, *tensors: Tensor
+    ) -> Any:
         ctx.counts, ctx.group, ctx.mode = counts, group, backward
         ctx.set_materialize_grads(False)
-        out = _gather_packed(tensors, counts, group)
+        out = _gather_packed(tensors, counts, group) if came is None else _unpacked(tensors, counts, came)
         # some losses refuse targets that ask for a gradient
-        ctx.mark_non_differentiable(*(t for i, t in enumerate(out) if not ctx.needs_input_grad[3 + i]))
+        ctx.mark_non_differentiable(*(t for i, t in enumerate(out) if not ctx.needs_input_grad[_FIXED + i]))
         ctx.shapes = [(t.shape, t.dtype, t.device) for t in out]
         return tuple(out)
 
@@ -109,7 +126,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         own: list[Tensor | None] = [None] * len(grads)
         rank = groups.rank(ctx.group)
-        wanted = [i for i in range(len(grads)) if ctx.needs_input_grad[3 + i]]
+        wanted = [i for i in range(len(grads)) if ctx.needs_input_grad[_FIXED + i]]
         if ctx.mode == "sum":
             whole = []
             for i in wanted:
@@ -119,12 +136,12 @@ class _Gather(torch.autograd.Function):
             found = _scatter_packed(whole, [ctx.counts[i] for i in wanted], ctx.group)
             for i, rows in zip(wanted, found, strict=True):
                 own[i] = rows
-            return None, None, None, *own
+            return *[None] * _FIXED, *own
         for i in wanted:
             grad, counts = grads[i], ctx.counts[i]
             if grad is not None:
                 own[i] = grad.narrow(0, sum(counts[:rank]), counts[rank]) * len(counts)
-        return None, None, None, *own
+        return *[None] * _FIXED, *own
 
 
 def _scatter_packed(grads: list[Tensor], counts: list[list[int]], group: Group) -> list[Tensor]:
@@ -139,19 +156,41 @@ def _scatter_packed(grads: list[Tensor], counts: list[list[int]], group: Group) 
     return [flat.view(part[rank].shape) for flat, part in zip(torch.split(own, sizes[rank]), parts, strict=True)]
 
 
+def _packed(tensors: Sequence[Tensor], size: int = 0) -> Tensor:
+    """Bytes of all tensors, each at an aligned place; at least ``size``."""
+    sizes = [_aligned(t.nbytes) for t in tensors]
+    packed = tensors[0].new_zeros(max(size, sum(sizes)), dtype=torch.uint8)
+    offset = 0
+    for tensor, taken in zip(tensors, sizes, strict=True):
+        # not tensor.contiguous().view: none or one strided row counts as contiguous and cannot be viewed as bytes
+        packed[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        offset += taken
+    return packed
+
+
+def _unpacked(tensors: Sequence[Tensor], counts: list[list[int]], came: list[bytes]) -> list[Tensor]:
+    """Tensors like these, of all ranks' rows, from what each rank has packed."""
+    out, starts = [], [0] * len(came)
+    for tensor, rows in zip(tensors, counts, strict=True):
+        row_bytes = _row_bytes(tensor)
+        whole = bytearray().join(
+            data[start : start + n * row_bytes] for data, start, n in zip(came, starts, rows, strict=True)
+        )
+        starts = [start + _aligned(n * row_bytes) for start, n in zip(starts, rows, strict=True)]
+        shape = sum(rows), *tensor.shape[1:]
+        flat = torch.frombuffer(whole, dtype=tensor.dtype) if whole else torch.empty(0, dtype=tensor.dtype)
+        out.append(flat.view(shape))
+    return out
+
+
 def _gather_packed(tensors: Sequence[Tensor], counts: list[list[int]], group: Group) -> list[Tensor]:
     world = groups.world_size(group)
-    row_bytes = [t[:0].new_empty((1, *t.shape[1:])).nbytes for t in tensors]
+    row_bytes = [_row_bytes(t) for t in tensors]
     sizes = [[_aligned(counts[i][r] * row_bytes[i]) for i in range(len(tensors))] for r in range(world)]
     longest = max(map(sum, sizes))
     if longest == 0:
         return [t.detach().clone() for t in tensors]
-    packed = tensors[0].new_zeros(longest, dtype=torch.uint8)
-    offset = 0
-    for tensor, size in zip(tensors, sizes[groups.rank(group)], strict=True):
-        # not tensor.contiguous().view: none or one strided row counts as contiguous and cannot be viewed as bytes
-        packed[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        offset += size
+    packed = _packed(tensors, longest)
     everyone = packed.new_empty(world * longest)
     gather(everyone, packed, group=groups.family(group).payload(packed))
     out = []
@@ -165,6 +204,10 @@ def _gather_packed(tensors: Sequence[Tensor], counts: list[list[int]], group: Gr
             parts.append(part.view(tensor.dtype).view(counts[i][r], *tensor.shape[1:]))
         out.append(torch.cat(parts))
     return out
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor.shape[1:].numel() * tensor.element_size()
 
 
 def _aligned(size: int) -> int:

@@ -1,13 +1,17 @@
 """Frames: how ranks that disagree get the same error instead of an abort or a hang.
 
 gloo kills the process when collectives of different sizes meet. So whatever this package does together opens with a gather
-of one fixed-size frame per rank, on a gloo group of its own. Ranks at different places of the program still meet in equal
-frames, see who is where, and raise the same error. A rank that failed by itself sends its error in a frame: the peers get
-it at their next frame, wherever that is.
+of one frame per rank, of the same size everywhere, on a gloo group of its own. Ranks at different places of the program
+still meet in equal frames, see who is where, and raise the same error. A rank that failed by itself sends its error in a
+frame: the peers get it at their next frame, wherever that is.
 
-A frame (``FRAME_BYTES``) holds: version, kind, a digest of the *agreed* text (what is being done, with which shapes,
-dtypes, configuration: equal on all ranks or an error), the text itself as far as it fits, and the *payload* (this rank's
-own data). A payload that does not fit follows in one more gather, which all ranks know of from the frames.
+A frame holds: version, kind, a digest of the *agreed* text (what is being done, with which shapes, dtypes, configuration:
+equal on all ranks or an error), the text itself as far as it fits, and the *payload* (this rank's own data). A payload that
+does not fit follows in one more gather, which all ranks know of from the frames.
+
+Frames start at ``FRAME_BYTES`` and follow what a channel carries: the next one has room for the longest that was just seen,
+up to a bound, and the room goes when nobody needs it any more. Every rank sees the same frames, so all agree on the size
+without a word about it, wherever they are.
 """
 
 from __future__ import annotations
@@ -42,6 +46,9 @@ VERSION = 1
 _TEXT_BYTES = 448  # at most; the rest of the frame is the payload's
 _HEADER = struct.Struct("<HHHxxI16s")  # version, kind, bytes of text, bytes of payload, digest of the whole text
 _AGREE, _ERROR = 0, 1
+_ROOM, _ROOM_OF_ALL = 8 << 10, 256 << 10  # of a rank, and over all ranks: what a gather of its own costs less than
+_LARGEST_FRAME = 64 << 10
+_MEMORY = 64  # frames without a longer one after which the room for it goes
 
 
 class _Frame(NamedTuple):
@@ -59,7 +66,7 @@ def exchange(
     *,
     group: Group = None,
     channel: Channel = "frames",
-    frame_bytes: int = FRAME_BYTES,
+    frame_bytes: int | None = None,
 ) -> list[bytes]:
     """Meet all ranks of ``group`` at this place and swap payloads.
 
@@ -69,7 +76,7 @@ def exchange(
         payload: This rank's own bytes, of any length.
         group: Process group; None is the world.
         channel: Which of our groups carries the frame; the checks have one of their own.
-        frame_bytes: Size of the frame. All ranks that may meet on the channel must have agreed on it before.
+        frame_bytes: Size of this frame, for a caller whose ranks have agreed on it before; None: the channel's.
 
     Returns:
         The payloads in rank order.
@@ -79,8 +86,8 @@ def exchange(
         DDPLossError: on every rank, the error of a rank that came here through ``fail_together``.
 
     Communication:
-        One gather of ``frame_bytes`` per rank; one more, of the longest payload, when a payload does not fit. None in a
-        world of one.
+        One gather of a frame per rank; one more, of the longest payload, when a payload does not fit (the channel's next
+        frames then have room for it). None in a world of one.
     """
     return start(what, agreed, payload, group=group, channel=channel, frame_bytes=frame_bytes).finish()
 
@@ -92,7 +99,7 @@ def start(
     *,
     group: Group = None,
     channel: Channel = "frames",
-    frame_bytes: int = FRAME_BYTES,
+    frame_bytes: int | None = None,
 ) -> Exchange:
     """As ``exchange``, in two halves: the frame leaves now, and ``finish`` waits for the others'."""
     if groups.world_size(group) == 1:
@@ -100,9 +107,13 @@ def start(
     return Exchange(payload, _Sending(_AGREE, _text(what, agreed), payload, group, channel, frame_bytes))
 
 
-def room(what: str, agreed: Mapping[str, object]) -> int:
-    """Bytes of payload that ride in the frame itself beside this text."""
-    return FRAME_BYTES - _HEADER.size - min(len(_text(what, agreed).encode()), _TEXT_BYTES)
+def room(group: Group = None) -> int:
+    """Bytes of payload that are better sent in a frame than in a gather of their own; equal on all ranks."""
+    return _room(groups.world_size(group)) - _HEADER.size - _TEXT_BYTES
+
+
+def _room(world: int) -> int:
+    return max(_ROOM, _ROOM_OF_ALL // world)
 
 
 def _text(what: str, agreed: Mapping[str, object]) -> str:
@@ -110,10 +121,15 @@ def _text(what: str, agreed: Mapping[str, object]) -> str:
 
 
 class Exchange:
-    """A frame on its way. What happens in between must not open another on the same group unless all ranks do."""
+    """A frame on its way. What opens another on the same channel in between receives this one first."""
 
     def __init__(self, payload: bytes, sending: _Sending | None = None) -> None:
         self._payload, self._sending = payload, sending
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends to each other."""
+        return self._sending.bytes if self._sending is not None else 0
 
     def arrived(self) -> bool:
         """Whether ``finish`` would not wait (for a payload longer than the frame it may)."""
@@ -136,7 +152,7 @@ def fail_together(
     *,
     group: Group = None,
     patience: timedelta = PATIENCE,
-    frame_bytes: int = FRAME_BYTES,
+    frame_bytes: int | None = None,
 ) -> NoReturn:
     """Raise ``error`` on every rank: here, and at the next frame of each peer.
 
@@ -162,13 +178,42 @@ def fail_together(
     text = str(error) if ours else f"{type(error).__name__}: {error}"
     report = json.dumps({"class": type(error).__name__ if ours else "", "text": text, "where": where})
     try:
-        sending = _Sending(_ERROR, where, report.encode(), group, frame_bytes=frame_bytes)
+        sending = _Sending(_ERROR, where, report.encode(), group, frame_bytes=frame_bytes, patience=patience)
         frames = sending.receive(patience)
     except RuntimeError:  # the peers are gone or do not come: this rank's own error is what matters
         raise error from None
     if not ours:
         raise error
     raise _verdict(frames) from error
+
+
+class _Channel:
+    """What the ranks know of a channel: the size of the next frame, from the frames that all have seen."""
+
+    def __init__(self, group: dist.ProcessGroup, world: int) -> None:
+        self.group = group
+        self.frame_bytes = FRAME_BYTES
+        self.under_way: _Sending | None = None
+        self._largest = max(_LARGEST_FRAME, _room(world))
+        self._seen, self._longest = 0, 0
+
+    @classmethod
+    def of(cls, group: Group, name: Channel) -> _Channel:
+        family = groups.family(group)
+        carrier = getattr(family, name)
+        key = cls, carrier  # where two names share a group, they share its frames
+        if key not in family.notes:
+            family.notes[key] = cls(carrier, len(family.ranks))
+        found: _Channel = family.notes[key]
+        return found
+
+    def learn(self, needed: int) -> None:
+        """Take note of the longest that a rank has just sent."""
+        self._seen, self._longest = self._seen + 1, max(self._longest, min(needed, self._largest))
+        if self._longest > self.frame_bytes or self._seen == _MEMORY:
+            step = max(FRAME_BYTES, 1 << self._longest.bit_length() >> 3)
+            self.frame_bytes = -(-self._longest // step) * step
+            self._seen, self._longest = 0, 0
 
 
 class _Sending:
@@ -181,35 +226,52 @@ class _Sending:
         payload: bytes,
         group: Group,
         channel: Channel = "frames",
-        frame_bytes: int = FRAME_BYTES,
+        frame_bytes: int | None = None,
+        patience: timedelta | None = None,
     ) -> None:
         encoded = text.encode()
         shown = encoded[:_TEXT_BYTES]
         digest = hashlib.blake2b(encoded, digest_size=16).digest()
         head = _HEADER.pack(VERSION, kind, len(shown), len(payload), digest) + shown
-        self._fits = len(head) + len(payload) <= frame_bytes
-        self._payload, self._frame_bytes = payload, frame_bytes
+        self._channel = _Channel.of(group, channel)
+        if self._channel.under_way is not None:  # its peers' frames say how long this one is
+            self._channel.under_way.receive(patience)
+        self._sized = frame_bytes is None
+        self._size = size = frame_bytes or self._channel.frame_bytes
+        self._fits = len(head) + len(payload) <= size
+        self._payload, self._received = payload, list[_Frame]()
+        self.bytes = size if self._fits else size + len(payload)
         own = bytearray(head + payload if self._fits else head)
-        own.extend(bytes(frame_bytes - len(own)))
-        self._channel = getattr(groups.family(group), channel)
-        self._everyone, self.work = _start_bytes(own, self._channel)
+        own.extend(bytes(size - len(own)))
+        self._everyone, self.work = _start_bytes(own, self._channel.group)
+        self._channel.under_way = self
 
     def receive(self, patience: timedelta | None = None) -> list[_Frame]:
-        rows = _finish_bytes(self._everyone, self.work, self._frame_bytes, patience)
+        if self._channel.under_way is self:
+            self._channel.under_way = None
+            self._received = self._receive(patience)
+        return self._received
+
+    def _receive(self, patience: timedelta | None) -> list[_Frame]:
+        size = self._size
+        rows = _finish_bytes(self._everyone, self.work, size, patience)
         heads = [_HEADER.unpack_from(row) for row in rows]
         payloads = []
         for row, (_, _, text_bytes, payload_bytes, _) in zip(rows, heads, strict=True):
             start = _HEADER.size + text_bytes
             payloads.append(row[start : start + payload_bytes])
-        longest = max((n for _, _, t, n, _ in heads if _HEADER.size + t + n > self._frame_bytes), default=0)
+        needed = [_HEADER.size + t + n for _, _, t, n, _ in heads]
+        if self._sized:
+            self._channel.learn(max(needed))
+        longest = max((head[3] for head, n in zip(heads, needed, strict=True) if n > size), default=0)
         if longest:
             more = bytearray(longest)
             if not self._fits:
                 more[: len(self._payload)] = self._payload
-            more_rows = _finish_bytes(*_start_bytes(more, self._channel), longest, patience)
-            for rank, (row, (_, _, t, n, _)) in enumerate(zip(more_rows, heads, strict=True)):
-                if _HEADER.size + t + n > self._frame_bytes:
-                    payloads[rank] = row[:n]
+            more_rows = _finish_bytes(*_start_bytes(more, self._channel.group), longest, patience)
+            for rank, row in enumerate(more_rows):
+                if needed[rank] > size:
+                    payloads[rank] = row[: heads[rank][3]]
         return [
             _Frame(version, kind, digest, row[_HEADER.size : _HEADER.size + t].decode(errors="replace"), data)
             for (version, kind, t, _, digest), row, data in zip(heads, rows, payloads, strict=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ class Family:
         gradients: gloo, for the losses' gradients on the CPU alone: they may travel while other collectives run.
         checks: gloo, for checks alone, so that a check never meets a loss.
         ranks: the global ranks of the members, in group order.
+        notes: what a module keeps for as long as these groups live, under a key of its own.
     """
 
     frames: dist.ProcessGroup
@@ -56,6 +57,7 @@ class Family:
     gradients: dist.ProcessGroup
     checks: dist.ProcessGroup
     ranks: tuple[int, ...]
+    notes: dict[Any, Any] = field(default_factory=dict)
 
     def payload(self, tensor: Tensor) -> dist.ProcessGroup:
         """The group that carries ``tensor``."""

@@ -183,3 +183,64 @@ def test_a_rank_that_skipped_a_call_meets_its_peers_in_the_next_frame(pool: Rank
     assert len(set(results)) == 1
     assert "arcface" in results[0][1]
     assert "backward" in results[0][1]
+
+
+def follow_the_payloads(sizes: list[int]) -> list[tuple[int, int]]:
+    """(collectives, bytes sent) of each frame."""
+    found = []
+    for size in sizes:
+        with CountCollectives() as counter:
+            sending = frames.start("follow", {}, bytes(size * (dist.get_rank() + 1)))
+            assert [len(p) for p in sending.finish()] == [size * (r + 1) for r in range(dist.get_world_size())]
+        found.append((len(counter.take()), sending.sent_bytes))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_frames_have_room_for_what_came_before(pool: RankPool, world_size: int) -> None:
+    pool.run(world_size, follow_the_payloads, [0] * 130)  # whatever other tests sent is forgotten
+    results = pool.run(world_size, follow_the_payloads, [10, 5_000, 5_000, 10, *[10] * 130, 5_000])
+    assert len({tuple(count for count, _ in rank) for rank in results}) == 1
+    for first, grows, fits, still, *small, again in results:
+        assert first == (1, frames.FRAME_BYTES)
+        assert grows[0] == 2
+        assert fits[0] == 1
+        assert 5_000 * world_size < fits[1] < 1.5 * 5_000 * world_size
+        assert still == fits
+        assert small[-1] == (1, frames.FRAME_BYTES)
+        assert again[0] == 2
+
+
+def test_a_payload_beyond_bounds_leaves_frames_small(pool: RankPool) -> None:
+    pool.run(2, follow_the_payloads, [0] * 130)
+    for found in pool.run(2, follow_the_payloads, [300_000, 300_000, 10]):
+        assert [count for count, _ in found] == [2, 2, 1]
+        assert found[-1][1] <= 256 << 10
+
+
+def overtake(fails: bool) -> list[bytes] | str:
+    rank = dist.get_rank()
+    first = frames.start("first", {}, bytes(20_000))
+    try:
+        if fails and rank == 1:
+            frames.fail_together(InputError("rank 1 met this"), "between two frames")
+        if not fails:
+            second = frames.exchange("second", {}, b"second")
+            assert second == [b"second"] * dist.get_world_size()
+        got = first.finish()
+        frames.exchange("third", {}, b"third")
+    except DDPLossError as error:
+        return str(error)
+    return got
+
+
+def test_a_frame_that_is_overtaken_arrives(pool: RankPool) -> None:
+    pool.run(2, follow_the_payloads, [0] * 130)
+    assert pool.run(2, overtake, False) == [[bytes(20_000)] * 2] * 2
+
+
+def test_a_rank_that_fails_while_a_long_frame_is_on_its_way(pool: RankPool) -> None:
+    pool.run(2, follow_the_payloads, [0] * 130)
+    one, other = pool.run(2, overtake, True)
+    assert one == other
+    assert "rank 1 met this" in one

@@ -1,7 +1,6 @@
-"""How the checks' rows travel: one gather of an agreed size, on a process group that only checks use.
+"""How the checks' rows travel: in frames of their own, on a process group that only checks use.
 
-Ranks that come from different places of the program meet in equal frames and raise the same error. A row that outgrew the
-frame follows in a second gather, once: all ranks then agree on a larger frame.
+Ranks that come from different places of the program meet in equal frames and raise the same error.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from lightning_ddp_losses.transport import gather
 
 __all__ = ["Meeting"]
 
-_ROOM = 768  # of a frame, for its head and text; what frames take at most
 _CHUNK = 1 << 20
 _AWAKE_SECONDS, _NAP_SECONDS = 0.002, 0.005
 
@@ -33,7 +31,6 @@ class Meeting:
 
     def __init__(self, look: Callable[[], None] = lambda: None) -> None:
         self._look = look
-        self._frame_bytes = frames.FRAME_BYTES
         self.gathers = 0
         self.bytes = 0
 
@@ -45,14 +42,11 @@ class Meeting:
 
         Communication: one gather; one more when a row outgrew the agreed size. None in a world of one.
         """
-        frame = frames.start(place, agreed or {}, row, channel="checks", frame_bytes=self._frame_bytes)
+        frame = frames.start(place, agreed or {}, row, channel="checks")
         self._await(frame)
         rows = frame.finish()
         self.gathers += groups.world_size() > 1
-        self.bytes += self._frame_bytes
-        longest = max(map(len, rows)) + _ROOM
-        if longest > self._frame_bytes:  # every rank sees the same rows
-            self._frame_bytes = 1 << (longest - 1).bit_length()
+        self.bytes += frame.sent_bytes
         return rows
 
     def _await(self, frame: frames.Exchange) -> None:

@@ -57,7 +57,7 @@ class Meeting:
         """Number of ranks."""
         return groups.world_size(self.group)
 
-    def meet(self, like: Tensor, payload: bytes, frame_bytes: int = frames.FRAME_BYTES) -> list[bytes]:
+    def meet(self, like: Tensor, payload: bytes, frame_bytes: int | None = None) -> list[bytes]:
         """All ranks' payloads."""
         return frames.exchange(self.title, self.agreed(like), payload, frame_bytes=frame_bytes, group=self.group)
 

@@ -107,7 +107,7 @@ def meet(
     contents = table_of_contents(kinds, pieces).encode()
     weights = b"".join(_ROWS.pack(s.weight) for s in states if s.reduce is dim_zero_mean)
     head = _HEAD.size + len(contents) + len(weights)
-    inside = head + size <= frames.room(title, agreed)
+    inside = head + size <= frames.room(group)
     payload = _HEAD.pack(digest, inside, len(contents)) + contents + weights
     payloads = frames.exchange(title, agreed, payload + _bytes_of(own, device) if inside else payload, group=group)
 
