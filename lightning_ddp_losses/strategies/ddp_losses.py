@@ -194,7 +194,8 @@ class DDPLossStrategy(DividedWeights):
         if self._ddp_kwargs.get("init_sync", True):
             buffers = self._ddp_kwargs.get("broadcast_buffers", True) is not False
             transport.broadcast_([t for t in plan.unsynchronised if buffers or isinstance(t, nn.Parameter)])
-        self._reducer = LossReducer(module, plan.reduced, sorted(plan.theirs), self._reduce_dtype)
+        first_bucket = wrapping.first_bucket(plan.reduced, self._ddp_kwargs)
+        self._reducer = LossReducer(module, plan.reduced, sorted(plan.theirs), self._reduce_dtype, first_bucket)
         for loss in self._losses:
             if loss.learnable and not loss.owned:
                 rank_zero_info(f"{loss.title} shares a parameter with the model and stays in the model's DDP.")
@@ -226,6 +227,7 @@ class DDPLossStrategy(DividedWeights):
         """The module's training step; what fails on one rank ends all of them at the peers' next frame."""
         if self._reducer is None:
             return super().training_step(*args, **kwargs)
+        self._reducer.step()
         self._count(True)
         try:
             with self._together("training_step"):

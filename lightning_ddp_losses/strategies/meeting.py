@@ -1,7 +1,7 @@
 """The frame before each synchronising backward: which losses ran on each rank, how often, on how many rows.
 
-It leaves when backward is about to start and is read before the first gradient of the encoder is ready, so that no rank
-can wait inside the model's DDP for one that does not come. Checks may ride along.
+It is read before the first gradients of the encoder leave, so that no rank can wait inside the model's DDP for one that does
+not come. Checks may ride along, and small gradients of the losses.
 """
 
 from __future__ import annotations
@@ -54,14 +54,16 @@ class Calls:
     Attributes:
         expected: Per loss, whether its parameters may hold gradients.
         uneven: By title of a loss with differing rows, the rows of each rank.
+        gradients: What each rank gave to ``send``.
     """
 
     expected: list[bool]
     uneven: dict[str, list[int]] = field(default_factory=dict)
+    gradients: tuple[bytes, ...] = ()
 
 
 class Meeting:
-    """One such frame, on its way.
+    """One such frame.
 
     Args:
         counts: The calls of each loss; they start again from zero.
@@ -86,20 +88,33 @@ class Meeting:
             own += _SIZE.pack(len(ride)) + ride
         for count in counts:
             count.reset()
-        self._frame = frames.start("backward", agreed, own)
+        self._agreed, self._own = agreed, own
+        self._frame: frames.Exchange | None = None
+
+    @property
+    def sent(self) -> bool:
+        """Whether it has left."""
+        return self._frame is not None
+
+    def send(self, gradients: bytes = b"") -> None:
+        """Let it leave."""
+        self._frame = frames.start("backward", self._agreed, self._own + gradients)
 
     def arrived(self) -> bool:
         """Whether ``read`` would not wait."""
-        return self._frame.arrived()
+        return self._frame is not None and self._frame.arrived()
 
     def read(self) -> Calls:
-        """Wait for the peers' frames.
+        """Wait for the peers' frames; one that has not left yet leaves.
 
         Raises:
             LossCallError: on every rank, when a learnable loss ran on some ranks only.
             RankMismatchError: on every rank, when the ranks disagree.
         """
-        rows, rides = zip(*map(self._split, self._frame.finish()), strict=True)
+        if self._frame is None:
+            self.send()
+        assert self._frame is not None
+        rows, rides, gradients = zip(*map(self._split, self._frame.finish()), strict=True)
         table = [list(_CALL.iter_unpack(row)) for row in rows]
         expected: list[bool] = []
         uneven: dict[str, list[int]] = {}
@@ -115,9 +130,9 @@ class Meeting:
             raise missing_calls(missing)
         for rider, column in zip(self._riders, zip(*rides, strict=True), strict=True):
             rider.judge(list(column))
-        return Calls(expected, uneven)
+        return Calls(expected, uneven, gradients)
 
-    def _split(self, payload: bytes) -> tuple[bytes, list[bytes]]:
+    def _split(self, payload: bytes) -> tuple[bytes, list[bytes], bytes]:
         offset = _CALL.size * len(self._counts)
         own, rides = payload[:offset], []
         for _ in self._riders:
@@ -125,4 +140,4 @@ class Meeting:
             start = offset + _SIZE.size
             offset = start + size
             rides.append(payload[start:offset])
-        return own, rides
+        return own, rides, payload[offset:]

@@ -2,11 +2,12 @@
 
 The buffer opens with a has-gradient flag per managed parameter. All of it may travel while the encoder's backward still
 runs: the losses come first in backward, so their gradients are complete when it starts. What is added to a gradient
-afterwards is noticed, and sent too.
+afterwards is noticed, and sent too. A few bytes need no collective: they ride in the frame (``Passengers``).
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import groups, transport
 
-__all__ = ["Departure", "gradient_flag"]
+__all__ = ["Departure", "Passengers", "gradient_flag"]
 
 
 class Departure:
@@ -86,6 +87,68 @@ class Departure:
     def _pack(self) -> _PackedMean:
         flags = self._flags if self._with_flags else []
         return _PackedMean(compress(self._parameters, self._small), flags, self._dtype)
+
+
+class Passengers:
+    """The gradients of one backward as bytes in a frame: a flag for each parameter, then what is there, by the flags.
+
+    Args:
+        parameters: All managed ones.
+        dtype: On the wire.
+    """
+
+    _flag = struct.Struct("<I")
+
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        self._parameters, self._dtype = parameters, dtype
+        self.flags = [gradient_flag(p.grad) for p in parameters]
+        self._stamps = [_stamp(p.grad) for p in parameters]
+        self._tickets: Sequence[bytes] = ()
+        self.aboard = [True] * len(parameters)
+
+    @classmethod
+    def size(cls, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> int:
+        """Bytes, when all have a gradient."""
+        return sum(cls._flag.size + p.numel() * dtype.itemsize for p in parameters)
+
+    def ticket(self) -> bytes:
+        """This rank's bytes."""
+        flags = b"".join(map(self._flag.pack, self.flags))
+        own = [g.detach().reshape(-1).to(self._dtype) for g in map(_dense, self._parameters) if g is not None]
+        return flags + (torch.cat(own).view(torch.uint8).numpy().tobytes() if own else b"")
+
+    def board(self, tickets: Sequence[bytes]) -> None:
+        """Take the bytes of all ranks, in rank order."""
+        self._tickets = tickets
+
+    def grown(self) -> list[int]:
+        """Places of the parameters to whose gradients something was added since."""
+        return [
+            i
+            for i, (stamp, p) in enumerate(zip(self._stamps, self._parameters, strict=True))
+            if stamp != _stamp(p.grad)
+        ]
+
+    def finish(self, grown: Collection[int] = ()) -> list[int]:
+        """Put the means in place and return the sums of the flags; what has grown is sent anew, with all others."""
+        if grown:
+            return _PackedMean(
+                self._parameters, [gradient_flag(p.grad) for p in self._parameters], self._dtype
+            ).finish()
+        world, num_bytes = len(self._tickets), self._flag.size * len(self._parameters)
+        flags = [[flag for (flag,) in self._flag.iter_unpack(t[:num_bytes])] for t in self._tickets]
+        counts = [sum(column) for column in zip(*flags, strict=True)]
+        present = [p for p, count in zip(self._parameters, counts, strict=True) if count == world]
+        if set(counts) - {0, world} or not present:  # the caller tells; nothing was touched
+            return counts
+        data = bytearray().join(t[num_bytes:] for t in self._tickets)
+        mean = torch.frombuffer(data, dtype=self._dtype).view(world, -1).mean(0)
+        offset = 0
+        for parameter in present:
+            assert parameter.grad is not None
+            parameter.grad.copy_(mean[offset : offset + parameter.numel()].view(parameter.shape))
+            offset += parameter.numel()
+        return counts
 
 
 class _PackedMean:

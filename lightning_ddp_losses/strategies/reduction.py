@@ -6,15 +6,19 @@ parameter that the model's own DDP does not reduce (nor a shard, nor one the use
 
 Three steps per synchronising backward:
 
-1. ``open``, before backward: one frame leaves. Which losses ran, how often, on how many rows; whether they hold a gradient
-   already.
-2. ``agree``, before the first gradient of the model's DDP is ready: the peers' frames are read. All ranks then know which
+1. ``open``, before backward: one frame is made. Which losses ran, how often, on how many rows; whether they hold a gradient
+   already. It leaves at once; or, where all gradients are few bytes on the CPU, with them aboard when backward has passed
+   through the last loss.
+2. ``agree``, before the first gradients of the model's DDP leave: the peers' frames are read. All ranks then know which
    losses are *expected* to have gradients, or raise together while nobody waits inside DDP.
 3. ``reduce``, after backward: one all-reduce of [a has-gradient flag per parameter | small gradients of expected losses], one
    in place for each gradient over ``LARGE_BYTES``. They are started during backward, when that has passed through the last
-   loss. Flags must sum to 0 or W.
+   loss. Gradients that rode in the frame need none. Flags must sum to 0 or W.
 
 On an accelerator the flags travel by frame (host to host), so nothing waits for the device.
+
+A frame is held back only while nothing of ours can wait in backward for a rank that is elsewhere: not in a step that has
+opened other frames (a global loss, a synchronised layer).
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 
 import torch
@@ -34,7 +39,7 @@ from lightning_ddp_losses.errors import RankMismatchError, format_error
 from lightning_ddp_losses.sharding import shard_of
 from lightning_ddp_losses.strategies.disagreement import partial_gradients
 from lightning_ddp_losses.strategies.meeting import CallCount, Calls, Meeting, Rider
-from lightning_ddp_losses.strategies.packing import Departure, gradient_flag
+from lightning_ddp_losses.strategies.packing import Departure, Passengers, gradient_flag
 
 __all__ = ["LARGE_BYTES", "LossReducer"]
 
@@ -56,6 +61,7 @@ class LossReducer:
         reduced_elsewhere: Parameters that the model's DDP reduces.
         ignored: Names that the user told DDP to leave alone.
         reduce_dtype: dtype on the wire; None: each gradient's own, and at least float32 for small ones.
+        first_bucket: Bytes of gradient of which the model's DDP sends nothing before all are ready.
     """
 
     def __init__(
@@ -64,8 +70,9 @@ class LossReducer:
         reduced_elsewhere: Sequence[Tensor],
         ignored: Sequence[str] = (),
         reduce_dtype: torch.dtype | None = None,
+        first_bucket: int = 0,
     ) -> None:
-        self._module = module
+        self._module, self._first_bucket = module, first_bucket
         # the tensors are kept, not only their ids: an id may be taken again
         self._elsewhere = {id(p): p for p in reduced_elsewhere}
         self._ignored = frozenset(ignored)
@@ -76,6 +83,7 @@ class LossReducer:
         self._signature: tuple[object, ...] = ()
         self._digest = ""
         self._riders: list[Rider] = []
+        self._frames_before = -1
         self._hooks: list[RemovableHandle] = []
         self._close()
 
@@ -84,8 +92,9 @@ class LossReducer:
         self._fresh: list[_Managed] = []
         self._meeting: Meeting | None = None
         self._calls: Calls | None = None
-        self._outstanding = -1
-        self._departure: Departure | None = None
+        self._outstanding, self._ready = -1, 0
+        self._departure: Departure | Passengers | None = None
+        self._passengers: Passengers | None = None
 
     def watch(self, counts: Sequence[CallCount]) -> None:
         """Say which losses there are; call after the first broadcast: what exists now counts as synchronised."""
@@ -93,7 +102,10 @@ class LossReducer:
         self._owners.clear()
         self._known.update({m.name: m.parameter for m in self.managed()})
         # a gradient reaches this hook before it reaches DDP
-        self._hooks = [p.register_hook(self._first_gradient) for p in self._elsewhere.values()]  # type: ignore[no-untyped-call]
+        self._hooks = [
+            p.register_hook(partial(self._gradient, p.nbytes))  # type: ignore[no-untyped-call]
+            for p in self._elsewhere.values()
+        ]
 
     def unwatch(self) -> None:
         """Leave no hook behind."""
@@ -115,8 +127,12 @@ class LossReducer:
                 found.append(_Managed(name, parameter, self._owner(name)))
         return sorted(found, key=lambda m: m.name)
 
+    def step(self) -> None:
+        """A training step begins."""
+        self._frames_before = frames.opened()
+
     def open(self, step: int) -> None:
-        """Send the frame that meets the peers before a synchronising backward. Communication: one frame."""
+        """Make the frame that meets the peers before a synchronising backward. Communication: one frame, now or later."""
         self._close()
         managed = self._opened = self.managed()
         self._fresh = [m for m in managed if self._known.get(m.name) is not m.parameter]
@@ -128,6 +144,25 @@ class LossReducer:
         self._outstanding = sum(count.awaited for count in self._counts) or -1
         has_grad = {m.owner for m in managed if m.parameter.grad is not None}
         self._meeting = Meeting(self._counts, has_grad, agreed, self._riders)
+        if not self._may_hold(managed):
+            self._meeting.send()
+
+    def _may_hold(self, managed: list[_Managed]) -> bool:
+        if not managed or groups.world_size() == 1 or frames.opened() != self._frames_before:
+            return False
+        # what belongs to no loss gets its gradient later
+        if not self._flags_ride(managed) or any(m.owner < 0 for m in managed):
+            return False
+        parameters = [m.parameter for m in managed]
+        few = all(p.nbytes <= LARGE_BYTES for p in parameters)
+        return few and Passengers.size(parameters, self._wire_dtype(parameters)) <= frames.room()
+
+    def _send(self, managed: list[_Managed]) -> None:
+        """Let the frame leave with all gradients aboard; they are complete."""
+        assert self._meeting is not None
+        parameters = [m.parameter for m in managed]
+        self._passengers = Passengers(parameters, self._wire_dtype(parameters))
+        self._meeting.send(self._passengers.ticket())
 
     def agree(self) -> None:
         """Read the peers' frames, once per backward.
@@ -145,11 +180,17 @@ class LossReducer:
         self._calls = meeting.read()
         if self._fresh:
             self._admit(self._fresh)
-        self._depart_early()
+        if self._passengers is not None and all(self._calls.gradients):
+            self._passengers.board(self._calls.gradients)
+            self._departure = self._passengers
+        else:
+            self._depart_early()
 
-    def _first_gradient(self, _: Tensor) -> None:
+    def _gradient(self, num_bytes: int, _: Tensor) -> None:
         if self._meeting is not None:
-            self.agree()
+            self._ready += num_bytes
+            if self._ready >= self._first_bucket:
+                self.agree()
 
     def returned(self) -> bool:
         """Backward has passed through one call of a loss; after the last one the gradients may leave.
@@ -163,6 +204,8 @@ class LossReducer:
         if self._outstanding == 0:
             if self._meeting is None:
                 self._depart_early()
+            elif not self._meeting.sent:
+                self._send(self._opened)
             elif self._meeting.arrived():
                 self.agree()
         return True
@@ -185,6 +228,8 @@ class LossReducer:
 
         Communication: one all-reduce, one more for each gradient over ``LARGE_BYTES``; on an accelerator one frame.
         """
+        if self._meeting is not None and not self._meeting.sent:  # no gradient reached the encoder
+            self._send(self._opened or [])
         self.agree()
         # nothing is created or replaced between the two ends of a backward
         managed, calls, departure = self._opened or self.managed(), self._calls, self._departure

@@ -25,6 +25,7 @@ __all__ = [
     "as_dtype",
     "broadcast_buffers",
     "compare_names",
+    "first_bucket",
     "ignoring",
     "named_tensors",
     "plan",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 IGNORE = "_ddp_params_and_buffers_to_ignore"
+_FIRST_BUCKET = 1 << 20
+_CHANGE_BUCKETS = ("bucket_cap_mb", "bucket_cap_mb_list", "delay_all_reduce_named_params", "find_unused_parameters")
 _SHOWN = 6  # differing names shown in an error
 
 
@@ -91,6 +94,20 @@ def plan(module: nn.Module, losses: Iterable[FoundLoss]) -> WrapPlan:
     reduced = [p for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
     left = mine if reduced else set(tensors) - theirs
     return WrapPlan(reduced, ignored, theirs, [t for n, t in tensors.items() if n in left - shards])
+
+
+def first_bucket(parameters: Iterable[Tensor], ddp_kwargs: Mapping[str, Any]) -> int:
+    """Bytes of gradient of which DDP sends nothing before all are ready; 0 where that cannot be said.
+
+    DDP fills buckets of one dtype and device each, the first up to 1 MiB, and sends them in order.
+    """
+    if any(ddp_kwargs.get(key) for key in _CHANGE_BUCKETS):
+        return 0
+    totals: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in parameters:
+        kind = parameter.dtype, parameter.device
+        totals[kind] = totals.get(kind, 0) + parameter.nbytes
+    return min([_FIRST_BUCKET, *totals.values()])
 
 
 def broadcast_buffers(module: nn.Module, losses: Iterable[FoundLoss], ddp_kwargs: Mapping[str, Any]) -> None:
