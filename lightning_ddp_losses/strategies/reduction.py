@@ -17,8 +17,8 @@ Three steps per synchronising backward:
 
 On an accelerator the flags travel by frame (host to host), so nothing waits for the device.
 
-A frame is held back only while nothing of ours can wait in backward for a rank that is elsewhere: not in a step that has
-opened other frames (a global loss, a synchronised layer).
+In a step that has opened other frames (a global loss, a synchronised layer) backward may wait for a rank that is elsewhere
+before it comes to the encoder. There the frame leaves and is read at once.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LossReducer:
         self._fresh: list[_Managed] = []
         self._meeting: Meeting | None = None
         self._calls: Calls | None = None
-        self._outstanding, self._ready = -1, 0
+        self._outstanding, self._ready, self._idle = -1, 0, False
         self._departure: Departure | Passengers | None = None
         self._passengers: Passengers | None = None
 
@@ -142,13 +142,19 @@ class LossReducer:
             "new parameters": ", ".join(m.name for m in self._fresh) or "none",
         }
         self._outstanding = sum(count.awaited for count in self._counts) or -1
+        self._idle = not any(count.calls for count in self._counts)
         has_grad = {m.owner for m in managed if m.parameter.grad is not None}
         self._meeting = Meeting(self._counts, has_grad, agreed, self._riders)
-        if not self._may_hold(managed):
+        # where other frames came before, backward too may wait for peers
+        others = groups.world_size() > 1 and frames.opened() != self._frames_before
+        self._frames_before += 1  # for this one
+        if others or not self._may_hold(managed):
             self._meeting.send()
+        if others:
+            self.agree()
 
     def _may_hold(self, managed: list[_Managed]) -> bool:
-        if not managed or groups.world_size() == 1 or frames.opened() != self._frames_before:
+        if not managed or groups.world_size() == 1:
             return False
         # what belongs to no loss gets its gradient later
         if not self._flags_ride(managed) or any(m.owner < 0 for m in managed):
@@ -190,6 +196,8 @@ class LossReducer:
         if self._meeting is not None:
             self._ready += num_bytes
             if self._ready >= self._first_bucket:
+                if self._idle and not self._meeting.sent:  # nothing of the losses is to come
+                    self._send(self._opened or [])
                 self.agree()
 
     def returned(self) -> bool:

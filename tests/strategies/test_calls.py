@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
+from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.strategies import register_loss_type
 from tests.oracle import assert_close, batches, cuts
 from tests.rank_pool import RankError, RankPool
@@ -60,6 +62,43 @@ def test_a_skipped_loss_is_found_by_its_gradient_too(pool: RankPool, options: di
 
 def test_a_rank_that_skips_all_losses(pool: RankPool) -> None:
     assert_same_error(pool.errors(3, fit, partial(SkipsALoss, 1, (1,), "both")), "first", "second", "rank 1")
+
+
+class FailsInBackward(Job):
+    """The gradient of rank 1's loss cannot be computed on the second batch."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        value: Tensor = self.loss(self.encoder(features), labels)
+        if index == 1 and self.global_rank == 1:
+            value.register_hook(self.fail)  # type: ignore[no-untyped-call]
+        return value
+
+    @staticmethod
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError("this gradient fails")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_fails_inside_backward(pool: RankPool, world_size: int) -> None:
+    errors = pool.errors(world_size, fit, FailsInBackward)
+    assert all("this gradient fails" in error.message for error in errors)
+    assert [error.is_a("DDPLossError") for error in errors] == [rank != 1 for rank in range(world_size)]
+    assert all(error.seconds < 15 for error in errors)
+
+
+class SkipsAGlobalLoss(SkipsALoss):
+    """... whose losses meet in forward and in backward."""
+
+    def build(self, loss: str) -> None:
+        self.first = GlobalBatchLoss(pml.CircleLoss(), mode="rows")
+        self.second = GlobalBatchLoss(pml.CircleLoss(m=0.3), mode="rows")
+
+
+@pytest.mark.parametrize("skipped", ["first", "second", "both"])
+def test_a_global_loss_that_some_ranks_skip(pool: RankPool, skipped: str) -> None:
+    """A rank does not go into a loss's backward exchange before its frame has met the peers, who wait in a loss's forward."""
+    errors = pool.errors(3, fit, partial(SkipsAGlobalLoss, 1, (1,), skipped))
+    assert_same_error(errors, "rank 1: configuration" if skipped == "first" else "rank 1: backward")
 
 
 def test_a_skipped_loss_under_accumulation(pool: RankPool) -> None:

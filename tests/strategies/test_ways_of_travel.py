@@ -1,4 +1,7 @@
-"""Gradients that travel alone, in their own memory, while backward still runs; here every gradient counts as large."""
+"""How gradients travel: alone, in their own memory; packed, in one reduction; aboard the frame. The same comes of it.
+
+Those of the test jobs are small: elsewhere they ride in the frame. Here every gradient counts as large, or finds no room there.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from lightning_ddp_losses import frames
 from lightning_ddp_losses.strategies import reduction
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
@@ -25,22 +29,36 @@ def fit_large(make: Callable[[], Job], strategy: Strategy | None = None, **optio
         reduction.LARGE_BYTES = before
 
 
+def fit_packed(make: Callable[[], Job], strategy: Strategy | None = None, **options: Any) -> dict[str, Tensor]:
+    before, frames.room = frames.room, lambda group=None: 0
+    try:
+        return fit(make, strategy, **options)
+    finally:
+        frames.room = before
+
+
+WAYS = pytest.mark.parametrize("run", [fit_large, fit_packed], ids=["large", "packed"])
+
+
+@WAYS
 @pytest.mark.parametrize("job", [Job, Alternating, OrderByRank, UsedEarlier], ids=lambda job: job.__name__)
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_large_gradients_equal_one_process(pool: RankPool, job: type[Job], accumulate: int) -> None:
+def test_gradients_equal_one_process(pool: RankPool, job: type[Job], accumulate: int, run: Callable[..., Any]) -> None:
     expected = fit_alone(job, accumulate_grad_batches=accumulate)
     for world_size in (1, 2, 3):
         for strategy in ({}, {"check_calls": False}):
-            for state in pool.run(world_size, fit_large, job, strategy, accumulate_grad_batches=accumulate):
+            for state in pool.run(world_size, run, job, strategy, accumulate_grad_batches=accumulate):
                 assert_close(state, expected)
 
 
-def test_large_gradients_in_manual_optimisation(pool: RankPool) -> None:
+@WAYS
+def test_manual_optimisation(pool: RankPool, run: Callable[..., Any]) -> None:
     expected = fit_alone(TwoForwardsThenTwoBackwards)
-    for state in pool.run(2, fit_large, TwoForwardsThenTwoBackwards):
+    for state in pool.run(2, run, TwoForwardsThenTwoBackwards):
         assert_close(state, expected)
 
 
+@pytest.mark.parametrize("run", [fit_large, fit_packed, fit], ids=["large", "packed", "aboard"])
 @pytest.mark.parametrize(
     ("job", "strategy", "words"),
     [
@@ -51,9 +69,9 @@ def test_large_gradients_in_manual_optimisation(pool: RankPool) -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_errors_leave_nothing_on_the_wire(
-    pool: RankPool, job: type[Job], strategy: Strategy, words: tuple[str, ...]
+    pool: RankPool, job: type[Job], strategy: Strategy, words: tuple[str, ...], run: Callable[..., Any]
 ) -> None:
-    outcomes = pool.run(2, fail_then_fit, job, strategy)
+    outcomes = pool.run(2, fail_then_fit, run, job, strategy)
     expected = fit_alone(Job)
     assert len({message for message, _ in outcomes}) == 1
     for message, state in outcomes:
@@ -61,10 +79,12 @@ def test_errors_leave_nothing_on_the_wire(
         assert_close(state, expected)
 
 
-def fail_then_fit(make: Callable[[], Job], strategy: Strategy) -> tuple[str, dict[str, Tensor]]:
+def fail_then_fit(
+    run: Callable[..., Any], make: Callable[[], Job], strategy: Strategy
+) -> tuple[str, dict[str, Tensor]]:
     """What the first fit says, and what a second one in the same processes and groups trains."""
     try:
-        fit_large(make, strategy)
+        run(make, strategy)
     except RuntimeError as error:
         message = str(error)
-    return message, fit_large(Job)
+    return message, run(Job)
