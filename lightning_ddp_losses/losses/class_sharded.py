@@ -210,7 +210,7 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         except Exception as error:  # what all ranks raise alike passes through
             frames.fail_together(error, self._title, group=self._group)
         graph.note_global_value(value)
-        watched: Tensor = self._coefficients.watch(value)
+        watched: Tensor = self._coefficients.watch(value, group=self._group)
         return watched
 
     def _prepare(self, embeddings: Tensor, labels: Tensor | None = None, *, classified: bool = False) -> None:

@@ -154,7 +154,7 @@ class GlobalBatchLoss(nn.Module):
             frames.fail_together(error, self._title, group=self._group)
         value = graph.run_wide(self, self._forward, args, kwargs)
         graph.note_global_value(value)
-        return self._coefficients.watch(value)
+        return value if self.backward == "sum" else self._coefficients.watch(value, group=self._group)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         on_host = all(t.device.type == "cpu" for t in numerics.tensors_in((args, kwargs)))
@@ -296,8 +296,8 @@ class GlobalBatchLoss(nn.Module):
         self._fingerprint = self._fingerprint or digest(self.loss)
         agreed: dict[str, object] = {"mode": self.mode, "backward": self.backward, "gather": self.gather}
         agreed["configuration"] = self._fingerprint
-        noted = self._coefficients.take()
         if self.backward == "own_slice":
+            noted = self._coefficients.take()
             agreed["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted
         return agreed
 

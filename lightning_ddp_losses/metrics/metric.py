@@ -166,7 +166,7 @@ class DifferentiableMetric(MetricStates):
         if meets:
             for tensor in numerics.tensors_in(value):
                 graph.note_global_value(tensor)
-            value = shared.coefficients.watch(value)
+            value = shared.coefficients.watch(value, group=self.process_group)
         return value
 
     # ------------------------------------------------------------------ update, compute, sync
@@ -213,7 +213,7 @@ class DifferentiableMetric(MetricStates):
                 value = plain(*args, **kwargs)
             if self._shared.keep_graph:
                 self._put(detached(self._states()))
-                value = self._shared.coefficients.watch(value) if meets else value
+                value = self._shared.coefficients.watch(value, group=self.process_group) if meets else value
                 self._computed = value if self.compute_with_cache else None
             return value
 

@@ -209,6 +209,7 @@ class DDPLossStrategy(DividedWeights):
         if hidden.optimised:
             self._adopted = adoption.adopt(self._module, hidden, self.precision_plugin, self.root_device, self._ddp)
             self._losses += adoption.as_losses(self._adopted)
+            self.meet_new_shards()
 
     # ------------------------------------------------------------------ data
 
@@ -307,12 +308,18 @@ class DDPLossStrategy(DividedWeights):
             state = {k: v for k, v in state.items() if not k.startswith(f"{adoption.NAME}.")}
         super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def _own_state(self) -> dict[str, Any]:
         """The plain module's state, and that of adopted losses also after the fit."""
-        state = super().lightning_module_state_dict()
+        state = super()._own_state()
         if self._adopted is not None:
-            state.update({f"{adoption.NAME}.{key}": value for key, value in self._adopted.state_dict().items()})
+            state.update(self._adopted.state_dict(prefix=f"{adoption.NAME}."))
         return state
+
+    def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        named = dict(super()._own_parameters())
+        if self._adopted is not None:
+            named.update(self._adopted.named_parameters(prefix=adoption.NAME))
+        yield from named.items()
 
     def on_exception(self, exception: BaseException) -> None:
         """What fails on one rank between two steps (a callback, an optimizer, Lightning itself) ends its peers too."""

@@ -1,7 +1,7 @@
 """The frame before each synchronising backward: which losses ran on each rank, how often, on how many rows.
 
-It leaves when backward is about to start and is read before the first gradient of the encoder is ready, so that no rank
-can wait inside the model's DDP for one that does not come. Checks may ride along.
+It leaves when backward starts and is read before the first gradient of the encoder is ready, so that no rank can wait inside the
+model's DDP for one that does not come. Checks may ride along, and the coefficients with which backward came back into global values.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lightning_ddp_losses import frames
-from lightning_ddp_losses.strategies.disagreement import missing_calls
+from lightning_ddp_losses import coefficient, frames
+from lightning_ddp_losses.strategies.disagreement import missing_calls, refuse_other_coefficients
 from lightning_ddp_losses.strategies.discovery import FoundLoss
 
 __all__ = ["CallCount", "Calls", "Meeting", "Rider"]
@@ -61,7 +61,7 @@ class Calls:
 
 
 class Meeting:
-    """One such frame, on its way.
+    """One such frame; it must be sent once.
 
     Args:
         counts: The calls of each loss; they start again from zero.
@@ -79,27 +79,35 @@ class Meeting:
         agreed: Mapping[str, object],
         riders: Sequence[Rider] = (),
     ) -> None:
-        self._counts, self._riders = counts, riders
+        self._counts, self._riders, self._agreed = counts, riders, agreed
         own = b"".join(_CALL.pack(c.calls, c.rows, i in has_grad) for i, c in enumerate(counts))
         for rider in riders:
             ride = rider.measure()
             own += _SIZE.pack(len(ride)) + ride
         for count in counts:
             count.reset()
-        self._frame = frames.start("backward", agreed, own)
+        self._own = own
+        self._frame: frames.Exchange | None = None
+
+    def send(self) -> None:
+        """Let it leave, with the coefficients known by now."""
+        if self._frame is None:
+            noted = coefficient.take_noted().encode()
+            self._frame = frames.start("backward", self._agreed, self._own + noted)
 
     def arrived(self) -> bool:
         """Whether ``read`` would not wait."""
-        return self._frame.arrived()
+        return self._frame is not None and self._frame.arrived()
 
     def read(self) -> Calls:
         """Wait for the peers' frames.
 
         Raises:
             LossCallError: on every rank, when a learnable loss ran on some ranks only.
-            RankMismatchError: on every rank, when the ranks disagree.
+            RankMismatchError: on every rank, when the ranks disagree, or weigh a global value differently.
         """
-        rows, rides = zip(*map(self._split, self._frame.finish()), strict=True)
+        assert self._frame is not None
+        rows, rides, noted = zip(*map(self._split, self._frame.finish()), strict=True)
         table = [list(_CALL.iter_unpack(row)) for row in rows]
         expected: list[bool] = []
         uneven: dict[str, list[int]] = {}
@@ -113,11 +121,12 @@ class Meeting:
                 uneven[count.loss.title] = list(num_rows)
         if missing:
             raise missing_calls(missing)
+        refuse_other_coefficients([text.decode() for text in noted])
         for rider, column in zip(self._riders, zip(*rides, strict=True), strict=True):
             rider.judge(list(column))
         return Calls(expected, uneven)
 
-    def _split(self, payload: bytes) -> tuple[bytes, list[bytes]]:
+    def _split(self, payload: bytes) -> tuple[bytes, list[bytes], bytes]:
         offset = _CALL.size * len(self._counts)
         own, rides = payload[:offset], []
         for _ in self._riders:
@@ -125,4 +134,4 @@ class Meeting:
             start = offset + _SIZE.size
             offset = start + size
             rides.append(payload[start:offset])
-        return own, rides
+        return own, rides, payload[offset:]

@@ -6,8 +6,8 @@ parameter that the model's own DDP does not reduce (nor a shard, nor one the use
 
 Three steps per synchronising backward:
 
-1. ``open``, before backward: one frame leaves. Which losses ran, how often, on how many rows; whether they hold a gradient
-   already.
+1. ``open``, before backward: one frame leaves, or as soon as backward has come back into all global values. Which losses ran, how
+   often, on how many rows; whether they hold a gradient already; with which coefficients the values came back.
 2. ``agree``, before the first gradient of the model's DDP is ready: the peers' frames are read. All ranks then know which
    losses are *expected* to have gradients, or raise together while nobody waits inside DDP.
 3. ``reduce``, after backward: one all-reduce of [a has-gradient flag per parameter | small gradients of expected losses], one
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ddp_losses import frames, groups
+from lightning_ddp_losses import coefficient, frames, groups
 from lightning_ddp_losses.errors import RankMismatchError, format_error
 from lightning_ddp_losses.sharding import shard_of
 from lightning_ddp_losses.strategies.disagreement import partial_gradients
@@ -100,6 +100,7 @@ class LossReducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        coefficient.on_note(None)
 
     def ride_along(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> None:
         """Let a check's bytes travel in each frame."""
@@ -116,7 +117,7 @@ class LossReducer:
         return sorted(found, key=lambda m: m.name)
 
     def open(self, step: int) -> None:
-        """Send the frame that meets the peers before a synchronising backward. Communication: one frame."""
+        """Send the frame that meets the peers before a synchronising backward, or in it. Communication: one frame."""
         self._close()
         managed = self._opened = self.managed()
         self._fresh = [m for m in managed if self._known.get(m.name) is not m.parameter]
@@ -128,6 +129,12 @@ class LossReducer:
         self._outstanding = sum(count.awaited for count in self._counts) or -1
         has_grad = {m.owner for m in managed if m.parameter.grad is not None}
         self._meeting = Meeting(self._counts, has_grad, agreed, self._riders)
+        coefficient.on_note(self._send)
+        self._send()
+
+    def _send(self) -> None:
+        if self._meeting is not None and not coefficient.expected():
+            self._meeting.send()
 
     def agree(self) -> None:
         """Read the peers' frames, once per backward.
@@ -142,6 +149,8 @@ class LossReducer:
         meeting, self._meeting = self._meeting, None
         if meeting is None:
             return
+        meeting.send()
+        coefficient.on_note(None)
         self._calls = meeting.read()
         if self._fresh:
             self._admit(self._fresh)
