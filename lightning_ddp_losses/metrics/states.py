@@ -117,11 +117,15 @@ class MetricStates(Metric):
         return list(torch.split(value, [after - before for before, after in pairwise([0, *ends])]))
 
     def _reduce_states(self, incoming_state: dict[str, Any]) -> None:
-        means = {n: getattr(self, n) for n, reduce in self._reductions.items() if reduce is dim_zero_mean}
+        means = {name: getattr(self, name) for name in self._means()}
         super()._reduce_states(incoming_state)
         n = self._update_count
         for name, local in means.items():  # torchmetrics rounds these to float32
             setattr(self, name, ((n - 1) * incoming_state[name] + local) / n)
+
+    def _means(self) -> list[str]:
+        """States reduced by "mean"."""
+        return [name for name, reduce in self._reductions.items() if reduce is dim_zero_mean]
 
     def _drop_graphs(self) -> None:
         """A metric may keep tensors beside its states; no graph may grow with the steps."""

@@ -21,9 +21,9 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses import frames, groups, transport
+from lightning_ddp_losses import groups, transport
 from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.strategies import adoption, layer_sync, wrapping
+from lightning_ddp_losses.strategies import adoption, failing, layer_sync, wrapping
 from lightning_ddp_losses.strategies.advice import Advice
 from lightning_ddp_losses.strategies.discovery import FoundLoss, find_losses, is_loss
 from lightning_ddp_losses.strategies.divided import DividedWeights
@@ -329,7 +329,8 @@ class DDPLossStrategy(DividedWeights):
         # in validation, and without check_calls, the peers open no frame in which they could be told
         if training and self._check_calls and isinstance(exception, Exception):
             with contextlib.suppress(Exception):  # Lightning goes on with the exception itself
-                frames.fail_together(exception, "training")
+                if not getattr(exception, "collective", False):
+                    failing.fail_on_all_ranks(exception, "training")
 
     def teardown(self) -> None:
         """Give the module back as it came."""
@@ -356,5 +357,6 @@ class DDPLossStrategy(DividedWeights):
             yield
         except Exception as error:
             if where == "training_step" and not self._check_calls:
-                raise  # the peers open no frame in which they could be told
-            frames.fail_together(error, where)
+                failing.tell_parts(error, where)
+                raise  # the world opens no frame in which it could be told
+            failing.fail_on_all_ranks(error, where)
