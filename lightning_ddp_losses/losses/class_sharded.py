@@ -53,7 +53,7 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         chunk_size: Classes whose logits are alive at a time; None: as many as fit 2 MiB.
         sample_rate: Below 1, a step looks at the batch's own classes and random others, this share of the held ones
             (PartialFC's sampling). Rows not looked at keep weight and optimizer state: the optimizer must be attached
-            (``attach``; the strategy does it).
+            (``attach``; the strategy does it). Its count of steps is the weight's as a whole.
         unbiased: Weigh the sampled negatives by one over their probability.
         group: Process group that divides the classes; None is the world. Where it is a part (the ranks of a node), every part holds all
             classes, the loss is still that of the rows of all ranks, and the weight's gradient is averaged over its replicas here.
@@ -71,7 +71,8 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
 
     Raises:
         ConfigurationError: a loss, regulariser or distance that cannot be divided; more ranks than classes; a bad chunk.
-        InputError: on every rank, for labels out of range or a wrong width on any rank.
+        InputError: on every rank, for labels out of range or a wrong width on any rank. Where the batch is on an accelerator the range is
+            read at the first call only, as that waits for it; from then on a label out of range makes the loss NaN on every rank.
         RankMismatchError: on every rank, when configurations, dtypes or widths differ, or when all ranks hold the same rows.
 
     Example:
@@ -168,6 +169,7 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         self._draws = 0
         self._fingerprint = ""
         self._coefficients = CoefficientWatch()
+        self._reading = inputs.ValueReading()
 
     # ------------------------------------------------------------------ sampling
 
@@ -220,7 +222,7 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
             width = self._whole_shape[1 - self._head.class_dim]
             inputs.check_embeddings(self._title, embeddings, width)
             if classified:
-                read = embeddings.device.type == "cpu"
+                read = self._reading.due((embeddings, labels))
                 inputs.check_labels(self._title, labels, len(embeddings), self._classes, read_values=read)
             if classified and self.sampler is not None and self._attached is None and torch.is_grad_enabled():
                 raise ConfigurationError(

@@ -71,6 +71,8 @@ class GlobalBatchLoss(nn.Module):
 
     Raises:
         ConfigurationError: a mode that is not exact for the loss; a reduction that cannot be made global.
+        InputError: on every rank, for embeddings of a wrong width or labels out of range on any rank (the range is read at the first call
+            only where the batch is on an accelerator, as that waits for it).
         RankMismatchError: on every rank, when widths, dtypes, arguments or configurations differ.
 
     Example:
@@ -107,6 +109,7 @@ class GlobalBatchLoss(nn.Module):
         self._draws = 0
         self._told = False
         self._coefficients = CoefficientWatch()
+        self._reading = inputs.ValueReading()
         self._is_pml = isinstance(loss, _PML)
         if isinstance(loss, pml.CrossBatchMemory):
             self.queue_position = QueuePosition(loss)
@@ -157,10 +160,8 @@ class GlobalBatchLoss(nn.Module):
         return value if self.backward == "sum" else self._coefficients.watch(value, group=self._group)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        on_host = all(t.device.type == "cpu" for t in numerics.tensors_in((args, kwargs)))
-        inputs.check_inputs(
-            self.loss, self._title, args, kwargs, read_values=on_host, refuse_nan=False, allow_empty=True
-        )
+        read = self._reading.due((args, kwargs))
+        inputs.check_inputs(self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         modes = self.exact_modes()

@@ -40,9 +40,9 @@ class DifferentiableMetric(MetricStates):
             accumulated is detached by ``compute``. Without it only ``forward`` has one.
         **kwargs: What ``torchmetrics.Metric`` takes, ``process_group`` among them.
 
-    States reduced by "mean": ``forward`` of a metric with ``full_state_update = False`` accumulates the mean over the rows of all ranks. After
-    ``update`` (or ``forward`` of another metric) each rank has that of its own rows, and ``compute`` weighs them by the ranks' rows
-    since ``reset``: one process where each rank's share of the rows is the same at every update, near it where it is not.
+    States reduced by "mean": ``forward`` of a metric with ``full_state_update = False`` accumulates the mean over the rows of all
+    ranks. After ``update`` (or ``forward`` of another metric) each rank has that of its own rows, and ``compute`` weighs them by the
+    ranks' rows since ``reset``: that of one process where each rank's share of the rows is the same at every update, else near it.
 
     Gradient: after DDP's mean over ranks, that of one process. Multiply the value by the same factor on every rank (one
         that differs is an error at the next call).
@@ -128,9 +128,7 @@ class DifferentiableMetric(MetricStates):
                 (values,) = yield [Request(self, self._outgoing(rows))]
                 together = dict(zip(self._defaults, values, strict=True))
                 self._put(together)
-                if (
-                    self.sync_on_compute
-                ):  # a rank's share of the rows may be another in every step; the mean over all of them says it
+                if self.sync_on_compute:  # a rank's share of the rows may be another in every step
                     batch |= {name: together[name] for name in self._means()}
             self._put({"_to_sync": False, "_should_unsync": False})
             value = self.compute()
