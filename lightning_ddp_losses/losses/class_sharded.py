@@ -9,7 +9,6 @@ on this rank, ``K`` weight rows per class (sub-centers).
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from lightning_ddp_losses.losses.class_heads import head_of
 from lightning_ddp_losses.losses.class_init import empty_loss, refuse_joint_draws
 from lightning_ddp_losses.losses.class_logits import ClassLogits
 from lightning_ddp_losses.losses.class_penalties import penalty_of
-from lightning_ddp_losses.losses.class_sampling import ClassSampler, SampledSteps, refuse_options
+from lightning_ddp_losses.losses.class_sampling import SampledClasses, refuse_options
 from lightning_ddp_losses.losses.class_softmax import Held, row_losses
 from lightning_ddp_losses.losses.class_weight import ClassWeight, weight_of
 from lightning_ddp_losses.losses.mined import counts_of, weights_of
@@ -37,7 +36,7 @@ __all__ = ["ClassShardedLoss"]
 _CHUNK_BYTES = 2 << 20  # of logits at a time: what a core's cache holds
 
 
-class ClassShardedLoss(ClassLogits, ClassWeight):
+class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
     """A loss with one weight row (or several) per class, each rank holding its own classes.
 
     Equivalent to: ``loss(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process that holds the whole
@@ -162,39 +161,10 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         refuse_options(self._classes, chunk_size, sample_rate, regularised=penalty is not None)
         self._penalty = penalty
         self.chunk_size = chunk_size
-        self.sampler = ClassSampler(sample_rate, unbiased) if sample_rate < 1 else None
-        self._attached: SampledSteps | None = None
-        self._touched: Tensor | None = None
-        self._touched_in = -1
-        self._draws = 0
+        self._set_up_sampling(sample_rate, unbiased)
         self._fingerprint = ""
         self._coefficients = CoefficientWatch()
         self._reading = inputs.ValueReading()
-
-    # ------------------------------------------------------------------ sampling
-
-    def attach(self, optimizer: Any) -> None:
-        """Let an optimizer step only the rows that were looked at; needed with ``sample_rate`` below 1."""
-        inner = getattr(optimizer, "_optimizer", optimizer)
-        if self.sampler is None or (self._attached is not None and self._attached.holds(inner)):
-            return
-        steps = SampledSteps(self.weight, self._touched_rows, self._forget)
-        if steps.attach(inner):
-            self._attached = steps
-
-    def _forget(self) -> None:
-        self._touched = None
-
-    def _note_touched(self, chosen: Tensor) -> None:
-        """A backward gave these classes a gradient; what earlier ones touched counts until the gradient is dropped."""
-        backward = torch._C._current_graph_task_id()
-        if self._touched is None or (self.weight.grad is None and backward != self._touched_in):
-            self._touched = torch.zeros(self.shard.classes, dtype=torch.bool, device=chosen.device)
-        self._touched[chosen] = True
-        self._touched_in = backward
-
-    def _touched_rows(self) -> Tensor | None:
-        return None if self._touched is None else self._touched.repeat_interleave(self._head.per_class)
 
     # ------------------------------------------------------------------ forward
 
@@ -299,16 +269,10 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         chunk = self._chunk(rows, element_bytes)
         if self._samples is None:
             return Held(self._head, local, chunk, None, None, self._penalty, self._group, self._replicas)
-        self._draws += 1
-        chosen, local, log_weight = self._samples.draw(local, shard.classes, self._sampling_seed())
+        chosen, local, log_weight = self._draw(self._samples, local)
         return Held(
             self._head, local, chunk, chosen, log_weight, None, self._group, self._replicas, note=self._note_touched
         )
-
-    @property
-    def _samples(self) -> ClassSampler | None:
-        # what is only looked at, in validation, is looked at whole
-        return self.sampler if torch.is_grad_enabled() else None
 
     def _chunk(self, rows: int, element_bytes: int) -> int:
         return self.chunk_size or max(16, _CHUNK_BYTES // (max(rows, 1) * element_bytes * self._head.per_class))
@@ -316,10 +280,6 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
     def _all_classes(self, rows: int, element_bytes: int, device: torch.device) -> Held:
         nobody = torch.full((rows,), -1, device=device)
         return Held(self._head, nobody, self._chunk(rows, element_bytes), group=self._group)
-
-    def _sampling_seed(self) -> int:
-        text = f"{torch.initial_seed()} {self.shard.start} {self._draws}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
     def _weight_rows(self) -> Tensor:
         return self.weight.t() if self._head.class_dim else self.weight

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_losses import groups, transport
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.strategies import adoption, failing, layer_sync, wrapping
+from lightning_ddp_losses.strategies.adopting import AdoptingStrategy
 from lightning_ddp_losses.strategies.advice import Advice
 from lightning_ddp_losses.strategies.discovery import FoundLoss, find_losses, is_loss
-from lightning_ddp_losses.strategies.divided import DividedWeights
 from lightning_ddp_losses.strategies.globalise import globalised
 from lightning_ddp_losses.strategies.guard import HiddenSentinel, LossGuard
 from lightning_ddp_losses.strategies.precision import PrecisionKeeper
@@ -36,7 +36,7 @@ from lightning_ddp_losses.strategies.reshuffle import refuse_other_batches, warn
 __all__ = ["DDPLossStrategy"]
 
 
-class DDPLossStrategy(DividedWeights):
+class DDPLossStrategy(AdoptingStrategy):
     """DDP in which every learnable loss gets the mean of its gradients, whatever each rank called and in which order.
 
     Equivalent to: ``Trainer(strategy="ddp")`` on a module whose losses are all called once on every rank, but right also
@@ -87,7 +87,7 @@ class DDPLossStrategy(DividedWeights):
         sharded_checkpoints: bool = False,
         **ddp_kwargs: Any,
     ) -> None:
-        super().__init__(sharded_checkpoints=sharded_checkpoints, **ddp_kwargs)
+        super().__init__(adopt=adopt, sharded_checkpoints=sharded_checkpoints, **ddp_kwargs)
         self._ddp_kwargs = wrapping.without_defaults(self._ddp_kwargs)
         if not isinstance(losses, str) and not (
             isinstance(losses, Sequence) and all(isinstance(name, str) for name in losses)
@@ -96,10 +96,8 @@ class DDPLossStrategy(DividedWeights):
                 format_error("losses", expected="'auto', a list of names, or a regular expression", got=repr(losses))
             )
         self._selection = losses if isinstance(losses, str) else list(losses)
-        self._adopt = adopt
         self._check_calls = check_calls
         self._reduce_dtype = wrapping.as_dtype(loss_reduce_dtype)
-        self._adopted: nn.ModuleDict | None = None
         if global_batch not in (False, "auto"):
             raise ConfigurationError(format_error("global_batch", expected="False or 'auto'", got=repr(global_batch)))
         self._global_batch = global_batch
@@ -121,11 +119,6 @@ class DDPLossStrategy(DividedWeights):
     @property
     def _plain(self) -> bool:
         return self._selection == []
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Adopted losses are registered in ``setup``; a checkpoint that holds them must wait for that."""
-        return self._adopt or super().restore_checkpoint_after_setup
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -299,27 +292,7 @@ class DDPLossStrategy(DividedWeights):
         self._reducer.ride_along(measure, judge)
         return True
 
-    # ------------------------------------------------------------------ checkpoints, end
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load, leaving out adopted losses where none are registered (validate, test, predict)."""
-        state = checkpoint["state_dict"]
-        if not hasattr(self._module, adoption.NAME):
-            state = {k: v for k, v in state.items() if not k.startswith(f"{adoption.NAME}.")}
-        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
-
-    def _own_state(self) -> dict[str, Any]:
-        """The plain module's state, and that of adopted losses also after the fit."""
-        state = super()._own_state()
-        if self._adopted is not None:
-            state.update(self._adopted.state_dict(prefix=f"{adoption.NAME}."))
-        return state
-
-    def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        named = dict(super()._own_parameters())
-        if self._adopted is not None:
-            named.update(self._adopted.named_parameters(prefix=adoption.NAME))
-        yield from named.items()
+    # ------------------------------------------------------------------ end
 
     def on_exception(self, exception: BaseException) -> None:
         """What fails on one rank between two steps (a callback, an optimizer, Lightning itself) ends its peers too."""
