@@ -56,7 +56,7 @@ class GlobalBatchLoss(nn.Module):
             in tiles and once more in backward, so memory grows with G, not with its square.
         gather: ``"all"``: every rank holds all rows. ``"ring"``: in ``rows``, ranks pass their rows on, so that two ranks' rows are
             held at a time; for Contrastive, MultiSimilarity, NTXent and SupCon between the rows of one labelled batch.
-        group: Process group; None is the world.
+        group: Process group; None is the world. In a part of it, a rank that does not come is noticed after the group's own time-out.
 
     Returns:
         From ``forward``: the global loss, 0-dim, equal on every rank, unscaled; logging it needs no ``sync_dist``.

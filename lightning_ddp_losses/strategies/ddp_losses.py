@@ -68,6 +68,8 @@ class DDPLossStrategy(AdoptingStrategy):
         HiddenLossError: on every rank, for a trainable loss that is not registered.
         LossCallError: on every rank, for a loss that ran on some ranks only.
         InputError: on every rank, for inputs that a loss on any rank cannot take.
+        RankMismatchError: on every rank, before anything is reduced, for a global loss or metric that ranks weigh differently (on an
+            accelerator, or beside ``SyncBatchNorm``: at the next call).
 
     Example:
         >>> import lightning_ddp_losses

@@ -16,7 +16,7 @@ from lightning_ddp_losses import ClassShardedLoss, groups
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import Job, fit_alone, loader, make_loss, strategy_of
+from tests.strategies.jobs import Job, fit_alone, loader, make_loss, strategy_of, trainer_alone
 from tests.strategies.sharded_jobs import Plain, whole_state
 
 KEY = "_adopted_losses.losses_0.W"
@@ -33,6 +33,9 @@ class InAList(Job):
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         return self.losses[0](self.encoder(features), labels)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.losses[0].predict(self.encoder(batch[0]), k=2)[1]
 
     def optimised(self) -> list[nn.Parameter]:
         known = {id(p): p for p in [*self.encoder.parameters(), *self.losses[0].parameters()]}
@@ -101,3 +104,40 @@ def test_its_checkpoint_goes_on_at_any_size(
             assert saved["state_dict"][KEY].shape == states[max(states)]["exp_avg"].shape == make_loss().W.shape
         found = pool.run(target, fit_adopted, load=file, strategy=strategy, max_epochs=2)
         assert_close(whole_state(found), expected)
+
+
+class Sampled(InAList):
+    """Half the classes in each step: the optimizer must be told."""
+
+    def build(self, loss: str) -> None:
+        self.losses = [ClassShardedLoss(make_loss(loss), sample_rate=0.5)]
+
+
+class SampledAndRegistered(Sampled):
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        self.registered = self.losses[0]
+
+
+def test_sampled_classes_in_a_list_train_as_registered_ones(pool: RankPool) -> None:
+    adopted, registered = (pool.run(2, fit_adopted, make) for make in (Sampled, SampledAndRegistered))
+    for ours, theirs in zip(adopted, registered, strict=True):
+        assert_close(ours, {name: value for name, value in theirs.items() if not name.startswith("registered.")})
+
+
+def fit_twice() -> dict[str, Tensor]:
+    """A fit, an evaluation, and another fit of the same module with a strategy and optimizers of its own."""
+    module, data = InAList("ArcFaceLoss", "adam"), loader(dist.get_world_size(), dist.get_rank())
+    for _ in range(2):
+        trainer = make_trainer(strategy_of({"adopt": True}))
+        trainer.fit(module, data)
+        trainer.predict(module, data)
+    return {**module.state_dict(), "loss.W": module.losses[0].weight.detach().clone()}
+
+
+def test_a_second_fit_adopts_again(pool: RankPool) -> None:
+    plain = Plain("ArcFaceLoss", "adam")
+    for _ in range(2):
+        trainer_alone().fit(plain, loader(1, 0))
+    for world_size in (2, 3):
+        assert_close(whole_state(pool.run(world_size, fit_twice)), dict(plain.state_dict()))
