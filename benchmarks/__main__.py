@@ -11,7 +11,7 @@ import time
 import benchmarks
 from benchmarks import records
 
-HELPERS = {"__main__", "interleave", "ranks", "records"}
+HELPERS = {"__main__", "interleave", "memory", "ranks", "records"}
 
 
 def names() -> list[str]:

@@ -1,10 +1,9 @@
-"""Time, memory and bytes sent where classes or pairs are many: `ClassShardedLoss`, `ClipLoss` and `microbatched` beside the usual way.
+"""Time, memory and bytes sent where classes or pairs are many: `ClassShardedLoss` and `ClipLoss` beside the usual way.
 
 ArcFace, global batch 256, dim 128: PML's loss on each rank's rows with DDP's mean of the weight's gradient, against classes divided over
 the ranks (limit: 0.35x the time) and against the chunked evaluation with the whole weight on every rank (0.45x); at most 32 MiB beyond
 the gradient of the rows held. CLIP: open_clip's local_loss with gather_with_grad, written out, against tiles (0.7x from 4096 rows up,
-1.1x at 512; 72 MiB at 8192, twice the rows at most 2.2x the memory). An encoder in 32 pieces against the whole batch (1/12 of the
-memory, 1.45x the time). Ten million classes, trained on two ranks within 16 GiB.
+1.1x at 512; 72 MiB at 8192, twice the rows at most 2.2x the memory). Ten million classes, trained on two ranks within 16 GiB.
 
 Gradients are compared first. Contestants then take turns in the same processes, one step each; A/A is the usual way against itself. A
 step counts as long as its slowest rank. Memory is the highest resident set of one step in fresh processes, above what was there before.
@@ -29,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.memory import MIB, Resident, peak_of
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
-from lightning_ddp_losses import ClassShardedLoss, ClipLoss, microbatched
+from lightning_ddp_losses import ClassShardedLoss, ClipLoss
 
 __all__ = ["main"]
 
@@ -142,31 +141,7 @@ class Clip:
         return [self.images.grad, self.texts.grad]
 
 
-class Pieces:
-    """A step of an encoder: the whole batch, or ``pieces``."""
-
-    def __init__(self, how: str, total: int) -> None:
-        torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU()) for _ in range(8)]
-        self.encoder = nn.Sequential(*layers, nn.Linear(512, DIM))
-        self.run = self.encoder if how == "usual" else microbatched(self.encoder, total // 32)
-        self.x = torch.randn(total, 512)
-        for p in self.encoder.parameters():
-            p.grad = torch.zeros_like(p)  # what an optimizer keeps is not the activations'
-
-    def step(self) -> None:
-        """Forward and backward."""
-        for p in self.encoder.parameters():
-            assert p.grad is not None
-            p.grad.zero_()
-        functional.normalize(self.run(self.x)).sum(0).square().sum().backward()
-
-    def gradients(self) -> list[Tensor]:
-        """Of all parameters."""
-        return [p.grad for p in self.encoder.parameters() if p.grad is not None]
-
-
-KINDS: dict[str, Callable[[str, int], Any]] = {"ArcFace": ArcFace, "CLIP": Clip, "microbatched": Pieces}
+KINDS: dict[str, Callable[[str, int], Any]] = {"ArcFace": ArcFace, "CLIP": Clip}
 
 
 def timed(kind: str, how: str, size: int, rounds: int, seconds: float) -> tuple[float, list[list[float]], list[int]]:
@@ -206,7 +181,7 @@ def peak(kind: str, how: str, size: int) -> tuple[int, int]:
 
 def row_of(kind: str, how: str, size: int, limits: Sequence[float | None], options: Any) -> Row:
     """Times, memory and bytes of one comparison; limits of the time ratio and of MiB."""
-    world = 1 if kind == "microbatched" else 2
+    world = 2
     answers = run_ranks(timed, kind, how, size, options.rounds, options.seconds, world_size=world)
     both = list(zip(*(table for _, table, _ in answers), strict=True))
     usual, again, ours = ([max(rank[i] for rank in ranks) for ranks in both] for i in range(3))
@@ -285,7 +260,6 @@ JOBS: list[tuple[str, str, int, tuple[float | None, float | None]]] = [
     ("CLIP", "tiles", 4096, (0.7, None)),
     ("CLIP", "tiles", 8192, (0.7, 72)),
     ("CLIP", "tiles", 16384, (0.7, 159)),
-    ("microbatched", "pieces", 8192, (1.45, None)),
 ]
 
 
@@ -298,7 +272,4 @@ def main(arguments: list[str]) -> list[Row]:
     parser.add_argument("--ten-million", type=int, default=10_000_000, help="classes of the last row; 0: leave it out")
     options: Any = parser.parse_args(arguments)
     rows = [row_of(*job, options) for job in JOBS if options.only in f"{job[0]} {job[1]} {job[2]}"]
-    for row in rows:
-        if row["ours"] == "pieces" and row["ours_peak_MiB"] > row["usual_peak_MiB"] / 12 and row["verdict"] == "met":
-            row["verdict"] = "missed"
     return [*rows, *([ten_million(options.ten_million)] if options.ten_million else [])]

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["MIB", "Resident", "peak_of"]
+__all__ = ["MIB", "Resident", "peak_of", "return_freed_blocks"]
 
 MIB = 1 << 20
+_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
 
 
 class Resident:
@@ -62,3 +63,11 @@ def peak_of(step: Callable[[], object]) -> int:
     grown = resident.peak - before
     resident.close()
     return grown
+
+
+def return_freed_blocks() -> None:
+    """From now on, blocks of 128 KiB or more go back to the system when they are freed.
+
+    By itself glibc raises that size as it goes, and keeps what is freed in its heap.
+    """
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 128 << 10)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.collectives import Backward
 from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.transport import gather, scatter_sum
+from lightning_ddp_losses.transport import carrier, gather, scatter_sum
 
 __all__ = ["Bundle", "Choice", "gather_bundle"]
 
@@ -192,7 +192,7 @@ def _gather_packed(tensors: Sequence[Tensor], counts: list[list[int]], group: Gr
         return [t.detach().clone() for t in tensors]
     packed = _packed(tensors, longest)
     everyone = packed.new_empty(world * longest)
-    gather(everyone, packed, group=groups.family(group).payload(packed))
+    gather(everyone, packed, group=carrier(packed, group))
     out = []
     for i, tensor in enumerate(tensors):
         parts = []

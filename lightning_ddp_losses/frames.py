@@ -33,7 +33,7 @@ from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchErr
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.transport import start_gather, wait
 
-__all__ = ["FRAME_BYTES", "PATIENCE", "Channel", "Exchange", "exchange", "fail_together", "opened", "room", "start"]
+__all__ = ["FRAME_BYTES", "PATIENCE", "Channel", "Exchange", "exchange", "fail_together", "room", "start"]
 
 Channel: TypeAlias = Literal["frames", "checks"]
 """Which of our process groups carries a frame (``groups.Family``)."""
@@ -105,11 +105,6 @@ def start(
     if groups.world_size(group) == 1:
         return Exchange(payload)
     return Exchange(payload, _Sending(_AGREE, _text(what, agreed), payload, group, channel, frame_bytes))
-
-
-def opened(group: Group = None) -> int:
-    """How many frames this rank has opened on the channel of losses, metrics and the strategy."""
-    return _Channel.of(group, "frames").opened if groups.world_size(group) > 1 else 0
 
 
 def room(group: Group = None) -> int:
@@ -198,7 +193,6 @@ class _Channel:
     def __init__(self, group: dist.ProcessGroup, world: int) -> None:
         self.group = group
         self.frame_bytes = FRAME_BYTES
-        self.opened = 0
         self.under_way: _Sending | None = None
         self._largest = max(_LARGEST_FRAME, _room(world))
         self._seen, self._longest = 0, 0
@@ -251,7 +245,6 @@ class _Sending:
         own.extend(bytes(size - len(own)))
         self._everyone, self.work = _start_bytes(own, self._channel.group)
         self._channel.under_way = self
-        self._channel.opened += 1
 
     def receive(self, patience: timedelta | None = None) -> list[_Frame]:
         if self._channel.under_way is self:

@@ -28,6 +28,7 @@ __all__ = [
     "join",
     "members",
     "neighbours",
+    "parts",
     "rank",
     "set_timeout",
     "world_size",
@@ -171,6 +172,13 @@ def across(group: Group) -> Group:
             if rank() in column:
                 _across[ranks] = made
     return _across[ranks]
+
+
+def parts() -> list[Group]:
+    """The groups for frames over parts of the world that this rank has used so far."""
+    if not is_distributed() or dist.group.WORLD is not _world:
+        return []
+    return [ours.frames for ranks, ours in sorted(_families.items()) if len(ranks) < world_size()]
 
 
 def _make(ranks: tuple[int, ...], group: Group) -> Family:

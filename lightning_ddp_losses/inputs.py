@@ -12,12 +12,30 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lightning_ddp_losses import numerics
 from lightning_ddp_losses.errors import InputError, format_error
 
-__all__ = ["check_embeddings", "check_inputs", "check_labels", "num_rows"]
+__all__ = ["ValueReading", "check_embeddings", "check_inputs", "check_labels", "num_rows"]
 
 # where a class weight keeps the embedding's dimension
 _WIDTH_DIM = {"W": 0, "fc": 0, "proxies": 1}
+
+
+class ValueReading:
+    """When the values of a loss's inputs are looked at, which waits for the device: always on the CPU, elsewhere at the first call."""
+
+    def __init__(self) -> None:
+        self._called = False
+
+    def due(self, tree: Any) -> bool:
+        """Whether this call's are; ``tree`` holds them."""
+        first, self._called = not self._called, True
+        return first or on_host(tree)
+
+
+def on_host(tree: Any) -> bool:
+    """Whether all tensors in a nest are on the CPU."""
+    return all(tensor.device.type == "cpu" for tensor in numerics.tensors_in(tree))
 
 
 def num_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

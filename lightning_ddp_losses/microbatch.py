@@ -3,12 +3,15 @@
 A contrastive loss needs the embeddings of the whole batch at once, the encoder's activations it does not. Forward keeps no activations;
 backward computes one piece after the other again, with the random numbers and autocast of its forward, and passes on. It is one graph: each
 parameter's gradient arrives once, so DDP reduces it once.
+
+Held at the peak: the activations of one piece; the results of all rows, once; their gradient; the encoder's gradient, complete.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -83,16 +86,16 @@ class _Pieces:
                 format_error("microbatched: rows", expected="at least one", got="none", fix="Pass a batch along dim 0.")
             )
         self._refuse_batch_norm()
-        pieces = []
+        joined = _Joined(rows)
         for start in range(0, rows, self.chunk_size):
             piece = slice(start, min(start + self.chunk_size, rows))
             own = _cut((args, kwargs), rows, piece)
             if torch.is_grad_enabled():
                 # its backward runs the piece again; what the piece draws is drawn again
-                pieces.append(checkpoint(self._run, *own, use_reentrant=False, preserve_rng_state=True))
+                joined.add(checkpoint(self._run, *own, use_reentrant=False, preserve_rng_state=True), piece)
             else:
-                pieces.append(self._run(*own))
-        return _join(pieces, [min(self.chunk_size, rows - s) for s in range(0, rows, self.chunk_size)])
+                joined.add(self._run(*own), piece)
+        return joined.result()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = {name: buffer._version for name, buffer in self.encoder.named_buffers()}
@@ -166,36 +169,110 @@ class _InsideDDP:
 
 def _cut(tree: Any, rows: int, piece: slice) -> Any:
     """The nest with a slice of each tensor that has as many rows."""
-    if isinstance(tree, Tensor):
-        return tree[piece] if tree.ndim and tree.shape[0] == rows else tree
+    return _rebuilt(lambda t: t[piece] if isinstance(t, Tensor) and t.ndim and t.shape[0] == rows else t, tree)
+
+
+def _rebuilt(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same nest, also of classes derived from tuple, list and dict, with ``function`` of each leaf in its place."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_cut(item, rows, piece) for item in tree))
+        return type(tree)(*(_rebuilt(function, item) for item in tree))
     if isinstance(tree, (tuple, list)):
-        return type(tree)(_cut(item, rows, piece) for item in tree)
+        return type(tree)(_rebuilt(function, item) for item in tree)
     if isinstance(tree, dict):
-        return type(tree)((key, _cut(item, rows, piece)) for key, item in tree.items())
-    return tree
+        return type(tree)((key, _rebuilt(function, item)) for key, item in tree.items())
+    return function(tree)
 
 
-def _join(pieces: list[Any], sizes: list[int]) -> Any:
-    """Nests of equal build, their tensors joined along dim 0; what has no rows comes from the first."""
-    first = pieces[0]
-    if isinstance(first, Tensor):
-        batched = all(p.ndim and p.shape[0] == n for p, n in zip(pieces, sizes, strict=True))
-        if not batched:
-            raise InputError(
-                format_error(
-                    "microbatched: result",
-                    expected="a row for each row of the batch",
-                    got=f"shape {tuple(first.shape)} from {sizes[0]} rows",
-                    fix="What is reduced over the batch cannot be computed in pieces.",
-                )
+class _Joined:
+    """Nests of equal build as one, their tensors joined along dim 0; what is no tensor comes from the first.
+
+    Each piece is copied to its place at once and not kept, so the results exist once.
+
+    Args:
+        rows: Of all pieces together.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._build: Any = None
+        self._wholes: list[Tensor] = []
+        self._edges: list[list[Tensor]] = []
+        self._sizes: list[int] = []
+
+    def add(self, result: Any, piece: slice) -> None:
+        """Take the result of the next piece."""
+        tensors, size = list(numerics.tensors_in(result)), piece.stop - piece.start
+        if not self._sizes:
+            places = iter(range(len(tensors)))
+            self._build = _rebuilt(
+                lambda leaf: _Place(next(places)) if isinstance(leaf, Tensor) else _plain(leaf), result
             )
-        return torch.cat(pieces)
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(_join(list(column), sizes) for column in zip(*pieces, strict=True)))
-    if isinstance(first, (tuple, list)):
-        return type(first)(_join(list(column), sizes) for column in zip(*pieces, strict=True))
-    if isinstance(first, dict):
-        return type(first)((key, _join([piece[key] for piece in pieces], sizes)) for key in first)
-    return first
+            self._wholes = [t.new_empty((self._rows, *t.shape[1:])) for t in tensors]
+            self._edges = [[] for _ in tensors]
+        self._sizes.append(size)
+        for tensor, whole, edges in zip(tensors, self._wholes, self._edges, strict=True):
+            if tuple(tensor.shape) != (size, *whole.shape[1:]) or tensor.dtype != whole.dtype:
+                raise InputError(
+                    format_error(
+                        "microbatched: result",
+                        expected=f"a row for each row of the batch: shape {(size, *whole.shape[1:])}, {whole.dtype}",
+                        got=f"shape {tuple(tensor.shape)}, {tensor.dtype} from {size} rows",
+                        fix="What is reduced over the batch, or differs between pieces, cannot be computed in pieces.",
+                    )
+                )
+            edges.append(_Write.apply(tensor, whole[piece]))  # type: ignore[no-untyped-call]
+
+    def result(self) -> Any:
+        """The whole."""
+        joined = [
+            _Whole.apply(whole, self._sizes, *edges)  # type: ignore[no-untyped-call]
+            for whole, edges in zip(self._wholes, self._edges, strict=True)
+        ]
+        return _rebuilt(lambda leaf: joined[leaf.index] if isinstance(leaf, _Place) else leaf, self._build)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor of the result goes."""
+
+    index: int
+
+
+def _plain(leaf: Any) -> Any:
+    if any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values()):
+        raise InputError(
+            format_error(
+                "microbatched: result",
+                expected="tensors in tuples, lists and dicts",
+                got=f"tensors inside a {type(leaf).__name__}, whose pieces cannot be joined",
+                fix="Return a tuple or a dict.",
+            )
+        )
+    return leaf
+
+
+class _Write(torch.autograd.Function):
+    """Copies a piece to its place; what comes back stands for it in the graph and holds one number."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, place: Tensor) -> Tensor:
+        place.copy_(piece)
+        return piece.new_zeros(()).expand_as(piece)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Whole(torch.autograd.Function):
+    """The tensor that the pieces were copied into, in their graph."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, sizes: list[int], *pieces: Tensor) -> Tensor:
+        ctx.sizes = sizes
+        ctx.mark_dirty(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *torch.split(grad, ctx.sizes)

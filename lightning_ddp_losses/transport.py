@@ -20,9 +20,11 @@ from lightning_ddp_losses.groups import Group
 __all__ = [
     "around",
     "broadcast_",
+    "carrier",
     "gather",
     "gather_rows",
     "join_slices_",
+    "on_wait",
     "receive",
     "reduce_mean_",
     "scatter_sum",
@@ -41,6 +43,22 @@ _BROADCAST_BYTES = 64 << 20
 _GATHER_BYTES = 256 << 10  # over all ranks
 _AWAKE_SECONDS = 0.002
 _give_way = getattr(os, "sched_yield", None) or (lambda: time.sleep(0))
+
+
+_before_waiting: Callable[[], object] | None = None
+
+
+def on_wait(listener: Callable[[], object] | None) -> None:
+    """What to call before a collective of ours waits for peers (frames and means of gradients apart); None: nothing."""
+    global _before_waiting  # noqa: PLW0603 - one backward at a time
+    _before_waiting = listener
+
+
+def carrier(tensor: Tensor, group: Group) -> dist.ProcessGroup:
+    """The process group for a collective on ``tensor`` that starts now."""
+    if _before_waiting is not None:
+        _before_waiting()
+    return groups.family(group).payload(tensor)
 
 
 def wait(work: dist.Work) -> None:
@@ -129,7 +147,7 @@ def broadcast_(tensors: Sequence[Tensor], *, group: Group = None) -> None:
 def _broadcast_bytes(tensors: list[Tensor], group: Group) -> None:
     family = groups.family(group)
     packed = torch.cat([_as_bytes(t.contiguous()) for t in tensors])
-    dist.broadcast(packed, src=family.ranks[0], group=family.payload(packed))
+    dist.broadcast(packed, src=family.ranks[0], group=carrier(packed, group))
     offset = 0
     for tensor in tensors:
         # a slice may start at any byte; a view of another dtype needs an aligned start
@@ -149,7 +167,7 @@ def gather_rows(rows: Tensor, counts: list[int], group: Group) -> Tensor:
         padded = own.new_zeros((longest, *row_shape))
         padded[: own.shape[0]] = own
     out = own.new_empty((len(counts) * longest, *row_shape))
-    channel = groups.family(group).payload(own)
+    channel = carrier(own, group)
     gather(_as_bytes(out), _as_bytes(padded), group=channel)
     if min(counts) == longest:
         return out
@@ -162,7 +180,7 @@ def join_slices_(everyone: Tensor, group: Group) -> None:
     One all-reduce (for few bytes on the CPU one gather). It moves twice what a gather moves, but needs no second buffer, as
     gloo's gather does, and no padding.
     """
-    words, channel = everyone.view(torch.int64), groups.family(group).payload(everyone)
+    words, channel = everyone.view(torch.int64), carrier(everyone, group)
     on_host = everyone.device.type == "cpu"
     if on_host and everyone.nbytes * groups.world_size(group) <= _GATHER_BYTES:
         gathered, work = start_gather(words, group=channel)
@@ -201,7 +219,7 @@ def around(rows: Tensor, counts: list[int], group: Group) -> Iterator[tuple[int,
         yield source, here
         return
     family = groups.family(group)
-    channel, rank = family.payload(rows), groups.rank(group)
+    channel, rank = carrier(rows, group), groups.rank(group)
     after, before = family.ranks[(rank + 1) % world], family.ranks[(rank - 1) % world]
     for step in range(world):
         coming = (source - 1) % world
@@ -223,7 +241,6 @@ def scatter_sum(tensor: Tensor, counts: list[int], group: Group) -> Tensor:
     rank, row_shape = groups.rank(group), tensor.shape[1:]
     wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
     source = tensor.detach().contiguous()
-    family = groups.family(group)
     if source.device.type == "cpu":  # gloo's reduce-scatter moves as much as an all-reduce; this moves each row once
         width = row_shape.numel()
         received = source.new_empty((len(counts), counts[rank], *row_shape))
@@ -232,7 +249,7 @@ def scatter_sum(tensor: Tensor, counts: list[int], group: Group) -> Tensor:
             source.reshape(-1),
             [counts[rank] * width] * len(counts),
             [n * width for n in counts],
-            group=family.payload(source),
+            group=carrier(source, group),
         )
         return received.to(wide).sum(0).to(tensor.dtype)
     longest = max(counts)
@@ -240,7 +257,7 @@ def scatter_sum(tensor: Tensor, counts: list[int], group: Group) -> Tensor:
     for block, rows in zip(padded, torch.split(source, counts), strict=True):
         block[: rows.shape[0]] = rows
     out = padded.new_empty((longest, *row_shape))
-    _reduce_scatter_into(out.reshape(-1), padded.reshape(-1), group=family.payload(source))
+    _reduce_scatter_into(out.reshape(-1), padded.reshape(-1), group=carrier(source, group))
     return out[: counts[rank]].to(tensor.dtype)
 
 
@@ -248,7 +265,7 @@ def swap(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Te
     """Give rank i the i-th part (1-D, one dtype); returns what each rank gave, of these sizes. One exchange."""
     packed = torch.cat(list(parts)).contiguous()
     received = packed.new_empty(sum(sizes))
-    channel = groups.family(group).payload(packed)
+    channel = carrier(packed, group)
     dist.all_to_all_single(received, packed, list(sizes), [p.numel() for p in parts], group=channel)
     return list(torch.split(received, list(sizes)))
 
@@ -256,13 +273,13 @@ def swap(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Te
 def send(tensor: Tensor, to: int) -> None:
     """Give a tensor to one rank of the world, which calls ``receive``."""
     own = tensor.detach().contiguous()
-    dist.send(own, to, group=groups.family().payload(own))
+    dist.send(own, to, group=carrier(own, None))
 
 
 def receive(shape: Sequence[int], like: Tensor, source: int) -> Tensor:
     """The tensor of this shape that one rank of the world sends, in the dtype and on the device of ``like``."""
     out = like.new_empty(tuple(shape))
-    dist.recv(out, source, group=groups.family().payload(out))
+    dist.recv(out, source, group=carrier(out, None))
     return out
 
 
@@ -271,5 +288,5 @@ def sum_over_ranks(tensor: Tensor, group: Group) -> Tensor:
     narrow = tensor.dtype.itemsize < torch.float32.itemsize  # halves lose digits; gloo does not add int16
     wide = torch.float32 if tensor.is_floating_point() else torch.int32
     total = (tensor.detach().to(wide) if narrow else tensor.detach().clone()).contiguous()
-    dist.all_reduce(total, group=groups.family(group).payload(total))
+    dist.all_reduce(total, group=carrier(total, group))
     return total.to(tensor.dtype)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_ddp_losses import ClipLoss, ConfigurationError, GlobalBatchLoss, InputError, microbatched
 from tests.counting import CountCollectives
@@ -95,6 +99,85 @@ def test_nests_of_tensors() -> None:
     torch.testing.assert_close(ours, truth)
     ours["out"][0].sum().backward()
     assert module.layer.weight.grad is not None
+
+
+class Pair(dict):
+    """A dict of somebody's own, as model outputs often are."""
+
+
+class Own(nn.Module):
+    """Results in a class of its own; one that is its input, one that is an embedding changed afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(TASK.features, 2).double()
+
+    def forward(self, x: Tensor) -> Any:
+        return Pair(out=self.layer(x), given=x, none=None)
+
+
+@pytest.mark.parametrize("chunk_size", [3, 100])
+def test_results_are_tensors_like_any_other(chunk_size: int) -> None:
+    """A class of its own, in-place changes, an input passed through, a second derivative."""
+    module, x = Own(), rows().requires_grad_()
+    found = microbatched(module, chunk_size)(x)
+    assert type(found) is Pair
+    assert found["none"] is None
+    assert torch.equal(found["given"], x)
+    (slope,) = torch.autograd.grad(found["out"].mul_(2.0).pow(3).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    truth, y = copy.deepcopy(module), rows().requires_grad_()
+    truth.zero_grad()
+    (slope,) = torch.autograd.grad((truth(y)["out"] * 2.0).pow(3).sum(), y, create_graph=True)
+    slope.square().sum().backward()
+    assert_close({"x": x.grad, "w": module.layer.weight.grad}, {"x": y.grad, "w": truth.layer.weight.grad})
+
+
+class Allocated(TorchDispatchMode):
+    """The most bytes of tensors made inside that are alive at once; what is there before does not count."""
+
+    def __init__(self, there: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self.known = {t.untyped_storage().data_ptr() for t in there}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in [t for t in tree_leaves(out) if isinstance(t, Tensor)]:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() and storage.data_ptr() not in self.known:
+                self.known.add(storage.data_ptr())
+                self.alive += storage.nbytes()
+                weakref.finalize(storage, self.gone, storage.data_ptr(), storage.nbytes())
+        self.peak = max(self.peak, self.alive)
+        return out
+
+    def gone(self, place: int, size: int) -> None:
+        self.known.discard(place)
+        self.alive -= size
+
+
+def peak_of(module: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, *, backward: bool) -> int:
+    with Allocated([x, *module.parameters()]) as allocated:
+        value = run(x)
+        if backward:
+            value.backward(torch.ones_like(value))
+    module.zero_grad()
+    return allocated.peak
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_memory_is_that_of_a_piece(backward: bool) -> None:
+    """Results once, one piece of 1/64 of the activations; in backward the gradient of the results and of the encoder."""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)]
+    module, x = nn.Sequential(*layers, nn.Linear(64, 32)), torch.randn(2048, 64)
+    results, weights = 2048 * 32 * 4, sum(p.nbytes for p in module.parameters())
+    whole = peak_of(module, module, x, backward=backward)
+    pieces = peak_of(module, microbatched(module, 32), x, backward=backward)
+    held = results + (results + weights if backward else 0)
+    activations = whole - results
+    assert activations > 12 * results
+    assert pieces <= held + 1.5 * activations / 64
 
 
 def two_towers() -> dict[str, Tensor]:
@@ -186,6 +269,21 @@ def test_it_adds_no_parameter_names() -> None:
     assert copied.run.encoder is copied.encoder
 
 
+class Hides(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(embeddings=x)
+
+
+class Ragged(nn.Module):
+    """A wider result with every call."""
+
+    width = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.width += 1
+        return x[:, : self.width]
+
+
 def with_norm(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(TASK.features, 4), *layers).double()
 
@@ -203,6 +301,8 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: microbatched(nn.utils.parametrizations.spectral_norm(nn.Linear(TASK.features, 4)).double(), 2)(rows()),
         "parametrizations.weight.0._u",
     ),
+    "tensors inside an object": (lambda: microbatched(Hides(), 2)(rows()), "inside a SimpleNamespace"),
+    "a width that depends on the piece": (lambda: microbatched(Ragged(), 2)(rows()), "shape (2, 4)"),
     "a result without rows": (lambda: microbatched(Whole(), 2)(rows()), "a row for each row"),
     "no rows": (lambda: microbatched(encoder(), 2)(rows()[:0]), "at least one"),
 }

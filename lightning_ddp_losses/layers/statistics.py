@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, format_error
 from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.transport import gather, sum_over_ranks
+from lightning_ddp_losses.transport import carrier, gather, sum_over_ranks
 
 __all__ = ["Call", "Scope", "Statistics", "TooFewValuesError", "gather_statistics", "normalise"]
 
@@ -133,7 +133,7 @@ def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
         table = torch.frombuffer(bytearray(b"".join(p[_HEAD.size :] for p in payloads)), dtype=both.dtype)
     else:
         table = both.new_empty(groups.world_size(call.scope.group) * both.numel())
-        gather(table, both, group=groups.family(call.scope.group).payload(both))
+        gather(table, both, group=carrier(both, call.scope.group))
     return _merge([counts[rank] for rank in call.scope.own_part()], table, x, any(needs))
 
 

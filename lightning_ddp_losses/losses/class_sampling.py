@@ -9,10 +9,11 @@ Legend: ``c`` classes held, ``K`` weight rows per class, ``G`` rows of the batch
 
 from __future__ import annotations
 
+import hashlib
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,11 @@ from torch import Tensor, nn
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.sharding import shard_of
 
-__all__ = ["ClassSampler", "SampledSteps", "refuse_options"]
+if TYPE_CHECKING:
+    from lightning_ddp_losses.losses.class_heads import Head
+    from lightning_ddp_losses.sharding import ClassShard
+
+__all__ = ["ClassSampler", "SampledClasses", "SampledSteps", "refuse_options"]
 
 
 class ClassSampler:
@@ -163,6 +168,60 @@ class SampledSteps:
     def _exchange(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:
         for group in optimizer.param_groups:
             group["params"] = [new if p is old else p for p in group["params"]]
+
+
+class SampledClasses:
+    """What a class-sharded loss does where a step looks at some of its classes only."""
+
+    if TYPE_CHECKING:
+        _head: Head
+        shard: ClassShard
+
+        @property
+        def weight(self) -> nn.Parameter:
+            """This rank's."""
+
+    def _set_up_sampling(self, rate: float, unbiased: bool) -> None:
+        self.sampler = ClassSampler(rate, unbiased) if rate < 1 else None
+        self._attached: SampledSteps | None = None
+        self._touched: Tensor | None = None
+        self._touched_in = -1
+        self._draws = 0
+
+    def attach(self, optimizer: Any) -> None:
+        """Let an optimizer step only the rows that were looked at; needed with ``sample_rate`` below 1."""
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        if self.sampler is None or (self._attached is not None and self._attached.holds(inner)):
+            return
+        steps = SampledSteps(self.weight, self._touched_rows, self._forget)
+        if steps.attach(inner):
+            self._attached = steps
+
+    def _forget(self) -> None:
+        self._touched = None
+
+    def _note_touched(self, chosen: Tensor) -> None:
+        """A backward gave these classes a gradient; what earlier ones touched counts until the gradient is dropped."""
+        backward = torch._C._current_graph_task_id()
+        if self._touched is None or (self.weight.grad is None and backward != self._touched_in):
+            self._touched = torch.zeros(self.shard.classes, dtype=torch.bool, device=chosen.device)
+        self._touched[chosen] = True
+        self._touched_in = backward
+
+    def _touched_rows(self) -> Tensor | None:
+        return None if self._touched is None else self._touched.repeat_interleave(self._head.per_class)
+
+    @property
+    def _samples(self) -> ClassSampler | None:
+        # what is only looked at, in validation, is looked at whole
+        return self.sampler if torch.is_grad_enabled() else None
+
+    def _draw(self, sampler: ClassSampler, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As ``ClassSampler.draw``, from a seed of this rank and step."""
+        self._draws += 1
+        text = f"{torch.initial_seed()} {self.shard.start} {self._draws}"
+        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        return sampler.draw(labels, self.shard.classes, seed)
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:

@@ -9,7 +9,6 @@ on this rank, ``K`` weight rows per class (sub-centers).
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from lightning_ddp_losses.losses.class_heads import head_of
 from lightning_ddp_losses.losses.class_init import empty_loss, refuse_joint_draws
 from lightning_ddp_losses.losses.class_logits import ClassLogits
 from lightning_ddp_losses.losses.class_penalties import penalty_of
-from lightning_ddp_losses.losses.class_sampling import ClassSampler, SampledSteps, refuse_options
+from lightning_ddp_losses.losses.class_sampling import SampledClasses, refuse_options
 from lightning_ddp_losses.losses.class_softmax import Held, row_losses
 from lightning_ddp_losses.losses.class_weight import ClassWeight, weight_of
 from lightning_ddp_losses.losses.mined import counts_of, weights_of
@@ -37,7 +36,7 @@ __all__ = ["ClassShardedLoss"]
 _CHUNK_BYTES = 2 << 20  # of logits at a time: what a core's cache holds
 
 
-class ClassShardedLoss(ClassLogits, ClassWeight):
+class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
     """A loss with one weight row (or several) per class, each rank holding its own classes.
 
     Equivalent to: ``loss(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process that holds the whole
@@ -53,7 +52,7 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         chunk_size: Classes whose logits are alive at a time; None: as many as fit 2 MiB.
         sample_rate: Below 1, a step looks at the batch's own classes and random others, this share of the held ones
             (PartialFC's sampling). Rows not looked at keep weight and optimizer state: the optimizer must be attached
-            (``attach``; the strategy does it).
+            (``attach``; the strategy does it). Its count of steps is the weight's as a whole.
         unbiased: Weigh the sampled negatives by one over their probability.
         group: Process group that divides the classes; None is the world. Where it is a part (the ranks of a node), every part holds all
             classes, the loss is still that of the rows of all ranks, and the weight's gradient is averaged over its replicas here.
@@ -71,7 +70,8 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
 
     Raises:
         ConfigurationError: a loss, regulariser or distance that cannot be divided; more ranks than classes; a bad chunk.
-        InputError: on every rank, for labels out of range or a wrong width on any rank.
+        InputError: on every rank, for labels out of range or a wrong width on any rank. Where the batch is on an accelerator the range is
+            read at the first call only, as that waits for it; from then on a label out of range makes the loss NaN on every rank.
         RankMismatchError: on every rank, when configurations, dtypes or widths differ, or when all ranks hold the same rows.
 
     Example:
@@ -161,38 +161,10 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         refuse_options(self._classes, chunk_size, sample_rate, regularised=penalty is not None)
         self._penalty = penalty
         self.chunk_size = chunk_size
-        self.sampler = ClassSampler(sample_rate, unbiased) if sample_rate < 1 else None
-        self._attached: SampledSteps | None = None
-        self._touched: Tensor | None = None
-        self._touched_in = -1
-        self._draws = 0
+        self._set_up_sampling(sample_rate, unbiased)
         self._fingerprint = ""
         self._coefficients = CoefficientWatch()
-
-    # ------------------------------------------------------------------ sampling
-
-    def attach(self, optimizer: Any) -> None:
-        """Let an optimizer step only the rows that were looked at; needed with ``sample_rate`` below 1."""
-        inner = getattr(optimizer, "_optimizer", optimizer)
-        if self.sampler is None or (self._attached is not None and self._attached.holds(inner)):
-            return
-        steps = SampledSteps(self.weight, self._touched_rows, self._forget)
-        if steps.attach(inner):
-            self._attached = steps
-
-    def _forget(self) -> None:
-        self._touched = None
-
-    def _note_touched(self, chosen: Tensor) -> None:
-        """A backward gave these classes a gradient; what earlier ones touched counts until the gradient is dropped."""
-        backward = torch._C._current_graph_task_id()
-        if self._touched is None or (self.weight.grad is None and backward != self._touched_in):
-            self._touched = torch.zeros(self.shard.classes, dtype=torch.bool, device=chosen.device)
-        self._touched[chosen] = True
-        self._touched_in = backward
-
-    def _touched_rows(self) -> Tensor | None:
-        return None if self._touched is None else self._touched.repeat_interleave(self._head.per_class)
+        self._reading = inputs.ValueReading()
 
     # ------------------------------------------------------------------ forward
 
@@ -210,7 +182,7 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         except Exception as error:  # what all ranks raise alike passes through
             frames.fail_together(error, self._title, group=self._group)
         graph.note_global_value(value)
-        watched: Tensor = self._coefficients.watch(value)
+        watched: Tensor = self._coefficients.watch(value, group=self._group)
         return watched
 
     def _prepare(self, embeddings: Tensor, labels: Tensor | None = None, *, classified: bool = False) -> None:
@@ -220,7 +192,7 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
             width = self._whole_shape[1 - self._head.class_dim]
             inputs.check_embeddings(self._title, embeddings, width)
             if classified:
-                read = embeddings.device.type == "cpu"
+                read = self._reading.due((embeddings, labels))
                 inputs.check_labels(self._title, labels, len(embeddings), self._classes, read_values=read)
             if classified and self.sampler is not None and self._attached is None and torch.is_grad_enabled():
                 raise ConfigurationError(
@@ -297,16 +269,10 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
         chunk = self._chunk(rows, element_bytes)
         if self._samples is None:
             return Held(self._head, local, chunk, None, None, self._penalty, self._group, self._replicas)
-        self._draws += 1
-        chosen, local, log_weight = self._samples.draw(local, shard.classes, self._sampling_seed())
+        chosen, local, log_weight = self._draw(self._samples, local)
         return Held(
             self._head, local, chunk, chosen, log_weight, None, self._group, self._replicas, note=self._note_touched
         )
-
-    @property
-    def _samples(self) -> ClassSampler | None:
-        # what is only looked at, in validation, is looked at whole
-        return self.sampler if torch.is_grad_enabled() else None
 
     def _chunk(self, rows: int, element_bytes: int) -> int:
         return self.chunk_size or max(16, _CHUNK_BYTES // (max(rows, 1) * element_bytes * self._head.per_class))
@@ -314,10 +280,6 @@ class ClassShardedLoss(ClassLogits, ClassWeight):
     def _all_classes(self, rows: int, element_bytes: int, device: torch.device) -> Held:
         nobody = torch.full((rows,), -1, device=device)
         return Held(self._head, nobody, self._chunk(rows, element_bytes), group=self._group)
-
-    def _sampling_seed(self) -> int:
-        text = f"{torch.initial_seed()} {self.shard.start} {self._draws}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
     def _weight_rows(self) -> Tensor:
         return self.weight.t() if self._head.class_dim else self.weight

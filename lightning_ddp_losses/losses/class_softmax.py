@@ -22,7 +22,7 @@ from lightning_ddp_losses import groups
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses.class_heads import Head
 from lightning_ddp_losses.losses.reduction import for_mean_over_ranks
-from lightning_ddp_losses.transport import gather, reduce_mean_
+from lightning_ddp_losses.transport import carrier, gather, reduce_mean_
 
 __all__ = ["Held", "row_losses"]
 
@@ -287,7 +287,7 @@ def _combine(
         return top, total, target, extra
     own = torch.cat([top, total, target, extra])
     everyone = own.new_empty((world, len(own)))
-    gather(everyone.view(-1), own, group=groups.family(group).payload(own))
+    gather(everyone.view(-1), own, group=carrier(own, group))
     tops, totals, targets = (everyone[:, i * rows : (i + 1) * rows] for i in range(3))
     highest = tops.amax(0)
     return highest, (totals * torch.exp(tops - highest)).sum(0), targets.sum(0), everyone[:, 3 * rows :].sum(0)

@@ -22,7 +22,7 @@ from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses.reduction import for_mean_over_ranks
 from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss, pairs_in, tiles
-from lightning_ddp_losses.transport import gather
+from lightning_ddp_losses.transport import carrier, gather
 
 __all__ = ["ClipLoss"]
 
@@ -194,7 +194,7 @@ def _join(cols: _Running, row_sum: Tensor, image_sum: Tensor, group: Group) -> t
         return cols, sums
     own = torch.cat([cols.top, cols.total, sums])
     everyone = own.new_empty((world, len(own)))
-    gather(everyone.view(-1), own, group=groups.family(group).payload(own))
+    gather(everyone.view(-1), own, group=carrier(own, group))
     tops, totals = everyone[:, :size], everyone[:, size : 2 * size]
     joined = _Running(0, own)
     joined.top = tops.amax(0)

@@ -56,7 +56,7 @@ class GlobalBatchLoss(nn.Module):
             in tiles and once more in backward, so memory grows with G, not with its square.
         gather: ``"all"``: every rank holds all rows. ``"ring"``: in ``rows``, ranks pass their rows on, so that two ranks' rows are
             held at a time; for Contrastive, MultiSimilarity, NTXent and SupCon between the rows of one labelled batch.
-        group: Process group; None is the world.
+        group: Process group; None is the world. In a part of it, a rank that does not come is noticed after the group's own time-out.
 
     Returns:
         From ``forward``: the global loss, 0-dim, equal on every rank, unscaled; logging it needs no ``sync_dist``.
@@ -71,6 +71,8 @@ class GlobalBatchLoss(nn.Module):
 
     Raises:
         ConfigurationError: a mode that is not exact for the loss; a reduction that cannot be made global.
+        InputError: on every rank, for embeddings of a wrong width or labels out of range on any rank (the range is read at the first call
+            only where the batch is on an accelerator, as that waits for it).
         RankMismatchError: on every rank, when widths, dtypes, arguments or configurations differ.
 
     Example:
@@ -107,6 +109,7 @@ class GlobalBatchLoss(nn.Module):
         self._draws = 0
         self._told = False
         self._coefficients = CoefficientWatch()
+        self._reading = inputs.ValueReading()
         self._is_pml = isinstance(loss, _PML)
         if isinstance(loss, pml.CrossBatchMemory):
             self.queue_position = QueuePosition(loss)
@@ -154,13 +157,11 @@ class GlobalBatchLoss(nn.Module):
             frames.fail_together(error, self._title, group=self._group)
         value = graph.run_wide(self, self._forward, args, kwargs)
         graph.note_global_value(value)
-        return self._coefficients.watch(value)
+        return value if self.backward == "sum" else self._coefficients.watch(value, group=self._group)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        on_host = all(t.device.type == "cpu" for t in numerics.tensors_in((args, kwargs)))
-        inputs.check_inputs(
-            self.loss, self._title, args, kwargs, read_values=on_host, refuse_nan=False, allow_empty=True
-        )
+        read = self._reading.due((args, kwargs))
+        inputs.check_inputs(self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         modes = self.exact_modes()
@@ -296,8 +297,8 @@ class GlobalBatchLoss(nn.Module):
         self._fingerprint = self._fingerprint or digest(self.loss)
         agreed: dict[str, object] = {"mode": self.mode, "backward": self.backward, "gather": self.gather}
         agreed["configuration"] = self._fingerprint
-        noted = self._coefficients.take()
         if self.backward == "own_slice":
+            noted = self._coefficients.take()
             agreed["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted
         return agreed
 

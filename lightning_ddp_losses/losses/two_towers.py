@@ -102,7 +102,7 @@ class TwoTowerLoss(nn.Module):
             frames.fail_together(error, type(self).__name__, group=self._group)
         value: Tensor = graph.run_wide(self, self._forward, (images, texts, extra_texts, queue), {})
         graph.note_global_value(value)
-        watched: Tensor = self._coefficients.watch(value)
+        watched: Tensor = self._coefficients.watch(value, group=self._group)
         return watched
 
     def _forward(self, images: Tensor, texts: Tensor, extra: Tensor | None, queue: Tensor | None) -> Tensor:

@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from lightning_ddp_losses import graph, groups, inputs, numerics
 from lightning_ddp_losses.configuration import configuration
-from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
-from lightning_ddp_losses.metrics.meeting import State
+from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.metrics.refusals import looks_at_whole_batch, refuse_options
-from lightning_ddp_losses.metrics.stages import Request, Stages, answer, gradient_is_wanted, run
-from lightning_ddp_losses.metrics.states import Gather, MetricStates, Shared, States, detached
+from lightning_ddp_losses.metrics.stages import Request, Stages, answer, gather_inputs, gradient_is_wanted, run
+from lightning_ddp_losses.metrics.states import Gather, MetricStates, Shared, detached
 
 __all__ = ["DifferentiableMetric"]
 
@@ -39,6 +37,10 @@ class DifferentiableMetric(MetricStates):
         keep_graph: ``update`` keeps its graph, so that ``compute`` after several updates has a gradient. It ends there: what was
             accumulated is detached by ``compute``. Without it only ``forward`` has one.
         **kwargs: What ``torchmetrics.Metric`` takes, ``process_group`` among them.
+
+    States reduced by "mean": ``forward`` of a metric with ``full_state_update = False`` accumulates the mean over the rows of all
+    ranks. After ``update`` (or ``forward`` of another metric) each rank has that of its own rows, and ``compute`` weighs them by the
+    ranks' rows since ``reset``: that of one process where each rank's share of the rows is the same at every update, else near it.
 
     Gradient: after DDP's mean over ranks, that of one process. Multiply the value by the same factor on every rank (one
         that differs is an error at the next call).
@@ -110,7 +112,7 @@ class DifferentiableMetric(MetricStates):
         self._prepare(given)
         meets = self._meets
         if meets and shared.gather == "inputs":
-            args, kwargs = yield from self._global_inputs(args, kwargs)
+            args, kwargs = yield from gather_inputs(self, self._title(), args, kwargs)
         wanted, rows, rows_before = gradient_is_wanted(given), inputs.num_rows(args, kwargs), shared.rows
         before, count, grad, ends = self._states(), self._update_count, torch.is_grad_enabled(), dict(shared.ends)
         shared.inside = True
@@ -122,7 +124,10 @@ class DifferentiableMetric(MetricStates):
             batch = self._states()
             if meets and shared.gather == "states":
                 (values,) = yield [Request(self, self._outgoing(rows))]
-                self._put(dict(zip(self._defaults, values, strict=True)))
+                together = dict(zip(self._defaults, values, strict=True))
+                self._put(together)
+                if self.sync_on_compute:  # a rank's share of the rows may be another in every step
+                    batch |= {name: together[name] for name in self._means()}
             self._put({"_to_sync": False, "_should_unsync": False})
             value = self.compute()
             self._update_count = count + 1
@@ -140,16 +145,6 @@ class DifferentiableMetric(MetricStates):
             self._drop_graphs()
         return self._returned(value, wanted=wanted, meets=meets)
 
-    def _accumulated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> States:
-        """The states after one more update, for a metric whose states do not just add up."""
-        self._enable_grad = False
-        # of its own: they are changed in place
-        own = {name: list(v) if isinstance(v, list) else v.clone() for name, v in self._states().items()}
-        self._put(own)
-        before = {id(t) for t in numerics.tensors_in(self._states())}
-        self.update(*args, **kwargs)
-        return numerics.map_tensors(lambda t: t if id(t) in before else t.detach(), self._states())  # type: ignore[no-any-return]
-
     def _returned(self, value: Any, *, wanted: bool, meets: bool) -> Any:
         """Check, watch and note a value that is about to leave."""
         shared = self._shared
@@ -166,7 +161,7 @@ class DifferentiableMetric(MetricStates):
         if meets:
             for tensor in numerics.tensors_in(value):
                 graph.note_global_value(tensor)
-            value = shared.coefficients.watch(value)
+            value = shared.coefficients.watch(value, group=self.process_group)
         return value
 
     # ------------------------------------------------------------------ update, compute, sync
@@ -188,7 +183,7 @@ class DifferentiableMetric(MetricStates):
         shared = self._shared
         self._prepare(list(numerics.tensors_in((args, kwargs))))
         if shared.gather == "inputs" and self._meets:
-            args, kwargs = yield from self._global_inputs(args, kwargs)
+            args, kwargs = yield from gather_inputs(self, self._title(), args, kwargs)
         self._enable_grad = shared.keep_graph and torch.is_grad_enabled()
         try:
             self.__dict__["_plain_update"](*args, **kwargs)
@@ -213,7 +208,7 @@ class DifferentiableMetric(MetricStates):
                 value = plain(*args, **kwargs)
             if self._shared.keep_graph:
                 self._put(detached(self._states()))
-                value = self._shared.coefficients.watch(value) if meets else value
+                value = self._shared.coefficients.watch(value, group=self.process_group) if meets else value
                 self._computed = value if self.compute_with_cache else None
             return value
 
@@ -283,27 +278,6 @@ class DifferentiableMetric(MetricStates):
         """Whether there are other ranks to meet."""
         available = self.distributed_available_fn
         return bool(available is None or available()) and groups.world_size(self.process_group) > 1
-
-    def _global_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:  # a generator of requests that returns the arguments
-        """The arguments with the rows of all ranks in place of this rank's; 0-dim tensors stay."""
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, (list, tuple)) and any(isinstance(item, str) for item in value):
-                raise InputError(
-                    format_error(
-                        f"{self._title()}: inputs",
-                        expected="tensors",
-                        got="a list of str, which would stay on this rank",
-                        fix="Use gather='states'.",
-                    )
-                )
-        tree = (args, kwargs)
-        batches = [t for t in numerics.tensors_in(tree) if t.ndim]
-        states = [State(f"{type(self).__name__}, input {i}", t, t.device, dim_zero_cat) for i, t in enumerate(batches)]
-        (values,) = yield [Request(self, states)]
-        found = iter(values)
-        return numerics.map_tensors(lambda t: next(found) if t.ndim else t, tree)
 
     def told(self) -> str:
         """What came back into its values in backward since it was last asked, as text."""

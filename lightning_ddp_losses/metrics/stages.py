@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from torchmetrics.utilities.data import dim_zero_cat
 
-from lightning_ddp_losses import frames, graph, groups
+from lightning_ddp_losses import frames, graph, groups, numerics
+from lightning_ddp_losses.errors import InputError, format_error
 from lightning_ddp_losses.metrics.meeting import State, meet
 
-__all__ = ["Call", "Member", "Request", "Stages", "answer", "run", "together"]
+__all__ = ["Call", "Member", "Request", "Stages", "answer", "gather_inputs", "gradient_is_wanted", "run", "together"]
 
 
 class Member(Protocol):
@@ -94,6 +96,38 @@ def answer(title: str, requests: Sequence[Request]) -> list[list[Any]]:
             count = len(requests[i].states)
             replies[i], values = values[:count], values[count:]
     return replies
+
+
+def gather_inputs(
+    owner: Member, title: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Generator[list[Request], list[list[Any]], Any]:
+    """The arguments of an update with the rows of all ranks in place of this rank's; 0-dim tensors stay.
+
+    Args:
+        owner: The metric.
+        title: It, for messages.
+        args: This rank's arguments.
+        kwargs: Likewise.
+
+    Raises:
+        InputError: for what cannot be gathered.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)) and any(isinstance(item, str) for item in value):
+            raise InputError(
+                format_error(
+                    f"{title}: inputs",
+                    expected="tensors",
+                    got="a list of str, which would stay on this rank",
+                    fix="Use gather='states'.",
+                )
+            )
+    tree = (args, kwargs)
+    batches = [t for t in numerics.tensors_in(tree) if t.ndim]
+    states = [State(f"{type(owner).__name__}, input {i}", t, t.device, dim_zero_cat) for i, t in enumerate(batches)]
+    (values,) = yield [Request(owner, states)]
+    found = iter(values)
+    return numerics.map_tensors(lambda t: next(found) if t.ndim else t, tree)
 
 
 def together(calls: Sequence[Call]) -> Stages:

@@ -116,12 +116,26 @@ class MetricStates(Metric):
             return value
         return list(torch.split(value, [after - before for before, after in pairwise([0, *ends])]))
 
+    def _accumulated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> States:
+        """The states after one more update, for a metric whose states do not just add up."""
+        self._enable_grad = False
+        # of its own: they are changed in place
+        own = {name: list(v) if isinstance(v, list) else v.clone() for name, v in self._states().items()}
+        self._put(own)
+        before = {id(t) for t in numerics.tensors_in(self._states())}
+        self.update(*args, **kwargs)
+        return numerics.map_tensors(lambda t: t if id(t) in before else t.detach(), self._states())  # type: ignore[no-any-return]
+
     def _reduce_states(self, incoming_state: dict[str, Any]) -> None:
-        means = {n: getattr(self, n) for n, reduce in self._reductions.items() if reduce is dim_zero_mean}
+        means = {name: getattr(self, name) for name in self._means()}
         super()._reduce_states(incoming_state)
         n = self._update_count
         for name, local in means.items():  # torchmetrics rounds these to float32
             setattr(self, name, ((n - 1) * incoming_state[name] + local) / n)
+
+    def _means(self) -> list[str]:
+        """States reduced by "mean"."""
+        return [name for name, reduce in self._reductions.items() if reduce is dim_zero_mean]
 
     def _drop_graphs(self) -> None:
         """A metric may keep tensors beside its states; no graph may grow with the steps."""

@@ -17,10 +17,12 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses import frames, transport
 from lightning_ddp_losses.errors import HiddenLossError, format_error
+from lightning_ddp_losses.sharding import shard_of
 from lightning_ddp_losses.strategies import wrapping
 from lightning_ddp_losses.strategies.discovery import FoundLoss
 from lightning_ddp_losses.strategies.hidden import Hidden, find_hidden
 from lightning_ddp_losses.strategies.precision import PrecisionKeeper
+from lightning_ddp_losses.strategies.shards import divide
 
 __all__ = ["NAME", "adopt", "as_losses", "find"]
 
@@ -56,14 +58,15 @@ def adopt(
     device: torch.device,
     ddp: DistributedDataParallel | None,
 ) -> nn.ModuleDict:
-    """Register the optimised hidden modules under ``module._adopted_losses``, on the device and equal on all ranks.
+    """Register the optimised hidden modules under ``module._adopted_losses``, on the device, divided or equal on all ranks.
 
-    Communication: one broadcast. (That all ranks adopt the same was agreed in ``find``.)
+    Communication: one broadcast; what ``divide`` needs. (That all ranks adopt the same was agreed in ``find``.)
     """
     adopted = nn.ModuleDict()
     for path, found in hidden.optimised.items():
         key = _key(path)
         adopted[key if key not in adopted else f"{key}_{len(adopted)}"] = found
+    divide(adopted)  # before its values are remembered
     keeper = PrecisionKeeper()
     keeper.remember([adopted])
     precision.convert_module(adopted)
@@ -72,7 +75,7 @@ def adopt(
     module.add_module(NAME, adopted)
     if ddp is not None:  # it reads the buffers of the live module anew each step
         ddp.parameters_to_ignore |= {f"{NAME}.{name}" for name, _ in adopted.named_buffers()}
-    transport.broadcast_([tensor for _, tensor in wrapping.named_tensors(adopted)])
+    transport.broadcast_([tensor for _, tensor in wrapping.named_tensors(adopted) if shard_of(tensor) is None])
     rank_zero_info(f"Adopted as submodules: {', '.join(hidden.optimised)}.")
     return adopted
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,12 +21,12 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses import frames, groups, transport
+from lightning_ddp_losses import groups, transport
 from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.strategies import adoption, layer_sync, wrapping
+from lightning_ddp_losses.strategies import adoption, failing, layer_sync, wrapping
+from lightning_ddp_losses.strategies.adopting import AdoptingStrategy
 from lightning_ddp_losses.strategies.advice import Advice
 from lightning_ddp_losses.strategies.discovery import FoundLoss, find_losses, is_loss
-from lightning_ddp_losses.strategies.divided import DividedWeights
 from lightning_ddp_losses.strategies.globalise import globalised
 from lightning_ddp_losses.strategies.guard import HiddenSentinel, LossGuard
 from lightning_ddp_losses.strategies.precision import PrecisionKeeper
@@ -36,7 +36,7 @@ from lightning_ddp_losses.strategies.reshuffle import refuse_other_batches, warn
 __all__ = ["DDPLossStrategy"]
 
 
-class DDPLossStrategy(DividedWeights):
+class DDPLossStrategy(AdoptingStrategy):
     """DDP in which every learnable loss gets the mean of its gradients, whatever each rank called and in which order.
 
     Equivalent to: ``Trainer(strategy="ddp")`` on a module whose losses are all called once on every rank, but right also
@@ -68,6 +68,8 @@ class DDPLossStrategy(DividedWeights):
         HiddenLossError: on every rank, for a trainable loss that is not registered.
         LossCallError: on every rank, for a loss that ran on some ranks only.
         InputError: on every rank, for inputs that a loss on any rank cannot take.
+        RankMismatchError: on every rank, before anything is reduced, for a global loss or metric that ranks weigh differently (on an
+            accelerator, or beside ``SyncBatchNorm``: at the next call).
 
     Example:
         >>> import lightning_ddp_losses
@@ -87,7 +89,7 @@ class DDPLossStrategy(DividedWeights):
         sharded_checkpoints: bool = False,
         **ddp_kwargs: Any,
     ) -> None:
-        super().__init__(sharded_checkpoints=sharded_checkpoints, **ddp_kwargs)
+        super().__init__(adopt=adopt, sharded_checkpoints=sharded_checkpoints, **ddp_kwargs)
         self._ddp_kwargs = wrapping.without_defaults(self._ddp_kwargs)
         if not isinstance(losses, str) and not (
             isinstance(losses, Sequence) and all(isinstance(name, str) for name in losses)
@@ -96,10 +98,8 @@ class DDPLossStrategy(DividedWeights):
                 format_error("losses", expected="'auto', a list of names, or a regular expression", got=repr(losses))
             )
         self._selection = losses if isinstance(losses, str) else list(losses)
-        self._adopt = adopt
         self._check_calls = check_calls
         self._reduce_dtype = wrapping.as_dtype(loss_reduce_dtype)
-        self._adopted: nn.ModuleDict | None = None
         if global_batch not in (False, "auto"):
             raise ConfigurationError(format_error("global_batch", expected="False or 'auto'", got=repr(global_batch)))
         self._global_batch = global_batch
@@ -121,11 +121,6 @@ class DDPLossStrategy(DividedWeights):
     @property
     def _plain(self) -> bool:
         return self._selection == []
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Adopted losses are registered in ``setup``; a checkpoint that holds them must wait for that."""
-        return self._adopt or super().restore_checkpoint_after_setup
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -210,6 +205,7 @@ class DDPLossStrategy(DividedWeights):
         if hidden.optimised:
             self._adopted = adoption.adopt(self._module, hidden, self.precision_plugin, self.root_device, self._ddp)
             self._losses += adoption.as_losses(self._adopted)
+            self.meet_new_shards()
 
     # ------------------------------------------------------------------ data
 
@@ -227,7 +223,6 @@ class DDPLossStrategy(DividedWeights):
         """The module's training step; what fails on one rank ends all of them at the peers' next frame."""
         if self._reducer is None:
             return super().training_step(*args, **kwargs)
-        self._reducer.step()
         self._count(True)
         try:
             with self._together("training_step"):
@@ -300,21 +295,7 @@ class DDPLossStrategy(DividedWeights):
         self._reducer.ride_along(measure, judge)
         return True
 
-    # ------------------------------------------------------------------ checkpoints, end
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load, leaving out adopted losses where none are registered (validate, test, predict)."""
-        state = checkpoint["state_dict"]
-        if not hasattr(self._module, adoption.NAME):
-            state = {k: v for k, v in state.items() if not k.startswith(f"{adoption.NAME}.")}
-        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The plain module's state, and that of adopted losses also after the fit."""
-        state = super().lightning_module_state_dict()
-        if self._adopted is not None:
-            state.update({f"{adoption.NAME}.{key}": value for key, value in self._adopted.state_dict().items()})
-        return state
+    # ------------------------------------------------------------------ end
 
     def on_exception(self, exception: BaseException) -> None:
         """What fails on one rank between two steps (a callback, an optimizer, Lightning itself) ends its peers too."""
@@ -324,7 +305,8 @@ class DDPLossStrategy(DividedWeights):
         # in validation, and without check_calls, the peers open no frame in which they could be told
         if training and self._check_calls and isinstance(exception, Exception):
             with contextlib.suppress(Exception):  # Lightning goes on with the exception itself
-                frames.fail_together(exception, "training")
+                if not getattr(exception, "collective", False):
+                    failing.fail_on_all_ranks(exception, "training")
 
     def teardown(self) -> None:
         """Give the module back as it came."""
@@ -351,5 +333,6 @@ class DDPLossStrategy(DividedWeights):
             yield
         except Exception as error:
             if where == "training_step" and not self._check_calls:
-                raise  # the peers open no frame in which they could be told
-            frames.fail_together(error, where)
+                failing.tell_parts(error, where)
+                raise  # the world opens no frame in which it could be told
+            failing.fail_on_all_ranks(error, where)

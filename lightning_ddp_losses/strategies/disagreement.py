@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 
 from lightning_ddp_losses import frames
-from lightning_ddp_losses.errors import LossCallError, format_error
+from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
 
-__all__ = ["missing_calls", "partial_gradients"]
+__all__ = ["missing_calls", "partial_gradients", "refuse_other_coefficients"]
 
 
 def missing_calls(missing: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> LossCallError:
@@ -36,3 +36,22 @@ def partial_gradients(names: Sequence[str], flags: Sequence[int]) -> LossCallErr
             parts.append(format_error(f"gradient of `{name}`", expected="on every rank or on none", ranks=ranks))
     fix = "Use the parameter in the loss of every rank (times 0 where it should not count), or on none."
     return LossCallError("\n".join([*parts, fix]), collective=True)
+
+
+def refuse_other_coefficients(noted: Sequence[str]) -> None:
+    """Refuse global values that came back in backward with different coefficients, as each rank noted them.
+
+    Raises:
+        RankMismatchError: on every rank.
+    """
+    if len(set(noted)) > 1:
+        raise RankMismatchError(
+            format_error(
+                "coefficients of global losses and metrics in this backward",
+                expected="the same on every rank, which holds the gradient for all of them",
+                ranks=noted,
+                fix="Multiply a global value by the same number on every rank; or give GlobalBatchLoss(backward='sum') where ranks shall "
+                "differ. Nothing was reduced.",
+            ),
+            collective=True,
+        )

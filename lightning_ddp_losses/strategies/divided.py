@@ -6,14 +6,14 @@ Between DDP and `DDPLossStrategy`: what there is to do about shards at set-up, a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ddp_losses import frames
 from lightning_ddp_losses.errors import ConfigurationError, format_error
@@ -54,7 +54,7 @@ class DividedWeights(DDPStrategy):
             module = self.lightning_module
             assert module is not None
             divide(module)
-            self._shards = Shards(module)
+            self._shards = Shards(module, self._own_parameters())
             self._files = ShardFiles(self._shards, sharded=self._sharded_checkpoints)
         return self._files
 
@@ -70,9 +70,30 @@ class DividedWeights(DDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         with contextlib.nullcontext() if fitting else unshared(module, wrapping.ignoring):
             super().setup(trainer)
-        if fitting and self._shards:
+        if fitting:
+            self._install_shards()
+
+    def _install_shards(self) -> None:
+        if self._shards:
             self._shards.attach(self.optimizers)
             self._shards.install_clipping(self.precision_plugin)
+
+    def meet_new_shards(self) -> None:
+        """Divide and install once more, after losses were registered in the middle of set-up."""
+        if self._shards is not None:
+            self._shards.remove()
+        self._files = None
+        self.meet_shards()
+        self._install_shards()
+
+    def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that checkpoints hold."""
+        assert self.lightning_module is not None
+        return self.lightning_module.named_parameters()
+
+    def _own_state(self) -> dict[str, Any]:
+        """The state that checkpoints hold, what is divided as this rank has it."""
+        return super().lightning_module_state_dict()
 
     @staticmethod
     def _refuse_shards(module: pl.LightningModule) -> None:
@@ -104,7 +125,7 @@ class DividedWeights(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The plain module's state, with the whole of what is divided."""
-        state = super().lightning_module_state_dict()
+        state = self._own_state()
         return state if self._plain else self.meet_shards().module_state(state)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

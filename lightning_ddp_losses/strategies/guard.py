@@ -43,7 +43,7 @@ class LossGuard(InstanceForward):
         self.calls = self.rows = self.awaited = 0
         self.on_return: Callable[[], bool] = lambda: True
         self._refuse_nan = refuse_nan
-        self._seen = False
+        self._reading = inputs.ValueReading()
 
     def reset(self) -> None:
         """Forget the calls so far."""
@@ -69,10 +69,7 @@ class LossGuard(InstanceForward):
             self.calls += 1
             self.rows += inputs.num_rows(args, kwargs)
             self._await(numerics.tensors_in((args, kwargs)))
-        # reading values waits for the device: on an accelerator only at the first call
-        on_host = all(t.device.type == "cpu" for t in numerics.tensors_in((args, kwargs)))
-        read = on_host or not self._seen
-        self._seen = True
+        read = self._reading.due((args, kwargs))
         inputs.check_inputs(
             self._inner,
             self.loss.title,

@@ -1,7 +1,7 @@
 """The frame before each synchronising backward: which losses ran on each rank, how often, on how many rows.
 
 It is read before the first gradients of the encoder leave, so that no rank can wait inside the model's DDP for one that does
-not come. Checks may ride along, and small gradients of the losses.
+not come. Checks may ride along, the coefficients with which backward came back into global values, and small gradients.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lightning_ddp_losses import frames
-from lightning_ddp_losses.strategies.disagreement import missing_calls
+from lightning_ddp_losses import coefficient, frames
+from lightning_ddp_losses.strategies.disagreement import missing_calls, refuse_other_coefficients
 from lightning_ddp_losses.strategies.discovery import FoundLoss
 
 __all__ = ["CallCount", "Calls", "Meeting", "Rider"]
@@ -63,7 +63,7 @@ class Calls:
 
 
 class Meeting:
-    """One such frame.
+    """One such frame; it leaves once.
 
     Args:
         counts: The calls of each loss; they start again from zero.
@@ -81,7 +81,7 @@ class Meeting:
         agreed: Mapping[str, object],
         riders: Sequence[Rider] = (),
     ) -> None:
-        self._counts, self._riders = counts, riders
+        self._counts, self._riders, self._agreed = counts, riders, agreed
         own = b"".join(_CALL.pack(c.calls, c.rows, i in has_grad) for i, c in enumerate(counts))
         for rider in riders:
             ride = rider.measure()
@@ -97,8 +97,10 @@ class Meeting:
         return self._frame is not None
 
     def send(self, gradients: bytes = b"") -> None:
-        """Let it leave."""
-        self._frame = frames.start("backward", self._agreed, self._own + gradients)
+        """Let it leave, with the coefficients known by now."""
+        noted = coefficient.take_noted().encode()
+        own = self._own + _SIZE.pack(len(noted)) + noted + gradients
+        self._frame = frames.start("backward", self._agreed, own)
 
     def arrived(self) -> bool:
         """Whether ``read`` would not wait."""
@@ -109,12 +111,12 @@ class Meeting:
 
         Raises:
             LossCallError: on every rank, when a learnable loss ran on some ranks only.
-            RankMismatchError: on every rank, when the ranks disagree.
+            RankMismatchError: on every rank, when the ranks disagree, or weigh a global value differently.
         """
         if self._frame is None:
             self.send()
         assert self._frame is not None
-        rows, rides, gradients = zip(*map(self._split, self._frame.finish()), strict=True)
+        rows, rides, noted, gradients = zip(*map(self._split, self._frame.finish()), strict=True)
         table = [list(_CALL.iter_unpack(row)) for row in rows]
         expected: list[bool] = []
         uneven: dict[str, list[int]] = {}
@@ -128,16 +130,17 @@ class Meeting:
                 uneven[count.loss.title] = list(num_rows)
         if missing:
             raise missing_calls(missing)
+        refuse_other_coefficients([text.decode() for text in noted])
         for rider, column in zip(self._riders, zip(*rides, strict=True), strict=True):
             rider.judge(list(column))
         return Calls(expected, uneven, gradients)
 
-    def _split(self, payload: bytes) -> tuple[bytes, list[bytes], bytes]:
+    def _split(self, payload: bytes) -> tuple[bytes, list[bytes], bytes, bytes]:
         offset = _CALL.size * len(self._counts)
         own, rides = payload[:offset], []
-        for _ in self._riders:
+        for _ in (*self._riders, coefficient):
             (size,) = _SIZE.unpack_from(payload, offset)
             start = offset + _SIZE.size
             offset = start + size
             rides.append(payload[start:offset])
-        return own, rides, payload[offset:]
+        return own, rides[:-1], rides[-1], payload[offset:]

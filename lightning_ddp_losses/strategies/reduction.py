@@ -7,18 +7,16 @@ parameter that the model's own DDP does not reduce (nor a shard, nor one the use
 Three steps per synchronising backward:
 
 1. ``open``, before backward: one frame is made. Which losses ran, how often, on how many rows; whether they hold a gradient
-   already. It leaves at once; or, where all gradients are few bytes on the CPU, with them aboard when backward has passed
-   through the last loss.
-2. ``agree``, before the first gradients of the model's DDP leave: the peers' frames are read. All ranks then know which
+   already. It leaves as soon as backward has come back into all global values, with the coefficients; and where all gradients are
+   few bytes on the CPU, when backward has passed through the last loss, with them aboard.
+2. ``agree``, before the first gradients of the model's DDP leave, or any of our collectives waits in backward: the peers' frames
+   are read. All ranks then know which
    losses are *expected* to have gradients, or raise together while nobody waits inside DDP.
 3. ``reduce``, after backward: one all-reduce of [a has-gradient flag per parameter | small gradients of expected losses], one
    in place for each gradient over ``LARGE_BYTES``. They are started during backward, when that has passed through the last
    loss. Gradients that rode in the frame need none. Flags must sum to 0 or W.
 
 On an accelerator the flags travel by frame (host to host), so nothing waits for the device.
-
-In a step that has opened other frames (a global loss, a synchronised layer) backward may wait for a rank that is elsewhere
-before it comes to the encoder. There the frame leaves and is read at once.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ddp_losses import frames, groups
+from lightning_ddp_losses import coefficient, frames, groups, transport
 from lightning_ddp_losses.errors import RankMismatchError, format_error
 from lightning_ddp_losses.sharding import shard_of
 from lightning_ddp_losses.strategies.disagreement import partial_gradients
@@ -83,7 +81,6 @@ class LossReducer:
         self._signature: tuple[object, ...] = ()
         self._digest = ""
         self._riders: list[Rider] = []
-        self._frames_before = -1
         self._hooks: list[RemovableHandle] = []
         self._close()
 
@@ -92,7 +89,7 @@ class LossReducer:
         self._fresh: list[_Managed] = []
         self._meeting: Meeting | None = None
         self._calls: Calls | None = None
-        self._outstanding, self._ready, self._idle = -1, 0, False
+        self._outstanding, self._ready, self._idle, self._holds = -1, 0, False, False
         self._departure: Departure | Passengers | None = None
         self._passengers: Passengers | None = None
 
@@ -112,6 +109,8 @@ class LossReducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        coefficient.on_note(None)
+        transport.on_wait(None)
 
     def ride_along(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> None:
         """Let a check's bytes travel in each frame."""
@@ -127,12 +126,8 @@ class LossReducer:
                 found.append(_Managed(name, parameter, self._owner(name)))
         return sorted(found, key=lambda m: m.name)
 
-    def step(self) -> None:
-        """A training step begins."""
-        self._frames_before = frames.opened()
-
     def open(self, step: int) -> None:
-        """Make the frame that meets the peers before a synchronising backward. Communication: one frame, now or later."""
+        """Make the frame that meets the peers before a synchronising backward. Communication: one frame, now or in backward."""
         self._close()
         managed = self._opened = self.managed()
         self._fresh = [m for m in managed if self._known.get(m.name) is not m.parameter]
@@ -145,13 +140,10 @@ class LossReducer:
         self._idle = not any(count.calls for count in self._counts)
         has_grad = {m.owner for m in managed if m.parameter.grad is not None}
         self._meeting = Meeting(self._counts, has_grad, agreed, self._riders)
-        # where other frames came before, backward too may wait for peers
-        others = groups.world_size() > 1 and frames.opened() != self._frames_before
-        self._frames_before += 1  # for this one
-        if others or not self._may_hold(managed):
-            self._meeting.send()
-        if others:
-            self.agree()
+        self._holds = self._may_hold(managed)
+        coefficient.on_note(self._leave)
+        transport.on_wait(self.agree)
+        self._leave()
 
     def _may_hold(self, managed: list[_Managed]) -> bool:
         if not managed or groups.world_size() == 1:
@@ -162,6 +154,15 @@ class LossReducer:
         parameters = [m.parameter for m in managed]
         few = all(p.nbytes <= LARGE_BYTES for p in parameters)
         return few and Passengers.size(parameters, self._wire_dtype(parameters)) <= frames.room()
+
+    def _leave(self) -> None:
+        """Send the frame, if nothing that it takes along is still to come."""
+        if self._meeting is None or self._meeting.sent or coefficient.expected():
+            return
+        if not self._holds:
+            self._meeting.send()
+        elif self._outstanding == 0:
+            self._send(self._opened or [])
 
     def _send(self, managed: list[_Managed]) -> None:
         """Let the frame leave with all gradients aboard; they are complete."""
@@ -183,6 +184,8 @@ class LossReducer:
         meeting, self._meeting = self._meeting, None
         if meeting is None:
             return
+        coefficient.on_note(None)
+        transport.on_wait(None)
         self._calls = meeting.read()
         if self._fresh:
             self._admit(self._fresh)
@@ -196,7 +199,7 @@ class LossReducer:
         if self._meeting is not None:
             self._ready += num_bytes
             if self._ready >= self._first_bucket:
-                if self._idle and not self._meeting.sent:  # nothing of the losses is to come
+                if self._holds and self._idle and not self._meeting.sent:  # nothing of the losses is to come
                     self._send(self._opened or [])
                 self.agree()
 
@@ -213,7 +216,7 @@ class LossReducer:
             if self._meeting is None:
                 self._depart_early()
             elif not self._meeting.sent:
-                self._send(self._opened)
+                self._leave()
             elif self._meeting.arrived():
                 self.agree()
         return True
@@ -236,7 +239,7 @@ class LossReducer:
 
         Communication: one all-reduce, one more for each gradient over ``LARGE_BYTES``; on an accelerator one frame.
         """
-        if self._meeting is not None and not self._meeting.sent:  # no gradient reached the encoder
+        if self._meeting is not None and not self._meeting.sent and self._holds:  # no gradient reached the encoder
             self._send(self._opened or [])
         self.agree()
         # nothing is created or replaced between the two ends of a backward

@@ -38,6 +38,7 @@ class Shards:
 
     Args:
         module: The live LightningModule, its losses divided.
+        parameters: Its parameters and those that belong to it, by name.
 
     Attributes:
         parameters: By name.
@@ -50,8 +51,8 @@ class Shards:
     Communication: one frame where there are shards.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        found = {name: (p, shard_of(p)) for name, p in module.named_parameters()}
+    def __init__(self, module: pl.LightningModule, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        found = {name: (p, shard_of(p)) for name, p in parameters}
         tagged = {name: (p, shard) for name, (p, shard) in found.items() if shard is not None}
         self.parameters = {name: p for name, (p, _) in tagged.items()}
         self.owners: dict[str, Owners] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -193,9 +194,18 @@ def sampled(name: str, unbiased: bool, accumulate: int, optimizer: str) -> dict[
 
 
 def make_optimizer(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
-    if name == "adam":
-        return torch.optim.Adam(parameters, lr=0.1)
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
+    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adam": partial(torch.optim.Adam, lr=0.1),
+        "adamw, amsgrad": partial(torch.optim.AdamW, lr=0.1, amsgrad=True, weight_decay=0.2),
+        "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
+    }
+    return makers[name](parameters)
+
+
+def unstepped(column: Tensor, steps: int, optimizer: str) -> dict[str, Tensor]:
+    """Adam's state of a row that no step has looked at so far."""
+    state = {"step": torch.tensor(float(steps)), **{k: torch.zeros_like(column) for k in ("exp_avg", "exp_avg_sq")}}
+    return state | ({"max_exp_avg_sq": torch.zeros_like(column)} if "amsgrad" in optimizer else {})
 
 
 def by_hand(
@@ -207,7 +217,7 @@ def by_hand(
     per = weight.shape[1] // CLASSES
     columns = [weight[:, c * per : (c + 1) * per].clone().requires_grad_() for c in range(CLASSES)]
     steppers = [make_optimizer(optimizer, [column]) for column in columns]
-    rows_, values, touched = global_rows(), [], set()
+    rows_, values, touched, steps = global_rows(), [], set(), 0
     for step in range(6):
         features, labels = net()(rows_["features"]).detach() * (1 + step), rows_["labels"] // 3
         chosen = sorted(int(c) for rank in drawn for c in rank[step])
@@ -236,7 +246,13 @@ def by_hand(
         value.backward()
         touched |= set(chosen)
         if (step + 1) % accumulate == 0:
+            steps += 1
             for c in touched:
+                for entry in steppers[c].state.values():  # one count of steps for the weight, as the optimizer's own
+                    if "step" in entry:
+                        entry["step"].fill_(steps - 1)
+                if "adam" in optimizer and not steppers[c].state:
+                    steppers[c].state[columns[c]] = unstepped(columns[c], steps - 1, optimizer)
                 steppers[c].step()
                 steppers[c].zero_grad()
             touched = set()
@@ -255,6 +271,9 @@ def by_hand(
         ("SubCenterArcFaceLoss", False, 2, "sgd"),
         ("SoftTripleLoss", False, 3, "sgd"),
         ("NormalizedSoftmaxLoss", False, 2, "sgd"),
+        ("ArcFaceLoss", False, 1, "adam"),
+        ("SubCenterArcFaceLoss", False, 2, "adam"),
+        ("CosFaceLoss", True, 1, "adamw, amsgrad"),
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -339,25 +358,42 @@ def test_sampling_with_a_closure(pool: RankPool) -> None:
 # ---------------------------------------------------------------------- replicas, copies, states
 
 
-def in_parts(sizes: list[int], options: dict[str, Any]) -> dict[str, Tensor]:
+IN_PARTS: dict[str, Case] = {
+    "no regulariser": ARC,
+    "zero mean": Case("ArcFaceLoss", {"weight_regularizer": regularizers.ZeroMeanRegularizer()}),
+    "norms": Case("CosFaceLoss", {"weight_regularizer": regularizers.LpRegularizer(power=2), "weight_reg_weight": 0.4}),
+    "sum of norms": Case(
+        "ProxyNCALoss", {"weight_regularizer": regularizers.LpRegularizer(p=3, reducer=reducers.SumReducer())}
+    ),
+    "sparse centers": Case(
+        "SoftTripleLoss",
+        {"weight_regularizer": regularizers.SparseCentersRegularizer(CLASSES, 10), "weight_reg_weight": 2},
+    ),
+}
+
+
+def in_parts(name: str, sizes: list[int]) -> dict[str, Tensor]:
     """Four ranks in two parts: each part holds all classes."""
-    rank = dist.get_rank()
+    rank, case = dist.get_rank(), IN_PARTS[name]
     part, _ = dist.new_subgroups(2)
-    torch.manual_seed(rank)  # the parts start from different weights; the first one's counts
-    loss = ClassShardedLoss(make(ARC) if rank < 2 else pml.ArcFaceLoss(CLASSES, DIM).double(), group=part, **options)
+    plain = make(case)
+    if rank >= 2:  # the parts start from different weights; the first one's counts
+        torch.nn.init.normal_(next(plain.parameters()))
+    loss = ClassShardedLoss(plain, group=part)
     encoder, batch = net(), global_rows(sizes, rank)
     value = loss(encoder(batch["features"]), batch["labels"])
     value.backward()
     return {"value": value.detach(), "weight": loss.weight.grad, **named(encoder)}
 
 
+@pytest.mark.parametrize("name", IN_PARTS)
 @pytest.mark.parametrize("sizes", [[3, 3, 3, 3], [1, 4, 2, 5], [0, 2, 7, 3]], ids=str)
-def test_shards_with_replicas(pool: RankPool, sizes: list[int]) -> None:
-    results = pool.run(4, in_parts, sizes, {})
-    truth = judge(ARC, [12])
+def test_shards_with_replicas(pool: RankPool, name: str, sizes: list[int]) -> None:
+    results, case = pool.run(4, in_parts, name, sizes), IN_PARTS[name]
+    truth = judge(case, [12])
     ours = {n: torch.stack([r[n] for r in results]).mean(0) for n in truth if n != "weight"}
     for part in (results[:2], results[2:]):
-        assert_close({**ours, "weight": whole([r["weight"] for r in part], "ArcFaceLoss")}, truth)
+        assert_close({**ours, "weight": whole([r["weight"] for r in part], case.name)}, truth)
 
 
 def copies() -> list[bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import reducers
 from torch import Tensor, nn
 
+from lightning_ddp_losses import ClassShardedLoss, inputs
 from lightning_ddp_losses.collectives import all_gather_with_grad
 from lightning_ddp_losses.losses import GlobalBatchLoss, check_separable, register_element_wise, register_row_separable
 from tests.losses.cases import PML, classes
@@ -246,3 +248,28 @@ def test_without_gradient_it_gives_the_value(pool: RankPool) -> None:
         for name, value, needs in found:
             assert value == pytest.approx(float(alone(PML[name], [])["value"]), rel=1e-9)
             assert not needs
+
+
+def labels_on_an_accelerator(divided: bool, bad_at: int) -> list[float]:
+    """Values of three calls as they are made where the batch is not on the CPU; one has a label out of range on rank 1."""
+    torch.manual_seed(0)
+    plain, found = pml.ArcFaceLoss(num_classes=4, embedding_size=3), []
+    loss = ClassShardedLoss(plain) if divided else GlobalBatchLoss(plain)
+    with mock.patch.object(inputs, "on_host", return_value=False):
+        for step in range(3):
+            labels = torch.tensor([0, 3]) + (step == bad_at) * dist.get_rank()
+            found.append(float(loss(torch.randn(2, 3), labels).detach()))
+    return found
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_labels_out_of_range_on_an_accelerator(pool: RankPool, divided: bool) -> None:
+    """An error on every rank at the first call; later, divided classes say NaN on every rank."""
+    first, second = pool.errors(2, labels_on_an_accelerator, divided, 0)
+    assert first.message == second.message
+    assert "0 to 3 (num_classes=4), got 1 to 4" in first.message
+    if divided:
+        for one, two, three in pool.run(2, labels_on_an_accelerator, divided, 1):
+            assert one > 0
+            assert two != two
+            assert three > 0

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import regularizers
 from torch import Tensor
 
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.errors import RankMismatchError
 from lightning_ddp_losses.losses import GlobalBatchLoss
 from tests.losses.cases import PML
-from tests.losses.harness import SEED, Case, alone, compare, fresh, gradients, mean_over_ranks, on_ranks, own_rows
+from tests.losses.harness import (
+    CLASSES,
+    DIM,
+    SEED,
+    Case,
+    alone,
+    compare,
+    fresh,
+    gradients,
+    mean_over_ranks,
+    on_ranks,
+    own_rows,
+)
 from tests.losses.torch_cases import TORCH
 from tests.rank_pool import RankPool
 
@@ -22,7 +37,21 @@ FOUR = {"even": [3, 3, 3, 3], "uneven": [1, 0, 5, 6]}
 MEMBERS = [(0, 2), (1, 3)]
 TWO = {"even": [6, 6], "uneven": [5, 7], "a rank without rows": [12, 0]}
 PICKED = ["ArcFaceLoss", "SupConLoss", "NTXentLoss", "ContrastiveLoss", "NPairsLoss", "MultiSimilarityLoss"]
-CASES: dict[str, Case] = {name: PML[name] for name in PICKED} | {"nn.CrossEntropyLoss": TORCH["nn.CrossEntropyLoss"]}
+CASES: dict[str, Case] = {
+    **{name: PML[name] for name in PICKED},
+    "nn.CrossEntropyLoss": TORCH["nn.CrossEntropyLoss"],
+    **{
+        f"{loss}, {type(regularizer).__name__}": Case(
+            partial(getattr(pml, loss), num_classes=CLASSES, embedding_size=DIM, weight_regularizer=regularizer)
+        )
+        for loss, regularizer in (
+            ("ArcFaceLoss", regularizers.ZeroMeanRegularizer()),
+            ("ProxyAnchorLoss", regularizers.ZeroMeanRegularizer()),
+            ("CosFaceLoss", regularizers.LpRegularizer(power=2)),
+            ("ArcFaceLoss", regularizers.RegularFaceRegularizer()),
+        )
+    },
+}
 Results = dict[str, dict[str, Tensor]]
 
 

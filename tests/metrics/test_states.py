@@ -78,3 +78,44 @@ def test_each_kind_of_state(pool: RankPool, world_size: int, even: bool) -> None
             kinds = [kind for kind in KINDS if twice or kind not in ADDED_UP_BY_UPDATE_ONLY]
             for found in pool.run(world_size, on_ranks, way, kinds, even, twice):
                 assert {kind: off for kind, off in found.items() if not off < 1e-9} == {}, (way.__name__, twice)
+
+
+CHANGING = {2: [[2, 10], [11, 1], [6, 6]], 3: [[1, 4, 7], [10, 1, 1], [3, 8, 1]]}  # rows of each rank, step by step
+
+
+def changing_shares(way: str, kinds: list[str]) -> dict[str, float]:
+    """By kind, how far `compute` is from what it ought to say when each rank's share of the rows changes from step to step."""
+    rank, world, found = dist.get_rank(), dist.get_world_size(), {}
+    for kind in kinds:
+        metric, oracle = Ours(kind), Stock(kind, distributed_available_fn=lambda: False).set_dtype(torch.float64)
+        for rows, sizes in zip(steps(), CHANGING[world], strict=True):
+            own = rows.split(sizes)[rank]
+            metric(own) if way == "forward" else metric.update(own)
+            oracle(rows)
+        expected = oracle.compute()
+        if way == "update" and kind == "mean":
+            expected = mean_of_means(oracle)
+        found[kind] = difference([metric.compute()], [expected])
+        assert torch.equal(metric.compute(), metric.compute())
+    return found
+
+
+def mean_of_means(like: Stock) -> Tensor:
+    """Each rank's mean over its updates, weighed by its rows: what the docstring says of `update`."""
+    sizes = torch.tensor(CHANGING[dist.get_world_size()], dtype=torch.float64)
+    kept = [
+        torch.stack([part.square().mean(0) for part in rows.split(own)])
+        for rows, own in zip(steps(), CHANGING[dist.get_world_size()], strict=True)
+    ]
+    assert not torch.allclose(kept[0].mean(0), kept[1].mean(0))
+    like.kept = torch.tensordot(sizes.sum(0) / sizes.sum(), torch.stack(kept).mean(0), 1)
+    like._computed = None
+    return like.compute()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("way", ["forward", "update"])
+def test_shares_of_the_rows_that_change(pool: RankPool, world_size: int, way: str) -> None:
+    kinds = [kind for kind in KINDS if kind not in ADDED_UP_BY_UPDATE_ONLY]
+    for found in pool.run(world_size, changing_shares, way, kinds):
+        assert {kind: off for kind, off in found.items() if not off < 1e-9} == {}

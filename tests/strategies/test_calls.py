@@ -32,6 +32,7 @@ class SkipsALoss(TwoLosses):
     """From batch `at` on, the ranks in `ranks` do not call the second loss."""
 
     at, ranks, skipped = 0, (1,), "second"
+    names: tuple[str, ...] = ("first", "second")
 
     def __init__(self, at: int, ranks: tuple[int, ...], skipped: str = "second") -> None:
         self.at, self.ranks, self.skipped = at, ranks, skipped
@@ -41,7 +42,7 @@ class SkipsALoss(TwoLosses):
         embeddings = self.encoder(features)
         skip = index >= self.at and self.global_rank in self.ranks
         value = embeddings.square().mean()
-        for name in ("first", "second"):
+        for name in self.names:
             if not (skip and self.skipped in (name, "both")):
                 value = value + getattr(self, name)(embeddings, labels)
         return value
@@ -89,16 +90,18 @@ def test_a_rank_that_fails_inside_backward(pool: RankPool, world_size: int) -> N
 class SkipsAGlobalLoss(SkipsALoss):
     """... whose losses meet in forward and in backward."""
 
+    names = ("first", "second", "third")
+
     def build(self, loss: str) -> None:
-        self.first = GlobalBatchLoss(pml.CircleLoss(), mode="rows")
-        self.second = GlobalBatchLoss(pml.CircleLoss(m=0.3), mode="rows")
+        for index, name in enumerate(self.names):
+            setattr(self, name, GlobalBatchLoss(pml.CircleLoss(m=0.3 + 0.1 * index), mode="rows"))
 
 
-@pytest.mark.parametrize("skipped", ["first", "second", "both"])
+@pytest.mark.parametrize("skipped", ["first", "second", "third", "both"])
 def test_a_global_loss_that_some_ranks_skip(pool: RankPool, skipped: str) -> None:
     """A rank does not go into a loss's backward exchange before its frame has met the peers, who wait in a loss's forward."""
     errors = pool.errors(3, fit, partial(SkipsAGlobalLoss, 1, (1,), skipped))
-    assert_same_error(errors, "rank 1: configuration" if skipped == "first" else "rank 1: backward")
+    assert_same_error(errors, "rank 1: configuration" if skipped in ("first", "second") else "rank 1: backward")
 
 
 def test_a_skipped_loss_under_accumulation(pool: RankPool) -> None:

@@ -14,6 +14,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.strategies import register_loss_type
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches, cuts, differences
@@ -205,3 +206,46 @@ def test_a_gradient_scaler_skips_a_step_on_all_ranks_or_on_none(pool: RankPool, 
             assert steps == alone[3] == len(batches(TASK)) - skipped
             assert_close(state, results[0][0], rtol=0)
             assert_close(state, alone[0], rtol=0.05)
+
+
+class Manually(Learnable):
+    """Manual optimisation: a global loss for the encoder alone, then a learnable one for both, an optimizer each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.pairs = GlobalBatchLoss(pml.SupConLoss())
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        features, labels = batch
+        encoder, loss = self.optimizers()
+        encoder.zero_grad()
+        self.manual_backward(self.pairs(self.encoder(features), labels))
+        encoder.step()
+        encoder.zero_grad()
+        loss.zero_grad()
+        self.manual_backward(self.loss(self.encoder(features), labels))
+        self.clip_gradients(loss, 0.5, "norm")
+        encoder.step()
+        loss.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.encoder, self.loss)]
+
+
+def test_manual_optimisation_under_bf16(pool: RankPool) -> None:
+    """As far from full precision as the halved encoder is, in one process as on ranks; equal bits on all ranks."""
+    before = Manually().state_dict()
+    full = moved(pool.run(1, fit_precision, Manually, "32-true", "ddp_find_unused_parameters_true")[0], before)
+    for world_size in (1, 2, 3):
+        assert_close(moved(pool.run(world_size, fit_precision, Manually, "32-true")[0], before), full, rtol=1e-4)
+        states = pool.run(world_size, fit_precision, Manually, "bf16-mixed")
+        assert {tensor.dtype for tensor in states[0].values()} == {torch.float32}
+        assert_close(moved(states[0], before), full, rtol=0.05)
+        for state in states[1:]:
+            assert_close(state, states[0], rtol=0)
+
+
+def moved(state: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What training has changed."""
+    return {name: tensor - before[name] for name, tensor in state.items()}

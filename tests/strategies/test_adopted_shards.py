@@ -1,0 +1,143 @@
+"""Divided classes in a list of the module: adopted, they train, are clipped, saved whole and loaded like registered ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from lightning_ddp_losses import ClassShardedLoss, groups
+from tests.lightning_ranks import make_trainer
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import Job, fit_alone, loader, make_loss, strategy_of, trainer_alone
+from tests.strategies.sharded_jobs import Plain, whole_state
+
+KEY = "_adopted_losses.losses_0.W"
+
+
+class InAList(Job):
+    """The loss is divided before the strategy sees it."""
+
+    distributed = True
+
+    def build(self, loss: str) -> None:
+        with mock.patch.object(groups, "is_distributed", return_value=self.distributed):
+            self.losses = [ClassShardedLoss(make_loss(loss))]
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.losses[0](self.encoder(features), labels)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.losses[0].predict(self.encoder(batch[0]), k=2)[1]
+
+    def optimised(self) -> list[nn.Parameter]:
+        known = {id(p): p for p in [*self.encoder.parameters(), *self.losses[0].parameters()]}
+        return list(known.values())
+
+
+class NotYet(InAList):
+    """Made before the ranks exist, as a script makes its module."""
+
+    distributed = False
+
+
+class Saves(Callback):
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        if self.path is not None:
+            trainer.save_checkpoint(self.path)
+
+
+def fit_adopted(
+    make: type[Job] = InAList,
+    optimizer: str = "adam",
+    *,
+    even: bool = True,
+    load: str | None = None,
+    inside: str | None = None,
+    after: str | None = None,
+    strategy: Any = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Train; a checkpoint at the end of the fit, or after it."""
+    module = make("ArcFaceLoss", optimizer)
+    options = {"callbacks": [Saves(inside)], **options}
+    trainer = make_trainer(strategy_of({"adopt": True, **(strategy or {})}), **options)
+    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), even=even), ckpt_path=load)
+    if after is not None:
+        trainer.save_checkpoint(after)
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    return {**state, "loss.W": module.losses[0].weight.detach().clone()}
+
+
+@pytest.mark.parametrize("make", [InAList, NotYet])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_it_trains_as_one_process(pool: RankPool, world_size: int, make: type[Job]) -> None:
+    for options in ({}, {"gradient_clip_val": 0.05}):
+        expected = fit_alone(lambda: Plain("ArcFaceLoss", "adam"), **options)
+        for even in (True, False):
+            assert_close(whole_state(pool.run(world_size, fit_adopted, make, even=even, **options)), expected)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("source", "target"), [(1, 3), (2, 3), (3, 2), (2, 1)])
+def test_its_checkpoint_goes_on_at_any_size(
+    pool: RankPool, tmp_path: Path, source: int, target: int, sharded: bool
+) -> None:
+    strategy = {"sharded_checkpoints": sharded}
+    expected = fit_alone(lambda: Plain("ArcFaceLoss", "adam"), max_epochs=2)
+    files = {"inside": str(tmp_path / "inside.ckpt"), "after": str(tmp_path / "after.ckpt")}
+    pool.run(source, fit_adopted, strategy=strategy, **files)
+    for file in files.values():
+        if not sharded:
+            saved = torch.load(file, weights_only=False)
+            states = saved["optimizer_states"][0]["state"]
+            assert saved["state_dict"][KEY].shape == states[max(states)]["exp_avg"].shape == make_loss().W.shape
+        found = pool.run(target, fit_adopted, load=file, strategy=strategy, max_epochs=2)
+        assert_close(whole_state(found), expected)
+
+
+class Sampled(InAList):
+    """Half the classes in each step: the optimizer must be told."""
+
+    def build(self, loss: str) -> None:
+        self.losses = [ClassShardedLoss(make_loss(loss), sample_rate=0.5)]
+
+
+class SampledAndRegistered(Sampled):
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        self.registered = self.losses[0]
+
+
+def test_sampled_classes_in_a_list_train_as_registered_ones(pool: RankPool) -> None:
+    adopted, registered = (pool.run(2, fit_adopted, make) for make in (Sampled, SampledAndRegistered))
+    for ours, theirs in zip(adopted, registered, strict=True):
+        assert_close(ours, {name: value for name, value in theirs.items() if not name.startswith("registered.")})
+
+
+def fit_twice() -> dict[str, Tensor]:
+    """A fit, an evaluation, and another fit of the same module with a strategy and optimizers of its own."""
+    module, data = InAList("ArcFaceLoss", "adam"), loader(dist.get_world_size(), dist.get_rank())
+    for _ in range(2):
+        trainer = make_trainer(strategy_of({"adopt": True}))
+        trainer.fit(module, data)
+        trainer.predict(module, data)
+    return {**module.state_dict(), "loss.W": module.losses[0].weight.detach().clone()}
+
+
+def test_a_second_fit_adopts_again(pool: RankPool) -> None:
+    plain = Plain("ArcFaceLoss", "adam")
+    for _ in range(2):
+        trainer_alone().fit(plain, loader(1, 0))
+    for world_size in (2, 3):
+        assert_close(whole_state(pool.run(world_size, fit_twice)), dict(plain.state_dict()))

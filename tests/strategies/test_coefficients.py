@@ -1,0 +1,163 @@
+"""What a rank multiplies a global value by is compared before anything is reduced, at no further collective."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from pytorch_metric_learning import losses as pml
+from torch import Tensor
+from torchmetrics import MeanSquaredError
+
+from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss, differentiable
+from tests.counting import CountCollectives
+from tests.lightning_ranks import make_trainer
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import Job, fit, fit_alone, loader, make_loss
+from tests.strategies.test_calls import assert_same_error
+
+WRONG_AT = 2
+
+
+class Weighs(Job):
+    """One rank weighs the loss by a number of its own, in one step."""
+
+    kind, wrong = "SupConLoss", True
+
+    def build(self, loss: str) -> None:
+        kinds: dict[str, Any] = {
+            "SupConLoss": lambda: GlobalBatchLoss(pml.SupConLoss()),
+            "rows": lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows"),
+            "ArcFaceLoss": lambda: GlobalBatchLoss(make_loss()),
+            "divided": lambda: ClassShardedLoss(make_loss()),
+            "metric": lambda: differentiable(MeanSquaredError()),
+        }
+        self.loss = kinds[self.kind]()
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(features)
+        second = labels[:, None].expand_as(embeddings).double() if self.kind == "metric" else labels
+        value: Tensor = self.loss(embeddings, second)
+        return value * self.weight(index)
+
+    def weight(self, index: int) -> float:
+        return 3.0 if self.wrong and index == WRONG_AT and self.global_rank == 1 else 0.5
+
+
+def of_kind(kind: str, **given: Any) -> type[Weighs]:
+    return type("OfKind", (Weighs,), {"kind": kind, **given})
+
+
+class Steps(Callback):
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.steps += 1
+
+
+def fit_wrong(kind: str, **options: Any) -> None:
+    """Raises what the fit raises, with the number of optimizer steps before."""
+    steps = Steps()
+    trainer = make_trainer(DDPLossStrategy(), callbacks=[steps], **options)
+    try:
+        trainer.fit(of_kind(kind)(), loader(dist.get_world_size(), dist.get_rank()))
+    except Exception as error:
+        raise type(error)(f"{error}\nafter {steps.steps} steps") from error
+
+
+@pytest.mark.parametrize("kind", ["SupConLoss", "rows", "ArcFaceLoss", "divided", "metric"])
+def test_the_step_with_another_coefficient_is_not_taken(pool: RankPool, kind: str) -> None:
+    for world_size in (2, 3):
+        errors = pool.errors(world_size, fit_wrong, kind)
+        words = ("coefficient", "rank 0: 0.5", "rank 1: 3.0", f"after {WRONG_AT} steps")
+        assert_same_error(errors, *words)
+
+
+def test_the_last_batch_of_a_fit_counts_too(pool: RankPool) -> None:
+    """No call follows that could compare it."""
+    errors = pool.errors(2, fit_wrong, "SupConLoss", limit_train_batches=WRONG_AT + 1)
+    assert_same_error(errors, "coefficient", f"after {WRONG_AT} steps")
+
+
+class Alike(Weighs):
+    """The same number on all ranks; another value that is never back-propagated stays alive."""
+
+    wrong = False
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        self.kept = self.loss(self.encoder(features), labels)
+        return super().objective(features, labels, index) * (1 + index)
+
+
+class Summed(Weighs):
+    """Ranks may differ where the gradients are summed; their mean is the coefficient of one process."""
+
+    def build(self, loss: str) -> None:
+        self.loss = GlobalBatchLoss(pml.SupConLoss(), backward="sum")
+
+    def weight(self, index: int) -> float:
+        return 2.0 * self.global_rank / max(self.trainer.world_size - 1, 1) if self.trainer.world_size > 1 else 1.0
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
+def test_what_is_right_stays_silent(pool: RankPool, options: dict[str, Any]) -> None:
+    for make in (Alike, Summed):
+        expected = fit_alone(partial(WithoutRanks, make), **options)
+        for world_size in (2, 3):
+            for state in pool.run(world_size, fit, make, **options):
+                assert_close(state, expected)
+
+
+def WithoutRanks(make: type[Weighs]) -> Job:
+    """The same job with the plain loss."""
+
+    class Alone(make):  # type: ignore[misc, valid-type]
+        def build(self, loss: str) -> None:
+            self.loss = pml.SupConLoss()
+
+    return Alone()
+
+
+class Parts(Weighs):
+    """Each pair of ranks has a loss of its own, and a weight of its own."""
+
+    def build(self, loss: str) -> None:
+        part, _ = dist.new_subgroups(2)
+        self.loss = GlobalBatchLoss(pml.SupConLoss(), group=part)
+
+    def weight(self, index: int) -> float:
+        return 1.0 + self.global_rank // 2
+
+
+def test_parts_of_the_world_may_weigh_differently(pool: RankPool) -> None:
+    pool.run(4, fit, Parts)
+
+
+def count(kind: str) -> list[str]:
+    counter = Counter()
+    data = loader(dist.get_world_size(), dist.get_rank())
+    make_trainer(DDPLossStrategy(), callbacks=[counter]).fit(of_kind(kind, wrong=False)(), data)
+    return counter.names
+
+
+class Counter(Callback):
+    """Collectives of the second step, forward to optimizer."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        self.counter = CountCollectives()
+        self.counter.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.counter.__exit__(None, None, None)
+        self.names = self.counter.take()
+
+
+def test_it_costs_no_collective(pool: RankPool) -> None:
+    """Of a replicated loss of few rows: its frame, the frame of backward, DDP's reduction."""
+    for names in pool.run(2, count, "SupConLoss"):
+        assert len(names) == 3, names

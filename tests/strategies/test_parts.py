@@ -1,0 +1,65 @@
+"""Losses over a part of the ranks: one that fails by itself ends all ranks at once, in its part and outside, with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from pytorch_metric_learning import losses as pml
+from torch import Tensor
+
+from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss
+from tests.lightning_ranks import make_trainer
+from tests.oracle import Task
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import Job, loader, make_loss
+
+SOON = 5.0  # seconds; the group's time-out is 20
+
+
+class InParts(Job):
+    """Two groups of two; rank 1 fails before the loss of step 2."""
+
+    def build(self, loss: str) -> None:
+        part, _ = dist.new_subgroups(2)
+        self.loss = (
+            GlobalBatchLoss(pml.SupConLoss(), group=part)
+            if loss == "pairs"
+            else ClassShardedLoss(make_loss(), group=part)
+        )
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        if index == 2 and self.global_rank == 1:
+            raise ValueError("no such sample")
+        return self.loss(self.encoder(features), labels)
+
+
+class DisagreesInAPart(InParts):
+    """Ranks 0 and 1 hand their loss rows of other widths; ranks 2 and 3 do nothing wrong."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(features)
+        return self.loss(
+            embeddings[:, : 3 - self.global_rank] if index == 2 and self.global_rank < 2 else embeddings, labels
+        )
+
+
+def fit_parts(make: type[Job], loss: str) -> None:
+    data = loader(dist.get_world_size(), dist.get_rank(), task=Task(rows=12))
+    make_trainer("ddp_losses").fit(make(loss), data)
+
+
+@pytest.mark.parametrize("loss", ["pairs", "classes"])
+def test_a_rank_that_fails_ends_all_at_once_with_its_reason(pool: RankPool, loss: str) -> None:
+    errors = pool.errors(4, fit_parts, InParts, loss)
+    assert errors[1].type == "ValueError"
+    for error in errors:
+        assert "no such sample" in error.message
+        assert error.seconds < SOON
+
+
+def test_a_part_that_disagrees_ends_the_rest_too(pool: RankPool) -> None:
+    for error in pool.errors(4, fit_parts, DisagreesInAPart, "pairs"):
+        assert error.type == "RankMismatchError"
+        assert "('rows', 3)" in error.message
+        assert "('rows', 2)" in error.message
+        assert error.seconds < SOON
