@@ -1,110 +1,106 @@
 """A 64-bit fingerprint of a tensor's bits: two ranks hold the same tensor exactly when their fingerprints agree.
 
-A sum or a norm misses swaps, sign flips and +d/-d pairs; a plain multilinear hash misses even numbers of sign flips. Here
-the bytes, in rows of ``ROW_BYTES``, are multiplied with a matrix of small integers, and the products, which are exact, with
-64-bit weights by position. All arithmetic is on integers: no thread count, order of addition or kernel changes the result,
-so there is no false alarm. The cost is one pass over the memory.
+A sum or a norm misses swaps, sign flips and +d/-d pairs. On the host the bytes are hashed where they lie by XXH3, at about the
+speed of reading them; its value depends on nothing but the bytes. Tensors on an accelerator are hashed there: each
+64-bit word is added to its own upper part, which moves the signs in its upper half down (as multiples of 2**63 an even number
+of flips there would cancel), then multiplied with odd 64-bit weights, one by its place in the row of ``ROW_WORDS`` and one
+by the row. That is arithmetic on integers modulo 2**64: no order of addition, chunk or kernel changes the result.
 
-``torch._int_mm`` does the first product at memory speed. It is private, so it is tried once per device and compared; the
-other way is a float32 product, whose sums stay below 2**24 and are therefore the same integers.
+The two ways give different numbers, so ranks compare tensors on devices of one kind.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import torch
+import xxhash
 from torch import Tensor
 
-__all__ = ["fingerprint", "fingerprints"]
+__all__ = ["Started", "combine", "fingerprint", "fingerprints", "finish", "hash_bytes", "start"]
 
-ROW_BYTES = 1024  # 1024 * 128 * 127 < 2**24: exact in float32 too
-COLUMNS = 16
-CHUNK_ROWS = 1024  # 1 MiB: stays in the cache between the two products
+Started: TypeAlias = "int | Tensor"
+"""A fingerprint; on an accelerator one that may still be on its way (0-dim int64)."""
+
+ROW_WORDS = 1024
+CHUNK_ROWS = 1 << 12  # 32 MiB: few kernels, little memory
+_UPPER = 31  # an odd distance from 32 and 16: lanes of a word do not cancel each other's signs
 
 
-@torch.no_grad()
-def fingerprint(tensor: Tensor) -> Tensor:
-    """The fingerprint of one dense tensor of any dtype, as a 0-dim int64 tensor on its device.
+def fingerprint(tensor: Tensor) -> int:
+    """The fingerprint of one dense tensor of any dtype, as a signed 64-bit number.
 
     Elements count in logical order (strides do not), with their dtype's bits. Shape and dtype are not part of it: compare them
     beside it.
     """
-    data = _as_bytes(tensor)
-    rows, rest = divmod(data.numel(), ROW_BYTES)
-    table = data[: rows * ROW_BYTES].view(rows, ROW_BYTES)
-    parts = [_mix(table[start : start + CHUNK_ROWS]) for start in range(0, rows, CHUNK_ROWS)]
-    if rest:
-        last = data.new_zeros((1, ROW_BYTES))
-        last[0, :rest] = data[rows * ROW_BYTES :]
-        parts.append(_mix(last))
-    if not parts:
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    chunks = torch.stack(parts)
-    return (chunks * _weights(len(parts), 1, tensor.device)).sum()
+    return int(start(tensor))
 
 
-def fingerprints(tensors: Iterable[Tensor]) -> Tensor:
-    """The fingerprints of several tensors, as a 1-D int64 tensor on the CPU."""
-    found = [fingerprint(t) for t in tensors]
-    if not found:
-        return torch.zeros(0, dtype=torch.int64)
-    if len({f.device for f in found}) > 1:
-        found = [f.cpu() for f in found]
-    return torch.stack(found).cpu()
+def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
+    """The fingerprints of several tensors; an accelerator is waited for once."""
+    return finish([start(t) for t in tensors])
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def start(tensor: Tensor) -> Started:
+    """As ``fingerprint``, without waiting for an accelerator."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.int8)
+    data = plain.contiguous().reshape(-1).view(torch.int8)
+    return hash_bytes(data.numpy()) if data.device.type == "cpu" else _on_device(data)
 
 
-def _mix(chunk: Tensor) -> Tensor:
-    """(rows, ROW_BYTES) bytes -> one int64; every byte counts by its place."""
-    product = torch._int_mm if chunk.shape[0] > COLUMNS and _int_mm_is_right(chunk.device) else _float_product
-    sums = product(chunk, _matrix(chunk.device)).view(-1).long()
-    return sums.mul_(_weights(CHUNK_ROWS * COLUMNS, 0, chunk.device)[: sums.numel()]).sum()
+def finish(started: Sequence[Started]) -> list[int]:
+    """The numbers."""
+    waiting = [each for each in started if isinstance(each, Tensor)]
+    if len({t.device for t in waiting}) == 1:
+        arrived = iter(torch.stack(waiting).tolist())
+        return [next(arrived) if isinstance(each, Tensor) else each for each in started]
+    return [int(each) for each in started]
 
 
-def _float_product(chunk: Tensor, matrix: Tensor) -> Tensor:
-    with torch.autocast(chunk.device.type, enabled=False):
-        return (chunk.float() @ matrix.float()).int()
+def hash_bytes(data: object) -> int:
+    """A signed 64-bit hash of a buffer."""
+    value: int = xxhash.xxh3_64_intdigest(data)  # type: ignore[arg-type]
+    return value - (1 << 64) if value >> 63 else value
 
 
-@functools.cache
-def _int_mm_is_right(device: torch.device) -> bool:
-    bits = _random_bits(2 * COLUMNS * ROW_BYTES, 2, device).bitwise_and(255).sub(128).to(torch.int8).view(-1, ROW_BYTES)
-    bits[0] = -128  # the largest sums too
-    try:
-        return torch.equal(torch._int_mm(bits, _matrix(device)), _float_product(bits, _matrix(device)))
-    except (AttributeError, RuntimeError):
-        return False
+def combine(values: Sequence[int]) -> int:
+    """One number for several, by their order; 0 for none."""
+    return hash_bytes(b"".join(value.to_bytes(8, "little", signed=True) for value in values)) if values else 0
 
 
-@functools.cache
-def _matrix(device: torch.device) -> Tensor:
-    """(ROW_BYTES, COLUMNS) int8, none of them zero: one changed byte changes every sum of its row."""
-    bits = _random_bits(ROW_BYTES * COLUMNS, 3, device)
-    small = bits.bitwise_and(0x7FFFFFFF).remainder(127).add(1)
-    return torch.where(bits < 0, -small, small).to(torch.int8).view(ROW_BYTES, COLUMNS)
+@torch.no_grad()
+def _on_device(data: Tensor) -> Tensor:
+    """(n,) int8 -> one int64, with torch's own operations."""
+    words = _as_words(data)
+    weights, total = _weights(ROW_WORDS, 0, data.device), torch.zeros((), dtype=torch.int64, device=data.device)
+    by_row = _weights(max(len(words), 1), 1, data.device)
+    for chunk, rows in zip(words.split(CHUNK_ROWS), by_row.split(CHUNK_ROWS), strict=True):  # type: ignore[no-untyped-call]
+        mixed = torch.bitwise_right_shift(chunk, _UPPER).add_(chunk).mul_(weights)
+        total += mixed.sum(1).mul_(rows[: len(chunk)]).sum()
+    return total
+
+
+def _as_words(data: Tensor) -> Tensor:
+    """Bytes -> (rows, ROW_WORDS) int64: the memory itself where it is made of whole, aligned rows, else a copy with zeros behind."""
+    missing = -data.numel() % (8 * ROW_WORDS)
+    if missing or data.storage_offset() % 8:
+        data = torch.cat([data, data.new_zeros(missing)])
+    return data.view(torch.int64).view(-1, ROW_WORDS)
 
 
 def _weights(number: int, stream: int, device: torch.device) -> Tensor:
-    size = max(CHUNK_ROWS * COLUMNS, 1 << (number - 1).bit_length())  # few different sizes: they stay cached
+    size = max(ROW_WORDS, 1 << (number - 1).bit_length())  # few different sizes: they stay cached
     return _cached_weights(size, stream, device)[:number]
 
 
 @functools.cache
 def _cached_weights(number: int, stream: int, device: torch.device) -> Tensor:
-    return _random_bits(number, stream, device).bitwise_or(1)
-
-
-def _random_bits(number: int, stream: int, device: torch.device) -> Tensor:
-    """64 mixed bits for each index: the same on every device and release of torch (no generator is asked)."""
+    """Odd 64-bit numbers with mixed bits for each index: the same on every device and release of torch (no generator is asked)."""
     bits = torch.arange(1, number + 1, dtype=torch.int64, device=device)
     bits = bits * 2 + (stream << 40) + 1
     for multiplier in (-7046029254386353131, -4658895280553007687, -7723592293110705685):
         bits = bits ^ bits.bitwise_right_shift(29)
         bits = bits * multiplier
-    return bits ^ bits.bitwise_right_shift(32)
+    return (bits ^ bits.bitwise_right_shift(32)).bitwise_or_(1)

@@ -1,4 +1,4 @@
-"""The fingerprint changes with every kind of change, is the same on both ways to compute it, and depends on nothing else."""
+"""Both ways to a fingerprint (the host's and the accelerator's) change with every kind of change, and depend on nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses import fingerprint as module
-from lightning_ddp_losses.fingerprint import fingerprint, fingerprints
+from lightning_ddp_losses.fingerprint import combine, fingerprint, fingerprints, finish, start
+
+
+def on_device(tensor: Tensor) -> int:
+    """What an accelerator computes, here on the host."""
+    return int(module._on_device(tensor.detach().contiguous().reshape(-1).view(torch.int8)))
+
+
+WAYS = pytest.mark.parametrize("way", [fingerprint, on_device])
 
 
 def flip(t: Tensor, *indices: int) -> None:
@@ -47,47 +55,57 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
+@WAYS
 @pytest.mark.parametrize("shape", [(12, 10), (64, 48), (600, 500)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_kind_of_change_is_seen(
-    change: str, dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    change: str, dtype: torch.dtype, shape: tuple[int, int], way: Callable[[Tensor], int]
 ) -> None:
     before = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     after = before.clone()
     CHANGES[change](after)
     assert not torch.equal(before, after)
-    fast = fingerprint(before), fingerprint(after)
-    monkeypatch.setattr(module, "_int_mm_is_right", lambda _: False)
-    slow = fingerprint(before), fingerprint(after)
-    assert fast[0] == slow[0]
-    assert fast[1] == slow[1]
-    assert fast[0] != fast[1]
+    assert way(before) == way(before.clone())
+    assert way(before) != way(after)
 
 
-def test_nothing_but_the_bits_counts() -> None:
+@WAYS
+def test_nothing_but_the_bits_counts(way: Callable[[Tensor], int]) -> None:
     t = torch.randn(70, 90)
-    expected = fingerprint(t)
-    assert fingerprint(t.T.contiguous().T) == expected
-    assert fingerprint(t.clone().requires_grad_()) == expected
-    assert fingerprint(t.view(-1)) == expected
+    expected = way(t)
+    assert way(t.T.contiguous().T) == expected
+    assert way(t.clone().requires_grad_()) == expected
+    assert way(t.view(-1)) == expected
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert fingerprint(t) == expected
+        assert way(t) == expected
+    unaligned = torch.cat([t.new_zeros(1), t.view(-1)])[1:]
+    assert way(unaligned) == expected
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    assert fingerprint(t) == expected
+    assert way(t) == expected
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("size", [0, 1, 31, 256, 1024 * 256, 1024 * 256 + 3, 300_000], ids=str)
-def test_sizes_around_rows_and_chunks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunk", [1, 2, 1 << 12])
+@pytest.mark.parametrize("size", [1, 31, 2048, 2049, 8 * 2048, 300_000], ids=str)
+def test_an_accelerator_computes_the_sum_in_chunks(size: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written out, modulo 2**64, with Python's integers."""
     t = torch.randn(size, generator=torch.Generator().manual_seed(2))
-    one = fingerprint(t)
-    monkeypatch.setattr(module, "_int_mm_is_right", lambda _: False)
-    assert fingerprint(t) == one
-    if size:
-        t[-1] = -t[-1]
-        assert fingerprint(t) != one
+    words = torch.cat([t, t.new_zeros(-size % 2048)]).view(torch.int64).tolist()
+    by_place, by_row = (module._weights(max(1024, size), stream, t.device).tolist() for stream in (0, 1))
+    total = sum((w + (w >> 31)) * by_place[i % 1024] * by_row[i // 1024] for i, w in enumerate(words))
+    monkeypatch.setattr(module, "CHUNK_ROWS", chunk)
+    assert on_device(t) % 2**64 == total % 2**64
+    t[-1] = -t[-1]
+    assert on_device(t) % 2**64 != total % 2**64
+
+
+def test_nothing_at_all() -> None:
+    assert fingerprint(torch.zeros(0)) == fingerprint(torch.zeros(3, 0))
+    assert on_device(torch.zeros(0)) == 0
+    assert fingerprints([]) == []
+    assert combine([]) == 0
 
 
 def test_dtypes_that_are_not_floating() -> None:
@@ -98,30 +116,42 @@ def test_dtypes_that_are_not_floating() -> None:
         torch.tensor(3.0),
     ]
     seen = fingerprints(values)
-    assert seen.shape == (4,)
-    assert len(set(seen.tolist())) == 4
-    assert fingerprints([]).numel() == 0
+    assert len(set(seen)) == len(seen) == 4
+    assert seen == [fingerprint(v) for v in values]
 
 
-def test_random_changes_are_seen() -> None:
+@WAYS
+def test_random_changes_are_seen(way: Callable[[Tensor], int]) -> None:
     """Two thousand small tensors that differ in one bit: no two fingerprints agree."""
-    generator = torch.Generator().manual_seed(3)
-    base = torch.randint(0, 2**31, (64,), generator=generator)
-    seen = {int(fingerprint(base))}
+    base = torch.randint(0, 2**31, (64,), generator=torch.Generator().manual_seed(3))
+    seen = {way(base)}
     for number in range(2000):
         changed = base.clone()
         changed[number % 64] ^= 1 << (number // 64 % 60)
-        seen.add(int(fingerprint(changed)))
+        seen.add(way(changed))
     assert len(seen) == 2001
 
 
-def test_a_wrong_fast_product_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    t = torch.randn(200, 300)
-    right = fingerprint(t)
-    module._int_mm_is_right.cache_clear()
-    monkeypatch.setattr(torch, "_int_mm", lambda a, b: torch.zeros(a.shape[0], b.shape[1], dtype=torch.int32))
-    assert fingerprint(t) == right
-    monkeypatch.delattr(torch, "_int_mm")
-    module._int_mm_is_right.cache_clear()
-    assert fingerprint(t) == right
-    module._int_mm_is_right.cache_clear()
+@WAYS
+def test_signs_in_upper_halves_do_not_cancel(way: Callable[[Tensor], int]) -> None:
+    """Even numbers of flips at any place of a word, whose multiples of 2**63 would add up to nothing."""
+    t = torch.randint(-(2**62), 2**62, (4096,), generator=torch.Generator().manual_seed(4))
+    seen = {way(t)}
+    for bit in range(64):
+        for places in ([3, 9], [3, 1024 + 3], list(range(4096))):
+            changed = t.clone()
+            changed[places] ^= -(2**63) if bit == 63 else 1 << bit
+            seen.add(way(changed))
+    assert len(seen) == 1 + 3 * 64
+
+
+def test_order_counts_and_what_is_on_its_way_arrives() -> None:
+    values = [torch.randn(5), torch.randn(5)]
+    prints = fingerprints(values)
+    assert combine(prints) != combine(prints[::-1])
+    assert finish([start(values[0]), torch.tensor(7), start(values[1]), torch.tensor(-8)]) == [
+        prints[0],
+        7,
+        prints[1],
+        -8,
+    ]

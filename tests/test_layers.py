@@ -19,7 +19,7 @@ UPPER = {
 }
 FLOOR = {path.stem for path in ROOT.glob("*.py")} - set(UPPER)  # a single file is on the floor unless it is named above
 ON_LAYER = dict.fromkeys(FLOOR, 0) | UPPER
-COMMON = {"torch"}
+COMMON = {"torch", "xxhash"}  # what tensors are made of, and what hashes their memory
 THIRD_PARTY = [
     COMMON,
     COMMON | {"lightning", "torchmetrics", "pytorch_metric_learning"},

@@ -14,11 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
-from lightning_ddp_losses import groups
-from lightning_ddp_losses.callbacks import loaders
+from lightning_ddp_losses.callbacks import loaders, own_data
 from lightning_ddp_losses.callbacks.batches import BUCKETS, SKETCH, Batches
 from lightning_ddp_losses.callbacks.contrastive import PositivePairs, local_contrastive, uses_foreign_gather
-from lightning_ddp_losses.callbacks.data_verdicts import SameBatches, different_ends, different_orders, overlap
+from lightning_ddp_losses.callbacks.data_verdicts import (
+    SameBatches,
+    different_ends,
+    different_orders,
+    imbalance,
+    overlap,
+)
 from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.local_facts import LocalFacts, digest
 from lightning_ddp_losses.callbacks.moments import Moment
@@ -107,27 +112,23 @@ class BatchCheck(RankCheck):
         """What this rank's data are at this moment."""
         self._facts.found = []
         if moment == Moment.TRAIN_START:
-            self._note_contrastive(trainer, module)
+            self._facts.found += own_data.local_losses(trainer, module)
             return torch.tensor(self._facts.row())
         if moment == Moment.VALIDATION_START:
-            self._find_repeated(trainer)
+            self._facts.found += own_data.repeated(trainer)
             return torch.tensor(self._facts.row())
         if moment == Moment.BEFORE_BACKWARD:
             return torch.tensor(self._step_row(trainer))
         sizes = (0, 0)
         if moment == Moment.EPOCH_START:
-            self._find_reshuffled(trainer)
-            sizes = self._sizes(trainer)
+            self._facts.found += own_data.reshuffled(trainer)
+            sizes = own_data.sizes(trainer)
         batches = trainer.num_training_batches
         number = int(batches) if math.isfinite(batches) else -1
         gathers = digest(uses_foreign_gather(module)) if uses_foreign_gather(module) else 0
         row = [*self._facts.row(), number, *sizes, gathers, *self._batches.counts]
         # always of one length: the frame has its size before the first step
         return torch.tensor([*row, *(self._batches.sketch() + [0] * (SKETCH + 1))[: SKETCH + 1]])
-
-    def _sizes(self, trainer: pl.Trainer) -> tuple[int, int]:
-        found = loaders.loaders(trainer)
-        return loaders.batch_sizes(found[0]) if len(found) == 1 else (0, 0)
 
     def _step_row(self, trainer: pl.Trainer) -> list[int]:
         first = self._index == 0
@@ -137,7 +138,7 @@ class BatchCheck(RankCheck):
             self._find_stale(trainer, found)
         self._find_without_pairs()
         if self.session.step == 0 and self._flat_norm:
-            self._find_lonely(trainer)
+            self._facts.found += own_data.lonely_rows(trainer)
         last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         iterable = any(loaders.is_iterable(loader) for loader in found)
         state = digest(repr(torch.get_rng_state().tolist())) if self.session.step < 2 else 0
@@ -156,41 +157,6 @@ class BatchCheck(RankCheck):
 
     def _say(self, fault: str, what: str, name: str, fix: str, expected: str = "") -> None:
         self._facts.found.append(Finding(fault, what, expected, name=name, fix=fix))
-
-    def _note_contrastive(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        names = [f"`{name}`" for name in local_contrastive(module)]
-        if not names or groups.world_size() == 1:
-            return
-        listed = ", ".join(names)
-        wrap = "Wrap it in GlobalBatchLoss, which evaluates it over the rows of all ranks."
-        self._say("F29", f"{listed} compares the rows of one rank only", listed, wrap)
-        if trainer.accumulate_grad_batches > 1:
-            what = f"accumulating {trainer.accumulate_grad_batches} batches gives {listed} no more negatives"
-            self._say("F33", what, listed, "Use larger batches, GlobalBatchLoss, or more ranks.")
-
-    def _find_repeated(self, trainer: pl.Trainer) -> None:
-        for index, loader in enumerate(loaders.loaders(trainer, validation=True)):
-            rows = loaders.repeated_rows(loader)
-            if rows:
-                self._say(
-                    "F54",
-                    f"{rows} held-out rows count twice in validation",
-                    f"validation loader {index}",
-                    "Use a sampler that does not pad (Trainer(use_distributed_sampler=False) and your own slices), or a number "
-                    "of rows that the ranks divide.",
-                )
-
-    def _find_reshuffled(self, trainer: pl.Trainer) -> None:
-        for loader in loaders.loaders(trainer):
-            name = loaders.reshuffled(loader)
-            if name:
-                self._say(
-                    "F68",
-                    f"{name} is shuffled over all its batches by Lightning",
-                    name,
-                    f"Write DataLoader(..., batch_sampler=GlobalBatchSampler.batches({name}(...), global_batch_size)).",
-                    "its own order, in which the rows of a batch belong together",
-                )
 
     def _find_stale(self, trainer: pl.Trainer, found: list[Any]) -> None:
         epoch = trainer.current_epoch
@@ -222,18 +188,6 @@ class BatchCheck(RankCheck):
                     "ranks with GlobalBatchLoss.",
                 )
 
-    def _find_lonely(self, trainer: pl.Trainer) -> None:
-        found = loaders.loaders(trainer)
-        size, last = self._sizes(trainer)
-        if last == 1 < size and trainer.num_training_batches == len(found[0]):
-            self._say(
-                "F62",
-                "the last batch of this rank has one row, of which batch norm makes no statistics",
-                "last batch",
-                "Set drop_last=True on the DataLoader.",
-                "two rows or more",
-            )
-
     # ------------------------------------------------------------------ judge
 
     def judge(self, table: Tensor, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[Finding]:
@@ -245,7 +199,7 @@ class BatchCheck(RankCheck):
         if moment in (Moment.TRAIN_START, Moment.VALIDATION_START):
             return found
         found += overlap([row[6 + BUCKETS :] for row in rows])
-        self._imbalance = _imbalance([row[6 : 6 + BUCKETS] for row in rows])
+        self._imbalance = imbalance([row[6 : 6 + BUCKETS] for row in rows])
         if moment == Moment.EPOCH_START:
             numbers = [row[2] for row in rows]
             if min(numbers) >= 0 and len(set(numbers)) > 1 and min(numbers) < _wanted(trainer):
@@ -325,18 +279,3 @@ def _wanted(trainer: pl.Trainer) -> int:
     if trainer.max_steps is None or trainer.max_steps < 0:
         return _UNBOUNDED
     return (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-
-
-def _imbalance(counts: list[list[int]]) -> float:
-    """Largest total variation between a rank's labels and those of all ranks: 0 is alike, 1 has nothing in common."""
-    everyone = [sum(column) for column in zip(*counts, strict=True)]
-    whole = sum(everyone)
-    if not whole:
-        return 0.0
-    worst = 0.0
-    for own in counts:
-        mine = sum(own)
-        if mine:
-            apart = sum(abs(a / mine - b / whole) for a, b in zip(own, everyone, strict=True)) / 2
-            worst = max(worst, apart)
-    return worst

@@ -6,6 +6,7 @@ reading waits for the device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_ddp_losses.callbacks.session import Session
+from lightning_ddp_losses.fingerprint import combine, hash_bytes
 
 __all__ = ["SKETCH", "Batches", "labels_of", "row_hashes"]
 
@@ -72,9 +74,9 @@ class Batches:
         self.first.setdefault(epoch, self.content)
 
     def _read(self, batch: Any, leaves: list[Tensor]) -> None:
-        hashes = row_hashes(leaves, self.rows).tolist()
+        hashes = row_hashes(leaves, self.rows, _ROWS)
         self.distinct = len(set(hashes))
-        self.content = hash(tuple(hashes)) & _MASK or 1
+        self.content = combine(hashes) & _MASK or 1
         self.seen += len(hashes)
         smallest = self._smallest
         for value in (each & _MASK & ~3 for each in hashes):
@@ -98,36 +100,33 @@ class Batches:
         """Nothing to leave."""
 
 
-def row_hashes(leaves: list[Tensor], rows: int) -> Tensor:
-    """(at most 64,) int64: a hash of each of the first rows, over all tensors that have that many."""
-    looked = min(rows, _ROWS)
-    total = torch.zeros(looked, dtype=torch.int64)
-    for place, leaf in enumerate(leaves):
-        if leaf.shape[0] == rows and leaf.layout == torch.strided and not leaf.is_complex():
-            total += _hash(leaf.detach()[:looked].reshape(looked, -1), place)
-    return _mixed(total)
+def row_hashes(leaves: list[Tensor], rows: int, most: int | None = None) -> list[int]:
+    """A hash of each of the first rows (all of them, unless ``most``), over all tensors that have that many."""
+    looked = rows if most is None else min(rows, most)
+    parts = [
+        _columns(leaf.detach()[:looked].reshape(looked, -1))
+        for leaf in leaves
+        if leaf.shape[0] == rows and leaf.numel() and leaf.layout == torch.strided and not leaf.is_complex()
+    ]
+    if not parts:
+        return [0] * looked
+    table = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    width, data = table.shape[1], table.numpy().tobytes()
+    return [hash_bytes(data[place : place + width]) for place in range(0, looked * width, width)]
 
 
-def _hash(table: Tensor, place: int) -> Tensor:
-    width = table.shape[1]
-    if width > _COLUMNS:
-        # the same columns at every call, spread irregularly: pictures have empty borders
-        columns = (torch.arange(_COLUMNS, device=table.device) * 2654435761 % width).unique()  # type: ignore[no-untyped-call]
-        table = table[:, columns]
-    if table.is_floating_point():
-        bits = table.float().contiguous().view(torch.int32) if table.dtype != torch.float64 else table.contiguous()
-        words = bits.view(torch.int64) if bits.dtype == torch.float64 else bits.long()
-    else:
-        words = table.long()
-    weights = _mixed(torch.arange(1, words.shape[1] + 1) + (place << 32)) | 1
-    return (_mixed(words.cpu() * weights) * weights).sum(1)
+def _columns(table: Tensor) -> Tensor:
+    """(rows, n) -> (rows, bytes) of at most that many columns, on the host."""
+    if table.shape[1] > _COLUMNS:
+        table = table.index_select(1, _chosen(table.shape[1], table.device))
+    # what Lightning's transforms make of a tensor may be a class of its own
+    return table.as_subclass(Tensor).cpu().contiguous().view(torch.uint8)
 
 
-def _mixed(bits: Tensor) -> Tensor:
-    bits = bits ^ (bits >> 29)
-    bits = bits * -4658895280553007687
-    bits = bits ^ (bits >> 32)
-    return bits * -7046029254386353131
+@functools.lru_cache(maxsize=64)
+def _chosen(width: int, device: torch.device) -> Tensor:
+    """The same columns at every call, spread irregularly: pictures have empty borders."""
+    return (torch.arange(_COLUMNS, device=device) * 2654435761 % width).unique()  # type: ignore[no-untyped-call,no-any-return]
 
 
 def labels_of(batch: Any, rows: int) -> Tensor | None:

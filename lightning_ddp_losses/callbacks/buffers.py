@@ -91,7 +91,7 @@ class BufferSyncCheck(RankCheck):
         self._forwards[id(wrapped)] = self._forwards.get(id(wrapped), 0) + 1
         if self._forwards[id(wrapped)] == 2:  # the broadcast comes after this hook
             norms = {id(b) for norm in plain_norms(wrapped).values() for b in norm.buffers()}
-            values = [int(fingerprint(b)) for b in wrapped.buffers() if id(b) not in norms]
+            values = [fingerprint(b) for b in wrapped.buffers() if id(b) not in norms]
             self._before_second = digest(repr(values)) if values else 0
 
     def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:

@@ -55,7 +55,7 @@ def optimizer_settings(session: Session) -> list[dict[str, Any]]:
 def circumstances(session: Session, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     """What this rank knows: gradients by name, what escapes the wrap, optimizer settings, the scaler."""
     gradients = {
-        name: None if p.grad is None or p.grad.is_sparse else int(fingerprint(p.grad)) for name, p in parameters.items()
+        name: None if p.grad is None or p.grad.is_sparse else fingerprint(p.grad) for name, p in parameters.items()
     }
     scaler = getattr(session.trainer.precision_plugin, "scaler", None)
     return {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 
-__all__ = ["SameBatches", "different_ends", "different_orders", "overlap"]
+__all__ = ["SameBatches", "different_ends", "different_orders", "imbalance", "overlap"]
 
 _LEAST_BATCHES, _LEAST_ROWS = 2, 8
 _LEAST_SHARED = 4
@@ -113,3 +113,18 @@ def different_ends(texts: Sequence[str], numbers: Sequence[int]) -> Finding:
         values=tuple(texts),
         fix="Give ranks equal parts of the data (drop_last=True, a DistributedSampler), or set limit_train_batches or max_steps.",
     )
+
+
+def imbalance(counts: list[list[int]]) -> float:
+    """Largest total variation between a rank's labels and those of all ranks: 0 is alike, 1 has nothing in common."""
+    everyone = [sum(column) for column in zip(*counts, strict=True)]
+    whole = sum(everyone)
+    if not whole:
+        return 0.0
+    worst = 0.0
+    for own in counts:
+        mine = sum(own)
+        if mine:
+            apart = sum(abs(a / mine - b / whole) for a, b in zip(own, everyone, strict=True)) / 2
+            worst = max(worst, apart)
+    return worst

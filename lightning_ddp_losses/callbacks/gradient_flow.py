@@ -134,14 +134,20 @@ class GradientFlowCheck(RankCheck):
             own = {id(p) for group in optimizer.param_groups for p in group["params"]}
             parameters = {name: p for name, p in parameters.items() if id(p) in own}
         self._gradients.note_absent(parameters)
-        self._gradients.look([unit for unit in self._due() if unit.name in parameters], parameters)
+        self._gradients.look(
+            [unit for unit in self._due() if unit.name in parameters], parameters, sizes=self._zero_due
+        )
 
     def _is_due(self) -> bool:
         return self.session.step % self.every_n_steps == 0
 
     @property
+    def _zero_due(self) -> bool:
+        return self.session.steps in _ZERO_AT
+
+    @property
     def _full(self) -> bool:
-        return self.session.steps in _ZERO_AT or self.session.step % self.full_every_n_steps == 0
+        return self._zero_due or self.session.step % self.full_every_n_steps == 0
 
     def _due(self) -> list[Unit]:
         parameters = self.session.tracked()
@@ -175,7 +181,7 @@ class GradientFlowCheck(RankCheck):
 
     def _idle(self, largest: Mapping[str, float]) -> list[str]:
         """Modules all of whose gradients are zero at the first step and still at the fourth."""
-        if self.session.steps not in _ZERO_AT:
+        if not self._zero_due:
             return []
         owners: dict[str, float] = {}
         for name, size in largest.items():

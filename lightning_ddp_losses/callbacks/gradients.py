@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.callbacks.tracked import Unit
-from lightning_ddp_losses.fingerprint import fingerprint
+from lightning_ddp_losses.fingerprint import Started, combine, finish, start
 
-__all__ = ["Gradients", "combine"]
-
-_ODD = -7046029254386353131
+__all__ = ["Gradients"]
 
 
 class Gradients:
@@ -22,19 +20,19 @@ class Gradients:
     def __init__(self) -> None:
         self.units: list[Unit] = []
         self.absent: list[str] = []
-        self._prints: list[Tensor] = []
-        self._sizes: list[Tensor] = []
+        self._prints: list[Started] = []
+        self._sizes: list[float | Tensor] = []
 
-    def look(self, units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> None:
-        """Add these pieces of the parameters' gradients."""
+    def look(self, units: Sequence[Unit], parameters: Mapping[str, Tensor], *, sizes: bool) -> None:
+        """Add these pieces of the parameters' gradients; without ``sizes`` it is enough to know which are finite."""
         for unit in units:
             grad = parameters[unit.name].grad
             if grad is None or grad.is_sparse or not grad.numel():
                 continue
             piece = unit.of(grad)
             self.units.append(unit)
-            self._prints.append(fingerprint(piece))
-            self._sizes.append(_largest(piece))
+            self._prints.append(start(piece))
+            self._sizes.append(_largest(piece) if sizes or piece.device.type != "cpu" else _bound(piece))
 
     def note_absent(self, parameters: Mapping[str, Tensor]) -> None:
         """Add the names of those that take part in training and have no gradient."""
@@ -43,19 +41,18 @@ class Gradients:
     def values(self) -> dict[str, list[int]]:
         """Fingerprints by parameter."""
         found: dict[str, list[int]] = {}
-        for unit, value in zip(self.units, _numbers(self._prints), strict=True):
+        for unit, value in zip(self.units, finish(self._prints), strict=True):
             found.setdefault(unit.name, []).append(value)
         return found
 
     def combined(self) -> int:
         """One number of all fingerprints, by their order."""
-        return combine(_numbers(self._prints))
+        return combine(finish(self._prints))
 
     def largest(self) -> dict[str, float]:
-        """The largest element of each gradient; not finite where one is not."""
+        """The largest element of each gradient (without ``sizes`` some number); not finite where one is not."""
         found: dict[str, float] = {}
-        sizes = torch.stack([s.cpu() for s in self._sizes]).tolist() if self._sizes else []
-        for unit, size in zip(self.units, sizes, strict=True):
+        for unit, size in zip(self.units, map(float, self._sizes), strict=True):
             before = found.get(unit.name, 0.0)
             found[unit.name] = size if math.isnan(size) else max(before, size)
         return found
@@ -67,19 +64,7 @@ def _largest(piece: Tensor) -> Tensor:
     return torch.maximum(real.amax(), -real.amin()).double()
 
 
-def _numbers(prints: Sequence[Tensor]) -> list[int]:
-    """To the CPU, in one go where they are on one device."""
-    if not prints:
-        return []
-    one = len({p.device for p in prints}) == 1
-    values: list[int] = (torch.stack(list(prints)) if one else torch.stack([p.cpu() for p in prints])).tolist()
-    return values
-
-
-def combine(values: Sequence[int]) -> int:
-    """An order-sensitive sum in 64 bits."""
-    if not values:
-        return 0
-    numbers = torch.tensor(values, dtype=torch.int64)
-    weights = torch.arange(1, len(values) + 1).mul_(_ODD).bitwise_or_(1)
-    return int((numbers * weights).sum())
+def _bound(piece: Tensor) -> float:
+    """Some finite number where all elements are finite: a sum is not finite once one element is not. Else the largest."""
+    total = abs(piece.sum().item())
+    return total if math.isfinite(total) else float(_largest(piece))

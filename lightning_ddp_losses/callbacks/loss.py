@@ -16,9 +16,10 @@ from torch import Tensor
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.callbacks.contrastive import local_contrastive
 from lightning_ddp_losses.callbacks.divisors import Term, terms
-from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
+from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.local_facts import digest
 from lightning_ddp_losses.callbacks.logged import reduced_keys, watched
+from lightning_ddp_losses.callbacks.loss_verdicts import different_keys, different_values, loss_meaning, without_loss
 from lightning_ddp_losses.callbacks.moments import Moment
 from lightning_ddp_losses.callbacks.rank_check import RankCheck
 from lightning_ddp_losses.errors import DDPLossError
@@ -28,7 +29,6 @@ __all__ = ["LossCheck"]
 FILE_NAME = "losses_by_rank.csv"
 _PRESENT, _MISSING = 1.0, 2.0
 _KEY_BITS = 52  # exact in float64
-_EQUAL = 1e-6  # relative
 _WINDOW, _BIASED_STEPS = 20, 3
 _HISTORY = 10_000
 
@@ -102,19 +102,19 @@ class LossCheck(RankCheck):
                 output = original(*args, **kwargs)
                 loss = output.get("loss") if isinstance(output, Mapping) else output
                 if loss is None:
-                    self._meet_without_loss()
+                    self._meetwithout_loss()
                 return output
 
             strategy.training_step = training_step
 
-    def _meet_without_loss(self) -> None:
+    def _meetwithout_loss(self) -> None:
         """A rank that returned None meets its peers where they are; alone, Lightning would stop this rank only."""
         if not self.session.synchronising:
             return
         if self.session.rides:
             own: list[Any] = ["None" if rank == groups.rank() else "?" for rank in range(groups.world_size())]
             found = replace(
-                _without_loss(own), check=self.title, step=self.session.step, ranks=(groups.rank(),), values=()
+                without_loss(own), check=self.title, step=self.session.step, ranks=(groups.rank(),), values=()
             )
             frames.fail_together(DDPLossError(found.text(), findings=[found]), "training_step")
         self._state = _MISSING
@@ -163,17 +163,17 @@ class LossCheck(RankCheck):
         if moment == Moment.BEFORE_BACKWARD:
             return self._judge_losses(rows)
         if moment == Moment.VALIDATION_EPOCH_END:
-            return _different_keys([row[0] for row in rows])
+            return different_keys([row[0] for row in rows])
         if len({row[0] for row in rows}) > 1:  # other monitors per rank: their names cannot be lined up
             return []
-        return _different_values(rows, list(watched(trainer)))
+        return different_values(rows, list(watched(trainer)))
 
     def _judge_losses(self, rows: list[list[float]]) -> list[Finding]:
         states, losses = [row[0] for row in rows], [row[1] for row in rows]
         self._record(losses)
         if _MISSING in states:
-            return [_without_loss(["None" if s == _MISSING else f"{v:g}" for s, v in zip(states, losses, strict=True)])]
-        found = _different_keys([row[6] for row in rows])
+            return [without_loss(["None" if s == _MISSING else f"{v:g}" for s, v in zip(states, losses, strict=True)])]
+        found = different_keys([row[6] for row in rows])
         bad = tuple(rank for rank, row in enumerate(rows) if row[2] >= 0)
         if bad:
             values = tuple(
@@ -188,7 +188,7 @@ class LossCheck(RankCheck):
             found.append(Finding("F31", what, "", zero, "loss", tuple(f"{v:g}" for v in losses), fix))
         found += self._mean_of_means(rows)
         if self.session.step == 0 and len(rows) > 1 and not bad:
-            found.append(_meaning(losses))
+            found.append(loss_meaning(losses))
         return found
 
     def _mean_of_means(self, rows: list[list[float]]) -> list[Finding]:
@@ -252,50 +252,3 @@ class LossCheck(RankCheck):
 
 def _apart(weights: list[float]) -> float:
     return max(weights) / min(weights) if min(weights) > 0 else 1.0
-
-
-def _without_loss(values: list[Any]) -> Finding:
-    ranks = tuple(rank for rank, value in enumerate(values) if value == "None")
-    fix = "Return a loss on every rank; a batch without one can return a zero that depends on the parameters (0 * embeddings.sum())."
-    return Finding("F35", "training_step returned None", "a loss on every rank", ranks, "loss", tuple(values), fix)
-
-
-def _meaning(losses: list[float]) -> Finding:
-    values = tuple(f"{value:.6g}" for value in losses)
-    if max(losses) - min(losses) <= _EQUAL * max(map(abs, losses)):
-        return Finding("F56", "the loss is that of all ranks together, one number", name="loss", values=values)
-    mean = sum(losses) / len(losses)
-    what = f"each rank has the loss of its own rows; training minimises their mean, {mean:.6g}"
-    return Finding("F56", what, name="loss", values=values, fix="Log it with sync_dist=True to see the mean.")
-
-
-def _different_keys(digests: list[float]) -> list[Finding]:
-    if len(set(digests)) == 1:
-        return []
-    return [
-        Finding(
-            "F46",
-            "names of logged values that are reduced over ranks",
-            "the same on every rank, else values of other names are added up, or ranks wait for ever",
-            odd_ranks(digests),
-            name="log keys",
-            fix="Log the same names on every rank; a value of one rank alone needs sync_dist=False and rank_zero_only=True.",
-        )
-    ]
-
-
-def _different_values(rows: list[list[float]], names: list[str]) -> list[Finding]:
-    found = []
-    for place, name in enumerate(names):
-        there, values = [row[1 + 2 * place] for row in rows], [row[2 + 2 * place] for row in rows]
-        same = all(
-            math.isclose(v, values[0], rel_tol=_EQUAL) or (math.isnan(v) and math.isnan(values[0])) for v in values
-        )
-        if len(set(there)) == 1 and (same or not there[0]):
-            continue
-        column = [v if t else None for v, t in zip(values, there, strict=True)]
-        shown = tuple("not logged" if v is None else f"{v:.6g}" for v in column)
-        fix = f'Log it with sync_dist=True: self.log("{name}", ..., sync_dist=True).'
-        what = f"`{name}`, which a callback or scheduler watches"
-        found.append(Finding("F55", what, "one value on all ranks", odd_ranks(column), name, shown, fix))
-    return found

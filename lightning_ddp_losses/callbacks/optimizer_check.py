@@ -16,11 +16,10 @@ from torch.optim import Optimizer
 from lightning_ddp_losses.callbacks.causes import FIXES, optimizer_settings
 from lightning_ddp_losses.callbacks.digests import digest
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
-from lightning_ddp_losses.callbacks.gradients import combine
 from lightning_ddp_losses.callbacks.moments import Moment
 from lightning_ddp_losses.callbacks.rank_check import RankCheck
 from lightning_ddp_losses.callbacks.tracked import is_replicated, optimised
-from lightning_ddp_losses.fingerprint import fingerprint, fingerprints
+from lightning_ddp_losses.fingerprint import combine, fingerprint, fingerprints
 
 __all__ = ["OptimizerCheck"]
 
@@ -80,7 +79,7 @@ class OptimizerCheck(RankCheck):
             for name, p in self.session.tracked().items()
             if p.requires_grad and p.grad is not None and not p.grad.is_sparse and bool(p.grad.count_nonzero())
         }
-        return dict(zip(moving, fingerprints(moving.values()).tolist(), strict=True))
+        return dict(zip(moving, fingerprints(moving.values()), strict=True))
 
     def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> Tensor:
         """Numbers of problems, then what must be equal."""
@@ -111,7 +110,7 @@ class OptimizerCheck(RankCheck):
             return 0
         parameters = self.session.tracked()
         rates = [group.get("lr", 1.0) for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        same = [name for name, value in self._before.items() if int(fingerprint(parameters[name])) == value]
+        same = [name for name, value in self._before.items() if fingerprint(parameters[name]) == value]
         return int(bool(same) and len(same) == len(self._before) and all(float(rate) > 0 for rate in rates))
 
     def _state(self, trainer: pl.Trainer) -> int:
@@ -123,9 +122,7 @@ class OptimizerCheck(RankCheck):
                 return 0
             for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in alike):
                 state = sorted(optimizer.state.get(p, {}).items())
-                found += fingerprints(
-                    t for _, t in state if isinstance(t, Tensor) and t.layout == torch.strided
-                ).tolist()
+                found += fingerprints(t for _, t in state if isinstance(t, Tensor) and t.layout == torch.strided)
         return combine(found)
 
     def judge(self, table: Tensor, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[Finding]:

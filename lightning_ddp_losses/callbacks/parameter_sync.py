@@ -18,12 +18,11 @@ from torch.nn.parameter import is_lazy
 from lightning_ddp_losses.callbacks import causes
 from lightning_ddp_losses.callbacks.digests import digest
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
-from lightning_ddp_losses.callbacks.gradients import combine
 from lightning_ddp_losses.callbacks.moments import Moment
 from lightning_ddp_losses.callbacks.rank_check import RankCheck
 from lightning_ddp_losses.callbacks.tracked import Unit, divide, is_replicated, shards, tracked
 from lightning_ddp_losses.callbacks.wrap import Wrap
-from lightning_ddp_losses.fingerprint import fingerprints
+from lightning_ddp_losses.fingerprint import combine, fingerprints
 
 __all__ = ["ParameterSyncCheck"]
 
@@ -84,7 +83,7 @@ class ParameterSyncCheck(RankCheck):
             self._digest = digest(_descriptions(module, self._seen, buffers=False))
         row = [self._digest]
         self._looked_at = self._due(moment)
-        row.append(combine(fingerprints(unit.of(self._seen[unit.name]) for unit in self._looked_at).tolist()))
+        row.append(combine(fingerprints(unit.of(self._seen[unit.name]) for unit in self._looked_at)))
         if moment == Moment.TRAIN_START:
             row += [n for shard in shards(module).values() for n in (shard.start, shard.stop, shard.num_classes)]
         return torch.tensor(row)
@@ -124,7 +123,7 @@ class ParameterSyncCheck(RankCheck):
             return json.dumps(_descriptions(module, self._seen, buffers=before_wrap))
         if finding.name != "values":
             return None
-        values = fingerprints(unit.of(self._seen[unit.name]) for unit in self._looked_at).tolist()
+        values = fingerprints(unit.of(self._seen[unit.name]) for unit in self._looked_at)
         differ: dict[str, list[int]] = {}
         for unit, value in zip(self._looked_at, values, strict=True):
             differ.setdefault(unit.name, []).append(value)
@@ -153,7 +152,9 @@ class ParameterSyncCheck(RankCheck):
 
 
 def _descriptions(module: pl.LightningModule, seen: Mapping[str, Tensor], *, buffers: bool) -> list[str]:
-    lines = [f"{n} {tuple(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for n, t in seen.items()]
+    lines = [
+        f"{n} {tuple(t.shape)} {t.dtype} {t.device.type}{'' if t.requires_grad else ' frozen'}" for n, t in seen.items()
+    ]
     lines += [f"{name} shard of {shard.num_classes} classes" for name, shard in shards(module).items()]
     if buffers:
         lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers() if not is_lazy(b)]

@@ -16,6 +16,7 @@ __all__ = ["Buffer", "Place", "is_unplaced", "memories", "places", "remembering"
 
 _QUEUE_WORDS = ("queue", "memory", "bank")
 _ROWS = 1024
+_MASK = (1 << 62) - 1
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
@@ -35,12 +36,11 @@ class Buffer:
         """Of the rows in their order, and of the rows in any order. Of a large buffer, of its first rows and some others."""
         value = self.tensor.detach()
         if not self.queue or value.ndim == 0 or not value.shape[0]:
-            return int(fingerprint(value)), 0
+            return fingerprint(value), 0
         if value.shape[0] > 2 * _ROWS:
             others = torch.arange(_ROWS, value.shape[0], value.shape[0] // _ROWS, device=value.device)
             value = torch.cat([value[:_ROWS], value[others]])
-        sets = [row_hashes([part], part.shape[0]) for part in value.split(64)]  # type: ignore[no-untyped-call]
-        return int(fingerprint(value)), int(torch.cat(sets).sum())
+        return fingerprint(value), sum(row_hashes([value], value.shape[0])) & _MASK
 
 
 class Place(NamedTuple):

@@ -17,6 +17,7 @@ __all__ = ["check_measure", "pack", "tables"]
 
 _HEAD = struct.Struct("<BBxxI")  # failed, dtype, bytes
 _DTYPES = (torch.int64, torch.float64, torch.uint8)
+_FAILED = -1
 
 
 def pack(parts: Sequence[Tensor | str]) -> bytes:
@@ -44,34 +45,30 @@ def tables(rows: Sequence[bytes], number: int) -> list[Tensor | dict[int, str]]:
     A rank that measured fewer values than another is padded with zeros; put in front what tells such ranks apart.
     """
     by_rank = [_unpack(row, number) for row in rows]
-    found: list[Tensor | dict[int, str]] = []
-    for parts in zip(*by_rank, strict=True):
-        failures = {rank: part for rank, part in enumerate(parts) if isinstance(part, str)}
-        tensors = [part for part in parts if isinstance(part, Tensor)]
-        if failures:
-            found.append(failures)
-        elif len({t.dtype for t in tensors}) > 1:
-            found.append({rank: f"measured {t.dtype}" for rank, t in enumerate(tensors)})
-        else:
-            table = tensors[0].new_zeros((len(tensors), max(t.numel() for t in tensors)))
-            for rank, tensor in enumerate(tensors):
-                table[rank, : tensor.numel()] = tensor
-            found.append(table)
-    return found
+    return [_table(parts) for parts in zip(*by_rank, strict=True)]
 
 
-def _unpack(row: bytes, number: int) -> list[Tensor | str]:
-    parts: list[Tensor | str] = []
+def _table(parts: Sequence[tuple[int, bytes]]) -> Tensor | dict[int, str]:
+    """The ranks' parts of one check."""
+    codes = {code for code, _ in parts}
+    if _FAILED in codes:
+        return {rank: data.decode(errors="replace") for rank, (code, data) in enumerate(parts) if code == _FAILED}
+    if len(codes) > 1:
+        return {rank: f"measured {_DTYPES[code]}" for rank, (code, _) in enumerate(parts)}
+    dtype, longest = _DTYPES[codes.pop()], max(len(data) for _, data in parts)
+    if not longest:
+        return torch.zeros((len(parts), 0), dtype=dtype)
+    joined = b"".join(data.ljust(longest, b"\0") for _, data in parts)
+    return torch.frombuffer(bytearray(joined), dtype=dtype).view(len(parts), -1)
+
+
+def _unpack(row: bytes, number: int) -> list[tuple[int, bytes]]:
+    """For each check a code (of the dtype, or that it failed) and its bytes."""
+    parts: list[tuple[int, bytes]] = []
     offset = 0
     for _ in range(number):
         failed, code, size = _HEAD.unpack_from(row, offset)
         offset += _HEAD.size
-        data = row[offset : offset + size]
+        parts.append((_FAILED if failed else code, row[offset : offset + size]))
         offset += size
-        if failed:
-            parts.append(data.decode(errors="replace"))
-        elif data:
-            parts.append(torch.frombuffer(bytearray(data), dtype=_DTYPES[code]))
-        else:
-            parts.append(torch.zeros(0, dtype=_DTYPES[code]))
     return parts

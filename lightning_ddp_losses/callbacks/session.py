@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ddp_losses import frames, groups
-from lightning_ddp_losses.callbacks import rows
 from lightning_ddp_losses.callbacks.alarm import Alarm
-from lightning_ddp_losses.callbacks.findings import Finding, failed_check
+from lightning_ddp_losses.callbacks.court import Court, overrides
 from lightning_ddp_losses.callbacks.meeting import Meeting
 from lightning_ddp_losses.callbacks.moments import Moment
 from lightning_ddp_losses.callbacks.report import Report, Settings
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Session"]
 
-_MOST_TENSORS = 8  # of one moment, whose differences are measured
 _FRAME_PATIENCE = timedelta(seconds=2)
 T = TypeVar("T")
 
@@ -53,6 +51,7 @@ class Session:
         self.alarm = Alarm(settings.stall_seconds)
         self.meeting = Meeting(self.alarm.look)
         self.report = Report(settings, trainer.log_dir if settings.file else None)
+        self._court = Court(trainer, module, self.meeting, self.report)
         self.checkpoint: dict[str, Any] | None = None
         self.stepping: list[Optimizer] = []
         self.stepped: list[Optimizer] = []
@@ -61,8 +60,6 @@ class Session:
         self._shared: dict[Callable[..., Any], Any] = {}
         self._tracked: dict[str, Tensor] | None = None
         self._structure = Tracked(trainer, module)
-        self._described: dict[tuple[str, str, str], list[Finding]] = {}
-        self._failures: dict[int, str] = {}  # by check, what an observation raised
         self._handles: list[Any] = []
         self._watched: list[Optimizer] = []
         self._spent = 0.0
@@ -147,7 +144,7 @@ class Session:
         found = [
             (check, replace(finding, check=check.title, step=self.step, moment="the rehearsal"))
             for check in self.checks
-            if _overrides(check, "rehearse") and groups.world_size() > 1
+            if overrides(check, "rehearse") and groups.world_size() > 1
             for finding in check.rehearse(self.trainer, self.module, batch, batch_idx)
         ]
         self.report.take([finding for _, finding in found], [check.action for check, _ in found], self.trainer)
@@ -173,14 +170,14 @@ class Session:
         self._see_loss(getattr(self.trainer.strategy, "closure_loss", None))
         with self._timed():
             due = self.due(Moment.BEFORE_BACKWARD)
-            return self.measure(due, Moment.BEFORE_BACKWARD) if due else b""
+            return self._court.measure(due, Moment.BEFORE_BACKWARD) if due else b""
 
     def _arrive(self, everyone: list[bytes]) -> None:
         """All ranks' rows, as the strategy's frame is read."""
         due = self.due(Moment.BEFORE_BACKWARD)
         if due:
             with self._timed():
-                self.judge(due, Moment.BEFORE_BACKWARD, everyone)
+                self._court.judge(due, Moment.BEFORE_BACKWARD, everyone, self.step)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
@@ -248,7 +245,7 @@ class Session:
         for check in self.checks:
             check.join(None)
 
-    # ------------------------------------------------------------------ measure, gather, judge
+    # ------------------------------------------------------------------ who is due
 
     def at(self, moment: Moment) -> None:
         """Measure, gather and judge, if a check is due.
@@ -262,80 +259,22 @@ class Session:
         self.alarm.at(f"{moment.value} of step {self.step}")
         if due:
             with self._timed():
-                own = self.measure(due, moment)
-                self.judge(due, moment, self.meeting.swap(moment.value, own, {"step": self.step}))
+                own = self._court.measure(due, moment)
+                self._court.judge(due, moment, self.meeting.swap(moment.value, own, {"step": self.step}), self.step)
 
     def due(self, moment: Moment) -> list[RankCheck]:
         """The checks that run now; the same on every rank."""
         step = self.step if moment.repeats_every_step else 0
         return [c for c in self.checks if moment in c.moments and step % c.every_n_steps == 0]
 
-    def measure(self, due: Sequence[RankCheck], moment: Moment) -> bytes:
-        """This rank's row. A check that fails sends its error instead."""
-        return rows.pack([self._measure(check, moment) for check in due])
-
-    def judge(self, due: Sequence[RankCheck], moment: Moment, everyone: Sequence[bytes]) -> None:
-        """The verdict on all ranks' rows; called with the same rows on every rank."""
-        findings: list[Finding] = []
-        judges: list[RankCheck] = []
-        for check, table in zip(due, rows.tables(everyone, len(due)), strict=True):
-            if not isinstance(table, Tensor):
-                found = [failed_check(check.title, table)]
-            else:
-                found = check.judge(table, self.trainer, self.module, moment)
-            findings += [replace(f, check=check.title, step=self.step, moment=moment.value) for f in found]
-            judges += [check] * len(found)
-        if findings:
-            told = self._look_into(judges, findings)
-            self.report.take([finding for _, finding in told], [check.action for check, _ in told], self.trainer)
-
-    def _measure(self, check: RankCheck, moment: Moment) -> Tensor | str:
-        failure = self._failures.pop(id(check), None)
-        if failure is not None:
-            return failure
-        try:
-            return rows.check_measure(check.measure(self.trainer, self.module, moment), check.title)
-        except Exception as error:  # it becomes a finding on every rank
-            return f"{type(error).__name__}: {error}"
-
-    def _look_into(self, checks: Sequence[RankCheck], findings: Sequence[Finding]) -> list[tuple[RankCheck, Finding]]:
-        """Have every rank add what it knows of new findings.
-
-        Communication: one gather for the texts, where a check has any; one, and the tensor's, for each finding about a tensor.
-        """
-        found = list(zip(checks, findings, strict=True))
-        told: list[tuple[RankCheck, Finding]] = []
-        for check, finding in found:
-            if not _overrides(check, "describe"):
-                told.append((check, finding))
-                continue
-            if finding.key not in self._described:
-                texts = self.meeting.texts(self._quietly(check.describe, finding))
-                self._described[finding.key] = check.explain(finding, texts) if texts else [finding]
-            # seen again, it is told as it was explained the first time
-            known = self._described[finding.key]
-            told += [(check, replace(better, step=finding.step, moment=finding.moment)) for better in known]
-        measured = 0
-        for i, (check, finding) in enumerate(told):
-            if _overrides(check, "tensor") and self.report.is_new(finding) and measured < _MOST_TENSORS:
-                measured += 1
-                spread = self.meeting.spread(self._quietly(check.tensor, finding))
-                told[i] = check, replace(finding, max_difference=spread)
-        return told
-
-    def _quietly(self, ask: Callable[..., T | None], finding: Finding) -> T | None:
-        with contextlib.suppress(Exception):  # the finding itself stands
-            return ask(finding, self.trainer, self.module)
-        return None
-
     def _tell(self, observation: str, *args: Any) -> None:
         """Let each check that wants to see something see it; what it raises is reported when it is due next."""
         for check in self.checks:
-            if _overrides(check, observation):
+            if overrides(check, observation):
                 try:
                     getattr(check, observation)(self.trainer, self.module, *args)
                 except Exception as error:  # a rank must not leave its peers alone
-                    self._failures[id(check)] = f"{observation}: {type(error).__name__}: {error}"
+                    self._court.failures[id(check)] = f"{observation}: {type(error).__name__}: {error}"
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -344,9 +283,3 @@ class Session:
             yield
         finally:
             self._spent += time.perf_counter() - begun
-
-
-def _overrides(check: RankCheck, method: str) -> bool:
-    from lightning_ddp_losses.callbacks.rank_check import RankCheck
-
-    return getattr(type(check), method) is not getattr(RankCheck, method)
