@@ -69,12 +69,14 @@ class Formula:
         revisits: A second look at the bands is needed, once the first has seen all columns.
         symmetric: Slopes of transposed entries follow from the statistics.
         by_mask: A pair counts once, however often it is named.
+        immediate: A tile's slope follows from the tile alone, but for one factor per sub-loss; it can be had in forward.
     """
 
     sub_losses: ClassVar[tuple[str, ...]] = ("loss",)
     revisits: ClassVar[bool] = False
     symmetric: ClassVar[bool] = True
     by_mask: ClassVar[bool] = False
+    immediate: bool = False
     width: int = 0
     scale: float = 1.0
 
@@ -94,6 +96,18 @@ class Formula:
 
     def look(self, tile: Tile) -> None:
         """Add up the rows of a tile."""
+        raise NotImplementedError
+
+    def look_with_slopes(self, tile: Tile, spare: Tensor) -> list[tuple[slice, Tensor]]:
+        """``look``, where the slope is ``immediate``; leaves the tile's matrix as it is.
+
+        Args:
+            tile: The tile.
+            spare: Like the tile's matrix; may be overwritten.
+
+        Returns:
+            For each sub-loss the columns of the tile that have a slope, and the derivative of the sub-loss's sum by them.
+        """
         raise NotImplementedError
 
     def look_again(self, tile: Tile) -> None:
