@@ -32,6 +32,7 @@ class Tile(NamedTuple):
         band: The columns, counted in the tile, that need weights; all others are negatives, once each.
         positive: (T, b).
         negative: (T, b).
+        single: No pair is named more than once: weights are 0 or 1.
         triplets: (anchor, positive, negative) where a miner names them: anchors count the tile's rows; the weights then mean nothing.
     """
 
@@ -41,12 +42,17 @@ class Tile(NamedTuple):
     band: slice
     positive: Tensor
     negative: Tensor
+    single: bool
     triplets: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def has_dense(self) -> bool:
         """Whether there are columns outside the band."""
         return bool(self.band.stop - self.band.start < self.matrix.shape[1])
+
+    def once(self, weights: Tensor) -> Tensor:
+        """Weights where a pair that is named twice counts once."""
+        return weights if self.single else (weights > 0).to(weights.dtype)
 
     def banded(self) -> Tensor:
         """A copy of the band's entries."""

@@ -23,7 +23,7 @@ from lightning_ddp_losses.losses.tiled.reducing import Total
 
 __all__ = ["Block", "Passes", "tiled_value"]
 
-_HOST_ROWS = 64
+_HOST_ROWS, _HOST_BYTES = 64, 256 << 10
 _DEVICE_BYTES, _DEVICE_TILES = 256 << 20, 8
 
 
@@ -45,10 +45,11 @@ class Block:
 def rows_of_a_tile(device: torch.device, row_bytes: int, rows: int) -> int:
     """How many rows a tile takes where nobody says.
 
-    Few rows have few classes, hence a narrow band; too few read the columns too often. On a GPU tiles must be large to be worth a launch.
+    Few rows have few classes, hence a narrow band; too few read the columns too often, and small tiles are all overhead. On a GPU tiles
+    must be large to be worth a launch.
     """
     if device.type == "cpu":
-        return _HOST_ROWS
+        return max(_HOST_ROWS, _HOST_BYTES // row_bytes)
     return max(_HOST_ROWS, min(_DEVICE_BYTES // row_bytes, -(-rows // _DEVICE_TILES)))
 
 
@@ -175,7 +176,7 @@ class Passes:
         out = self._buffer(0, torch.Size((part.stop - part.start, columns.shape[0])))
         matrix = self._geometry.matrix(self._rows[part], columns, self._formula.scale, out)
         span = slice(block.start, block.start + columns.shape[0])
-        return Tile(matrix, part, span, pairs.band(part), *pairs.weights(part), pairs.triplets(part))
+        return Tile(matrix, part, span, pairs.band(part), *pairs.weights(part), pairs.single, pairs.triplets(part))
 
     def _band_tile(self, block: Block, part: slice) -> Tile:
         band = block.pairs.band(part)
@@ -183,7 +184,7 @@ class Passes:
         out = self._buffer(0, torch.Size((part.stop - part.start, width)))
         matrix = self._geometry.matrix(self._rows[part], block.columns[band], self._formula.scale, out)
         span = slice(block.start + band.start, block.start + band.stop)
-        return Tile(matrix, part, span, slice(0, width), *block.pairs.weights(part))
+        return Tile(matrix, part, span, slice(0, width), *block.pairs.weights(part), block.pairs.single)
 
     def _buffer(self, index: int, shape: torch.Size) -> Tensor:
         while len(self._buffers) <= index:
