@@ -85,6 +85,9 @@ def _sorted(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, f
 def _figure(name: str, title: str, panels: dict[str, Points], across: str, up: str | tuple[str, ...]) -> None:
     from matplotlib.figure import Figure
 
+    panels = {head: curves for head, curves in panels.items() if any(curves.values())}
+    if not panels:
+        return
     wide = min(len(panels), 3)
     high = -(-len(panels) // wide)
     figure = Figure(figsize=(4.2 * wide, 3.4 * high + 1.0), layout="constrained")
@@ -115,7 +118,7 @@ def _panel(axis: Axes, curves: Points) -> dict[str, Any]:
     axis.set_yscale("log")
     ticks = sorted({x for points in curves.values() for x, _ in points})
     axis.set_xticks(ticks, [_short(x) for x in ticks])
-    axis.minorticks_off() if len(ticks) > 1 else None
+    axis.minorticks_off()
     axis.yaxis.set_major_formatter(_plain())
     axis.grid(alpha=0.3)
     return marks

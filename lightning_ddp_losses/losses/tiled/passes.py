@@ -123,8 +123,10 @@ class Passes:
         """
         formula, geometry = self._formula, self._geometry
         if self._slopes:  # transposed entries have the same slope
-            found = [slope * (2 * factor) for slope, factor in zip(self._slopes, factors, strict=True)]
-            return self._unsorted(torch.stack(found).sum(0))
+            grad = torch.zeros_like(self._rows)
+            for slope, factor in zip(self._slopes, factors, strict=True):
+                grad.add_(slope, alpha=2 * factor)
+            return self._unsorted(grad)
         formula.ready(stats if self._order is None else stats[self._order], others, factors)
         grad = torch.zeros_like(self._rows)
         for block in self._blocks():
