@@ -55,7 +55,7 @@ class Geometry:
             rows: (T, D).
             columns: From ``columns``.
             scale: As in ``matrix``.
-            matrix: (T, C), as ``matrix`` gave it; may be overwritten.
+            matrix: (T, C), as ``matrix`` gave it, or as an earlier call left it; may be overwritten.
             slope: (T, C), the derivative by the matrix; may be overwritten.
             to_columns: (C, D), to which the columns' gradient is added; None: not wanted.
 
@@ -116,7 +116,7 @@ class Euclid(Geometry):
         self, rows: Tensor, columns: Tensor, scale: float, matrix: Tensor, slope: Tensor, to_columns: Tensor | None
     ) -> Tensor:
         # slope / |scale x distance|, 0 where points coincide; what is left of scale x scale has its sign
-        ratio = slope.div_(torch.threshold_(matrix if scale > 0 else matrix.neg_(), 0, torch.inf))
+        ratio = slope.div_(torch.threshold_(matrix if scale > 0 else matrix.abs_(), 0, torch.inf))
         points, factor = columns[:, :-2], scale * abs(scale)
         if to_columns is not None:
             to_columns.addcmul_(points, ratio.sum(0).unsqueeze(1), value=factor).addmm_(ratio.T, rows, alpha=-factor)
