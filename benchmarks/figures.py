@@ -56,7 +56,10 @@ def _times(kind: str, pairs: Sequence[Row], large: Sequence[Row]) -> Points:
 def _memory(kind: str, pairs: Sequence[Row], large: Sequence[Row]) -> Points:
     if kind == "CLIP":
         return _clip(large, "peak_MiB")
-    rows = [row for row in pairs if row["table"] == MEMORY_TABLE and row["loss"] == kind]
+    memory = [row for row in pairs if row["table"] == MEMORY_TABLE]
+    rows = [row for row in memory if row["loss"] == kind]
+    if rows:  # open_clip computes the same beside every loss
+        rows += [row for row in memory if row["who"] == "open_clip"][:1]
     return {NAMES[row["who"]]: _sorted((size, row.get(f"at_{size}")) for size in SIZES) for row in rows}
 
 
@@ -103,7 +106,13 @@ def _figure(name: str, title: str, panels: dict[str, Points], across: str, up: s
         cell.remove()
     figure.suptitle(title, fontsize=11)
     labels = [label for label in STYLES if label in marks]
-    figure.legend([marks[label] for label in labels], labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(
+        [marks[label] for label in labels],
+        labels,
+        loc="outside lower center",
+        ncols=4 if wide > 2 else 2,
+        frameon=False,
+    )
     figure.savefig(RESULTS / name, dpi=110)
 
 
