@@ -126,7 +126,7 @@ def _panel(axis: Axes, curves: Points) -> dict[str, Any]:
     axis.set_xscale("log", base=2 if _are_powers_of_two(curves) else 10)
     axis.set_yscale("log")
     ticks = sorted({x for points in curves.values() for x, _ in points})
-    axis.set_xticks(ticks, [_short(x) for x in ticks])
+    axis.set_xticks(ticks, [_short(x) for x in ticks], fontsize=8)
     axis.minorticks_off()
     axis.yaxis.set_major_formatter(_plain())
     axis.grid(alpha=0.3)

@@ -41,7 +41,11 @@ LOSSES: dict[str, Callable[[], nn.Module]] = {
     "Contrastive": pml.ContrastiveLoss,
 }
 LIMITS = {"PML exact": 0.3, "PML efficient": 0.5, "open_clip": 0.7}
-SMALL, SMALL_LIMIT = 4096, 1.1  # below so many rows nobody may be much faster
+SMALLEST, SMALL, SMALL_LIMIT = (
+    512,
+    4096,
+    1.1,
+)  # from the first on nobody may be much faster, from the second on nobody as fast
 PML_UP_TO = {"NTXent": 256}
 MEMORY = {8192: 72.0, 16384: None, 65536: 1024.0}  # MiB
 GROWTH = 2.2
@@ -145,7 +149,8 @@ def time_row(kind: str, total: int, rounds: int, seconds: float) -> Row:
     ratios = {
         name: statistics.median(o / t for o, t in zip(steps["ours"], steps[name], strict=True)) for name in names[1:]
     }
-    met = all(ratio <= (SMALL_LIMIT if total < SMALL else LIMITS[name]) for name, ratio in ratios.items())
+    limits = LIMITS if total >= SMALL else dict.fromkeys(LIMITS, SMALL_LIMIT) if total >= SMALLEST else {}
+    met = all(ratios[name] <= limit for name, limit in limits.items() if name in ratios)
     wrong = bool(offs) and max(offs) > EQUAL
     return {
         "table": TIME_TABLE,
