@@ -1,4 +1,7 @@
-"""``python -m benchmarks [name ...] [options]``: run benchmarks (all of them without a name; options go to each)."""
+"""``python -m benchmarks [name ...] [options]``: run benchmarks (all of them without a name; options go to each).
+
+``--add`` keeps what is recorded of other rows than those measured now. Pictures are drawn from what is recorded; ``figures`` only draws.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ import sys
 import time
 
 import benchmarks
-from benchmarks import records
+from benchmarks import figures, records
 
-HELPERS = {"__main__", "interleave", "memory", "ranks", "records"}
+HELPERS = {"__main__", "figures", "interleave", "memory", "ranks", "records"}
 
 
 def names() -> list[str]:
@@ -26,11 +29,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks", description=__doc__, epilog=f"benchmarks: {', '.join(names())}"
     )
-    parser.add_argument("name", nargs="*", choices=[[], *names()], metavar="name")
+    parser.add_argument("name", nargs="*", choices=[[], "figures", *names()], metavar="name")
     parser.add_argument("--list", action="store_true", help="list the benchmarks")
+    parser.add_argument("--add", action="store_true", help="keep the recorded rows that this run does not measure")
     if not chosen and ("-h" in options or "--help" in options):
         parser.parse_args(options)
     parser.parse_args(chosen)
+    add, options = "--add" in options, [option for option in options if option != "--add"]
     failed = False
     for name in names():
         if "--list" in options:
@@ -39,11 +44,13 @@ def main(arguments: list[str]) -> int:
             started = time.perf_counter()
             rows = importlib.import_module(f"benchmarks.{name}").main(options)
             records.show(rows)
-            target = records.write(name, rows)
+            target = records.write(name, rows, add=add)
             print(
                 f"{name}: {time.perf_counter() - started:.0f} s, {target.relative_to(records.RESULTS.parent.parent)}\n"
             )
             failed |= any(row.get("verdict") == "WRONG" for row in rows)
+    if "--list" not in options and (not chosen or {"figures", *figures.SOURCES} & set(chosen)):
+        figures.draw()
     return int(failed)
 
 

@@ -150,9 +150,8 @@ def timed(kind: str, how: str, size: int, rounds: int, seconds: float) -> tuple[
     usual.step()
     with Wire() as wire:
         ours.step()
-    scale = dist.get_world_size() if kind == "never" else 1
     pairs = zip(ours.gradients(), usual.gradients(), strict=True)
-    off = max(float((a - b * scale).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
+    off = max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
     contestants, table, started, token = [usual, usual, ours], [], time.perf_counter(), torch.zeros(1)
     for number in range(rounds):
         row = [0.0] * 3
@@ -213,47 +212,50 @@ def row_of(kind: str, how: str, size: int, limits: Sequence[float | None], optio
     }
 
 
-def train(classes: int, steps: int) -> tuple[float, float, float]:
-    """Train ArcFace; first and last loss, and the highest resident set in GiB."""
+def train(classes: int, steps: int) -> tuple[list[float], list[float], float]:
+    """Train ArcFace; losses, seconds of each step, and the highest resident set in GiB."""
     resident = Resident()
     loss = ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=classes, embedding_size=DIM, seed=0)
     rows = own_rows(BATCH, 1)
     labels = torch.randint(classes, (BATCH,)).chunk(dist.get_world_size())[dist.get_rank()].clone()
     optimizer = torch.optim.SGD([loss.weight], lr=1.0)
-    values = []
+    values, seconds = [], []
     for _ in range(steps):
+        started = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         value = loss(rows, labels)
         value.backward()
         optimizer.step()
         values.append(float(value.detach()))
+        seconds.append(time.perf_counter() - started)
     highest = resident.peak
     resident.close()
-    return values[0], values[-1], highest / 2**30
+    return values, seconds, highest / 2**30
 
 
-def ten_million(classes: int) -> Row:
-    """A fit of ten million classes on this machine."""
-    started = time.perf_counter()
+def training_row(classes: int) -> Row:
+    """A few steps with very many classes on this machine."""
     answers = run_ranks(train, classes, 3, seconds=600.0)
-    total = sum(a[2] for a in answers)
-    falls = answers[0][1] < answers[0][0]
+    total = sum(highest for _, _, highest in answers)
+    losses = answers[0][0]
     return {
-        "table": "ArcFace, classes divided over 2 ranks, SGD",
+        "table": "ArcFace trained, classes divided over 2 ranks, dim 128, global batch 256, SGD",
         "classes": classes,
-        "dim": DIM,
-        "first_loss": answers[0][0],
-        "third_loss": answers[0][1],
+        "first_loss": losses[0],
+        "third_loss": losses[-1],
+        "seconds_per_step": statistics.median(max(times) for times in zip(*(a[1] for a in answers), strict=True)),
         "resident_GiB_both_ranks": total,
         "limit_GiB": 16,
-        "seconds_with_start": time.perf_counter() - started,
-        "verdict": "WRONG" if not falls else "met" if total <= 16 else "missed",
+        "verdict": "WRONG" if losses[-1] >= losses[0] else "met" if total <= 16 else "missed",
     }
 
 
 JOBS: list[tuple[str, str, int, tuple[float | None, float | None]]] = [
+    ("ArcFace", "divided", 10_000, (None, None)),
     ("ArcFace", "divided", 100_000, (None, None)),
     ("ArcFace", "divided", 1_000_000, (0.35, 32)),
+    ("ArcFace", "chunked", 10_000, (None, None)),
+    ("ArcFace", "chunked", 100_000, (None, None)),
     ("ArcFace", "chunked", 1_000_000, (0.45, 32)),
     ("CLIP", "tiles", 512, (1.1, None)),
     ("CLIP", "tiles", 2048, (1.1, None)),
@@ -269,7 +271,9 @@ def main(arguments: list[str]) -> list[Row]:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=15.0, help="of timed rounds per row at most")
     parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--ten-million", type=int, default=10_000_000, help="classes of the last row; 0: leave it out")
+    parser.add_argument(
+        "--train", type=int, nargs="*", default=[1_000_000, 3_000_000, 10_000_000], help="classes to train"
+    )
     options: Any = parser.parse_args(arguments)
     rows = [row_of(*job, options) for job in JOBS if options.only in f"{job[0]} {job[1]} {job[2]}"]
-    return [*rows, *([ten_million(options.ten_million)] if options.ten_million else [])]
+    return rows + [training_row(classes) for classes in options.train]

@@ -13,9 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Row", "machine", "show", "write"]
+__all__ = ["Row", "machine", "read", "show", "write"]
 
 Row = dict[str, Any]
+JOB = ("table", "loss", "who", "ours", "size", "global_batch", "classes")
+"""Which columns say what a row measures, where rows are added to recorded ones."""
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -30,6 +32,10 @@ def machine() -> Row:
     }
 
 
+def _job(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in JOB)
+
+
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -39,12 +45,27 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def write(name: str, rows: Sequence[Row]) -> Path:
-    """Replace ``results/<name>.jsonl``; nothing half-written stays behind."""
+def read(name: str) -> list[Row]:
+    """Recorded rows."""
+    target = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in target.read_text().splitlines()] if target.exists() else []
+
+
+def write(name: str, rows: Sequence[Row], *, add: bool = False) -> Path:
+    """Replace ``results/<name>.jsonl``; nothing half-written stays behind.
+
+    Args:
+        name: The benchmark.
+        rows: What it measured.
+        add: Keep recorded rows of other jobs than these.
+    """
     RESULTS.mkdir(exist_ok=True)
     target, draft = RESULTS / f"{name}.jsonl", RESULTS / f"{name}.jsonl.tmp"
     where = machine()
-    draft.write_text("".join(json.dumps({**row, **where}) + "\n" for row in rows))
+    everything = [{**row, **where} for row in rows]
+    if add:
+        everything = list({_job(row): row for row in [*read(name), *everything]}.values())
+    draft.write_text("".join(json.dumps(row) + "\n" for row in everything))
     draft.replace(target)
     return target
 

@@ -66,8 +66,8 @@ class GlobalBatchLoss(nn.Module):
 
     Communication:
         ``elements`` 1 frame. ``replicated`` frame + gather, none in backward. ``rows`` frame + gather + frame; in backward none
-        where ``evaluation`` is symmetric and the call has labels only, else 1. A ring: 2 frames, a gather of labels, and two or three
-        times W - 1 messages.
+        where ``evaluation`` is symmetric and the call has labels only, else 1. A ring: 2 frames, a gather of labels, and one (Contrastive)
+        to three times W - 1 messages.
 
     Raises:
         ConfigurationError: a mode that is not exact for the loss; a reduction that cannot be made global.

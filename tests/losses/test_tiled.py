@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pytorch_metric_learning import distances, miners, reducers, regularizers
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses.bundles import gather_bundle
 from lightning_ddp_losses.errors import ConfigurationError
@@ -153,6 +154,10 @@ def cases() -> dict[str, tuple[Make, Give]]:
                 plain,
             )
     out["MultiSimilarity, steep"] = (partial(pml.MultiSimilarityLoss, alpha=40, beta=3000, base=0.1), plain)
+    for name, margins in {"no negative": (0, 0.1), "every pair": (0, 3)}.items():
+        pair = partial(pml.ContrastiveLoss, *margins)  # distances of normalised rows lie between 0 and 2
+        out[f"Contrastive, {name} counts"] = (pair, plain)
+        out[f"Contrastive, {name} counts, mean"] = (partial(pair, reducer=reducers.MeanReducer()), plain)
     out["Signal to noise"] = (pml.SignalToNoiseRatioContrastiveLoss, plain)
     return out
 
@@ -406,6 +411,38 @@ def test_a_learnt_temperature_gets_its_gradient(pool: RankPool) -> None:
     assert first["evaluation"] == "row tiles"
     ours = {"value": first["value"], "slope": (first["slope"] + second["slope"]) / 2}
     assert_close(ours, {"value": value.detach(), "slope": loss.temperature.grad})
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func.overloadpacket is torch.ops.aten.mm
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("make", "trained", "forward", "backward"),
+    [
+        (pml.ContrastiveLoss, True, 30, 0),  # ten tiles: distances, slopes of positives and of negatives
+        (pml.ContrastiveLoss, False, 10, 0),
+        (partial(pml.ContrastiveLoss, reducer=reducers.PerAnchorReducer()), True, 10, 20),
+        (pml.SupConLoss, True, 10, 20),
+    ],
+)
+def test_a_slope_that_is_known_in_forward_is_not_computed_again(
+    make: Make, trained: bool, forward: int, backward: int
+) -> None:
+    rows = batch()["embeddings"].requires_grad_(trained)
+    loss = GlobalBatchLoss(make(), mode="rows", tile_bytes=ROWS * 8 * 6)
+    with Products() as products:
+        value = loss(rows, torch.arange(ROWS) // 4)
+        assert products.number == forward
+        if trained:
+            value.backward()
+        assert products.number == forward + backward
 
 
 def hard_inputs() -> dict[str, Any]:

@@ -80,7 +80,8 @@ class TiledCall:
         else:
             blocks, order = self._ring(geometry, self._around)
         self._passes = Passes(formula, geometry, self._rows.detach(), blocks, order, self._tile_bytes)
-        totals, self._stats = self._passes.forward(call.own_labels)
+        slopes_wanted = self._symmetric and self._rows.requires_grad and torch.is_grad_enabled()
+        totals, self._stats = self._passes.forward(call.own_labels, slopes_wanted=slopes_wanted)
         self._passes.release()
         ordinary = self._ordinary()
         packed = [pack_row(self._row(total) if ordinary else Row(0.0, 0.0, False, Count())) for total in totals]

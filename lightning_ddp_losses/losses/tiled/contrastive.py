@@ -1,4 +1,7 @@
-"""Contrastive loss on tiles: two sums over pairs, whose slope needs nothing of the rest of the row."""
+"""Contrastive loss on tiles: two sums over pairs, whose slope needs nothing of the rest of the row.
+
+Where pairs of all rows count alike, a tile's slope is known in forward but for one factor per sum: backward only multiplies.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,23 @@ class Contrastive(Formula):
         # pairs of every row count alike, unless ...
         self._uniform = not any(r.per_anchor or r.weights is not None for r in reductions)
         self.width = 0 if self._uniform else 2
+        self.immediate = self._uniform
 
     def look(self, tile: Tile) -> None:
+        self.look_with_slopes(tile, tile.matrix)
+
+    def look_with_slopes(self, tile: Tile, spare: Tensor) -> list[tuple[slice, Tensor]]:
         values, rows = tile.banded(), tile.rows
-        self._sums[0].add(rows, self._positive(values), tile.positive)
-        self._sums[1].add(rows, self._negative(values), tile.negative)
+        near, far = self._positive(values), self._negative(values)
+        positive = self._sums[0].add(rows, near, tile.positive) * near.sign_()
+        negative = self._sums[1].add(rows, far, tile.negative) * far.sign_()
+        slopes = [(tile.band, positive.mul_(self.sign)), (tile.band, negative.mul_(-self.sign))]
         if tile.has_dense:
-            losses = tile.matrix.sub_(self.loss.neg_margin).mul_(-self.sign).clamp_min_(0)
-            self._sums[1].add_dense(rows, losses, tile.band)
+            losses = self._dense(tile.matrix, spare)
+            if self._sums[1].add_dense(rows, losses, tile.band):
+                losses.mul_(-self.sign)[:, tile.band] = negative
+                slopes[1] = slice(None), losses
+        return slopes
 
     def close(self, labels: Tensor | None) -> tuple[list[Total], Tensor]:
         totals, counts = zip(*(sums.close(labels) for sums in self._sums), strict=True)
@@ -49,7 +61,7 @@ class Contrastive(Formula):
         values, rows, band = tile.banded(), tile.rows, tile.band
         own, others = self._own[rows], None if self._others is None else self._others[tile.columns]
         if tile.has_dense:
-            losses = tile.matrix.sub_(self.loss.neg_margin).mul_(-self.sign).clamp_min_(0)
+            losses = self._dense(tile.matrix, tile.matrix)
             gate = self._sums[1].gate_dense(losses)
             losses.sign_()
             if gate is not None:
@@ -76,3 +88,10 @@ class Contrastive(Formula):
 
     def _negative(self, values: Tensor) -> Tensor:
         return values.sub(self.loss.neg_margin).mul_(-self.sign).clamp_min_(0)
+
+    def _dense(self, values: Tensor, out: Tensor) -> Tensor:
+        """Losses of negative pairs, written to ``out``."""
+        if self.sign < 0:
+            return torch.sub(values, self.loss.neg_margin, out=out).clamp_min_(0)
+        margin = torch.tensor(self.loss.neg_margin, dtype=values.dtype, device=values.device)
+        return torch.sub(margin, values, out=out).clamp_min_(0)

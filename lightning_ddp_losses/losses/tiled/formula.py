@@ -32,6 +32,7 @@ class Tile(NamedTuple):
         band: The columns, counted in the tile, that need weights; all others are negatives, once each.
         positive: (T, b).
         negative: (T, b).
+        single: No pair is named more than once: weights are 0 or 1.
         triplets: (anchor, positive, negative) where a miner names them: anchors count the tile's rows; the weights then mean nothing.
     """
 
@@ -41,12 +42,17 @@ class Tile(NamedTuple):
     band: slice
     positive: Tensor
     negative: Tensor
+    single: bool
     triplets: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def has_dense(self) -> bool:
         """Whether there are columns outside the band."""
         return bool(self.band.stop - self.band.start < self.matrix.shape[1])
+
+    def once(self, weights: Tensor) -> Tensor:
+        """Weights where a pair that is named twice counts once."""
+        return weights if self.single else (weights > 0).to(weights.dtype)
 
     def banded(self) -> Tensor:
         """A copy of the band's entries."""
@@ -69,12 +75,14 @@ class Formula:
         revisits: A second look at the bands is needed, once the first has seen all columns.
         symmetric: Slopes of transposed entries follow from the statistics.
         by_mask: A pair counts once, however often it is named.
+        immediate: A tile's slope follows from the tile alone, but for one factor per sub-loss; it can be had in forward.
     """
 
     sub_losses: ClassVar[tuple[str, ...]] = ("loss",)
     revisits: ClassVar[bool] = False
     symmetric: ClassVar[bool] = True
     by_mask: ClassVar[bool] = False
+    immediate: bool = False
     width: int = 0
     scale: float = 1.0
 
@@ -94,6 +102,18 @@ class Formula:
 
     def look(self, tile: Tile) -> None:
         """Add up the rows of a tile."""
+        raise NotImplementedError
+
+    def look_with_slopes(self, tile: Tile, spare: Tensor) -> list[tuple[slice, Tensor]]:
+        """``look``, where the slope is ``immediate``; leaves the tile's matrix as it is.
+
+        Args:
+            tile: The tile.
+            spare: Like the tile's matrix; may be overwritten.
+
+        Returns:
+            For each sub-loss the columns of the tile that have a slope, and the derivative of the sub-loss's sum by them.
+        """
         raise NotImplementedError
 
     def look_again(self, tile: Tile) -> None:

@@ -55,7 +55,7 @@ class Geometry:
             rows: (T, D).
             columns: From ``columns``.
             scale: As in ``matrix``.
-            matrix: (T, C), as ``matrix`` gave it.
+            matrix: (T, C), as ``matrix`` gave it, or as an earlier call left it; may be overwritten.
             slope: (T, C), the derivative by the matrix; may be overwritten.
             to_columns: (C, D), to which the columns' gradient is added; None: not wanted.
 
@@ -115,13 +115,12 @@ class Euclid(Geometry):
     def pull(
         self, rows: Tensor, columns: Tensor, scale: float, matrix: Tensor, slope: Tensor, to_columns: Tensor | None
     ) -> Tensor:
-        ratio = slope.div_(matrix).masked_fill_(matrix == 0, 0)  # slope / (scale x distance), 0 where they coincide
-        points = columns[:, :-2]
+        # slope / |scale x distance|, 0 where points coincide; what is left of scale x scale has its sign
+        ratio = slope.div_(torch.threshold_(matrix if scale > 0 else matrix.abs_(), 0, torch.inf))
+        points, factor = columns[:, :-2], scale * abs(scale)
         if to_columns is not None:
-            to_columns.addcmul_(points, ratio.sum(0).unsqueeze(1), value=scale**2).addmm_(
-                ratio.T, rows, alpha=-(scale**2)
-            )
-        return (rows * ratio.sum(1, keepdim=True)).sub_(torch.mm(ratio, points)).mul_(scale**2)
+            to_columns.addcmul_(points, ratio.sum(0).unsqueeze(1), value=factor).addmm_(ratio.T, rows, alpha=-factor)
+        return (rows * ratio.sum(1, keepdim=True)).sub_(torch.mm(ratio, points)).mul_(factor)
 
 
 def geometry_of(distance: Any, columns: int) -> Geometry:

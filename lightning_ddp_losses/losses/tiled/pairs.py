@@ -16,7 +16,13 @@ __all__ = ["LabelPairs", "Pairs", "TripletTuples", "TuplePairs"]
 
 
 class Pairs(Protocol):
-    """Positives and negatives."""
+    """Positives and negatives.
+
+    Attributes:
+        single: No pair is named more than once.
+    """
+
+    single: bool
 
     @property
     def row_order(self) -> Tensor | None:
@@ -52,6 +58,8 @@ class LabelPairs:
         dtype: Of the weights.
     """
 
+    single = True
+
     def __init__(self, labels: Tensor, column_labels: Tensor, first: int | None, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._labels, self.row_order = torch.sort(labels, stable=True)
@@ -86,6 +94,7 @@ class TuplePairs:
         dtype: Of the weights.
     """
 
+    single = False
     row_order: Tensor | None = None
     column_order: Tensor | None = None
 
@@ -126,6 +135,7 @@ class TripletTuples:
         dtype: Of the weights, of which there are none.
     """
 
+    single = False
     row_order: Tensor | None = None
     column_order: Tensor | None = None
 

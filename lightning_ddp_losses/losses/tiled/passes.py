@@ -1,7 +1,8 @@
 """Passes over the tiles of a batch: forward adds rows up, backward computes each tile once more and pulls its slope back.
 
 Legend: ``B`` rows on this rank, ``G`` columns over all ranks, ``T`` rows of a tile, ``k`` statistics of a row. What is alive at a time: the
-embeddings, two or three tiles, k numbers per row. Three matrix products in all where the matrix is symmetric, four else.
+embeddings, two or three tiles, k numbers per row. Three matrix products in all where the matrix is symmetric, four else; two where
+a tile's slope follows from the tile alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lightning_ddp_losses.losses.tiled.reducing import Total
 
 __all__ = ["Block", "Passes", "tiled_value"]
 
-_HOST_ROWS = 64
+_HOST_ROWS, _HOST_BYTES = 64, 256 << 10
 _DEVICE_BYTES, _DEVICE_TILES = 256 << 20, 8
 
 
@@ -44,10 +45,11 @@ class Block:
 def rows_of_a_tile(device: torch.device, row_bytes: int, rows: int) -> int:
     """How many rows a tile takes where nobody says.
 
-    Few rows have few classes, hence a narrow band; too few read the columns too often. On a GPU tiles must be large to be worth a launch.
+    Few rows have few classes, hence a narrow band; too few read the columns too often, and small tiles are all overhead. On a GPU tiles
+    must be large to be worth a launch.
     """
     if device.type == "cpu":
-        return _HOST_ROWS
+        return max(_HOST_ROWS, _HOST_BYTES // row_bytes)
     return max(_HOST_ROWS, min(_DEVICE_BYTES // row_bytes, -(-rows // _DEVICE_TILES)))
 
 
@@ -76,18 +78,26 @@ class Passes:
         self._rows = rows if order is None else rows[order]
         self._tile_bytes = tile_bytes
         self._buffers: list[Tensor] = []
+        self._slopes: list[Tensor] = []
 
     @torch.no_grad()
-    def forward(self, labels: Tensor | None) -> tuple[list[Total], Tensor]:
+    def forward(self, labels: Tensor | None, *, slopes_wanted: bool) -> tuple[list[Total], Tensor]:
         """Totals of the sub-losses, and (B, k) statistics in the order of this rank's rows.
 
         Args:
             labels: (B,) of this rank's rows.
+            slopes_wanted: Backward will ask for the gradient of the rows alone, so what is ``immediate`` may be computed now.
         """
         formula = self._formula
+        if formula.immediate and slopes_wanted:
+            self._slopes = [torch.zeros_like(self._rows) for _ in formula.sub_losses]
         for block in self._blocks():
             for part in self._parts(block):
-                formula.look(self._tile(block, part))
+                tile = self._tile(block, part)
+                if self._slopes:
+                    self._look_with_slopes(block, tile)
+                else:
+                    formula.look(tile)
         if formula.revisits:
             for block in self._blocks():
                 for part in self._parts(block):
@@ -112,6 +122,11 @@ class Passes:
             to_columns: (G, D), to which the gradient of the columns is added, in their order; None: not wanted.
         """
         formula, geometry = self._formula, self._geometry
+        if self._slopes:  # transposed entries have the same slope
+            grad = torch.zeros_like(self._rows)
+            for slope, factor in zip(self._slopes, factors, strict=True):
+                grad.add_(slope, alpha=2 * factor)
+            return self._unsorted(grad)
         formula.ready(stats if self._order is None else stats[self._order], others, factors)
         grad = torch.zeros_like(self._rows)
         for block in self._blocks():
@@ -125,6 +140,13 @@ class Passes:
                 grad[part] += geometry.pull(self._rows[part], block.columns, formula.scale, matrix, tile.matrix, into)
         self._buffers.clear()
         return self._unsorted(grad)
+
+    def _look_with_slopes(self, block: Block, tile: Tile) -> None:
+        rows, scale = self._rows[tile.rows], self._formula.scale
+        slopes = self._formula.look_with_slopes(tile, self._buffer(1, tile.matrix.shape))
+        for grad, (span, slope) in zip(self._slopes, slopes, strict=True):
+            matrix = tile.matrix[:, span]
+            grad[tile.rows] += self._geometry.pull(rows, block.columns[span], scale, matrix, slope, None)
 
     def release(self) -> None:
         """Free the tiles between forward and backward."""
@@ -156,7 +178,7 @@ class Passes:
         out = self._buffer(0, torch.Size((part.stop - part.start, columns.shape[0])))
         matrix = self._geometry.matrix(self._rows[part], columns, self._formula.scale, out)
         span = slice(block.start, block.start + columns.shape[0])
-        return Tile(matrix, part, span, pairs.band(part), *pairs.weights(part), pairs.triplets(part))
+        return Tile(matrix, part, span, pairs.band(part), *pairs.weights(part), pairs.single, pairs.triplets(part))
 
     def _band_tile(self, block: Block, part: slice) -> Tile:
         band = block.pairs.band(part)
@@ -164,7 +186,7 @@ class Passes:
         out = self._buffer(0, torch.Size((part.stop - part.start, width)))
         matrix = self._geometry.matrix(self._rows[part], block.columns[band], self._formula.scale, out)
         span = slice(block.start + band.start, block.start + band.stop)
-        return Tile(matrix, part, span, slice(0, width), *block.pairs.weights(part))
+        return Tile(matrix, part, span, slice(0, width), *block.pairs.weights(part), block.pairs.single)
 
     def _buffer(self, index: int, shape: torch.Size) -> Tensor:
         while len(self._buffers) <= index:

@@ -141,28 +141,34 @@ class PairSums:
                 self._above[rows] += (weights * (losses > self.reduction.low)).sum(1)
         return passed
 
-    def add_dense(self, rows: slice, losses: Tensor, band: slice) -> None:
-        """Add a whole tile of losses >= 0 that count once each, but for the columns of ``band``; overwrites the tile."""
+    def add_dense(self, rows: slice, losses: Tensor, band: slice) -> bool:
+        """Add a whole tile of losses >= 0 that count once each, but for the columns of ``band``.
+
+        Leaves 1 in the tile where a loss is above 0 and passes, else 0; returns whether there is any.
+        """
         losses[:, band] = 0
         width = losses.shape[1] - (band.stop - band.start)
         self._all[rows] += width
-        if not self._by_pair:
-            self._sum[rows] += losses.sum(1)
-            return
-        if self.reduction.low == 0 and self.reduction.high is None:
-            self._sum[rows] += losses.sum(1)
-            number = losses.sign_().sum(1)  # counts several times faster than a comparison
+        plain = self._by_pair and self.reduction.low == 0 and self.reduction.high is None
+        if self._by_pair and not plain:
+            gate = self.reduction.passing(losses)
+            gate[:, band] = 0
+            if self.reduction.low is not None:
+                above = losses > self.reduction.low
+                above[:, band] = False
+                self._above[rows] += above.sum(1)
+            self._passed[rows] += gate.sum(1)
+            losses.mul_(gate)
+        total = losses.sum(1)
+        self._sum[rows] += total
+        if not bool(total.any()):
+            return False
+        losses.sign_()
+        if plain:
+            number = losses.sum(1)  # counts several times faster than a comparison
             self._passed[rows] += number
             self._above[rows] += number
-            return
-        gate = self.reduction.passing(losses)
-        gate[:, band] = 0
-        if self.reduction.low is not None:
-            above = losses > self.reduction.low
-            above[:, band] = False
-            self._above[rows] += above.sum(1)
-        self._passed[rows] += gate.sum(1)
-        self._sum[rows] += losses.mul_(gate).sum(1)
+        return True
 
     def add_listed(self, rows: slice, anchors: Tensor, losses: Tensor) -> None:
         """Add (n,) losses one by one to the tile's rows ``anchors``."""

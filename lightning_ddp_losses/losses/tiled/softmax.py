@@ -64,7 +64,7 @@ class NTXent(Formula):
         def term(level: Tensor, pull: Tensor, count: Tensor) -> Tensor:
             losses, slopes = self._pair(values, level)
             given = self._pairs.gate(losses, tile.positive) * slopes * count
-            return _masked_exp(values - level, tile.negative * (pull != 0)) * pull - given
+            return _weighted_exp(values - level, tile.negative).mul_(pull).sub_(given)
 
         banded = both_ways(term, *_of(tile, self._own, self._others))
         if tile.has_dense:
@@ -102,9 +102,9 @@ class SupCon(Formula):
 
     def look(self, tile: Tile) -> None:
         values, rows = tile.banded(), tile.rows
-        positive = _once(tile.positive)
+        positive = tile.once(tile.positive)
         old = self._partners.top(rows).clone()
-        self._partners.add(rows, _without_band(tile), values, _once(tile.positive + tile.negative))
+        self._partners.add(rows, _without_band(tile), values, tile.once(tile.positive + tile.negative))
         top = self._partners.top(rows)
         # positives are added up relative to the largest entry, so that one which outweighs all others gives a loss of exactly 0
         lifted = torch.where(self._number[rows] > 0, (old - top) * self._number[rows], 0)
@@ -126,11 +126,11 @@ class SupCon(Formula):
         self._soft = SoftSlope(self._own, self._others)
 
     def slope(self, tile: Tile) -> None:
-        values, positive = tile.banded(), _once(tile.positive)
-        partners = _once(tile.positive + tile.negative)
+        values, positive = tile.banded(), tile.once(tile.positive)
+        partners = tile.once(tile.positive + tile.negative)
 
         def term(level: Tensor, count: Tensor, share: Tensor) -> Tensor:
-            return _masked_exp(values - level, partners * (count != 0)) * count - positive * share
+            return _weighted_exp(values - level, partners).mul_(count).sub_(positive * share)
 
         banded = both_ways(term, *_of(tile, self._own, self._others))
         if tile.has_dense:
@@ -164,8 +164,8 @@ class MultiSimilarity(Formula):
         dense = _without_band(tile)
         if dense is not None:
             dense.sub_(self._base)
-        self._positives.add(tile.rows, None, values * self._ratio, _once(tile.positive))
-        self._negatives.add(tile.rows, dense, values, _once(tile.negative))
+        self._positives.add(tile.rows, None, values * self._ratio, tile.once(tile.positive))
+        self._negatives.add(tile.rows, dense, values, tile.once(tile.negative))
 
     def close(self, labels: Tensor | None) -> tuple[list[Total], Tensor]:
         near, far = self._positives.value(), self._negatives.value()
@@ -180,21 +180,17 @@ class MultiSimilarity(Formula):
 
     def slope(self, tile: Tile) -> None:
         values = tile.banded().sub_(self._base)
-        positive, negative = _once(tile.positive), _once(tile.negative)
+        positive, negative = tile.once(tile.positive), tile.once(tile.negative)
 
         def term(far: Tensor, count: Tensor, near: Tensor) -> Tensor:
-            return (_masked_exp(values - far, negative) - _masked_exp(values * self._ratio - near, positive)) * count
+            given = _weighted_exp(values * self._ratio - near, positive)
+            return _weighted_exp(values - far, negative).sub_(given).mul_(count)
 
         banded = both_ways(term, *_of(tile, self._own, self._others))
         if tile.has_dense:
             tile.matrix.sub_(self._base)
             self._soft.apply(tile)
         tile.matrix[:, tile.band] = banded
-
-
-def _once(weights: Tensor) -> Tensor:
-    """A pair that a miner names twice counts once in losses that work on masks."""
-    return (weights > 0).to(weights.dtype)
 
 
 def _without_band(tile: Tile) -> Tensor | None:
@@ -204,8 +200,9 @@ def _without_band(tile: Tile) -> Tensor | None:
     return tile.matrix
 
 
-def _masked_exp(exponent: Tensor, weights: Tensor) -> Tensor:
-    return exponent.masked_fill_(weights == 0, -torch.inf).exp_() * weights
+def _weighted_exp(exponent: Tensor, weights: Tensor) -> Tensor:
+    """Overwrites ``exponent``, which no pair of some weight has above 0: nothing is larger than a row's log-sum-exp over all of them."""
+    return exponent.clamp_max_(0).exp_().mul_(weights)
 
 
 def _of(tile: Tile, own: Tensor, others: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:

@@ -1,0 +1,64 @@
+"""What benchmarks record and draw: rows that are added replace those of the same job, and every recorded point is drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.axes
+import pytest
+
+from benchmarks import figures, records
+from benchmarks.tiled_rows import MEMORY_TABLE, TIME_TABLE
+
+
+@pytest.fixture(autouse=True)
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def timed(loss: str, size: int, ms: float) -> dict[str, Any]:
+    return {"table": TIME_TABLE, "loss": loss, "global_batch": size, "ours_ms": ms, "PML exact_ms": ms * 4}
+
+
+def test_added_rows_replace_those_of_the_same_job() -> None:
+    records.write("some", [timed("SupCon", 512, 5.0), timed("SupCon", 4096, 90.0)])
+    records.write("some", [timed("SupCon", 512, 6.0), timed("NTXent", 512, 7.0)], add=True)
+    found = {(row["loss"], row["global_batch"]): row["ours_ms"] for row in records.read("some")}
+    assert found == {("SupCon", 512): 6.0, ("SupCon", 4096): 90.0, ("NTXent", 512): 7.0}
+    path = records.write("some", [timed("NTXent", 512, 8.0)])
+    assert [json.loads(line)["ours_ms"] for line in path.read_text().splitlines()] == [8.0]
+
+
+def test_pictures_show_every_recorded_point(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[float, float]] = []
+    plot = matplotlib.axes.Axes.plot
+
+    def watched(axis: Any, x: Any, y: Any, **options: Any) -> Any:
+        drawn.extend(zip(x, y, strict=True))
+        return plot(axis, x, y, **options)
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", watched)
+    memory = {
+        "table": MEMORY_TABLE,
+        "loss": "SupCon",
+        "who": "open_clip",
+        "at_512": 3.0,
+        "at_2048": 40.0,
+        "at_8192": None,
+    }
+    records.write("tiled_rows", [timed("SupCon", 512, 5.0), timed("SupCon", 4096, 90.0), memory])
+    large = {"usual_ms": 30.0, "ours_ms": 11.0, "usual_peak_MiB": 600.0, "ours_peak_MiB": 50.0}
+    records.write("large", [{"ours": "tiles", "size": 1024, **large}, {"ours": "divided", "size": 10_000, **large}])
+    figures.draw()
+    assert {path.name for path in results.glob("*.png")} == {"batch_time.png", "batch_memory.png", "classes.png"}
+    pairs = [(512, 5), (512, 20), (4096, 90), (4096, 360), (512, 3), (2048, 40)]
+    assert sorted(drawn) == sorted([*pairs, *[(x, y) for x in (1024, 10_000) for y in (11, 30, 50, 600)]])
+
+
+def test_nothing_recorded_draws_nothing(results: Path) -> None:
+    figures.draw()
+    assert not list(results.iterdir())
