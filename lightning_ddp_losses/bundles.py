@@ -66,7 +66,8 @@ def gather_bundle(
         group: Process group; None is the world.
 
     Communication:
-        Forward one frame, and one gather of all tensors' bytes where they do not ride in it; backward none
+        Forward one frame, and one gather of all tensors' bytes where those of any rank are too many to ride in it (more than
+        ``frames.room``, or not on the CPU); one more gather at a size that the frames have not grown to yet. Backward none
         (``"own_slice"``), or one exchange per dtype that needs a gradient (``"sum"``).
 
     Raises:

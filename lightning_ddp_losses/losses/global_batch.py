@@ -67,7 +67,7 @@ class GlobalBatchLoss(nn.Module):
     Communication:
         ``elements`` 1 frame. ``replicated`` frame + gather, none in backward. ``rows`` frame + gather + frame; in backward none
         where ``evaluation`` is symmetric and the call has labels only, else 1. A ring: 2 frames, a gather of labels, and two or three
-        times W - 1 messages.
+        times W - 1 messages. Few rows on the CPU (``frames.room``) need no gather: they travel in the frame from the second call on.
 
     Raises:
         ConfigurationError: a mode that is not exact for the loss; a reduction that cannot be made global.

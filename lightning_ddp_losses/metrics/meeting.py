@@ -79,8 +79,8 @@ def meet(
     Gradient: this rank's own states receive W times the gradient that comes back (which is the same on every rank).
 
     Communication:
-        One frame; when the bytes of a rank do not fit, one all-reduce in place, on the device. One more exchange where a
-        rank without data holds a default of another shape.
+        One frame; when the bytes of a rank do not fit (``frames.room``), one all-reduce in place, on the device. One more gather at a
+        size that the frames have not grown to yet, and one more exchange where a rank without data holds a default of another shape.
 
     Raises:
         RankMismatchError: on every rank, naming the state, when ranks disagree in a way that has no right result.
