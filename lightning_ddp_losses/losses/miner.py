@@ -31,7 +31,7 @@ class GlobalBatchMiner(nn.Module):
     Returns:
         From ``forward``: tuples of global row numbers, equal on every rank, for ``GlobalBatchLoss(..., indices_tuple=...)``.
 
-    Communication: one frame, and one gather of rows that are too many for it (``frames.room``); none in backward (mining takes no gradient).
+    Communication: one frame, and one gather of rows that are too many for it (``frames.room``); none in backward.
 
     Example:
         >>> import torch
