@@ -27,7 +27,12 @@ class CoefficientWatch:
         return numerics.map_tensors(self._watch, value)
 
     def _watch(self, value: Tensor) -> Tensor:
-        return _Note.apply(value, self) if value.requires_grad else value  # type: ignore[no-untyped-call]
+        if not value.requires_grad:
+            return value
+        if value.is_leaf:  # a parameter, on which a hook would stay
+            return _Note.apply(value, self)  # type: ignore[no-untyped-call, no-any-return]
+        value.register_hook(self.note)  # type: ignore[no-untyped-call]
+        return value
 
     def take(self) -> str:
         """What was noted since the last call, as text for a frame."""

@@ -6,7 +6,8 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses import pml as pml_rows
 from lightning_ddp_losses.losses.memory import QueuePosition
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall
-from lightning_ddp_losses.losses.randomness import pack_draw, same_draws, shared_seed
+from lightning_ddp_losses.losses.randomness import may_draw, pack_draw, same_draws, shared_seed
 from lightning_ddp_losses.losses.reduction import combine, has_per_anchor, pack_shares, unpack_shares
 from lightning_ddp_losses.losses.refusals import no_ring, not_exact, refuse_tiles, refuse_unfit
 from lightning_ddp_losses.losses.rows import Meeting, elements_value, rows_value, tiled_value
@@ -185,10 +186,8 @@ class GlobalBatchLoss(nn.Module):
         if mode == "elements" and set(given) <= {"embeddings", "labels"} and self._has_rows(given):
             return elements_value(self.loss, given["embeddings"], given.get("labels"), meeting)
         fits = mode == "rows" and self._rows_fit(given)
-        plan = plan_of(self.loss) if fits else None
-        symmetric = plan is not None and plan.is_symmetric(given)
         ring = self.gather == "ring"
-        if ring and not symmetric:
+        if ring and not self._is_symmetric(given):
             raise no_ring(self._title, "labels, and no references or tuples", sorted(given))
 
         def backward(counts: dict[str, list[int]]) -> Backward:
@@ -202,7 +201,9 @@ class GlobalBatchLoss(nn.Module):
         call = PMLCall(self.loss, given, gather, groups.rank(self._group))
         self._warn_identities(call)
         fits = fits and not self._few(call.counts)
-        if fits and plan is not None and call.ref_labels is not None:
+        plan = plan_of(self.loss) if fits else None
+        if plan is not None and call.ref_labels is not None:
+            symmetric = plan.is_symmetric(given)
             return tiled_value(
                 self.loss, plan, call, meeting, symmetric=symmetric, tile_bytes=self.tile_bytes, ring=ring
             )
@@ -211,11 +212,15 @@ class GlobalBatchLoss(nn.Module):
         if isinstance(self.loss, pml.CrossBatchMemory):
             mask = call.arguments.get("enqueue_mask")  # only what it marks goes to the memory
             self.queue_position.check(call.total_rows if mask is None else int(mask.sum()), self._title)
-        with graph.on_all_rows(), same_draws(call.seed, call.arguments.values()):
+        with graph.on_all_rows(), self._draws_of(call.seed, call.arguments.values()):
             value = self.loss(**call.arguments)
         if isinstance(self.loss, pml.CrossBatchMemory):
             self.queue_position.note()
         return value  # type: ignore[no-any-return]
+
+    def _is_symmetric(self, given: dict[str, Any]) -> bool:
+        plan = plan_of(self.loss)
+        return plan is not None and plan.is_symmetric(given)
 
     def _has_rows(self, given: dict[str, Any]) -> bool:
         return isinstance(given.get("embeddings"), Tensor)
@@ -261,7 +266,7 @@ class GlobalBatchLoss(nn.Module):
         for (key, dim), tensor in zip(((k, d) for k, d in dims.items() if d is not None), bundle.tensors, strict=True):
             named[key] = tensor.movedim(0, dim)
         positional = [named[i] for i in range(len(args))]
-        with graph.on_all_rows(), same_draws(shared_seed(bundle), bundle.tensors):
+        with graph.on_all_rows(), self._draws_of(shared_seed(bundle), bundle.tensors):
             return self.loss(*positional, **{k: v for k, v in named.items() if isinstance(k, str)})
 
     def _refuse_nested(self, name: int | str, value: Any) -> None:
@@ -284,6 +289,9 @@ class GlobalBatchLoss(nn.Module):
         extra = pack_draw(torch.initial_seed(), self._draws)
         agreed = self._agreed() if passed_on is None else {**self._agreed(), **self._shape_of(passed_on)}
         return gather_bundle(self._title, batches, agreed, backward=backward, extra=extra, group=self._group)
+
+    def _draws_of(self, seed: int, tensors: Iterable[object]) -> AbstractContextManager[None]:
+        return same_draws(seed, tensors) if may_draw(self.loss) else nullcontext()
 
     def _frame_of(self, like: Tensor) -> dict[str, object]:
         return {**self._agreed(), **self._shape_of(like)}

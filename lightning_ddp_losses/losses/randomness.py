@@ -7,14 +7,33 @@ import struct
 from collections.abc import Iterable, Iterator
 
 import torch
+from pytorch_metric_learning import distances, losses, reducers, regularizers
 from pytorch_metric_learning.utils import common_functions as c_f
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ddp_losses.bundles import Bundle
 
-__all__ = ["pack_draw", "same_draws", "shared_seed"]
+__all__ = ["may_draw", "pack_draw", "same_draws", "shared_seed"]
 
 _DRAW = struct.Struct("<QQ")
+# of pytorch-metric-learning (PML), by exact class: a subclass, a miner or a module of somebody else may draw
+_NEVER_DRAW = {
+    cls
+    for package in (losses, distances, reducers, regularizers)
+    for cls in vars(package).values()
+    if isinstance(cls, type) and cls is not losses.ManifoldLoss
+} | {nn.ModuleDict, nn.ModuleList}
+
+
+def may_draw(loss: nn.Module) -> bool:
+    """Whether a call may draw random numbers; to save and restore generators takes as long as a small loss."""
+    stack = [loss]
+    while stack:
+        module = stack.pop()
+        if type(module) not in _NEVER_DRAW or vars(module).get("triplets_per_anchor", "all") != "all":
+            return True
+        stack += [child for child in module._modules.values() if child is not None]
+    return False
 
 
 @contextlib.contextmanager
