@@ -24,13 +24,12 @@ from lightning_ddp_losses.collectives import own_slices_with_grad
 from lightning_ddp_losses.errors import RankMismatchError, format_error
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.metrics.layout import Kind, Layout, lay_out, pieces_of, table_of_contents
-from lightning_ddp_losses.transport import join_slices_
+from lightning_ddp_losses.transport import host_bytes, join_slices_
 
 __all__ = ["State", "meet"]
 
 _HEAD = struct.Struct("<16s?I")  # digest of what must be equal, whether the bytes are inside, bytes of the contents
 _ROWS = struct.Struct("<d")
-_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def _bytes_of(tensors: Sequence[Tensor], device: torch.device) -> bytes:
     if device.type != "cpu" and tensors:  # one copy to the host, not one per tensor
         flat = torch.cat([_as_bytes(t) for t in tensors])
         return flat.cpu().numpy().tobytes()
-    return b"".join((t.detach() if t.dtype in _NUMPY else _as_bytes(t)).numpy().tobytes() for t in tensors)
+    return b"".join(map(host_bytes, tensors))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
