@@ -6,8 +6,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -19,18 +18,19 @@ from lightning_ddp_losses.bundles import Bundle, Choice, gather_bundle
 from lightning_ddp_losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.collectives import Backward
 from lightning_ddp_losses.configuration import digest
-from lightning_ddp_losses.errors import InputError, format_error
+from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses import pml as pml_rows
 from lightning_ddp_losses.losses.memory import QueuePosition
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall
-from lightning_ddp_losses.losses.randomness import may_draw, pack_draw, same_draws, shared_seed
-from lightning_ddp_losses.losses.reduction import combine, has_per_anchor, pack_shares, unpack_shares
+from lightning_ddp_losses.losses.randomness import pack_draw, same_draws
+from lightning_ddp_losses.losses.reduction import has_per_anchor
 from lightning_ddp_losses.losses.refusals import no_ring, not_exact, refuse_tiles, refuse_unfit
-from lightning_ddp_losses.losses.rows import Meeting, elements_value, rows_value, tiled_value
+from lightning_ddp_losses.losses.rows import Meeting, combined, elements_value, rows_value, tiled_value
 from lightning_ddp_losses.losses.table import MODES, Mode, allowed_modes, few_rows
 from lightning_ddp_losses.losses.tiled import plan_of
 from lightning_ddp_losses.losses.torch_losses import torch_share
+from lightning_ddp_losses.losses.whole_call import WholeCall
 
 __all__ = ["GlobalBatchLoss"]
 
@@ -212,7 +212,7 @@ class GlobalBatchLoss(nn.Module):
         if isinstance(self.loss, pml.CrossBatchMemory):
             mask = call.arguments.get("enqueue_mask")  # only what it marks goes to the memory
             self.queue_position.check(call.total_rows if mask is None else int(mask.sum()), self._title)
-        with graph.on_all_rows(), self._draws_of(call.seed, call.arguments.values()):
+        with graph.on_all_rows(), same_draws(self.loss, call.seed, call.arguments.values()):
             value = self.loss(**call.arguments)
         if isinstance(self.loss, pml.CrossBatchMemory):
             self.queue_position.note()
@@ -251,34 +251,12 @@ class GlobalBatchLoss(nn.Module):
     def _torch_elements(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         share = torch_share(self.loss, args, kwargs, groups.world_size(self._group))
         first = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        payloads = frames.exchange(self._title, self._frame_of(first), pack_shares([share]), group=self._group)
-        return combine([share], unpack_shares(payloads), self._group)
+        return combined(self.loss, [share], first, Meeting(self._title, self._frame_of, self._group))
 
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        named: dict[int | str, Any] = dict(enumerate(args))
-        named.update(kwargs)
-        for name, value in named.items():
-            if self.batch_dims.get(name, 0) is not None and isinstance(value, (list, tuple, dict)):
-                self._refuse_nested(name, value)
-        dims = {k: self.batch_dims.get(k, 0) for k, v in named.items() if isinstance(v, Tensor) and v.ndim}
-        batches = {str(k): named[k].movedim(d, 0) for k, d in dims.items() if d is not None}
-        bundle = self._gather(batches, self.backward)
-        for (key, dim), tensor in zip(((k, d) for k, d in dims.items() if d is not None), bundle.tensors, strict=True):
-            named[key] = tensor.movedim(0, dim)
-        positional = [named[i] for i in range(len(args))]
-        with graph.on_all_rows(), self._draws_of(shared_seed(bundle), bundle.tensors):
-            return self.loss(*positional, **{k: v for k, v in named.items() if isinstance(k, str)})
-
-    def _refuse_nested(self, name: int | str, value: Any) -> None:
-        if any(t.ndim for t in numerics.tensors_in(value)):
-            raise InputError(
-                format_error(
-                    f"{self._title}: argument {name}",
-                    expected="a tensor",
-                    got=f"a {type(value).__name__} of tensors, whose rows would stay on this rank",
-                    fix=f"Pass the tensors one by one, or say that they are no batches: batch_dims={{{name!r}: None}}.",
-                )
-            )
+        call = WholeCall(self._title, args, kwargs, self.batch_dims, lambda given: self._gather(given, self.backward))
+        with graph.on_all_rows(), same_draws(self.loss, call.seed, call.batches):
+            return self.loss(*call.args, **call.kwargs)
 
     # ------------------------------------------------------------------ shared
 
@@ -289,9 +267,6 @@ class GlobalBatchLoss(nn.Module):
         extra = pack_draw(torch.initial_seed(), self._draws)
         agreed = self._agreed() if passed_on is None else {**self._agreed(), **self._shape_of(passed_on)}
         return gather_bundle(self._title, batches, agreed, backward=backward, extra=extra, group=self._group)
-
-    def _draws_of(self, seed: int, tensors: Iterable[object]) -> AbstractContextManager[None]:
-        return same_draws(seed, tensors) if may_draw(self.loss) else nullcontext()
 
     def _frame_of(self, like: Tensor) -> dict[str, object]:
         return {**self._agreed(), **self._shape_of(like)}

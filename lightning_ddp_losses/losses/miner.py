@@ -72,7 +72,7 @@ class GlobalBatchMiner(nn.Module):
                 ),
                 groups.rank(self._group),
             )
-            with same_draws(call.seed, call.arguments.values()):
+            with same_draws(self.miner, call.seed, call.arguments.values()):
                 return GlobalTuples(self.miner(**call.arguments))
         except Exception as error:  # what all ranks raise alike passes through
             frames.fail_together(error, title, group=self._group)

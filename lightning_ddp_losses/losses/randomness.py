@@ -37,13 +37,17 @@ def may_draw(loss: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def same_draws(seed: int, tensors: Iterable[object]) -> Iterator[None]:
+def same_draws(inner: nn.Module, seed: int, tensors: Iterable[object]) -> Iterator[None]:
     """Seed torch's generators (CPU and the tensors' devices) and PML's numpy generator, and restore them.
 
     Args:
+        inner: What is called; generators are left alone where it never draws.
         seed: The same on every rank.
         tensors: The call's inputs; their devices' generators are seeded too.
     """
+    if not may_draw(inner):
+        yield
+        return
     devices = {t.device for t in tensors if isinstance(t, Tensor) and t.device.type == "cuda"}
     numpy_state = c_f.NUMPY_RANDOM.get_state()
     indices = sorted(d.index or 0 for d in devices)

@@ -15,7 +15,7 @@ from torchmetrics.utilities.exceptions import TorchMetricsUserError
 from lightning_ddp_losses import graph, groups, inputs, numerics
 from lightning_ddp_losses.configuration import configuration
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
-from lightning_ddp_losses.metrics.meeting import State
+from lightning_ddp_losses.metrics.layout import State
 from lightning_ddp_losses.metrics.refusals import looks_at_whole_batch, refuse_options
 from lightning_ddp_losses.metrics.stages import Request, Stages, answer, gradient_is_wanted, run
 from lightning_ddp_losses.metrics.states import Gather, MetricStates, Shared, States, detached

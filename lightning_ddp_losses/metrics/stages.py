@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from lightning_ddp_losses import frames, graph, groups
-from lightning_ddp_losses.metrics.meeting import State, meet
+from lightning_ddp_losses.metrics.layout import State
+from lightning_ddp_losses.metrics.meeting import meet
 
 __all__ = ["Call", "Member", "Request", "Stages", "answer", "run", "together"]
 
