@@ -68,7 +68,7 @@ HEADLINES: dict[str, Callable[[], nn.Module]] = {
 KINDS: dict[str, Callable[[], nn.Module]] = {
     **HEADLINES,
     **{cls.__name__: cls for cls in BY_ROWS},
-    **{cls.__name__: partial(cls, FEW_CLASSES, DIM) for cls in BY_ELEMENTS},
+    **{cls.__name__: partial(cls, num_classes=FEW_CLASSES, embedding_size=DIM) for cls in BY_ELEMENTS},
 }
 # PML compares every positive pair with every negative one
 PAIRS_BY_PAIRS = ("NTXentLoss", "TupletMarginLoss")
