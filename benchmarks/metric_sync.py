@@ -1,8 +1,8 @@
 """A metric's forward over all ranks: `differentiable` beside torchmetrics with `dist_sync_on_step=True`, W = 2.
 
-256 rows per rank. Counted: collectives of a forward in steady state (1 for states that are scalars and for a collection of
-them, 2 with rows) and of a backward (none), and calls of `update`. Timed: forward, both in turns in the same processes, one
-each, torchmetrics' twice (A/A is the same estimate where nothing differs); a forward counts as long as its slowest rank.
+256 rows per rank. Counted: collectives of a forward in steady state (1 for states that are scalars, for a collection of them and for
+few rows, 2 with many) and of a backward (none), and calls of `update`. Timed: forward, both in turns in the same processes, one each,
+torchmetrics' twice (A/A is the same estimate where nothing differs); a forward counts as long as its slowest rank.
 Values are compared first; so are gradients, where torchmetrics' are 1/W of ours. Last, the memory of a sync of many rows:
 the highest resident set in fresh processes above what was there before, over the bytes that were gathered.
 """

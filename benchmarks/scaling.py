@@ -3,7 +3,8 @@
 A fake process group answers every collective at once with this rank's own data, so rank 0 does what it would do among W ranks: the same
 calls, the same sizes, the same buffers. Real gloo ranks (W = 2, 3, 4, 8) confirm calls and bytes. 32 rows per rank, dim 128, float32, 2^20
 classes. Bytes are what one rank sends: its own part to W - 1 peers in a gather, all but its own part in an exchange. The law in the last
-columns is the closed form; a row that departs from it is WRONG.
+columns is the closed form; a row that departs from it is WRONG. Up to 8 ranks these rows travel in the frame: one collective less, and a
+frame that has grown to them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import ctypes
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -27,7 +29,7 @@ from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, groups
-from lightning_ddp_losses.frames import FRAME_BYTES
+from lightning_ddp_losses.frames import FRAME_BYTES, room
 
 __all__ = ["main"]
 
@@ -49,44 +51,79 @@ def scattered(world: int) -> int:
     return EMBEDDINGS * (world - 1)
 
 
-# what runs, and the closed forms: collectives, bytes sent by a rank; the largest W that its memory allows here
-MODES: dict[str, tuple[Callable[[int], Any], int, Callable[[int], int], int]] = {
-    "ArcFace, elements": (
-        lambda w: GlobalBatchLoss(pml.ArcFaceLoss(1000, DIM)),
-        1,
-        lambda w: FRAME_BYTES * (w - 1),
-        4096,
+def in_frame(rows_bytes: int) -> bool:
+    """Whether this rank's rows travel in the frame, with a few bytes about them."""
+    return rows_bytes + 64 <= room()
+
+
+def frame(rows_bytes: int) -> int:
+    """Bytes of each frame of a step: grown to rows that travel in it and what stands before them, in eighths of a power of two."""
+    if not in_frame(rows_bytes):
+        return FRAME_BYTES
+    eighth = 1 << (rows_bytes + 512).bit_length() >> 3
+    return max(FRAME_BYTES, -(-(rows_bytes + 512) // eighth) * eighth)
+
+
+def alone(rows_bytes: int) -> int:
+    """Bytes of the gather of what does not travel in the frame."""
+    return 0 if in_frame(rows_bytes) else rows_bytes
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What runs, and its closed form.
+
+    Attributes:
+        make: The loss for a number of ranks.
+        rows_bytes: What this rank gathers.
+        frames: How many.
+        others: Collectives beside the frames and the gather of the rows.
+        law: Bytes that a rank sends in them, for a number of ranks.
+        largest: Number of ranks that the memory here allows.
+    """
+
+    make: Callable[[int], Any]
+    rows_bytes: int
+    frames: int
+    others: int
+    law: Callable[[int], int]
+    largest: int
+
+    def calls(self) -> int:
+        """Collectives of a step."""
+        return self.frames + self.others + (alone(self.rows_bytes) > 0)
+
+    def sent(self, world: int) -> int:
+        """Bytes that a rank sends."""
+        opening = self.frames * frame(self.rows_bytes) + alone(self.rows_bytes)
+        return opening * (world - 1) + self.law(world)
+
+
+MODES: dict[str, Mode] = {
+    "ArcFace, elements": Mode(lambda w: GlobalBatchLoss(pml.ArcFaceLoss(1000, DIM)), 0, 1, 0, lambda w: 0, 4096),
+    "Circle, rows": Mode(
+        lambda w: GlobalBatchLoss(pml.CircleLoss(), mode="rows"), EMBEDDINGS + LABELS, 2, 1, scattered, 64
     ),
-    "Circle, rows": (
-        lambda w: GlobalBatchLoss(pml.CircleLoss(), mode="rows"),
-        4,
-        lambda w: (2 * FRAME_BYTES + EMBEDDINGS + LABELS) * (w - 1) + scattered(w),
-        64,
+    "SupCon, replicated": Mode(
+        lambda w: GlobalBatchLoss(pml.SupConLoss(), mode="replicated"), EMBEDDINGS + LABELS, 1, 0, lambda w: 0, 64
     ),
-    "SupCon, replicated": (
-        lambda w: GlobalBatchLoss(pml.SupConLoss(), mode="replicated"),
-        2,
-        lambda w: (FRAME_BYTES + EMBEDDINGS + LABELS) * (w - 1),
-        64,
-    ),
-    "ArcFace, 2^20 classes divided": (
+    "ArcFace, 2^20 classes divided": Mode(
         arcface,
-        4,
-        lambda w: (FRAME_BYTES + EMBEDDINGS + LABELS + (3 * ROWS * w + 4) * WORD) * (w - 1) + scattered(w),
+        EMBEDDINGS + LABELS,
+        1,
+        2,
+        lambda w: (3 * ROWS * w + 4) * WORD * (w - 1) + scattered(w),
         4096,
     ),
-    "CLIP": (
+    "CLIP": Mode(
         lambda w: ClipLoss(),
-        4,
-        lambda w: (FRAME_BYTES + EMBEDDINGS + ROWS * WORD + (2 * ROWS * w + 1 + DIM) * WORD) * (w - 1) + scattered(w),
+        EMBEDDINGS + ROWS * WORD,
+        1,
+        2,
+        lambda w: (2 * ROWS * w + 1 + DIM) * WORD * (w - 1) + scattered(w),
         4096,
     ),
-    "SigLIP": (
-        lambda w: SigLipLoss(),
-        4,
-        lambda w: (2 * FRAME_BYTES + EMBEDDINGS + ROWS * WORD) * (w - 1) + scattered(w),
-        4096,
-    ),
+    "SigLIP": Mode(lambda w: SigLipLoss(), EMBEDDINGS + ROWS * WORD, 2, 1, scattered, 4096),
 }
 
 
@@ -101,7 +138,7 @@ def measure(mode: str) -> tuple[int, int, float]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     rows, other = (torch.randn(ROWS, DIM, generator=generator).requires_grad_() for _ in range(2))
     labels = torch.arange(ROWS) // 4
-    loss = MODES[mode][0](groups.world_size())
+    loss = MODES[mode].make(groups.world_size())
     step(mode, loss, rows, other, labels)
     loss.zero_grad(set_to_none=True)
     rows.grad = other.grad = None
@@ -139,9 +176,10 @@ def pretended(pairs: list[tuple[str, int]]) -> list[tuple[int, int, float]]:
 
 def row_of(mode: str, world: int, ranks: str, found: tuple[int, int, float]) -> Row:
     """One measurement beside the closed form."""
-    _, calls, law, _ = MODES[mode]
+    with mock.patch.object(groups, "world_size", return_value=world):
+        calls, law = MODES[mode].calls(), MODES[mode].sent(world)
     got_calls, got_bytes, mib = found
-    right = got_calls == calls and got_bytes == law(world)
+    right = got_calls == calls and got_bytes == law
     return {
         "table": f"One step, {ROWS} rows per rank, dim {DIM}: what a rank sends and needs",
         "mode": mode,
@@ -150,7 +188,7 @@ def row_of(mode: str, world: int, ranks: str, found: tuple[int, int, float]) -> 
         "collectives": got_calls,
         "law_collectives": calls,
         "sent_KiB": got_bytes / 1024,
-        "law_KiB": law(world) / 1024,
+        "law_KiB": law / 1024,
         "peak_MiB": mib,
         "verdict": "met" if right else "WRONG",
     }
@@ -170,7 +208,7 @@ def main(arguments: list[str]) -> list[Row]:
             row_of(mode, world, "real", max(column))
             for mode, column in zip(modes, zip(*everyone, strict=True), strict=True)
         ]
-    pairs = [(mode, w) for mode in modes for w in PRETENDED if w <= min(options.largest, MODES[mode][3])]
+    pairs = [(mode, w) for mode in modes for w in PRETENDED if w <= min(options.largest, MODES[mode].largest)]
     answers = run_ranks(pretended, pairs, world_size=1, seconds=600.0)[0]
     rows += [row_of(*pair, "pretended", found) for pair, found in zip(pairs, answers, strict=True)]
     return sorted(rows, key=lambda row: (modes.index(row["mode"]), row["ranks"] == "pretended", row["W"]))

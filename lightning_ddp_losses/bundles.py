@@ -6,7 +6,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (per tensor, may differ), ``G`` the
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.collectives import Backward
 from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.transport import carrier, gather, scatter_sum
+from lightning_ddp_losses.transport import carrier, gather, host_bytes, scatter_sum
 
 __all__ = ["Bundle", "Choice", "gather_bundle"]
 
@@ -66,7 +66,8 @@ def gather_bundle(
         group: Process group; None is the world.
 
     Communication:
-        Forward one frame, and one gather of all tensors' bytes where they do not ride in it; backward none
+        Forward one frame, and one gather of all tensors' bytes where those of any rank are too many to ride in it (more than
+        ``frames.room``, or not on the CPU); one more gather at a size that the frames have not grown to yet. Backward none
         (``"own_slice"``), or one exchange per dtype that needs a gradient (``"sum"``).
 
     Raises:
@@ -85,7 +86,7 @@ def gather_bundle(
     payloads = frames.exchange(
         what,
         {**agreed, "tensors": ", ".join(tensors), **fixed},
-        own + _packed(values).numpy().tobytes() if rides else own,
+        b"".join([own, *_aligned_bytes(values)]) if rides else own,
         group=group,
     )
     heads = [head.unpack_from(p) for p in payloads]
@@ -156,10 +157,18 @@ def _scatter_packed(grads: list[Tensor], counts: list[list[int]], group: Group) 
     return [flat.view(part[rank].shape) for flat, part in zip(torch.split(own, sizes[rank]), parts, strict=True)]
 
 
-def _packed(tensors: Sequence[Tensor], size: int = 0) -> Tensor:
-    """Bytes of all tensors, each at an aligned place; at least ``size``."""
+def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:
+    """Bytes of each tensor on the CPU, with what fills them up to an aligned place."""
+    for tensor in tensors:
+        data = host_bytes(tensor)
+        yield data
+        yield bytes(_aligned(len(data)) - len(data))
+
+
+def _packed(tensors: Sequence[Tensor], size: int) -> Tensor:
+    """Bytes of all tensors, each at an aligned place; ``size`` of them."""
     sizes = [_aligned(t.nbytes) for t in tensors]
-    packed = tensors[0].new_zeros(max(size, sum(sizes)), dtype=torch.uint8)
+    packed = tensors[0].new_zeros(size, dtype=torch.uint8)
     offset = 0
     for tensor, taken in zip(tensors, sizes, strict=True):
         # not tensor.contiguous().view: none or one strided row counts as contiguous and cannot be viewed as bytes

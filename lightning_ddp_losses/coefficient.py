@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,10 @@ class CoefficientWatch:
         if everywhere and value.device.type == "cpu":  # to read it elsewhere waits for the device
             awaited = _Awaited()
             _awaited.add(awaited)
-        return _Note.apply(value, self, awaited)  # type: ignore[no-any-return, no-untyped-call]
+        if value.is_leaf:  # a parameter, on which a hook would stay
+            return _Note.apply(value, self, awaited)  # type: ignore[no-any-return, no-untyped-call]
+        value.register_hook(partial(self.note, awaited=awaited))  # type: ignore[no-untyped-call]
+        return value
 
     def take(self) -> str:
         """What was noted since the last call, as text for a frame."""

@@ -59,7 +59,7 @@ def run_wide(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ..
         kwargs: Keyword arguments, likewise.
     """
     given = list(numerics.tensors_in((args, kwargs)))
-    parameters = list(module.parameters())
+    parameters = numerics.parameters_of(module)
     dtype = numerics.compute_dtype([*parameters, *given])
     devices = {t.device.type for t in given}
     if numerics.is_full(dtype, devices, (*parameters, *given)):  # the usual case, and contexts take time

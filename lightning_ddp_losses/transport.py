@@ -23,6 +23,7 @@ __all__ = [
     "carrier",
     "gather",
     "gather_rows",
+    "host_bytes",
     "join_slices_",
     "on_wait",
     "receive",
@@ -42,6 +43,7 @@ _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _BROADCAST_BYTES = 64 << 20
 _GATHER_BYTES = 256 << 10  # over all ranks
 _AWAKE_SECONDS = 0.002
+_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}  # the usual ones, in one call
 _give_way = getattr(os, "sched_yield", None) or (lambda: time.sleep(0))
 
 
@@ -89,6 +91,13 @@ def start_gather(own: Tensor, *, group: dist.ProcessGroup) -> tuple[Tensor, dist
     copies = own.expand(groups.world_size(group), -1).contiguous()
     everyone = torch.empty_like(copies)
     return everyone, dist.all_to_all_single(everyone, copies, group=group, async_op=True)
+
+
+def host_bytes(tensor: Tensor) -> bytes:
+    """The bytes of a tensor on the CPU, row by row whatever its strides."""
+    if tensor.dtype in _NUMPY:
+        return tensor.detach().numpy().tobytes()
+    return _as_bytes(tensor.detach().resolve_conj().contiguous()).numpy().tobytes()
 
 
 def start_mean(tensor: Tensor, *, group: Group = None) -> Callable[[], Tensor]:

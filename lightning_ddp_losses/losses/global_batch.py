@@ -13,23 +13,24 @@ import torch
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
-from lightning_ddp_losses import frames, graph, groups, inputs, numerics
+from lightning_ddp_losses import frames, graph, groups, inputs
 from lightning_ddp_losses.bundles import Bundle, Choice, gather_bundle
 from lightning_ddp_losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.collectives import Backward
 from lightning_ddp_losses.configuration import digest
-from lightning_ddp_losses.errors import InputError, format_error
+from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses import pml as pml_rows
 from lightning_ddp_losses.losses.memory import QueuePosition
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall
-from lightning_ddp_losses.losses.randomness import pack_draw, same_draws, shared_seed
-from lightning_ddp_losses.losses.reduction import combine, has_per_anchor, pack_shares, unpack_shares
+from lightning_ddp_losses.losses.randomness import pack_draw, same_draws
+from lightning_ddp_losses.losses.reduction import has_per_anchor
 from lightning_ddp_losses.losses.refusals import no_ring, not_exact, refuse_tiles, refuse_unfit
-from lightning_ddp_losses.losses.rows import Meeting, elements_value, rows_value, tiled_value
+from lightning_ddp_losses.losses.rows import Meeting, combined, elements_value, rows_value, tiled_value
 from lightning_ddp_losses.losses.table import MODES, Mode, allowed_modes, few_rows
 from lightning_ddp_losses.losses.tiled import plan_of
 from lightning_ddp_losses.losses.torch_losses import torch_share
+from lightning_ddp_losses.losses.whole_call import WholeCall
 
 __all__ = ["GlobalBatchLoss"]
 
@@ -67,7 +68,8 @@ class GlobalBatchLoss(nn.Module):
     Communication:
         ``elements`` 1 frame. ``replicated`` frame + gather, none in backward. ``rows`` frame + gather + frame; in backward none
         where ``evaluation`` is symmetric and the call has labels only, else 1. A ring: 2 frames, a gather of labels, and one (Contrastive)
-        to three times W - 1 messages.
+        to three times W - 1 messages. Few rows on the CPU (``frames.room``) need no gather: they travel in the frame from the
+        second call on.
 
     Raises:
         ConfigurationError: a mode that is not exact for the loss; a reduction that cannot be made global.
@@ -186,10 +188,8 @@ class GlobalBatchLoss(nn.Module):
         if mode == "elements" and set(given) <= {"embeddings", "labels"} and self._has_rows(given):
             return elements_value(self.loss, given["embeddings"], given.get("labels"), meeting)
         fits = mode == "rows" and self._rows_fit(given)
-        plan = plan_of(self.loss) if fits else None
-        symmetric = plan is not None and plan.is_symmetric(given)
         ring = self.gather == "ring"
-        if ring and not symmetric:
+        if ring and not self._is_symmetric(given):
             raise no_ring(self._title, "labels, and no references or tuples", sorted(given))
 
         def backward(counts: dict[str, list[int]]) -> Backward:
@@ -203,7 +203,9 @@ class GlobalBatchLoss(nn.Module):
         call = PMLCall(self.loss, given, gather, groups.rank(self._group))
         self._warn_identities(call)
         fits = fits and not self._few(call.counts)
-        if fits and plan is not None and call.ref_labels is not None:
+        plan = plan_of(self.loss) if fits else None
+        if plan is not None and call.ref_labels is not None:
+            symmetric = plan.is_symmetric(given)
             return tiled_value(
                 self.loss, plan, call, meeting, symmetric=symmetric, tile_bytes=self.tile_bytes, ring=ring
             )
@@ -212,11 +214,15 @@ class GlobalBatchLoss(nn.Module):
         if isinstance(self.loss, pml.CrossBatchMemory):
             mask = call.arguments.get("enqueue_mask")  # only what it marks goes to the memory
             self.queue_position.check(call.total_rows if mask is None else int(mask.sum()), self._title)
-        with graph.on_all_rows(), same_draws(call.seed, call.arguments.values()):
+        with graph.on_all_rows(), same_draws(self.loss, call.seed, call.arguments.values()):
             value = self.loss(**call.arguments)
         if isinstance(self.loss, pml.CrossBatchMemory):
             self.queue_position.note()
         return value  # type: ignore[no-any-return]
+
+    def _is_symmetric(self, given: dict[str, Any]) -> bool:
+        plan = plan_of(self.loss)
+        return plan is not None and plan.is_symmetric(given)
 
     def _has_rows(self, given: dict[str, Any]) -> bool:
         return isinstance(given.get("embeddings"), Tensor)
@@ -247,34 +253,12 @@ class GlobalBatchLoss(nn.Module):
     def _torch_elements(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         share = torch_share(self.loss, args, kwargs, groups.world_size(self._group))
         first = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        payloads = frames.exchange(self._title, self._frame_of(first), pack_shares([share]), group=self._group)
-        return combine([share], unpack_shares(payloads), self._group)
+        return combined(self.loss, [share], first, Meeting(self._title, self._frame_of, self._group))
 
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        named: dict[int | str, Any] = dict(enumerate(args))
-        named.update(kwargs)
-        for name, value in named.items():
-            if self.batch_dims.get(name, 0) is not None and isinstance(value, (list, tuple, dict)):
-                self._refuse_nested(name, value)
-        dims = {k: self.batch_dims.get(k, 0) for k, v in named.items() if isinstance(v, Tensor) and v.ndim}
-        batches = {str(k): named[k].movedim(d, 0) for k, d in dims.items() if d is not None}
-        bundle = self._gather(batches, self.backward)
-        for (key, dim), tensor in zip(((k, d) for k, d in dims.items() if d is not None), bundle.tensors, strict=True):
-            named[key] = tensor.movedim(0, dim)
-        positional = [named[i] for i in range(len(args))]
-        with graph.on_all_rows(), same_draws(shared_seed(bundle), bundle.tensors):
-            return self.loss(*positional, **{k: v for k, v in named.items() if isinstance(k, str)})
-
-    def _refuse_nested(self, name: int | str, value: Any) -> None:
-        if any(t.ndim for t in numerics.tensors_in(value)):
-            raise InputError(
-                format_error(
-                    f"{self._title}: argument {name}",
-                    expected="a tensor",
-                    got=f"a {type(value).__name__} of tensors, whose rows would stay on this rank",
-                    fix=f"Pass the tensors one by one, or say that they are no batches: batch_dims={{{name!r}: None}}.",
-                )
-            )
+        call = WholeCall(self._title, args, kwargs, self.batch_dims, lambda given: self._gather(given, self.backward))
+        with graph.on_all_rows(), same_draws(self.loss, call.seed, call.batches):
+            return self.loss(*call.args, **call.kwargs)
 
     # ------------------------------------------------------------------ shared
 

@@ -31,7 +31,7 @@ class GlobalBatchMiner(nn.Module):
     Returns:
         From ``forward``: tuples of global row numbers, equal on every rank, for ``GlobalBatchLoss(..., indices_tuple=...)``.
 
-    Communication: one frame and one gather, none in backward (mining takes no gradient).
+    Communication: one frame, and one gather of rows that are too many for it (``frames.room``); none in backward.
 
     Example:
         >>> import torch
@@ -72,7 +72,7 @@ class GlobalBatchMiner(nn.Module):
                 ),
                 groups.rank(self._group),
             )
-            with same_draws(call.seed, call.arguments.values()):
+            with same_draws(self.miner, call.seed, call.arguments.values()):
                 return GlobalTuples(self.miner(**call.arguments))
         except Exception as error:  # what all ranks raise alike passes through
             frames.fail_together(error, title, group=self._group)

@@ -7,24 +7,47 @@ import struct
 from collections.abc import Iterable, Iterator
 
 import torch
+from pytorch_metric_learning import distances, losses, reducers, regularizers
 from pytorch_metric_learning.utils import common_functions as c_f
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ddp_losses.bundles import Bundle
 
-__all__ = ["pack_draw", "same_draws", "shared_seed"]
+__all__ = ["may_draw", "pack_draw", "same_draws", "shared_seed"]
 
 _DRAW = struct.Struct("<QQ")
+# of pytorch-metric-learning (PML), by exact class: a subclass, a miner or a module of somebody else may draw
+_NEVER_DRAW = {
+    cls
+    for package in (losses, distances, reducers, regularizers)
+    for cls in vars(package).values()
+    if isinstance(cls, type) and cls is not losses.ManifoldLoss
+} | {nn.ModuleDict, nn.ModuleList}
+
+
+def may_draw(loss: nn.Module) -> bool:
+    """Whether a call may draw random numbers; to save and restore generators takes as long as a small loss."""
+    stack = [loss]
+    while stack:
+        module = stack.pop()
+        if type(module) not in _NEVER_DRAW or vars(module).get("triplets_per_anchor", "all") != "all":
+            return True
+        stack += [child for child in module._modules.values() if child is not None]
+    return False
 
 
 @contextlib.contextmanager
-def same_draws(seed: int, tensors: Iterable[object]) -> Iterator[None]:
+def same_draws(inner: nn.Module, seed: int, tensors: Iterable[object]) -> Iterator[None]:
     """Seed torch's generators (CPU and the tensors' devices) and PML's numpy generator, and restore them.
 
     Args:
+        inner: What is called; generators are left alone where it never draws.
         seed: The same on every rank.
         tensors: The call's inputs; their devices' generators are seeded too.
     """
+    if not may_draw(inner):
+        yield
+        return
     devices = {t.device for t in tensors if isinstance(t, Tensor) and t.device.type == "cuda"}
     numpy_state = c_f.NUMPY_RANDOM.get_state()
     indices = sorted(d.index or 0 for d in devices)

@@ -15,21 +15,50 @@ collected over an epoch come out in the order of one process too.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_ddp_losses.errors import RankMismatchError, format_error
 
-__all__ = ["Kind", "Layout", "Region", "Slot", "lay_out", "pieces_of", "table_of_contents"]
+__all__ = ["Kind", "Layout", "Region", "Slot", "State", "lay_out", "pieces_of", "table_of_contents"]
 
 Kind = Literal["stack", "rows", "list"]
 Slot = tuple[int, int]  # first byte and number of bytes
 _ALIGN = 16  # bytes; a tensor of any dtype may start there
+
+
+@dataclass(frozen=True)
+class State:
+    """A state on its way to the other ranks.
+
+    Attributes:
+        name: As messages name it: metric and state.
+        value: A tensor, or a list of tensors.
+        device: Where the metric lives; pieces of a list that lie elsewhere are moved there.
+        reduce: torchmetrics' reduction: a function of the stacked tensors or of the list; None: none.
+        weight: This rank's rows; a mean over ranks is one over their rows.
+        untouched: Nothing was ever put in: the default.
+    """
+
+    name: str
+    value: Tensor | list[Tensor]
+    device: torch.device
+    reduce: Callable[..., Any] | None
+    weight: float = 1.0
+    untouched: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """How it is gathered."""
+        if self.reduce is dim_zero_cat:
+            return "rows"
+        return "stack" if isinstance(self.value, Tensor) else "list"
 
 
 @dataclass(frozen=True)

@@ -8,57 +8,26 @@ backward: every rank computes the same value from the same bytes, so its own sli
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
+from torchmetrics.utilities.data import dim_zero_mean
 
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.collectives import own_slices_with_grad
-from lightning_ddp_losses.errors import RankMismatchError, format_error
 from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.metrics.layout import Kind, Layout, lay_out, pieces_of, table_of_contents
-from lightning_ddp_losses.transport import join_slices_
+from lightning_ddp_losses.metrics.disagreement import agree_in_full
+from lightning_ddp_losses.metrics.layout import Layout, State, lay_out, pieces_of, table_of_contents
+from lightning_ddp_losses.transport import host_bytes, join_slices_
 
-__all__ = ["State", "meet"]
+__all__ = ["meet"]
 
 _HEAD = struct.Struct("<16s?I")  # digest of what must be equal, whether the bytes are inside, bytes of the contents
 _ROWS = struct.Struct("<d")
-_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
-
-
-@dataclass(frozen=True)
-class State:
-    """A state on its way to the other ranks.
-
-    Attributes:
-        name: As messages name it: metric and state.
-        value: A tensor, or a list of tensors.
-        device: Where the metric lives; pieces of a list that lie elsewhere are moved there.
-        reduce: torchmetrics' reduction: a function of the stacked tensors or of the list; None: none.
-        weight: This rank's rows; a mean over ranks is one over their rows.
-        untouched: Nothing was ever put in: the default.
-    """
-
-    name: str
-    value: Tensor | list[Tensor]
-    device: torch.device
-    reduce: Callable[..., Any] | None
-    weight: float = 1.0
-    untouched: bool = False
-
-    @property
-    def kind(self) -> Kind:
-        """How it is gathered."""
-        if self.reduce is dim_zero_cat:
-            return "rows"
-        return "stack" if isinstance(self.value, Tensor) else "list"
 
 
 def meet(
@@ -79,8 +48,8 @@ def meet(
     Gradient: this rank's own states receive W times the gradient that comes back (which is the same on every rank).
 
     Communication:
-        One frame; when the bytes of a rank do not fit, one all-reduce in place, on the device. One more exchange where a
-        rank without data holds a default of another shape.
+        One frame; when the bytes of a rank do not fit (``frames.room``), one all-reduce in place, on the device. One more gather at a
+        size that the frames have not grown to yet, and one more exchange where a rank without data holds a default of another shape.
 
     Raises:
         RankMismatchError: on every rank, naming the state, when ranks disagree in a way that has no right result.
@@ -113,7 +82,7 @@ def meet(
 
     heads = [_HEAD.unpack_from(p) for p in payloads]
     if any(h[0] != digest for h in heads):
-        adapted = _agree(title, states, configuration, device, group)
+        adapted = agree_in_full(title, states, configuration, device, group)
         return meet(title, adapted, agreed, configuration, group=group)
     tables = tuple(p[_HEAD.size : _HEAD.size + h[2]].decode() for p, h in zip(payloads, heads, strict=True))
     layout = lay_out(title, names, kinds, fixed, tables)
@@ -147,7 +116,7 @@ def _bytes_of(tensors: Sequence[Tensor], device: torch.device) -> bytes:
     if device.type != "cpu" and tensors:  # one copy to the host, not one per tensor
         flat = torch.cat([_as_bytes(t) for t in tensors])
         return flat.cpu().numpy().tobytes()
-    return b"".join((t.detach() if t.dtype in _NUMPY else _as_bytes(t)).numpy().tobytes() for t in tensors)
+    return b"".join(map(host_bytes, tensors))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -228,75 +197,3 @@ def _reduce(state: State, tensors: list[Tensor], rows: list[float] | None) -> An
         shares = stacked.new_tensor(rows) / sum(rows)
         return torch.tensordot(shares, stacked, 1)
     return state.reduce(stacked)
-
-
-def _agree(title: str, states: Sequence[State], configuration: str, device: torch.device, group: Group) -> list[State]:
-    """What the ranks hold, told in full: an error that names it, or defaults in the shape of what other ranks have."""
-    own = {
-        "configuration": configuration,
-        "device": device.type,
-        "states": [
-            [s.name, getattr(s.reduce, "__qualname__", "none"), s.kind, *_told(s.value), s.untouched] for s in states
-        ],
-    }
-    everyone = [json.loads(p) for p in frames.exchange(f"{title}, in full", {}, json.dumps(own).encode(), group=group)]
-    for what in ("configuration", "device"):
-        if len({ranks[what] for ranks in everyone}) > 1:
-            told = _differing([ranks[what] for ranks in everyone])
-            _refuse(f"{title}: {what}", "the same on every rank", told, "Build the metric alike on every rank.")
-    kept = [[entry[:3] for entry in ranks["states"]] for ranks in everyone]
-    if any(k != kept[0] for k in kept):
-        told = [", ".join(f"{name} ({kind}, {reduce})" for name, reduce, kind in k) or "no states" for k in kept]
-        _refuse(f"{title}: states", "the same on every rank", told, "Build the metric alike on every rank.")
-    adapted = []
-    for index, state in enumerate(states):
-        entries = [ranks["states"][index] for ranks in everyone]
-        shapes = {(entry[3], tuple(entry[4])) for entry in entries if not entry[5]}
-        adapted.append(state)
-        if state.kind != "stack" or len({(e[3], tuple(e[4])) for e in entries}) == 1:
-            continue
-        if len(shapes) != 1:
-            told = [f"{tuple(entry[4])} {entry[3]}" for entry in entries]
-            _refuse(
-                f"{title}: state `{state.name}`",
-                "one shape and dtype on every rank",
-                told,
-                "Call update with inputs of the same width, number of dimensions and dtype on every rank.",
-            )
-        dtype, shape = shapes.pop()
-        if state.untouched:
-            assert isinstance(state.value, Tensor)
-            adapted[-1] = replace(state, value=_as_default(title, state, getattr(torch, dtype), shape))
-    return adapted
-
-
-def _as_default(title: str, state: State, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    assert isinstance(state.value, Tensor)
-    try:
-        return state.value.to(dtype).expand(shape).contiguous()
-    except RuntimeError:
-        raise RankMismatchError(
-            format_error(
-                f"{title}: state `{state.name}`",
-                expected=f"a default that fits the other ranks' shape {shape}",
-                got=f"{tuple(state.value.shape)} on a rank without data",
-                fix="Give every rank data before compute.",
-            )
-        ) from None
-
-
-def _told(value: Tensor | list[Tensor]) -> tuple[str, list[int]]:
-    return (str(value.dtype)[6:], list(value.shape)) if isinstance(value, Tensor) else ("", [])
-
-
-def _differing(texts: Sequence[str]) -> list[str]:
-    """The parts, between semicolons and commas, that not all texts have."""
-    parts = [[part.strip() for part in text.replace("; ", ", ").split(", ")] for text in texts]
-    common = set(parts[0]).intersection(*parts[1:])
-    return [
-        ", ".join(part for part in own if part not in common) or text for own, text in zip(parts, texts, strict=True)
-    ]
-
-
-def _refuse(what: str, expected: str, told: Sequence[str], fix: str) -> None:
-    raise RankMismatchError(format_error(what, expected=expected, ranks=told, fix=fix), collective=True)

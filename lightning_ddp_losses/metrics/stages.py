@@ -15,7 +15,8 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_ddp_losses import frames, graph, groups, numerics
 from lightning_ddp_losses.errors import InputError, format_error
-from lightning_ddp_losses.metrics.meeting import State, meet
+from lightning_ddp_losses.metrics.layout import State
+from lightning_ddp_losses.metrics.meeting import meet
 
 __all__ = ["Call", "Member", "Request", "Stages", "answer", "gather_inputs", "gradient_is_wanted", "run", "together"]
 

@@ -16,7 +16,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 from lightning_ddp_losses import numerics
 from lightning_ddp_losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.configuration import configuration
-from lightning_ddp_losses.metrics.meeting import State
+from lightning_ddp_losses.metrics.layout import State
 
 __all__ = ["Gather", "MetricStates", "Shared", "States", "detached"]
 

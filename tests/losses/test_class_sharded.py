@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 
 from lightning_ddp_losses import ClassShardedLoss
-from tests.counting import CountCollectives
+from tests.counting import CountCollectives, nothing_rides
 from tests.losses.harness import SPLITS
 from tests.losses.sharded_cases import CASES, CLASSES, DIM, LOSSES, Case, global_rows, judge, make, measure, net, whole
 from tests.oracle import assert_close
@@ -37,23 +38,27 @@ def test_ranks_are_one_process(pool: RankPool, world_size: int) -> None:
     assert not problems, "\n".join(problems)
 
 
-def collectives(name: str) -> tuple[list[str], list[str], int]:
+def collectives(name: str, rides: bool) -> tuple[list[str], list[str], int]:
     rows = global_rows([6, 6], dist.get_rank())
     loss = ClassShardedLoss(make(Case(name)))
-    for _ in range(2):
-        with CountCollectives() as counter:
-            value = loss(net()(rows["features"]), rows["labels"])
-            forward = counter.take()
-            value.backward()
-            backward = counter.take()
+    with contextlib.nullcontext() if rides else nothing_rides():
+        for _ in range(2):
+            with CountCollectives() as counter:
+                value = loss(net()(rows["features"]), rows["labels"])
+                forward = counter.take()
+                value.backward()
+                backward = counter.take()
     return forward, backward, loss.shard.classes
 
 
+@pytest.mark.parametrize("rides", [False, True], ids=["many rows", "few rows"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_step_costs_four_collectives(pool: RankPool, name: str) -> None:
+def test_a_step_costs_four_collectives_and_three_where_the_rows_fit_in_a_frame(
+    pool: RankPool, name: str, rides: bool
+) -> None:
     held = []
-    for forward, backward, classes in pool.run(2, collectives, name):
-        assert (len(forward), len(backward)) == (3, 1), (forward, backward)
+    for forward, backward, classes in pool.run(2, collectives, name, rides):
+        assert (len(forward), len(backward)) == (2 if rides else 3, 1), (forward, backward)
         held.append(classes)
     assert held == [4, 3]
 

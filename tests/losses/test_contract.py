@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
-from pytorch_metric_learning import reducers
+from pytorch_metric_learning import miners, reducers
 from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss, inputs
 from lightning_ddp_losses.collectives import all_gather_with_grad
 from lightning_ddp_losses.losses import GlobalBatchLoss, check_separable, register_element_wise, register_row_separable
+from lightning_ddp_losses.losses.randomness import may_draw
 from tests.losses.cases import PML, classes
 from tests.losses.harness import (
     CLASSES,
@@ -273,3 +274,51 @@ def test_labels_out_of_range_on_an_accelerator(pool: RankPool, divided: bool) ->
             assert one > 0
             assert two != two
             assert three > 0
+
+
+class Noisy(pml.SupConLoss):
+    pass
+
+
+DRAWS: dict[str, tuple[nn.Module, bool]] = {
+    "deterministic": (pml.SupConLoss(), False),
+    "all triplets": (pml.TripletMarginLoss(), False),
+    "some triplets": (pml.TripletMarginLoss(triplets_per_anchor=3), True),
+    "some triplets, inside": (pml.MultipleLosses([pml.SupConLoss(), pml.MarginLoss(triplets_per_anchor=1)]), True),
+    "random classes": (pml.ManifoldLoss(4), True),
+    "a memory": (pml.CrossBatchMemory(pml.NTXentLoss(), DIM), False),
+    "a memory with a miner": (pml.CrossBatchMemory(pml.NTXentLoss(), DIM, miner=miners.TripletMarginMiner()), True),
+    "a class that nobody knows": (Noisy(), True),
+    "a part that nobody knows": (pml.SupConLoss(embedding_regularizer=Tempered()), True),
+    "somebody else's": (nn.Dropout(), True),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_generators_are_left_alone_by_losses_that_never_draw(name: str) -> None:
+    loss, draws = DRAWS[name]
+    assert may_draw(loss) == draws
+
+
+class Constant(nn.Module):
+    """Returns its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.value
+
+
+def returns_a_parameter() -> tuple[bool, float, bool]:
+    loss = GlobalBatchLoss(Constant())
+    for _ in range(3):
+        value = loss(torch.ones(2, 2))
+        value.backward()
+    hooks = loss.loss.value._backward_hooks
+    return value is loss.loss.value, float(loss.loss.value.grad), bool(hooks)
+
+
+def test_a_loss_that_returns_its_parameter_gathers_no_hooks(pool: RankPool) -> None:
+    assert pool.run(2, returns_a_parameter) == [(False, 3.0, False)] * 2

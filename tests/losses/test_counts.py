@@ -1,7 +1,8 @@
-"""Collectives per step, counted: labels and indices travel with the embeddings, and a value costs nothing to log."""
+"""Collectives per step, counted: labels and indices travel with the embeddings, few rows in the frame, and a value costs nothing to log."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,8 +14,9 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners
 from torch import nn
 
+from lightning_ddp_losses import frames
 from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
-from tests.counting import CountCollectives
+from tests.counting import CountCollectives, nothing_rides
 from tests.losses.cases import PML, two_views
 from tests.losses.harness import DIM, Arguments, Case, Net, Rows, by_labels, fresh, own_rows
 from tests.losses.torch_cases import TORCH
@@ -61,44 +63,69 @@ COUNTS: dict[str, tuple[Case, str, tuple[int, int]]] = {
 }
 
 
-def count(name: str) -> list[list[str]]:
+def count(name: str, rides: bool) -> list[list[str]]:
     """The second step's collectives: forward, backward, logging."""
     case, mode, _ = COUNTS[name]
     rows = own_rows([6, 6], dist.get_rank())
-    for _ in range(2):
-        net, loss = fresh(case)  # anew: PML's DynamicSoftMarginLoss cannot take a second step
-        wrapped = GlobalBatchLoss(loss, mode=mode, **case.options)  # type: ignore[arg-type]
-        args, kwargs = case.give(net, rows)
-        with CountCollectives() as counter:
-            value = wrapped(*args, **kwargs)
-            forward = counter.take()
-            value.backward()
-            backward = counter.take()
+    with contextlib.nullcontext() if rides else nothing_rides():
+        for _ in range(2):
+            net, loss = fresh(case)  # anew: PML's DynamicSoftMarginLoss cannot take a second step
+            wrapped = GlobalBatchLoss(loss, mode=mode, **case.options)  # type: ignore[arg-type]
+            args, kwargs = case.give(net, rows)
+            with CountCollectives() as counter:
+                value = wrapped(*args, **kwargs)
+                forward = counter.take()
+                value.backward()
+                backward = counter.take()
     return [forward, backward]
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # PML 2.9, of its own HistogramLoss
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss by both")  # torch, of its own KLDivLoss
+@pytest.mark.parametrize("rides", [False, True], ids=["many rows", "few rows"])
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_step_costs_what_the_table_says(pool: RankPool, name: str) -> None:
+def test_a_step_costs_what_the_table_says(pool: RankPool, name: str, rides: bool) -> None:
     forward, backward = COUNTS[name][2]
-    for found in pool.run(2, count, name):
-        assert [len(names) for names in found] == [forward, backward], found
+    gathers = forward > 1  # which few rows need not: they are in the frame
+    for found in pool.run(2, count, name, rides):
+        assert [len(names) for names in found] == [forward - (gathers and rides), backward], found
 
 
-def count_miner() -> list[str]:
+def count_wide(mode: str, bytes_over: int) -> list[int]:
+    """Four rows of a rank whose bytes are so many more than go into a frame (of all ranks' embeddings and labels)."""
+    width = (frames.room() + bytes_over) // 32
+    embeddings = torch.randn(4, width, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    loss = GlobalBatchLoss(pml.SupConLoss(), mode=mode)  # type: ignore[arg-type]
+    found = []
+    for _ in range(3):
+        with CountCollectives() as counter:
+            loss(embeddings.requires_grad_(), torch.tensor([0, 0, 1, 1])).backward()
+        found.append(len(counter.take()))
+    return found
+
+
+@pytest.mark.parametrize(("mode", "costs"), [("replicated", 2), ("rows", 3)])
+def test_bytes_decide_whether_rows_travel_in_the_frame(pool: RankPool, mode: str, costs: int) -> None:
+    assert pool.run(2, count_wide, mode, 0) == [[costs] * 3] * 2
+    for found in pool.run(2, count_wide, mode, -1024):
+        assert found[0] <= costs  # the frames may have grown before
+        assert found[1:] == [costs - 1] * 2
+
+
+def count_miner(rides: bool) -> int:
     net, _ = fresh(PML["SupConLoss"])
     miner = GlobalBatchMiner(miners.MultiSimilarityMiner())
     args, _ = by_labels(net, own_rows([6, 6], dist.get_rank()))
-    miner(*args)
-    with CountCollectives() as counter:
+    with contextlib.nullcontext() if rides else nothing_rides():
         miner(*args)
-    return counter.take()
+        with CountCollectives() as counter:
+            miner(*args)
+    return len(counter.take())
 
 
-def test_a_miner_costs_a_frame_and_a_gather(pool: RankPool) -> None:
-    for names in pool.run(2, count_miner):
-        assert len(names) == 2, names
+def test_a_miner_costs_a_frame_and_for_many_rows_a_gather(pool: RankPool) -> None:
+    assert pool.run(2, count_miner, False) == [2, 2]
+    assert pool.run(2, count_miner, True) == [1, 1]
 
 
 def count_alone() -> Any:

@@ -29,24 +29,26 @@ class Counted(Ours):
         super().update(rows)
 
 
-def counts() -> dict[str, tuple[list[str], list[str], int]]:
+def counts(number: int) -> dict[str, tuple[list[str], list[str], int]]:
     """For each kind of state: collectives of forward and backward in steady state, and updates per forward."""
     found = {}
     for kind in KINDS:
         metric, Counted.updates = Counted(kind), 0
         for step in range(3):
             with CountCollectives() as collectives:
-                value = metric(rows(64 if "list" in kind else 4, step).requires_grad_())
+                value = metric(rows(number, step).requires_grad_())
                 forward = collectives.take()
                 value.backward()
                 found[kind] = (forward, collectives.take(), Counted.updates // (step + 1))
     return found
 
 
-def test_collectives_and_updates_of_a_forward(pool: RankPool) -> None:
-    for found in pool.run(2, counts):
+@pytest.mark.parametrize(("number", "most"), [(64, 1), (8000, 2)])  # rows: a few go into a frame
+def test_collectives_and_updates_of_a_forward(pool: RankPool, number: int, most: int) -> None:
+    for found in pool.run(2, counts, number):
         for kind, (forward, backward, updates) in found.items():
-            assert len(forward) == (2 if "list" in kind else 1), kind  # 64 rows do not fit into a frame
+            grows = "list" in kind or kind == "cat tensor"  # with the rows
+            assert len(forward) == (most if grows else 1), kind
             assert not any("barrier" in name for name in forward)
             assert backward == []
             assert updates == (2 if kind in ("None tensor", "callable list") else 1)
