@@ -22,7 +22,7 @@ import json
 import struct
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Literal, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,11 +33,12 @@ from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchErr
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.transport import start_gather, wait
 
-__all__ = ["FRAME_BYTES", "PATIENCE", "Channel", "Exchange", "exchange", "fail_together", "room", "start"]
+__all__ = ["FRAME_BYTES", "PATIENCE", "Channel", "Exchange", "exchange", "fail_together", "heard_in", "room", "start"]
 
 Channel: TypeAlias = Literal["frames", "checks"]
 """Which of our process groups carries a frame (``groups.Family``)."""
 
+E = TypeVar("E", bound=Exception)
 FRAME_BYTES = 1024
 PATIENCE = timedelta(seconds=60)
 """How long a rank that failed waits for its peers to hear of it."""
@@ -143,7 +144,12 @@ class Exchange:
         first = frames[0]
         if all(f.kind == _AGREE and f.digest == first.digest and f.version == VERSION for f in frames):
             return [f.payload for f in frames]
-        raise _verdict(frames)
+        raise _told(_verdict(frames), self._sending.channel)
+
+
+def heard_in(error: Exception) -> Group:
+    """The group in whose frame this error was raised on all its members; None: in no frame."""
+    return getattr(error, "_heard_in", None)
 
 
 def fail_together(
@@ -174,6 +180,7 @@ def fail_together(
         raise error
     with contextlib.suppress(AttributeError):  # an exception class may forbid it
         error.collective = True  # type: ignore[attr-defined]
+    _told(error, _Channel.of(group, "frames"))
     ours = isinstance(error, DDPLossError)
     text = str(error) if ours else f"{type(error).__name__}: {error}"
     report = json.dumps({"class": type(error).__name__ if ours else "", "text": text, "where": where})
@@ -184,7 +191,13 @@ def fail_together(
         raise error from None
     if not ours:
         raise error
-    raise _verdict(frames) from error
+    raise _told(_verdict(frames), sending.channel) from error
+
+
+def _told(error: E, channel: _Channel) -> E:
+    with contextlib.suppress(AttributeError):
+        error._heard_in = channel.group  # type: ignore[attr-defined]
+    return error
 
 
 class _Channel:
@@ -233,22 +246,22 @@ class _Sending:
         shown = encoded[:_TEXT_BYTES]
         digest = hashlib.blake2b(encoded, digest_size=16).digest()
         head = _HEADER.pack(VERSION, kind, len(shown), len(payload), digest) + shown
-        self._channel = _Channel.of(group, channel)
-        if self._channel.under_way is not None:  # its peers' frames say how long this one is
-            self._channel.under_way.receive(patience)
+        self.channel = _Channel.of(group, channel)
+        if self.channel.under_way is not None:  # its peers' frames say how long this one is
+            self.channel.under_way.receive(patience)
         self._sized = frame_bytes is None
-        self._size = size = frame_bytes or self._channel.frame_bytes
+        self._size = size = frame_bytes or self.channel.frame_bytes
         self._fits = len(head) + len(payload) <= size
         self._payload, self._received = payload, list[_Frame]()
         self.bytes = size if self._fits else size + len(payload)
         own = bytearray(head + payload if self._fits else head)
         own.extend(bytes(size - len(own)))
-        self._everyone, self.work = _start_bytes(own, self._channel.group)
-        self._channel.under_way = self
+        self._everyone, self.work = _start_bytes(own, self.channel.group)
+        self.channel.under_way = self
 
     def receive(self, patience: timedelta | None = None) -> list[_Frame]:
-        if self._channel.under_way is self:
-            self._channel.under_way = None
+        if self.channel.under_way is self:
+            self.channel.under_way = None
             self._received = self._receive(patience)
         return self._received
 
@@ -262,13 +275,13 @@ class _Sending:
             payloads.append(row[start : start + payload_bytes])
         needed = [_HEADER.size + t + n for _, _, t, n, _ in heads]
         if self._sized:
-            self._channel.learn(max(needed))
+            self.channel.learn(max(needed))
         longest = max((head[3] for head, n in zip(heads, needed, strict=True) if n > size), default=0)
         if longest:
             more = bytearray(longest)
             if not self._fits:
                 more[: len(self._payload)] = self._payload
-            more_rows = _finish_bytes(*_start_bytes(more, self._channel.group), longest, patience)
+            more_rows = _finish_bytes(*_start_bytes(more, self.channel.group), longest, patience)
             for rank, row in enumerate(more_rows):
                 if needed[rank] > size:
                     payloads[rank] = row[: heads[rank][3]]

@@ -1,7 +1,8 @@
 """What fails on one rank of a fit ends all of them, also those that wait for it in a loss over a part of the ranks.
 
 A rank that failed cannot know where its peers wait: in the frame of a group that is a part of the world, or in the world's next one. So it
-tells each part that it belongs to, without waiting, and then the world; who hears of it in a part passes it on likewise.
+tells each part that it belongs to, without waiting, and then the world; who hears of it passes it on likewise, but not where it was
+heard. So every member sends one frame more in each part, and none is left unmatched.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ def tell_parts(error: Exception, where: str) -> bool:
     parts = groups.parts()
     text = "; ".join(f"rank {groups.rank()} failed in {where}: {type(error).__name__}: {error}".splitlines())
     for part in parts:
+        if part is frames.heard_in(error):
+            continue
         with contextlib.suppress(RuntimeError):  # its members may be gone
             frames.start(text, {}, group=part)
     return bool(parts)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import time
+
 import pytest
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
-from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss
+from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, groups
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Task
 from tests.rank_pool import RankPool
@@ -63,3 +67,21 @@ def test_a_part_that_disagrees_ends_the_rest_too(pool: RankPool) -> None:
         assert "('rows', 3)" in error.message
         assert "('rows', 2)" in error.message
         assert error.seconds < SOON
+
+
+def fail_then_leave(make: type[Job], loss: str) -> None:
+    """Raises the seconds that it takes to leave all groups after the error: a frame that nobody met would be waited for."""
+    with contextlib.suppress(Exception):
+        fit_parts(make, loss)
+    dist.barrier()
+    begun = time.perf_counter()
+    groups.close(world=True)
+    gc.collect()
+    raise TimeoutError(time.perf_counter() - begun)
+
+
+@pytest.mark.parametrize(("job", "loss"), [(InParts, "pairs"), (InParts, "classes"), (DisagreesInAPart, "pairs")])
+def test_no_frame_is_left_on_its_way(pool: RankPool, job: type[Job], loss: str) -> None:
+    for error in pool.errors(4, fail_then_leave, job, loss):
+        assert error.type == "TimeoutError", error.message
+        assert float(error.message) < SOON
