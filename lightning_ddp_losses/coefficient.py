@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_ddp_losses import groups, numerics
 from lightning_ddp_losses.groups import Group
 
-__all__ = ["CoefficientWatch", "expected", "on_note", "take_noted"]
+__all__ = ["CoefficientWatch", "expect_no_earlier", "expected", "on_note", "take_noted"]
 
 
 class _Awaited:
@@ -35,6 +35,11 @@ _listener: Callable[[], None] | None = None
 def expected() -> bool:
     """Whether a value over all ranks, on the CPU, may still be back-propagated."""
     return len(_awaited) > 0
+
+
+def expect_no_earlier() -> None:
+    """Values made so far are no longer expected: who keeps one does not make the next backward wait for it."""
+    _awaited.clear()
 
 
 def on_note(listener: Callable[[], None] | None) -> None:

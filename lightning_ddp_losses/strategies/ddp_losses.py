@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses import groups, transport
+from lightning_ddp_losses import coefficient, groups, transport
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.strategies import adoption, failing, layer_sync, wrapping
 from lightning_ddp_losses.strategies.adopting import AdoptingStrategy
@@ -223,6 +223,7 @@ class DDPLossStrategy(AdoptingStrategy):
         """The module's training step; what fails on one rank ends all of them at the peers' next frame."""
         if self._reducer is None:
             return super().training_step(*args, **kwargs)
+        coefficient.expect_no_earlier()
         self._count(True)
         try:
             with self._together("training_step"):

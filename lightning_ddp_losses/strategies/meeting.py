@@ -107,14 +107,12 @@ class Meeting:
         return self._frame is not None and self._frame.arrived()
 
     def read(self) -> Calls:
-        """Wait for the peers' frames; one that has not left yet leaves.
+        """Wait for the peers' frames.
 
         Raises:
             LossCallError: on every rank, when a learnable loss ran on some ranks only.
             RankMismatchError: on every rank, when the ranks disagree, or weigh a global value differently.
         """
-        if self._frame is None:
-            self.send()
         assert self._frame is not None
         rows, rides, noted, gradients = zip(*map(self._split, self._frame.finish()), strict=True)
         table = [list(_CALL.iter_unpack(row)) for row in rows]

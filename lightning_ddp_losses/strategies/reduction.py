@@ -184,8 +184,10 @@ class LossReducer:
         meeting, self._meeting = self._meeting, None
         if meeting is None:
             return
-        coefficient.on_note(None)
         transport.on_wait(None)
+        if not meeting.sent:
+            meeting.send()
+        coefficient.on_note(None)
         self._calls = meeting.read()
         if self._fresh:
             self._admit(self._fresh)

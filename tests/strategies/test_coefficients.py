@@ -161,3 +161,20 @@ def test_it_costs_no_collective(pool: RankPool) -> None:
     """Of a replicated loss of few rows: its frame, the frame of backward, DDP's reduction."""
     for names in pool.run(2, count, "SupConLoss"):
         assert len(names) == 3, names
+
+
+class KeptOnRankOne(Weighs):
+    """... and rank 1 keeps another value of each step, so that its frame leaves at the encoder's first gradients."""
+
+    kind = "SupConLoss"
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        other = self.loss(self.encoder(features), labels)
+        if self.global_rank == 1:
+            self.kept = other
+        return super().objective(features, labels, index)
+
+
+def test_a_value_that_is_never_back_propagated_hides_nothing(pool: RankPool) -> None:
+    errors = pool.errors(2, fit, KeptOnRankOne)
+    assert_same_error(errors, "coefficient", "rank 0: 0.5", "rank 1: 3.0")
