@@ -22,16 +22,17 @@ import json
 import struct
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Literal, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_losses import groups
-from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchError, error_class, format_error
+from lightning_ddp_losses.errors import DDPLossError
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.transport import start_gather, wait
+from lightning_ddp_losses.verdicts import AGREE, ERROR, VERSION, Frame, verdict
 
 __all__ = ["FRAME_BYTES", "PATIENCE", "Channel", "Exchange", "exchange", "fail_together", "heard_in", "room", "start"]
 
@@ -43,21 +44,11 @@ FRAME_BYTES = 1024
 PATIENCE = timedelta(seconds=60)
 """How long a rank that failed waits for its peers to hear of it."""
 
-VERSION = 1
 _TEXT_BYTES = 448  # at most; the rest of the frame is the payload's
 _HEADER = struct.Struct("<HHHxxI16s")  # version, kind, bytes of text, bytes of payload, digest of the whole text
-_AGREE, _ERROR = 0, 1
 _ROOM, _ROOM_OF_ALL = 8 << 10, 256 << 10  # of a rank, and over all ranks: what a gather of its own costs less than
 _LARGEST_FRAME = 64 << 10
 _MEMORY = 64  # frames without a longer one after which the room for it goes
-
-
-class _Frame(NamedTuple):
-    version: int
-    kind: int
-    digest: bytes
-    text: str
-    payload: bytes
 
 
 def exchange(
@@ -105,7 +96,7 @@ def start(
     """As ``exchange``, in two halves: the frame leaves now, and ``finish`` waits for the others'."""
     if groups.world_size(group) == 1:
         return Exchange(payload)
-    return Exchange(payload, _Sending(_AGREE, _text(what, agreed), payload, group, channel, frame_bytes))
+    return Exchange(payload, _Sending(AGREE, _text(what, agreed), payload, group, channel, frame_bytes))
 
 
 def room(group: Group = None) -> int:
@@ -142,9 +133,9 @@ class Exchange:
             return [self._payload]
         frames = self._sending.receive()
         first = frames[0]
-        if all(f.kind == _AGREE and f.digest == first.digest and f.version == VERSION for f in frames):
+        if all(f.kind == AGREE and f.digest == first.digest and f.version == VERSION for f in frames):
             return [f.payload for f in frames]
-        raise _told(_verdict(frames), self._sending.channel)
+        raise _told(verdict(frames), self._sending.channel)
 
 
 def heard_in(error: Exception) -> Group:
@@ -185,13 +176,13 @@ def fail_together(
     text = str(error) if ours else f"{type(error).__name__}: {error}"
     report = json.dumps({"class": type(error).__name__ if ours else "", "text": text, "where": where})
     try:
-        sending = _Sending(_ERROR, where, report.encode(), group, frame_bytes=frame_bytes, patience=patience)
+        sending = _Sending(ERROR, where, report.encode(), group, frame_bytes=frame_bytes, patience=patience)
         frames = sending.receive(patience)
     except RuntimeError:  # the peers are gone or do not come: this rank's own error is what matters
         raise error from None
     if not ours:
         raise error
-    raise _told(_verdict(frames), sending.channel) from error
+    raise _told(verdict(frames), sending.channel) from error
 
 
 def _told(error: E, channel: _Channel) -> E:
@@ -252,20 +243,20 @@ class _Sending:
         self._sized = frame_bytes is None
         self._size = size = frame_bytes or self.channel.frame_bytes
         self._fits = len(head) + len(payload) <= size
-        self._payload, self._received = payload, list[_Frame]()
+        self._payload, self._received = payload, list[Frame]()
         self.bytes = size if self._fits else size + len(payload)
         own = bytearray(head + payload if self._fits else head)
         own.extend(bytes(size - len(own)))
         self._everyone, self.work = _start_bytes(own, self.channel.group)
         self.channel.under_way = self
 
-    def receive(self, patience: timedelta | None = None) -> list[_Frame]:
+    def receive(self, patience: timedelta | None = None) -> list[Frame]:
         if self.channel.under_way is self:
             self.channel.under_way = None
             self._received = self._receive(patience)
         return self._received
 
-    def _receive(self, patience: timedelta | None) -> list[_Frame]:
+    def _receive(self, patience: timedelta | None) -> list[Frame]:
         size = self._size
         rows = _finish_bytes(self._everyone, self.work, size, patience)
         heads = [_HEADER.unpack_from(row) for row in rows]
@@ -286,7 +277,7 @@ class _Sending:
                 if needed[rank] > size:
                     payloads[rank] = row[: heads[rank][3]]
         return [
-            _Frame(version, kind, digest, row[_HEADER.size : _HEADER.size + t].decode(errors="replace"), data)
+            Frame(version, kind, digest, row[_HEADER.size : _HEADER.size + t].decode(errors="replace"), data)
             for (version, kind, t, _, digest), row, data in zip(heads, rows, payloads, strict=True)
         ]
 
@@ -302,62 +293,3 @@ def _finish_bytes(everyone: Tensor, work: dist.Work, size: int, patience: timede
         work.wait(patience)
     data = everyone.numpy().tobytes()
     return [data[i : i + size] for i in range(0, len(data), size)]
-
-
-def _verdict(frames: list[_Frame]) -> DDPLossError:
-    """The one error, the same on every rank, that frames which do not agree amount to."""
-    versions = [f.version for f in frames]
-    if len(set(versions)) > 1:
-        return RankMismatchError(
-            format_error(
-                "lightning_ddp_losses: expected one version on all ranks",
-                ranks=[f"frame version {v}" for v in versions],
-                fix="Install the same release on every node.",
-            ),
-            collective=True,
-        )
-    reports = {rank: json.loads(f.payload) for rank, f in enumerate(frames) if f.kind == _ERROR}
-    if reports:
-        return _peer_error(reports, len(frames))
-    return RankMismatchError(_mismatch_text([f.text for f in frames]), collective=True)
-
-
-def _peer_error(reports: dict[int, dict[str, str]], world: int) -> DDPLossError:
-    ours = [r for r in reports.values() if r["class"]]
-    cls = error_class(ours[0]["class"]) if len(ours) == len(reports) else PeerError
-    texts = {r["text"] for r in reports.values()}
-    where = ", ".join(sorted({r["where"] for r in reports.values()}))
-    ranks = ", ".join(map(str, reports))
-    if len(texts) == 1:
-        text = f"{texts.pop()}\n(rank {ranks} of {world}, in {where})"
-    else:
-        text = format_error(
-            f"{len(reports)} of {world} ranks failed in {where}", ranks={k: r["text"] for k, r in reports.items()}
-        )
-    return cls(text, collective=True)
-
-
-def _mismatch_text(texts: list[str]) -> str:
-    """Say what differs: the operation, or the named values under the same operation."""
-    heads = [text.split("\n", 1)[0] for text in texts]
-    if len(set(heads)) > 1:
-        return format_error(
-            "ranks met at different places of the program",
-            expected="the same operation on every rank",
-            ranks=[_one_line(text) for text in texts],
-            fix="Call every loss, metric and backward on all ranks, in the same order (no branch on rank or on local data).",
-        )
-    values = [dict(line.split("=", 1) for line in text.split("\n")[1:] if "=" in line) for text in texts]
-    names = [k for k in values[0] if any(v.get(k) != values[0][k] for v in values)]
-    what = f"{heads[0]}: {', '.join(names)}" if names else heads[0]
-    return format_error(
-        what,
-        expected="the same on every rank",
-        ranks=[", ".join(f"{k}={v.get(k)}" for k in names) or _one_line(t) for v, t in zip(values, texts, strict=True)],
-        fix="Make these equal on all ranks.",
-    )
-
-
-def _one_line(text: str) -> str:
-    head, *rest = text.split("\n")
-    return f"{head} ({', '.join(rest)})" if rest else head

@@ -6,10 +6,10 @@ To add a check:
 
 1. ``callbacks/<name>.py``: subclass `RankCheck`; say ``moments`` (when), ``faults`` (which ids of ``faults.FAULTS``) and whether it
    ``needs_peers``. Look at things in ``start``, ``see_batch``, ``see_loss``, ``see_gradients``, ``see_step``, ``stop``: local, no
-   communication, cheap. ``measure`` returns this rank's row: a short 1-D tensor of int64, float64 or uint8 (rows before backward
-   share one 1 KiB frame: keep yours under 64 bytes). ``judge`` gets the table (W, n) and returns findings; it decides from the table
-   alone (and from what is the same on every rank), so that every rank comes to the same verdict. Rows of unequal length are
-   padded with zeros. ``self.session`` has ``step``, ``synchronising``, ``backwards``, ``stepping``, ``checkpoint`` and ``shared``.
+   communication, cheap. ``measure`` returns this rank's row: a short 1-D tensor of int64, float64 or uint8 (rows share frames, which
+   grow with them: keep yours small). ``judge`` gets the table (W, n) and returns findings; it decides from the table alone (and
+   from what is the same on every rank), so that every rank comes to the same verdict. Rows of unequal length are padded with
+   zeros. ``self.session`` has ``step``, ``synchronising``, ``backwards``, ``stepping``, ``checkpoint`` and ``shared``.
 2. Where a finding needs more than the row holds, ``describe`` gives a text of this rank, ``explain`` makes findings of all texts, and
    ``tensor`` names the tensor whose largest difference is to be told. They run only when there is a finding, on every rank.
 3. ``figures`` returns numbers for the logger and the summary.
