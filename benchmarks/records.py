@@ -16,7 +16,21 @@ from rich.table import Table
 __all__ = ["Row", "machine", "read", "show", "write"]
 
 Row = dict[str, Any]
-JOB = ("table", "loss", "who", "ours", "size", "global_batch", "classes")
+JOB = (
+    "table",
+    "loss",
+    "module",
+    "metric",
+    "strategy",
+    "parameters",
+    "fit",
+    "who",
+    "ours",
+    "size",
+    "global_batch",
+    "classes",
+    "limit",
+)
 """Which columns say what a row measures, where rows are added to recorded ones."""
 RESULTS = Path(__file__).parent / "results"
 
@@ -64,7 +78,8 @@ def write(name: str, rows: Sequence[Row], *, add: bool = False) -> Path:
     where = machine()
     everything = [{**row, **where} for row in rows]
     if add:
-        everything = list({_job(row): row for row in [*read(name), *everything]}.values())
+        measured = {_job(row) for row in everything}
+        everything = [*(row for row in read(name) if _job(row) not in measured), *everything]
     draft.write_text("".join(json.dumps(row) + "\n" for row in everything))
     draft.replace(target)
     return target

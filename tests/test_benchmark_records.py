@@ -29,6 +29,9 @@ def test_added_rows_replace_those_of_the_same_job() -> None:
     records.write("some", [timed("SupCon", 512, 6.0), timed("NTXent", 512, 7.0)], add=True)
     found = {(row["loss"], row["global_batch"]): row["ours_ms"] for row in records.read("some")}
     assert found == {("SupCon", 512): 6.0, ("SupCon", 4096): 90.0, ("NTXent", 512): 7.0}
+    both = [{**timed("NTXent", 512, ms), "note": ms} for ms in (1.0, 2.0)]  # what a run measured is never dropped
+    records.write("some", both, add=True)
+    assert sorted(row["ours_ms"] for row in records.read("some")) == [1.0, 2.0, 6.0, 90.0]
     path = records.write("some", [timed("NTXent", 512, 8.0)])
     assert [json.loads(line)["ours_ms"] for line in path.read_text().splitlines()] == [8.0]
 

@@ -33,20 +33,20 @@ class Reach:
         return missing
 
 
-def _walk(root: Any, most: int | None = None) -> tuple[list[str], set[int]]:
-    """Node names breadth first, and ids of the leaves, of the whole graph or its first ``most`` nodes."""
+def _walk(root: Any, most: int | None = None) -> tuple[list[type], set[int]]:
+    """Kinds of nodes breadth first, and ids of the leaves, of the whole graph or its first ``most`` nodes."""
     queue, seen = [root], {root}
-    names: list[str] = []
     leaves: set[int] = set()
     for node in queue:
-        if most is not None and len(names) >= most:
-            break
-        variable = getattr(node, "variable", None)
-        names.append(node.name())
-        if variable is not None:
-            leaves.add(id(variable))
-        for child, _ in node.next_functions:
+        below = node.next_functions
+        if not below:  # a parameter's own node is a leaf; to ask the others costs more than the rest of the walk
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                leaves.add(id(variable))
+        for child, _ in below:
             if child is not None and child not in seen:
                 seen.add(child)
                 queue.append(child)
-    return names, leaves
+        if most is not None and len(queue) >= most:
+            break
+    return [type(node) for node in queue[:most]], leaves
