@@ -33,7 +33,7 @@ class Reach:
         return missing
 
 
-def _walk(root: Any, most: int | None = None) -> tuple[list[type], set[int]]:
+def _walk(root: Any, most: int | None = None) -> tuple[list[str], set[int]]:
     """Kinds of nodes breadth first, and ids of the leaves, of the whole graph or its first ``most`` nodes."""
     queue, seen = [root], {root}
     leaves: set[int] = set()
@@ -49,4 +49,4 @@ def _walk(root: Any, most: int | None = None) -> tuple[list[type], set[int]]:
                 queue.append(child)
         if most is not None and len(queue) >= most:
             break
-    return [type(node) for node in queue[:most]], leaves
+    return [type(node).__name__ for node in queue[:most]], leaves
