@@ -1,9 +1,10 @@
 """Time and memory of a loss over the global batch: `GlobalBatchLoss` beside PML's `DistributedLossWrapper`, W = 2.
 
 ``rows`` for SupCon, Contrastive and MultiSimilarity at global batches of 1024 and 2048 (limits: 0.75x the time, 0.6x the
-extra peak memory), ``elements`` for ArcFace at 10,000 classes (0.6x the time); then every loss that runs in one of these modes, from 64
-to 1024 rows (limit: 1.1x the time, nowhere slower). Forward and backward from the embeddings on, float32; what DDP does to an
-encoder or a loss weight afterwards is the same for both and left out.
+extra peak memory), ``elements`` for ArcFace at 10,000 classes (0.6x the time); then every loss that runs in one of these
+modes, and some that every rank computes whole, from 64 to 1024 rows (limit: 1.1x the time, nowhere slower). Forward and
+backward from the embeddings on, float32; what DDP does to an encoder or a loss weight afterwards is the same for both and
+left out.
 
 Gradients are compared first (those of the embeddings must be equal; PML's of a loss parameter are W times ours). Both then
 take turns in the same processes, one step each, PML's twice: A/A is the same estimate where nothing differs. A step counts
@@ -59,6 +60,7 @@ BY_ELEMENTS = [
     pml.SphereFaceLoss,
     pml.SubCenterArcFaceLoss,
 ]
+BY_ALL = [pml.IntraPairVarianceLoss, pml.LiftedStructureLoss, pml.NCALoss]  # whose value does not depend on order
 HEADLINES: dict[str, Callable[[], nn.Module]] = {
     "SupCon": pml.SupConLoss,
     "Contrastive": pml.ContrastiveLoss,
@@ -67,7 +69,7 @@ HEADLINES: dict[str, Callable[[], nn.Module]] = {
 }
 KINDS: dict[str, Callable[[], nn.Module]] = {
     **HEADLINES,
-    **{cls.__name__: cls for cls in BY_ROWS},
+    **{cls.__name__: cls for cls in (*BY_ROWS, *BY_ALL)},
     **{cls.__name__: partial(cls, num_classes=FEW_CLASSES, embedding_size=DIM) for cls in BY_ELEMENTS},
 }
 # PML compares every positive pair with every negative one
@@ -98,7 +100,7 @@ JOBS = [
     Job("ArcFace, 10,000 classes", 256, 0.6, None),
     *(
         Job(cls.__name__, total, 1.1, None, memory=False)
-        for cls in (*BY_ROWS, *BY_ELEMENTS)
+        for cls in (*BY_ROWS, *BY_ELEMENTS, *BY_ALL)
         for total in ((64, 256) if cls.__name__ in PAIRS_BY_PAIRS else (64, 256, 512, 1024))
     ),
 ]
