@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from lightning_ddp_losses import groups
 from lightning_ddp_losses.groups import Group
 
 __all__ = [
-    "around",
+    "as_bytes",
     "broadcast_",
     "carrier",
     "gather",
@@ -26,10 +26,8 @@ __all__ = [
     "host_bytes",
     "join_slices_",
     "on_wait",
-    "receive",
     "reduce_mean_",
     "scatter_sum",
-    "send",
     "start_gather",
     "start_mean",
     "sum_over_ranks",
@@ -97,7 +95,7 @@ def host_bytes(tensor: Tensor) -> bytes:
     """The bytes of a tensor on the CPU, row by row whatever its strides."""
     if tensor.dtype in _NUMPY:
         return tensor.detach().numpy().tobytes()
-    return _as_bytes(tensor.detach().resolve_conj().contiguous()).numpy().tobytes()
+    return as_bytes(tensor).numpy().tobytes()
 
 
 def start_mean(tensor: Tensor, *, group: Group = None) -> Callable[[], Tensor]:
@@ -155,7 +153,7 @@ def broadcast_(tensors: Sequence[Tensor], *, group: Group = None) -> None:
 
 def _broadcast_bytes(tensors: list[Tensor], group: Group) -> None:
     family = groups.family(group)
-    packed = torch.cat([_as_bytes(t.contiguous()) for t in tensors])
+    packed = torch.cat([as_bytes(t) for t in tensors])
     dist.broadcast(packed, src=family.ranks[0], group=carrier(packed, group))
     offset = 0
     for tensor in tensors:
@@ -177,7 +175,7 @@ def gather_rows(rows: Tensor, counts: list[int], group: Group) -> Tensor:
         padded[: own.shape[0]] = own
     out = own.new_empty((len(counts) * longest, *row_shape))
     channel = carrier(own, group)
-    gather(_as_bytes(out), _as_bytes(padded), group=channel)
+    gather(as_bytes(out), as_bytes(padded), group=channel)
     if min(counts) == longest:
         return out
     return torch.cat([out[i * longest : i * longest + n] for i, n in enumerate(counts)])
@@ -204,45 +202,11 @@ def join_slices_(everyone: Tensor, group: Group) -> None:
         reducing.wait()
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Its bytes, 1-D; the tensor's own memory where that is contiguous."""
+    flat = tensor.detach().resolve_conj().contiguous()
     # one element counts as contiguous whatever its stride; a view as bytes needs stride 1
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def around(rows: Tensor, counts: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's rows in turn, own ones first: two ranks' rows are here at a time, and the next travel while these are used.
-
-    Args:
-        rows: (B, ...), this rank's.
-        counts: B of each rank.
-        group: Process group.
-
-    Returns:
-        (rank, its rows), W times; every rank must go all the way.
-
-    Communication: W - 1 messages to the next rank.
-    """
-    world, source = groups.world_size(group), groups.rank(group)
-    here = rows.detach().contiguous()
-    if world == 1:
-        yield source, here
-        return
-    family = groups.family(group)
-    channel, rank = carrier(rows, group), groups.rank(group)
-    after, before = family.ranks[(rank + 1) % world], family.ranks[(rank - 1) % world]
-    for step in range(world):
-        coming = (source - 1) % world
-        arriving = here.new_empty((counts[coming], *here.shape[1:]))
-        messages = [
-            dist.P2POp(what, tensor, peer, channel)
-            for what, tensor, peer in ((dist.isend, here, after), (dist.irecv, arriving, before))
-            if step + 1 < world and tensor.numel()
-        ]
-        works = dist.batch_isend_irecv(messages) if messages else []
-        yield source, here
-        for work in works:
-            work.wait()
-        here, source = arriving, coming
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def scatter_sum(tensor: Tensor, counts: list[int], group: Group) -> Tensor:
@@ -277,19 +241,6 @@ def swap(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Te
     channel = carrier(packed, group)
     dist.all_to_all_single(received, packed, list(sizes), [p.numel() for p in parts], group=channel)
     return list(torch.split(received, list(sizes)))
-
-
-def send(tensor: Tensor, to: int) -> None:
-    """Give a tensor to one rank of the world, which calls ``receive``."""
-    own = tensor.detach().contiguous()
-    dist.send(own, to, group=carrier(own, None))
-
-
-def receive(shape: Sequence[int], like: Tensor, source: int) -> Tensor:
-    """The tensor of this shape that one rank of the world sends, in the dtype and on the device of ``like``."""
-    out = like.new_empty(tuple(shape))
-    dist.recv(out, source, group=carrier(out, None))
-    return out
 
 
 def sum_over_ranks(tensor: Tensor, group: Group) -> Tensor:

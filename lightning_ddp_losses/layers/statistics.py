@@ -250,7 +250,7 @@ def _sum_over_ranks(own: Tensor, call: Call) -> Tensor:
     label = str(call).encode()[-_LABEL_BYTES:].rjust(_LABEL_BYTES)
     mine = torch.frombuffer(bytearray(label + own.cpu().numpy().tobytes()), dtype=torch.uint8)
     everyone = mine.new_empty(groups.world_size(call.scope.group) * mine.numel())
-    gather(everyone, mine, group=groups.family(call.scope.group).host)
+    gather(everyone, mine, group=carrier(mine, call.scope.group))
     rows = everyone.view(-1, mine.numel())
     labels = [row[:_LABEL_BYTES].numpy().tobytes().decode(errors="replace").strip() for row in rows]
     if len(set(labels)) > 1:

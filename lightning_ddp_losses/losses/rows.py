@@ -33,7 +33,7 @@ from lightning_ddp_losses.losses.reduction import (
 from lightning_ddp_losses.losses.row_tiles import RowTiles, parts_of
 from lightning_ddp_losses.losses.statistics import record_norms, record_reduction, wants_counts
 from lightning_ddp_losses.losses.tiled import Plan, TiledCall
-from lightning_ddp_losses.transport import around
+from lightning_ddp_losses.messages import around
 
 __all__ = ["Meeting", "combined", "elements_value", "rows_value", "tiled_value"]
 

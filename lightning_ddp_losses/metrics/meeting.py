@@ -22,7 +22,7 @@ from lightning_ddp_losses.collectives import own_slices_with_grad
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.metrics.disagreement import agree_in_full
 from lightning_ddp_losses.metrics.layout import Layout, State, lay_out, pieces_of, table_of_contents
-from lightning_ddp_losses.transport import host_bytes, join_slices_
+from lightning_ddp_losses.transport import as_bytes, host_bytes, join_slices_
 
 __all__ = ["meet"]
 
@@ -114,15 +114,9 @@ def _digest(*agreed: object) -> bytes:
 
 def _bytes_of(tensors: Sequence[Tensor], device: torch.device) -> bytes:
     if device.type != "cpu" and tensors:  # one copy to the host, not one per tensor
-        flat = torch.cat([_as_bytes(t) for t in tensors])
+        flat = torch.cat([as_bytes(t) for t in tensors])
         return flat.cpu().numpy().tobytes()
     return b"".join(map(host_bytes, tensors))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().resolve_conj().contiguous()
-    # one element counts as contiguous whatever its stride; a view as bytes needs stride 1
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def _from_frames(layout: Layout, payloads: Sequence[bytes], starts: Sequence[int]) -> Tensor:

@@ -115,7 +115,7 @@ class Passengers:
         """This rank's bytes."""
         flags = b"".join(map(self._flag.pack, self.flags))
         own = [g.detach().reshape(-1).to(self._dtype) for g in map(_dense, self._parameters) if g is not None]
-        return flags + (torch.cat(own).view(torch.uint8).numpy().tobytes() if own else b"")
+        return flags + (transport.host_bytes(torch.cat(own)) if own else b"")
 
     def board(self, tickets: Sequence[bytes]) -> None:
         """Take the bytes of all ranks, in rank order."""
@@ -132,9 +132,8 @@ class Passengers:
     def finish(self, grown: Collection[int] = ()) -> list[int]:
         """Put the means in place and return the sums of the flags; what has grown is sent anew, with all others."""
         if grown:
-            return _PackedMean(
-                self._parameters, [gradient_flag(p.grad) for p in self._parameters], self._dtype
-            ).finish()
+            self.flags = [gradient_flag(p.grad) for p in self._parameters]
+            return _PackedMean(self._parameters, self.flags, self._dtype).finish()
         world, num_bytes = len(self._tickets), self._flag.size * len(self._parameters)
         flags = [[flag for (flag,) in self._flag.iter_unpack(t[:num_bytes])] for t in self._tickets]
         counts = [sum(column) for column in zip(*flags, strict=True)]

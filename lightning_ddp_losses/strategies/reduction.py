@@ -21,10 +21,8 @@ On an accelerator the flags travel by frame (host to host), so nothing waits for
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 
@@ -33,22 +31,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_losses import coefficient, frames, groups, transport
-from lightning_ddp_losses.errors import RankMismatchError, format_error
-from lightning_ddp_losses.sharding import shard_of
 from lightning_ddp_losses.strategies.disagreement import partial_gradients
+from lightning_ddp_losses.strategies.managed import Managed, ManagedParameters
 from lightning_ddp_losses.strategies.meeting import CallCount, Calls, Meeting, Rider
 from lightning_ddp_losses.strategies.packing import Departure, Passengers, gradient_flag
 
 __all__ = ["LARGE_BYTES", "LossReducer"]
 
 LARGE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class _Managed:
-    name: str
-    parameter: nn.Parameter
-    owner: int  # index of the loss, -1 for a parameter outside all losses
 
 
 class LossReducer:
@@ -70,23 +60,17 @@ class LossReducer:
         reduce_dtype: torch.dtype | None = None,
         first_bucket: int = 0,
     ) -> None:
-        self._module, self._first_bucket = module, first_bucket
-        # the tensors are kept, not only their ids: an id may be taken again
-        self._elsewhere = {id(p): p for p in reduced_elsewhere}
-        self._ignored = frozenset(ignored)
+        self._first_bucket = first_bucket
+        self._parameters = ManagedParameters(module, reduced_elsewhere, ignored)
         self._reduce_dtype = reduce_dtype
-        self._known: dict[str, nn.Parameter] = {}
-        self._owners: dict[str, int] = {}
         self._counts: list[CallCount] = []
-        self._signature: tuple[object, ...] = ()
-        self._digest = ""
         self._riders: list[Rider] = []
         self._hooks: list[RemovableHandle] = []
         self._close()
 
     def _close(self) -> None:
-        self._opened: list[_Managed] | None = None
-        self._fresh: list[_Managed] = []
+        self._opened: list[Managed] | None = None
+        self._fresh: list[Managed] = []
         self._meeting: Meeting | None = None
         self._calls: Calls | None = None
         self._outstanding, self._ready, self._idle, self._holds = -1, 0, False, False
@@ -96,12 +80,11 @@ class LossReducer:
     def watch(self, counts: Sequence[CallCount]) -> None:
         """Say which losses there are; call after the first broadcast: what exists now counts as synchronised."""
         self._counts = list(counts)
-        self._owners.clear()
-        self._known.update({m.name: m.parameter for m in self.managed()})
+        self._parameters.watch([count.loss.name for count in counts])
         # a gradient reaches this hook before it reaches DDP
         self._hooks = [
             p.register_hook(partial(self._gradient, p.nbytes))  # type: ignore[no-untyped-call]
-            for p in self._elsewhere.values()
+            for p in self._parameters.elsewhere.values()
         ]
 
     def unwatch(self) -> None:
@@ -116,24 +99,14 @@ class LossReducer:
         """Let a check's bytes travel in each frame."""
         self._riders.append(Rider(measure, judge))
 
-    def managed(self) -> list[_Managed]:
-        """Parameters to reduce, sorted by name, as the module holds them now."""
-        found = []
-        for name, parameter in self._module.named_parameters():
-            if id(parameter) in self._elsewhere or name in self._ignored or shard_of(parameter) is not None:
-                continue
-            if parameter.requires_grad or parameter.grad is not None:
-                found.append(_Managed(name, parameter, self._owner(name)))
-        return sorted(found, key=lambda m: m.name)
-
     def open(self, step: int) -> None:
         """Make the frame that meets the peers before a synchronising backward. Communication: one frame, now or in backward."""
         self._close()
-        managed = self._opened = self.managed()
-        self._fresh = [m for m in managed if self._known.get(m.name) is not m.parameter]
+        managed = self._opened = self._parameters.now()
+        self._fresh = self._parameters.fresh(managed)
         agreed = {
             "step": step,
-            "trainable parameters outside the model's DDP": self._describe(managed),
+            "trainable parameters outside the model's DDP": self._parameters.describe(managed),
             "new parameters": ", ".join(m.name for m in self._fresh) or "none",
         }
         self._outstanding = sum(count.awaited for count in self._counts) or -1
@@ -145,7 +118,7 @@ class LossReducer:
         transport.on_wait(self.agree)
         self._leave()
 
-    def _may_hold(self, managed: list[_Managed]) -> bool:
+    def _may_hold(self, managed: list[Managed]) -> bool:
         if not managed or groups.world_size() == 1:
             return False
         # what belongs to no loss gets its gradient later
@@ -164,7 +137,7 @@ class LossReducer:
         elif self._outstanding == 0:
             self._send(self._opened or [])
 
-    def _send(self, managed: list[_Managed]) -> None:
+    def _send(self, managed: list[Managed]) -> None:
         """Let the frame leave with all gradients aboard; they are complete."""
         assert self._meeting is not None
         parameters = [m.parameter for m in managed]
@@ -190,7 +163,7 @@ class LossReducer:
         coefficient.on_note(None)
         self._calls = meeting.read()
         if self._fresh:
-            self._admit(self._fresh)
+            self._parameters.admit(self._fresh)
         if self._passengers is not None and all(self._calls.gradients):
             self._passengers.board(self._calls.gradients)
             self._departure = self._passengers
@@ -245,7 +218,7 @@ class LossReducer:
             self._send(self._opened or [])
         self.agree()
         # nothing is created or replaced between the two ends of a backward
-        managed, calls, departure = self._opened or self.managed(), self._calls, self._departure
+        managed, calls, departure = self._opened or self._parameters.now(), self._calls, self._departure
         if managed and groups.world_size() > 1:
             grown = departure.grown() if departure is not None else []
             if grown:
@@ -258,7 +231,7 @@ class LossReducer:
             else:
                 flags = [gradient_flag(m.parameter.grad) for m in managed]
                 everyone = frames.exchange(
-                    "gradients", {"parameters": self._describe(managed)}, json.dumps(flags).encode()
+                    "gradients", {"parameters": self._parameters.describe(managed)}, json.dumps(flags).encode()
                 )
                 counts = [sum(column) for column in zip(*map(json.loads, everyone), strict=True)]
                 aboard = [False] * len(managed)
@@ -271,11 +244,11 @@ class LossReducer:
         return calls
 
     @staticmethod
-    def _flags_ride(managed: list[_Managed]) -> bool:
+    def _flags_ride(managed: list[Managed]) -> bool:
         # to read them back from an accelerator would wait for it
         return all(m.parameter.device.type == "cpu" for m in managed)
 
-    def _depart_expected(self, managed: list[_Managed]) -> Departure:
+    def _depart_expected(self, managed: list[Managed]) -> Departure:
         """Send the gradients that may be there; a large one only where the ranks have agreed that its loss ran."""
         calls = self._calls
         expected = [calls is None or m.owner < 0 or calls.expected[m.owner] for m in managed]
@@ -286,12 +259,12 @@ class LossReducer:
         ]
         return self._depart(managed, small, large, with_flags=True)
 
-    def _depart_present(self, managed: list[_Managed]) -> Departure:
+    def _depart_present(self, managed: list[Managed]) -> Departure:
         """Send gradients that are there on all ranks."""
         few = [m.parameter.nbytes <= LARGE_BYTES for m in managed]
         return self._depart(managed, few, [not f for f in few], with_flags=False)
 
-    def _depart(self, managed: list[_Managed], small: list[bool], large: list[bool], *, with_flags: bool) -> Departure:
+    def _depart(self, managed: list[Managed], small: list[bool], large: list[bool], *, with_flags: bool) -> Departure:
         parameters = [m.parameter for m in managed]
         dtype = self._wire_dtype(list(compress(parameters, small)))
         return Departure(parameters, small, large, dtype, self._reduce_dtype, with_flags=with_flags)
@@ -303,38 +276,3 @@ class LossReducer:
         for parameter in parameters:
             dtype = torch.promote_types(dtype, parameter.dtype)
         return dtype
-
-    def _owner(self, name: str) -> int:
-        if name not in self._owners:
-            owner = [i for i, count in enumerate(self._counts) if name.startswith(f"{count.loss.name}.")]
-            self._owners[name] = owner[0] if owner else -1
-        return self._owners[name]
-
-    def _describe(self, managed: list[_Managed]) -> str:
-        signature = tuple((m.name, m.parameter.shape, m.parameter.dtype) for m in managed)
-        if signature != self._signature or not self._digest:
-            self._signature = signature
-            text = "; ".join(f"{name} {tuple(shape)} {dtype}" for name, shape, dtype in signature)
-            self._digest = f"{text[:200]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
-        return self._digest
-
-    def _admit(self, fresh: list[_Managed]) -> None:
-        """Take parameters that appeared after the wrap, if they are equal on all ranks."""
-        own = [hashlib.sha256(_bytes_of(m.parameter)).hexdigest() for m in fresh]
-        everyone = [json.loads(p) for p in frames.exchange("new parameters", {}, json.dumps(own).encode())]
-        differ = [m.name for m, column in zip(fresh, zip(*everyone, strict=True), strict=True) if len(set(column)) > 1]
-        if differ:
-            raise RankMismatchError(
-                format_error(
-                    "parameters created or replaced after the wrap",
-                    expected="equal values on all ranks",
-                    got=f"different values of {', '.join(f'`{name}`' for name in differ)}",
-                    fix="Create them in __init__ or configure_model, where they are broadcast, or from the same seed on every rank.",
-                ),
-                collective=True,
-            )
-        self._known.update({m.name: m.parameter for m in fresh})
-
-
-def _bytes_of(parameter: Tensor) -> bytes:
-    return parameter.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_ddp_losses import groups, transport
+from lightning_ddp_losses import groups, messages
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
 from lightning_ddp_losses.sharding import ClassShard, shard_of
 from lightning_ddp_losses.strategies.shards import Owners, Shards
@@ -176,9 +176,9 @@ def assemble(part: Tensor, shard: ClassShard, owners: Owners) -> Tensor:
         if owner == 0:
             block.own_part(whole).copy_(part) if rank == 0 else None
         elif rank == owner:
-            transport.send(part, 0)
+            messages.send(part, 0)
         else:
-            block.own_part(whole).copy_(transport.receive(wanted, part, owner))
+            block.own_part(whole).copy_(messages.receive(wanted, part, owner))
     return whole
 
 
