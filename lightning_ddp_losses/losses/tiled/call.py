@@ -80,8 +80,10 @@ class TiledCall:
         else:
             blocks, order = self._ring(geometry, self._around)
         self._passes = Passes(formula, geometry, self._rows.detach(), blocks, order, self._tile_bytes)
-        slopes_wanted = self._symmetric and self._rows.requires_grad and torch.is_grad_enabled()
-        totals, self._stats = self._passes.forward(call.own_labels, slopes_wanted=slopes_wanted)
+        backward_comes = torch.is_grad_enabled() and (self._rows.requires_grad or self._columns is not None)
+        totals, self._stats = self._passes.forward(
+            call.own_labels, backward_comes=backward_comes, rows_only=self._symmetric
+        )
         self._passes.release()
         ordinary = self._ordinary()
         packed = [pack_row(self._row(total) if ordinary else Row(0.0, 0.0, False, Count())) for total in totals]
@@ -124,7 +126,7 @@ class TiledCall:
         kept = geometry.columns(columns if self._order is None else columns[self._order])
 
         def blocks() -> Iterator[Block]:
-            yield Block(kept, pairs)
+            yield Block(kept, pairs, whole=True)
 
         return blocks, pairs.row_order
 
@@ -135,7 +137,7 @@ class TiledCall:
         labels, own = self._call.arguments["labels"], self._call.own_labels
         assert own is not None
         bounds, mine, rows = self._call.bounds(), self._call.bound, self._rows.detach()
-        pairs = [LabelPairs(own, labels[a:b], 0 if (a, b) == mine else None, rows.dtype) for a, b in bounds]
+        pairs = [LabelPairs(own, labels[a:b], 0 if (a, b) == mine else None) for a, b in bounds]
         self._order = torch.cat([p.column_order + a for p, (a, _) in zip(pairs, bounds, strict=True)])
 
         def blocks() -> Iterator[Block]:
@@ -145,16 +147,17 @@ class TiledCall:
         return blocks, pairs[0].row_order
 
     def _pairs(self, columns: int) -> Pairs:
-        call, dtype = self._call, self._rows.dtype
+        call = self._call
         labels, references = call.own_labels, call.ref_labels
         assert labels is not None
         assert references is not None
         if "indices_tuple" in call.arguments:
             tuples = call.own_tuples()
             if len(tuples) == 3 and isinstance(self._loss, pml.TripletMarginLoss):
-                return TripletTuples(tuples, labels.shape[0], dtype)
-            pairs = TuplePairs(tuples, labels.shape[0], columns, dtype)
-            if self._plan.formula.by_mask and pairs.contradict():
+                return TripletTuples(tuples, labels.shape[0])
+            once = self._plan.formula.by_mask
+            pairs = TuplePairs(tuples, labels.shape[0], columns, self._rows.dtype, once=once)
+            if once and pairs.contradict():
                 raise InputError(
                     format_error(
                         f"{type(self._loss).__name__}: indices_tuple",
@@ -165,7 +168,7 @@ class TiledCall:
             return pairs
         kind = torch.promote_types(labels.dtype, references.dtype)
         first = call.bound[0] if references is call.arguments["labels"] else None
-        return LabelPairs(labels.to(kind), references.to(kind), first, dtype)
+        return LabelPairs(labels.to(kind), references.to(kind), first)
 
     def _ordinary(self) -> bool:
         """Whether PML would not return a zero at once; the same on all ranks."""

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.losses.tiled.formula import Formula, Tile
+from lightning_ddp_losses.losses.tiled.formula import Formula, at_positives
 from lightning_ddp_losses.losses.tiled.reducing import PairSums, Reduction, Total
+from lightning_ddp_losses.losses.tiled.tile import Tile
 
 __all__ = ["Contrastive"]
 
@@ -31,66 +32,51 @@ class Contrastive(Formula):
         self.immediate = self._uniform
 
     def look(self, tile: Tile) -> None:
-        self.look_with_slopes(tile, tile.matrix)
+        self._add(tile, tile.matrix)
 
     def look_with_slopes(self, tile: Tile, spare: Tensor) -> list[tuple[slice, Tensor]]:
-        values, rows = tile.banded(), tile.rows
-        near, far = self._positive(values), self._negative(values)
-        positive = self._sums[0].add(rows, near, tile.positive) * near.sign_()
-        negative = self._sums[1].add(rows, far, tile.negative) * far.sign_()
-        slopes = [(tile.band, positive.mul_(self.sign)), (tile.band, negative.mul_(-self.sign))]
-        if tile.has_dense:
-            losses = self._dense(tile.matrix, spare)
-            if self._sums[1].add_dense(rows, losses, tile.band):
-                losses.mul_(-self.sign)[:, tile.band] = negative
-                slopes[1] = slice(None), losses
+        near, far = self._add(tile, spare)
+        slopes = [(tile.band, tile.banded(near.mul_(self.sign)))]
+        if far is not None:
+            slopes.append((slice(None), far.mul_(-self.sign)))
         return slopes
+
+    def _add(self, tile: Tile, spare: Tensor) -> tuple[Tensor, Tensor | None]:
+        """How often each positive counts, (n,), and each negative, (T, C) in ``spare``; None: none has a loss."""
+        near = self._positive(tile.positives())
+        passing = self._sums[0].add_listed(tile.rows, tile.near.rows, near)
+        far = tile.keep_negatives(self._negative(tile.matrix, spare), 0)
+        return passing.mul_(near.sign_()), far if self._sums[1].add_negatives(tile, far) else None
 
     def close(self, labels: Tensor | None) -> tuple[list[Total], Tensor]:
         totals, counts = zip(*(sums.close(labels) for sums in self._sums), strict=True)
         return list(totals), torch.stack(counts, 1)[:, : self.width]
 
     def ready(self, own: Tensor, others: Tensor | None, factors: Sequence[float]) -> None:
-        self._factors = factors
-        self._own = own if self.width else own.new_ones((self.rows, 2))
-        self._others = others
-        if others is not None and not self.width:
-            self._others = others.new_ones((others.shape[0], 2))
+        self._factors, self._others = factors, others
+        self._own = own.new_ones((self.rows, 2)) if self._uniform else own
 
     def slope(self, tile: Tile) -> None:
-        values, rows, band = tile.banded(), tile.rows, tile.band
-        own, others = self._own[rows], None if self._others is None else self._others[tile.columns]
-        if tile.has_dense:
-            losses = self._dense(tile.matrix, tile.matrix)
-            gate = self._sums[1].gate_dense(losses)
-            losses.sign_()
-            if gate is not None:
-                losses.mul_(gate)
-            factor = -self.sign * self._factors[1]
-            if self._uniform:
-                losses.mul_(factor if others is None else 2 * factor)
-            else:
-                counts = own[:, 1:] if others is None else own[:, 1:] + others[:, 1]
-                losses.mul_(counts * factor)
-        pairs = []
-        for index, (values_of, weights) in enumerate(
-            [(self._positive(values), tile.positive), (self._negative(values), tile.negative)]
-        ):
-            passing = self._sums[index].gate(values_of, weights) * (values_of > 0)
-            counts = own[:, index].unsqueeze(1)
-            if others is not None:
-                counts = counts + others[band, index]
-            pairs.append(passing * counts * self._factors[index])
-        tile.matrix[:, band] = (pairs[0] - pairs[1]) * self.sign
+        near = self._positive(tile.positives())
+        far = self._sums[1].pass_as_one(tile.keep_negatives(self._negative(tile.matrix, tile.matrix), 0))
+        counts = self._own[tile.rows, 1:]
+        if self._others is not None:
+            counts = counts + self._others[tile.columns, 1]
+        far.mul_(counts * (-self.sign * self._factors[1]))
+        if tile.far is not None:
+            far.mul_(tile.far)
+
+        def term(counts: Tensor, _: Tensor) -> Tensor:
+            return self._sums[0].gate(near, near.sign()).mul(counts)
+
+        slopes = at_positives(term, tile, self._own, self._others)
+        tile.add_at_positives(slopes.mul_(self.sign * self._factors[0]))
 
     def _positive(self, values: Tensor) -> Tensor:
         return values.sub(self.loss.pos_margin).mul_(self.sign).clamp_min_(0)
 
-    def _negative(self, values: Tensor) -> Tensor:
-        return values.sub(self.loss.neg_margin).mul_(-self.sign).clamp_min_(0)
-
-    def _dense(self, values: Tensor, out: Tensor) -> Tensor:
-        """Losses of negative pairs, written to ``out``."""
+    def _negative(self, values: Tensor, out: Tensor) -> Tensor:
+        """Losses of all pairs as negatives, written to ``out``."""
         if self.sign < 0:
             return torch.sub(values, self.loss.neg_margin, out=out).clamp_min_(0)
         margin = torch.tensor(self.loss.neg_margin, dtype=values.dtype, device=values.device)

@@ -1,8 +1,8 @@
 """Passes over the tiles of a batch: forward adds rows up, backward computes each tile once more and pulls its slope back.
 
 Legend: ``B`` rows on this rank, ``G`` columns over all ranks, ``T`` rows of a tile, ``k`` statistics of a row. What is alive at a time: the
-embeddings, two or three tiles, k numbers per row. Three matrix products in all where the matrix is symmetric, four else; two where
-a tile's slope follows from the tile alone.
+embeddings, two or three tiles, k numbers per row. Three matrix products in all where the matrix is symmetric, four else; one less where
+a single tile takes it all, and where a tile's slope follows from the tile alone.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses.errors import InputError, format_error
-from lightning_ddp_losses.losses.tiled.formula import Formula, Tile
+from lightning_ddp_losses.losses.tiled.formula import Formula
 from lightning_ddp_losses.losses.tiled.geometry import Euclid, Geometry
 from lightning_ddp_losses.losses.tiled.pairs import Pairs
 from lightning_ddp_losses.losses.tiled.reducing import Total
+from lightning_ddp_losses.losses.tiled.tile import Listed, Tile
 
 __all__ = ["Block", "Passes", "tiled_value"]
 
-_HOST_ROWS, _HOST_BYTES = 64, 256 << 10
+_HOST_ROWS, _HOST_BYTES = 64, 512 << 10
 _DEVICE_BYTES, _DEVICE_TILES = 256 << 20, 8
 
 
@@ -35,11 +36,13 @@ class Block:
         columns: As the geometry keeps them, in the order of ``pairs``.
         pairs: Of this rank's rows and these columns.
         start: The first of them in the order of all columns.
+        whole: They are all there are.
     """
 
     columns: Tensor
     pairs: Pairs
     start: int = 0
+    whole: bool = False
 
 
 def rows_of_a_tile(device: torch.device, row_bytes: int, rows: int) -> int:
@@ -79,31 +82,26 @@ class Passes:
         self._tile_bytes = tile_bytes
         self._buffers: list[Tensor] = []
         self._slopes: list[Tensor] = []
+        self._kept: Tile | None = None
 
     @torch.no_grad()
-    def forward(self, labels: Tensor | None, *, slopes_wanted: bool) -> tuple[list[Total], Tensor]:
+    def forward(self, labels: Tensor | None, *, backward_comes: bool, rows_only: bool) -> tuple[list[Total], Tensor]:
         """Totals of the sub-losses, and (B, k) statistics in the order of this rank's rows.
 
         Args:
             labels: (B,) of this rank's rows.
-            slopes_wanted: Backward will ask for the gradient of the rows alone, so what is ``immediate`` may be computed now.
+            backward_comes: What helps it may be kept or, where it is ``immediate``, computed now.
+            rows_only: It will ask for the gradient of the rows alone.
         """
         formula = self._formula
-        if formula.immediate and slopes_wanted:
+        if formula.immediate and backward_comes and rows_only:
             self._slopes = [torch.zeros_like(self._rows) for _ in formula.sub_losses]
+        complete = False
         for block in self._blocks():
-            for part in self._parts(block):
-                tile = self._tile(block, part)
-                if self._slopes:
-                    self._look_with_slopes(block, tile)
-                else:
-                    formula.look(tile)
-        if formula.revisits:
-            for block in self._blocks():
-                for part in self._parts(block):
-                    band = block.pairs.band(part)
-                    if band.start < band.stop:
-                        formula.look_again(self._band_tile(block, part))
+            self._look(block, keep=backward_comes)
+            complete = block.whole
+        if formula.revisits and not complete:
+            self._look_again()
         if labels is not None and self._order is not None:
             labels = labels[self._order]
         totals, stats = formula.close(labels)
@@ -131,7 +129,7 @@ class Passes:
         grad = torch.zeros_like(self._rows)
         for block in self._blocks():
             for part in self._parts(block):
-                tile = self._tile(block, part)
+                tile, self._kept = self._kept or self._tile(block, part), None
                 matrix = tile.matrix
                 if isinstance(geometry, Euclid):  # its slope divides by the distance
                     matrix = self._buffer(1, tile.matrix.shape).copy_(tile.matrix)
@@ -141,10 +139,32 @@ class Passes:
         self._buffers.clear()
         return self._unsorted(grad)
 
+    def _look(self, block: Block, *, keep: bool) -> None:
+        """Let the formula see each tile once; rows are complete at once where there is no other block."""
+        formula, parts = self._formula, list(self._parts(block))
+        for part in parts:
+            tile = self._tile(block, part)
+            if self._slopes:
+                self._look_with_slopes(block, tile)
+                continue
+            if keep and block.whole and len(parts) == 1:  # so small a batch need not be computed twice
+                self._kept = tile._replace(matrix=tile.matrix.clone())
+            values = tile.positives()
+            formula.look(tile)
+            if formula.revisits and block.whole:
+                formula.look_again(tile.rows, tile.near, values)
+
+    def _look_again(self) -> None:
+        """Go through the positives once more, now that rows are complete."""
+        for block in self._blocks():
+            for part in self._parts(block):
+                tile = self._tile(block, part, block.pairs.band(part))
+                self._formula.look_again(tile.rows, tile.near, tile.positives())
+
     def _look_with_slopes(self, block: Block, tile: Tile) -> None:
         rows, scale = self._rows[tile.rows], self._formula.scale
         slopes = self._formula.look_with_slopes(tile, self._buffer(1, tile.matrix.shape))
-        for grad, (span, slope) in zip(self._slopes, slopes, strict=True):
+        for grad, (span, slope) in zip(self._slopes, slopes, strict=False):
             matrix = tile.matrix[:, span]
             grad[tile.rows] += self._geometry.pull(rows, block.columns[span], scale, matrix, slope, None)
 
@@ -173,20 +193,27 @@ class Passes:
         for start in range(0, total, size):
             yield slice(start, min(start + size, total))
 
-    def _tile(self, block: Block, part: slice) -> Tile:
-        columns, pairs = block.columns, block.pairs
-        out = self._buffer(0, torch.Size((part.stop - part.start, columns.shape[0])))
-        matrix = self._geometry.matrix(self._rows[part], columns, self._formula.scale, out)
-        span = slice(block.start, block.start + columns.shape[0])
-        return Tile(matrix, part, span, pairs.band(part), *pairs.weights(part), pairs.single, pairs.triplets(part))
-
-    def _band_tile(self, block: Block, part: slice) -> Tile:
-        band = block.pairs.band(part)
-        width = band.stop - band.start
+    def _tile(self, block: Block, part: slice, span: slice | None = None) -> Tile:
+        """A tile of all columns of a block, or of those in ``span``, among which all positives must be."""
+        pairs, start = block.pairs, 0 if span is None else span.start
+        columns = block.columns if span is None else block.columns[span]
+        width = columns.shape[0]
         out = self._buffer(0, torch.Size((part.stop - part.start, width)))
-        matrix = self._geometry.matrix(self._rows[part], block.columns[band], self._formula.scale, out)
-        span = slice(block.start + band.start, block.start + band.stop)
-        return Tile(matrix, part, span, slice(0, width), *block.pairs.weights(part), block.pairs.single)
+        matrix = self._geometry.matrix(self._rows[part], columns, self._formula.scale, out)
+        (owners, near), selves, band = pairs.near(part), pairs.selves(part), pairs.band(part)
+        near = near - start
+        if selves is not None:
+            selves = torch.arange(0, len(selves) * width, width, device=selves.device).add_(selves - start)
+        return Tile(
+            matrix,
+            part,
+            slice(block.start + start, block.start + start + width),
+            Listed(owners, near, owners * width + near),
+            selves,
+            pairs.far(part),
+            slice(band.start - start, band.stop - start),
+            pairs.triplets(part),
+        )
 
     def _buffer(self, index: int, shape: torch.Size) -> Tensor:
         while len(self._buffers) <= index:

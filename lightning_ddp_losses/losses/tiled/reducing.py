@@ -14,6 +14,8 @@ from pytorch_metric_learning import reducers
 from pytorch_metric_learning.reducers.per_anchor_reducer import aggregation_func
 from torch import Tensor
 
+from lightning_ddp_losses.losses.tiled.tile import Tile
+
 __all__ = ["PairSums", "Reduction", "Total", "reduce_rows", "reduction_of"]
 
 
@@ -130,55 +132,58 @@ class PairSums:
         self._by_pair = reduction.selects and not reduction.per_anchor
         self._sum, self._passed, self._all, self._above = (like.new_zeros(rows) for _ in range(4))
 
-    def add(self, rows: slice, losses: Tensor, weights: Tensor) -> Tensor:
-        """Add the losses of a tile's pairs, (T, b) each; returns the weights of those that pass."""
-        passed = weights * self.reduction.passing(losses) if self._by_pair else weights
+    def add(self, rows: slice, losses: Tensor, weights: Tensor) -> None:
+        """Add (T, C) losses, each counted with its weight."""
+        passed = self.gate(losses, weights)
         self._all[rows] += weights.sum(1)
         self._sum[rows] += (losses * passed).sum(1)
         if self._by_pair:
             self._passed[rows] += passed.sum(1)
             if self.reduction.low is not None:
                 self._above[rows] += (weights * (losses > self.reduction.low)).sum(1)
+
+    def add_listed(self, rows: slice, owners: Tensor, losses: Tensor) -> Tensor:
+        """Add (n,) losses one by one to the tile's rows ``owners``; returns 1 for those that pass, else 0."""
+        ones = torch.ones_like(losses)
+        self._all[rows].index_add_(0, owners, ones)
+        if not self._by_pair:
+            self._sum[rows].index_add_(0, owners, losses)
+            return ones
+        passed = self.reduction.passing(losses)
+        self._sum[rows].index_add_(0, owners, losses * passed)
+        self._passed[rows].index_add_(0, owners, passed)
+        if self.reduction.low is not None:
+            self._above[rows].index_add_(0, owners, (losses > self.reduction.low).to(losses.dtype))
         return passed
 
-    def add_dense(self, rows: slice, losses: Tensor, band: slice) -> bool:
-        """Add a whole tile of losses >= 0 that count once each, but for the columns of ``band``.
+    def add_negatives(self, tile: Tile, losses: Tensor) -> bool:
+        """Add the losses >= 0 of a tile's negatives, (T, C), 0 elsewhere.
 
-        Leaves 1 in the tile where a loss is above 0 and passes, else 0; returns whether there is any.
+        Leaves in ``losses`` how often each counts that is above 0 and passes; returns whether there is any.
         """
-        losses[:, band] = 0
-        width = losses.shape[1] - (band.stop - band.start)
-        self._all[rows] += width
+        rows = tile.rows
+        self._all[rows] += tile.number_of_negatives()
         plain = self._by_pair and self.reduction.low == 0 and self.reduction.high is None
         if self._by_pair and not plain:
-            gate = self.reduction.passing(losses)
-            gate[:, band] = 0
+            gate = tile.counted(self.reduction.passing(losses))
             if self.reduction.low is not None:
-                above = losses > self.reduction.low
-                above[:, band] = False
-                self._above[rows] += above.sum(1)
+                self._above[rows] += tile.counted((losses > self.reduction.low).to(losses.dtype)).sum(1)
             self._passed[rows] += gate.sum(1)
             losses.mul_(gate)
+        elif tile.far is not None:
+            losses.mul_(tile.far)
         total = losses.sum(1)
         self._sum[rows] += total
         if not bool(total.any()):
             return False
         losses.sign_()
+        if tile.far is not None:
+            losses.mul_(tile.far)
         if plain:
             number = losses.sum(1)  # counts several times faster than a comparison
             self._passed[rows] += number
             self._above[rows] += number
         return True
-
-    def add_listed(self, rows: slice, anchors: Tensor, losses: Tensor) -> None:
-        """Add (n,) losses one by one to the tile's rows ``anchors``."""
-        ones = torch.ones_like(losses)
-        passed = self.gate(losses, ones)
-        self._all[rows].index_add_(0, anchors, ones)
-        self._sum[rows].index_add_(0, anchors, losses * passed)
-        self._passed[rows].index_add_(0, anchors, passed)
-        if self.reduction.low is not None:
-            self._above[rows].index_add_(0, anchors, (losses > self.reduction.low).to(losses.dtype))
 
     def add_counted(self, rows: slice, total: Tensor, positive: Tensor, number: Tensor) -> None:
         """Add (T,) sums of losses >= 0: how many of them are positive, and how many there are."""
@@ -191,10 +196,12 @@ class PairSums:
         """The weights of the pairs that pass."""
         return weights * self.reduction.passing(losses) if self._by_pair else weights
 
-    def gate_dense(self, losses: Tensor) -> Tensor | None:
-        """1 for the pairs that pass; None: all that are larger than 0 do, and the others have no slope."""
+    def pass_as_one(self, losses: Tensor) -> Tensor:
+        """Overwrites losses >= 0: 1 where they are above 0 and pass, else 0."""
         plain = not self._by_pair or (self.reduction.low == 0 and self.reduction.high is None)
-        return None if plain else self.reduction.passing(losses)
+        gate = None if plain else self.reduction.passing(losses)
+        losses.sign_()
+        return losses if gate is None else losses.mul_(gate)
 
     def close(self, labels: Tensor | None) -> tuple[Total, Tensor]:
         """The total, and (B,) how much a passing pair of each row counts in S_r."""

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.losses.tiled.formula import Formula, RowLogSumExp, SoftSlope, Tile, both_ways
+from lightning_ddp_losses.losses.tiled.exponentials import RowLogSumExp, SoftSlope
+from lightning_ddp_losses.losses.tiled.formula import Formula, at_positives
 from lightning_ddp_losses.losses.tiled.reducing import PairSums, Reduction, Total, reduce_rows
+from lightning_ddp_losses.losses.tiled.tile import Listed, Tile
 
 __all__ = ["MultiSimilarity", "NTXent", "SupCon"]
 
@@ -34,19 +36,14 @@ class NTXent(Formula):
         self._pairs = PairSums(reductions[0], rows, like)
         self._pulls = like.new_zeros(rows)
         self._tiny = torch.finfo(like.dtype).tiny  # what PML adds to r
-        self._levels: Tensor | None = None
 
     def look(self, tile: Tile) -> None:
-        values = tile.banded()
-        dense = _without_band(tile)
-        self._negatives.add(tile.rows, dense, values, tile.negative)
+        self._negatives.add(tile.rows, tile.keep_negatives(tile.matrix, -torch.inf), tile.far)
 
-    def look_again(self, tile: Tile) -> None:
-        if self._levels is None:
-            self._levels = self._negatives.value()
-        losses, slopes = self._pair(tile.matrix, self._levels[tile.rows].unsqueeze(1))
-        passing = self._pairs.add(tile.rows, losses, tile.positive)
-        self._pulls[tile.rows] += (passing * slopes).sum(1)
+    def look_again(self, rows: slice, near: Listed, values: Tensor) -> None:
+        losses, slopes = self._pair(values, self._negatives.value(rows)[near.rows])
+        passing = self._pairs.add_listed(rows, near.rows, losses)
+        self._pulls[rows].index_add_(0, near.rows, slopes.mul_(passing))
 
     def close(self, labels: Tensor | None) -> tuple[list[Total], Tensor]:
         total, counts = self._pairs.close(labels)
@@ -59,24 +56,23 @@ class NTXent(Formula):
         self._soft = SoftSlope(self._own, self._others)
 
     def slope(self, tile: Tile) -> None:
-        values = tile.banded()
+        values = tile.positives()
 
-        def term(level: Tensor, pull: Tensor, count: Tensor) -> Tensor:
+        def term(level: Tensor, _: Tensor, count: Tensor) -> Tensor:
             losses, slopes = self._pair(values, level)
-            given = self._pairs.gate(losses, tile.positive) * slopes * count
-            return _weighted_exp(values - level, tile.negative).mul_(pull).sub_(given)
+            return self._pairs.gate(losses, slopes).mul(-count)
 
-        banded = both_ways(term, *_of(tile, self._own, self._others))
-        if tile.has_dense:
-            self._soft.apply(tile)
-        tile.matrix[:, tile.band] = banded
+        tile.keep_negatives(tile.matrix, -torch.inf)
+        self._soft.apply(tile)
+        if tile.far is not None:
+            tile.matrix.mul_(tile.far)
+        tile.add_at_positives(at_positives(term, tile, self._own, self._others))
 
     def _pair(self, values: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
         """Loss of a pair, and minus its derivative by s_ip."""
         above = values - level
-        smaller = (
-            above.abs().neg_().exp_()
-        )  # not torch.sigmoid: it ends where exp(-x) overflows, before r + tiny is tiny
+        # not torch.sigmoid: it ends where exp(-x) overflows, before r + tiny is tiny
+        smaller = above.abs().neg_().exp_()
         whole = 1 / (1 + smaller)
         smaller *= whole
         low = above < 0
@@ -101,15 +97,14 @@ class SupCon(Formula):
         self._near, self._number = like.new_zeros(rows), like.new_zeros(rows)
 
     def look(self, tile: Tile) -> None:
-        values, rows = tile.banded(), tile.rows
-        positive = tile.once(tile.positive)
-        old = self._partners.top(rows).clone()
-        self._partners.add(rows, _without_band(tile), values, tile.once(tile.positive + tile.negative))
-        top = self._partners.top(rows)
+        rows, owners, values = tile.rows, tile.near.rows, tile.positives()
+        old = self._partners.top()[rows].clone()
+        self._partners.add(rows, tile.keep_partners(tile.matrix, -torch.inf))
+        top, number = self._partners.top()[rows], self._number[rows]
         # positives are added up relative to the largest entry, so that one which outweighs all others gives a loss of exactly 0
-        lifted = torch.where(self._number[rows] > 0, (old - top) * self._number[rows], 0)
-        self._near[rows] += lifted + ((values - top.unsqueeze(1)).masked_fill_(positive == 0, 0)).sum(1)
-        self._number[rows] += positive.sum(1)
+        near = torch.where(number > 0, (old - top) * number, 0).add_(self._near[rows])
+        self._near[rows] = near.index_add_(0, owners, values - top[owners])
+        number.index_add_(0, owners, torch.ones_like(values))
 
     def close(self, labels: Tensor | None) -> tuple[list[Total], Tensor]:
         top, above = self._partners.relative()
@@ -126,16 +121,9 @@ class SupCon(Formula):
         self._soft = SoftSlope(self._own, self._others)
 
     def slope(self, tile: Tile) -> None:
-        values, positive = tile.banded(), tile.once(tile.positive)
-        partners = tile.once(tile.positive + tile.negative)
-
-        def term(level: Tensor, count: Tensor, share: Tensor) -> Tensor:
-            return _weighted_exp(values - level, partners).mul_(count).sub_(positive * share)
-
-        banded = both_ways(term, *_of(tile, self._own, self._others))
-        if tile.has_dense:
-            self._soft.apply(tile)
-        tile.matrix[:, tile.band] = banded
+        tile.keep_partners(tile.matrix, -torch.inf)
+        self._soft.apply(tile)
+        tile.add_at_positives(at_positives(lambda level, count, share: -share, tile, self._own, self._others))
 
 
 class MultiSimilarity(Formula):
@@ -152,25 +140,23 @@ class MultiSimilarity(Formula):
         self.scale = -self.sign * loss.beta
         self._base = -self.sign * loss.beta * loss.base
         self._ratio = -loss.alpha / loss.beta
-        self._positives = RowLogSumExp(rows, like, add_one=True)
-        self._negatives = RowLogSumExp(rows, like, add_one=True)
+        self._positives = RowLogSumExp(rows, like, first=0.0)
+        self._negatives = RowLogSumExp(rows, like, first=self._base)  # the 1 of the formula: exp(s - base) = 1
 
     @classmethod
     def takes(cls, loss: Any) -> bool:
         return bool(loss.alpha > 0 and loss.beta > 0)
 
     def look(self, tile: Tile) -> None:
-        values = tile.banded().sub_(self._base)
-        dense = _without_band(tile)
-        if dense is not None:
-            dense.sub_(self._base)
-        self._positives.add(tile.rows, None, values * self._ratio, tile.once(tile.positive))
-        self._negatives.add(tile.rows, dense, values, tile.once(tile.negative))
+        self._positives.add_listed(tile.rows, tile.near.rows, self._lifted(tile.positives()))
+        self._negatives.add(tile.rows, tile.keep_negatives(tile.matrix, -torch.inf))
 
     def close(self, labels: Tensor | None) -> tuple[list[Total], Tensor]:
-        near, far = self._positives.value(), self._negatives.value()
-        total, counts = reduce_rows(self.reductions[0], near / self.loss.alpha + far / self.loss.beta, labels)
-        return [total], torch.stack([far, counts, near], 1)
+        near = self._positives.value()
+        top, above = self._negatives.relative()
+        losses = near / self.loss.alpha + (top - self._base + above) / self.loss.beta
+        total, counts = reduce_rows(self.reductions[0], losses, labels)
+        return [total], torch.stack([top + above, counts, near], 1)
 
     def ready(self, own: Tensor, others: Tensor | None, factors: Sequence[float]) -> None:
         factor = own.new_tensor([1.0, factors[0] / self.loss.beta, 1.0])
@@ -179,32 +165,14 @@ class MultiSimilarity(Formula):
         self._soft = SoftSlope(self._own, self._others)
 
     def slope(self, tile: Tile) -> None:
-        values = tile.banded().sub_(self._base)
-        positive, negative = tile.once(tile.positive), tile.once(tile.negative)
+        values = self._lifted(tile.positives())
 
-        def term(far: Tensor, count: Tensor, near: Tensor) -> Tensor:
-            given = _weighted_exp(values * self._ratio - near, positive)
-            return _weighted_exp(values - far, negative).sub_(given).mul_(count)
+        def term(_: Tensor, count: Tensor, near: Tensor) -> Tensor:
+            return (values - near).exp_().mul_(-count)
 
-        banded = both_ways(term, *_of(tile, self._own, self._others))
-        if tile.has_dense:
-            tile.matrix.sub_(self._base)
-            self._soft.apply(tile)
-        tile.matrix[:, tile.band] = banded
+        tile.keep_negatives(tile.matrix, -torch.inf)
+        self._soft.apply(tile)
+        tile.add_at_positives(at_positives(term, tile, self._own, self._others))
 
-
-def _without_band(tile: Tile) -> Tensor | None:
-    if not tile.has_dense:
-        return None
-    tile.matrix[:, tile.band] = -torch.inf
-    return tile.matrix
-
-
-def _weighted_exp(exponent: Tensor, weights: Tensor) -> Tensor:
-    """Overwrites ``exponent``, which no pair of some weight has above 0: nothing is larger than a row's log-sum-exp over all of them."""
-    return exponent.clamp_max_(0).exp_().mul_(weights)
-
-
-def _of(tile: Tile, own: Tensor, others: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
-    rows = own[tile.rows].unbind(1)
-    return rows, None if others is None else others[tile.columns][tile.band].unbind(1)
+    def _lifted(self, positives: Tensor) -> Tensor:
+        return positives.sub_(self._base).mul_(self._ratio)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.losses.tiled.formula import Formula, Tile
+from lightning_ddp_losses.losses.tiled.formula import Formula
 from lightning_ddp_losses.losses.tiled.reducing import PairSums, Reduction, Total
+from lightning_ddp_losses.losses.tiled.tile import Tile
 
 __all__ = ["Triplets"]
 
@@ -50,7 +51,7 @@ class Triplets(Formula):
         if self._by_sorting(tile, near):
             self._sums.add_counted(tile.rows, *self._sorted_sums(tile, near, weights))
             return
-        allowed = _allowed(tile)
+        allowed = tile.counted(torch.ones_like(tile.matrix))
         for column, weight in _columns(near, weights):
             losses = self._loss(column - tile.matrix + self.loss.margin)
             self._sums.add(tile.rows, losses, allowed * weight)
@@ -73,18 +74,18 @@ class Triplets(Formula):
             tile.matrix.zero_().index_put_((anchors, positives), slopes, accumulate=True)
             tile.matrix.index_put_((anchors, negatives), -slopes, accumulate=True)
             return
-        near, weights, order = _positives(tile)
+        near, weights, places = _positives(tile)
         if self._by_sorting(tile, near):
             far, close = self._sorted_slopes(tile, near, weights)
         else:
-            allowed, far, parts = _allowed(tile), torch.zeros_like(tile.matrix), []
+            allowed, far, parts = tile.counted(torch.ones_like(tile.matrix)), torch.zeros_like(tile.matrix), []
             for column, weight in _columns(near, weights):
                 part = self._gated(column - tile.matrix + self.loss.margin, allowed * weight)
                 parts.append(part.sum(1))
                 far += part
             close = torch.stack(parts, 1) if parts else near
         torch.mul(far, -counts, out=tile.matrix)
-        tile.matrix[:, tile.band] += torch.zeros_like(tile.positive).scatter_add_(1, order, close * counts)
+        tile.add_at_positives((close * counts).view(-1)[places])
 
     def _loss(self, violations: Tensor) -> Tensor:
         return torch.nn.functional.softplus(violations) if self.loss.smooth_loss else violations.clamp_min_(0)
@@ -99,21 +100,21 @@ class Triplets(Formula):
         return tile.matrix[anchors, positives], tile.matrix[anchors, negatives], anchors
 
     def _by_sorting(self, tile: Tile, near: Tensor) -> bool:
-        return self._sorts and near.shape[1] >= _SORT_FROM and bool((tile.negative <= 1).all())
+        once = tile.far is None or bool((tile.far <= 1).all())
+        return self._sorts and near.shape[1] >= _SORT_FROM and once
 
     def _sorted_sums(self, tile: Tile, near: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(T,) each: sum, number of violated and number of all triplets."""
-        far, allowed = _excluding(tile)
-        far, _ = far.sort(1)
+        far, _ = tile.keep_negatives(tile.matrix.clone(), torch.inf).sort(1)
         limits = near + self.loss.margin
         below = torch.searchsorted(far, limits)
         sums = torch.nn.functional.pad(far.masked_fill(far == torch.inf, 0).double().cumsum(1), (1, 0))
         each = limits * below - sums.gather(1, below)
         number = (below * weights).sum(1)
-        return (each * weights).sum(1).to(near.dtype), number, allowed * weights.sum(1)
+        return (each * weights).sum(1).to(near.dtype), number, tile.number_of_negatives() * weights.sum(1)
 
     def _sorted_slopes(self, tile: Tile, near: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        far, _ = _excluding(tile)
+        far = tile.keep_negatives(tile.matrix.clone(), torch.inf)
         limits = (near + self.loss.margin).masked_fill(weights == 0, -torch.inf)
         sorted_limits, order = limits.sort(1)
         upto = torch.nn.functional.pad(weights.gather(1, order).cumsum(1), (1, 0))
@@ -124,29 +125,18 @@ class Triplets(Formula):
 
 
 def _positives(tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-    """(T, K) each: entries of the positives, their weights (0 where a row has fewer), and their places in the band."""
-    number = int((tile.positive > 0).sum(1).max()) if tile.positive.numel() else 0
-    weights, order = tile.positive.sort(dim=1, descending=True, stable=True)
-    order = order[:, :number]
-    return tile.banded().gather(1, order), weights[:, :number], order
+    """(T, K) each: entries of the positives, their weights (0 where a row has fewer); (n,) places in there of the tile's list."""
+    owners, rows = tile.near.rows, tile.matrix.shape[0]
+    number = torch.bincount(owners, minlength=rows)
+    width = int(number.max()) if rows else 0
+    starts = number.cumsum(0) - number
+    places = owners * width + torch.arange(len(owners), device=owners.device) - starts[owners]
+    entries, weights = tile.matrix.new_zeros(2, rows, width)
+    entries.view(-1)[places] = tile.positives()
+    weights.view(-1)[places] = 1
+    return entries, weights, places
 
 
 def _columns(near: Tensor, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for k in range(near.shape[1]):
         yield near[:, k : k + 1], weights[:, k : k + 1]
-
-
-def _allowed(tile: Tile) -> Tensor:
-    """(T, C): how often each column counts as a negative."""
-    allowed = torch.ones_like(tile.matrix)
-    allowed[:, tile.band] = tile.negative
-    return allowed
-
-
-def _excluding(tile: Tile) -> tuple[Tensor, Tensor]:
-    """The matrix with what is no negative infinitely far, and (T,) the number of negatives."""
-    far = tile.matrix.clone()
-    band = far[:, tile.band]
-    band.masked_fill_(tile.negative == 0, torch.inf)
-    width = far.shape[1] - band.shape[1]
-    return far, tile.negative.sum(1) + width
