@@ -114,7 +114,7 @@ class TuplePairs:
         anchors, positives, *rest = tuples
         pairs = [(anchors, positives), (rest[0], rest[1]) if len(rest) == 2 else (anchors, rest[0])]
         self._columns, self._dtype = columns, dtype
-        places: list[Tensor] = [torch.sort(a * columns + others).values for a, others in pairs]
+        places = [torch.sort(a * columns + others).values for a, others in pairs]
         if once:
             places = [place[place.diff(prepend=place[:1] - 1) != 0] for place in places]
         ends = torch.arange(rows + 1, device=anchors.device) * columns
@@ -147,7 +147,8 @@ class TuplePairs:
 
     def _of(self, rows: slice, kind: int) -> Tensor:
         places, starts = self._places[kind], self._starts[kind]
-        return places[starts[rows.start] : starts[rows.stop]] - rows.start * self._columns
+        found: Tensor = places[starts[rows.start] : starts[rows.stop]] - rows.start * self._columns
+        return found
 
 
 class TripletTuples:
