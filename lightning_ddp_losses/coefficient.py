@@ -74,7 +74,7 @@ class CoefficientWatch:
             value: Over the ranks of ``group``.
             group: Ranks of which one weighs it as the other; parts of the world may differ.
         """
-        everywhere = groups.world_size(group) == groups.world_size()
+        everywhere = group is None or groups.world_size(group) == groups.world_size()
         return numerics.map_tensors(lambda tensor: self._watch(tensor, everywhere), value)
 
     def _watch(self, value: Tensor, everywhere: bool) -> Tensor:

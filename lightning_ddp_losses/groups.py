@@ -66,6 +66,7 @@ class Family:
 
 
 _families: dict[tuple[int, ...], Family] = {}
+_of_group: dict[Group, Family] = {}
 _across: dict[tuple[int, ...], dist.ProcessGroup] = {}
 _world: dist.ProcessGroup | None = None  # the default group that _families belong to
 _timeout: timedelta | None = None
@@ -74,17 +75,28 @@ _close_registered = False
 
 def is_distributed() -> bool:
     """Whether a default process group exists in this process."""
-    return dist.is_available() and dist.is_initialized()
+    return _default() is not None
 
 
 def rank(group: Group = None) -> int:
     """This process's rank in ``group`` (None: the world); 0 without torch.distributed."""
-    return dist.get_rank(group) if is_distributed() else 0
+    world = _default()
+    if world is None:
+        return 0
+    return world.rank() if group is None else dist.get_rank(group)
 
 
 def world_size(group: Group = None) -> int:
     """Number of processes in ``group`` (None: the world); 1 without torch.distributed."""
-    return dist.get_world_size(group) if is_distributed() else 1
+    world = _default()
+    if world is None:
+        return 1
+    return world.size() if group is None else dist.get_world_size(group)
+
+
+def _default() -> Group:
+    """The world's group; None without torch.distributed. Asked many times in a step, and torch's own questions take their time."""
+    return dist.group.WORLD if dist.is_available() else None
 
 
 def members(group: Group = None) -> tuple[int, ...]:
@@ -122,16 +134,18 @@ def family(group: Group = None) -> Family:
     global _world, _close_registered  # noqa: PLW0603 - the cache belongs to the process's default group
     world = dist.group.WORLD
     if world is not _world:  # torch.distributed was initialised anew: the old groups went with it
-        _families.clear()
-        _across.clear()
+        _forget()
         _world = world
+    if group in _of_group:
+        return _of_group[group]
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else world))
     if ranks not in _families:
         if not _close_registered:
             atexit.register(close)
             _close_registered = True
         _families[ranks] = _make(ranks, group)
-    return _families[ranks]
+    _of_group[group] = _families[ranks]
+    return _of_group[group]
 
 
 def across(group: Group) -> Group:
@@ -244,8 +258,12 @@ def close(*, world: bool = False) -> None:
                 # a peer that died before us has taken its side of the connection along
                 with contextlib.suppress(RuntimeError, ValueError, AssertionError):
                     dist.destroy_process_group(group)
-    _families.clear()
-    _across.clear()
+    _forget()
     _world = None
     if world and is_distributed():
         dist.destroy_process_group()
+
+
+def _forget() -> None:
+    for known in (_families, _of_group, _across):
+        known.clear()
