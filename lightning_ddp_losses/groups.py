@@ -65,6 +65,7 @@ class Family:
         return self.host if tensor.device.type == "cpu" else self.device
 
 
+_AVAILABLE = dist.is_available()
 _families: dict[tuple[int, ...], Family] = {}
 _of_group: dict[Group, Family] = {}
 _across: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -96,7 +97,7 @@ def world_size(group: Group = None) -> int:
 
 def _default() -> Group:
     """The world's group; None without torch.distributed. Asked many times in a step, and torch's own questions take their time."""
-    return dist.group.WORLD if dist.is_available() else None
+    return dist.group.WORLD if _AVAILABLE else None
 
 
 def members(group: Group = None) -> tuple[int, ...]:

@@ -29,8 +29,10 @@ class ValueReading:
 
     def due(self, tree: Any) -> bool:
         """Whether this call's are; ``tree`` holds them."""
-        first, self._called = not self._called, True
-        return first or on_host(tree)
+        if self._called:
+            return on_host(tree)
+        self._called = True
+        return True
 
 
 def on_host(tree: Any) -> bool:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses import pml as pml_rows
 from lightning_ddp_losses.losses.memory import QueuePosition
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall
-from lightning_ddp_losses.losses.randomness import pack_draw, same_draws
+from lightning_ddp_losses.losses.randomness import Draws, same_draws
 from lightning_ddp_losses.losses.reduction import has_per_anchor
 from lightning_ddp_losses.losses.refusals import no_ring, not_exact, refuse_tiles, refuse_unfit
 from lightning_ddp_losses.losses.rows import Meeting, combined, elements_value, rows_value, tiled_value
@@ -108,7 +107,7 @@ class GlobalBatchLoss(nn.Module):
         self.gather = gather
         self._group = group
         self._fingerprint = ""
-        self._draws = 0
+        self._draws = Draws()
         self._told = False
         self._coefficients = CoefficientWatch()
         self._reading = inputs.ValueReading()
@@ -238,7 +237,7 @@ class GlobalBatchLoss(nn.Module):
 
     def _warn_identities(self, call: PMLCall) -> None:
         """Hand-made labels of self-supervised use collide between ranks; all ranks see it, rank 0 says so, once."""
-        if self._told or self._draws > 3 or "labels" not in call.given or groups.world_size(self._group) == 1:
+        if self._told or self._draws.number > 3 or "labels" not in call.given or groups.world_size(self._group) == 1:
             return
         self._told = call.ranks_with_local_identities() > 1
         if self._told and groups.rank(self._group) == 0:
@@ -265,10 +264,10 @@ class GlobalBatchLoss(nn.Module):
     def _gather(
         self, batches: dict[str, Tensor], backward: Backward | Choice, passed_on: Tensor | None = None
     ) -> Bundle:
-        self._draws += 1
-        extra = pack_draw(torch.initial_seed(), self._draws)
         agreed = self._agreed() if passed_on is None else {**self._agreed(), **self._shape_of(passed_on)}
-        return gather_bundle(self._title, batches, agreed, backward=backward, extra=extra, group=self._group)
+        return gather_bundle(
+            self._title, batches, agreed, backward=backward, extra=self._draws.next(), group=self._group
+        )
 
     def _frame_of(self, like: Tensor) -> dict[str, object]:
         return {**self._agreed(), **self._shape_of(like)}
@@ -278,7 +277,8 @@ class GlobalBatchLoss(nn.Module):
         return {"rows of embeddings": f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"}
 
     def _agreed(self) -> dict[str, object]:
-        self._fingerprint = self._fingerprint or digest(self.loss)
+        if not self._fingerprint:
+            self._fingerprint = digest(self.loss)
         agreed: dict[str, object] = {"mode": self.mode, "backward": self.backward, "gather": self.gather}
         agreed["configuration"] = self._fingerprint
         if self.backward == "own_slice":

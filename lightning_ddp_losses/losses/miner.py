@@ -14,7 +14,7 @@ from lightning_ddp_losses.configuration import digest
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, GlobalTuples, PMLCall
-from lightning_ddp_losses.losses.randomness import pack_draw, same_draws
+from lightning_ddp_losses.losses.randomness import Draws, same_draws
 
 __all__ = ["GlobalBatchMiner"]
 
@@ -48,7 +48,7 @@ class GlobalBatchMiner(nn.Module):
             )
         self.miner = miner
         self._group = group
-        self._draws = 0
+        self._draws = Draws()
         self._fingerprint = ""
 
     @torch.no_grad()
@@ -60,15 +60,13 @@ class GlobalBatchMiner(nn.Module):
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         given = {n: v for n, v in (dict(zip(names, args, strict=False)) | kwargs).items() if v is not None}
         title = f"GlobalBatchMiner({type(self.miner).__name__})"
-        self._draws += 1
         self._fingerprint = self._fingerprint or digest(self.miner)
-        extra = pack_draw(torch.initial_seed(), self._draws)
         try:
             call = PMLCall(
                 self.miner,
                 given,
                 lambda batches: gather_bundle(
-                    title, batches, {"configuration": self._fingerprint}, extra=extra, group=self._group
+                    title, batches, {"configuration": self._fingerprint}, extra=self._draws.next(), group=self._group
                 ),
                 groups.rank(self._group),
             )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.bundles import Bundle
 
-__all__ = ["may_draw", "pack_draw", "same_draws", "shared_seed"]
+__all__ = ["Draws", "may_draw", "same_draws", "shared_seed"]
 
 _DRAW = struct.Struct("<QQ")
 # of pytorch-metric-learning (PML), by exact class: a subclass, a miner or a module of somebody else may draw
@@ -63,9 +63,20 @@ def same_draws(inner: nn.Module, seed: int, tensors: Iterable[object]) -> Iterat
             c_f.NUMPY_RANDOM.set_state(numpy_state)
 
 
-def pack_draw(base: int, draws: int) -> bytes:
-    """This rank's seed and how often it drew, to ride in a frame."""
-    return _DRAW.pack(base % (1 << 63), draws)
+class Draws:
+    """Counts the calls of a module: each draws anew.
+
+    Attributes:
+        number: Calls so far.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def next(self) -> bytes:
+        """This rank's seed for one more call, to ride in a frame."""
+        self.number += 1
+        return _DRAW.pack(torch.initial_seed() % (1 << 63), self.number)
 
 
 def shared_seed(bundle: Bundle) -> int:

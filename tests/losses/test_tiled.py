@@ -25,7 +25,7 @@ from lightning_ddp_losses.bundles import gather_bundle
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.losses.pml_call import PMLCall
-from lightning_ddp_losses.losses.randomness import pack_draw
+from lightning_ddp_losses.losses.randomness import Draws
 from lightning_ddp_losses.losses.row_tiles import parts_of
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
@@ -310,7 +310,7 @@ def test_parts_are_ordinary_input_and_cover_all_rows() -> None:
     call = PMLCall(
         pml.CircleLoss(),
         {"embeddings": torch.randn(10, 3), "labels": labels},
-        lambda tensors: gather_bundle("a loss", tensors, {}, extra=pack_draw(0, 0)),
+        lambda tensors: gather_bundle("a loss", tensors, {}, extra=Draws().next()),
         0,
     )
     parts = parts_of(pml.CircleLoss(), call, 10 * 6 * 4)  # one row each, were it not for that
