@@ -49,8 +49,11 @@ _FEW = 256
 # what PML computes for every pair of pairs, or for every triplet, is sooner worth sharing
 _FEW_OF: dict[type, int] = {
     pml.AngularLoss: 128,
+    pml.ContrastiveLoss: 192,
     pml.MarginLoss: 64,
+    pml.MultiSimilarityLoss: 192,
     pml.NTXentLoss: 32,
+    pml.SupConLoss: 192,
     pml.TripletMarginLoss: 64,
     pml.TupletMarginLoss: 32,
 }
