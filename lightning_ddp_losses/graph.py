@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import numerics
 
-__all__ = ["global_values", "join_graph", "keep_in_graph", "note_global_value", "on_all_rows", "run_wide", "sees_all_rows"]
+__all__ = [
+    "global_values",
+    "join_graph",
+    "keep_in_graph",
+    "note_global_value",
+    "on_all_rows",
+    "run_wide",
+    "sees_all_rows",
+]
 
 _recent_global: deque[Tensor] = deque(maxlen=8)
 _all_rows: ContextVar[bool] = ContextVar("all_rows", default=False)
@@ -74,7 +82,7 @@ def run_wide(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ..
 
 
 def join_graph(tensor: Tensor, wanted: bool) -> Tensor:
-    """The tensor, in need of a gradient where another rank's is: a rank whose own rows need none still takes part in backward's messages."""
+    """The tensor, in need of a gradient where another rank's is: who needs none still takes part in backward's communication."""
     if wanted and not tensor.requires_grad and torch.is_grad_enabled():
         return tensor.detach().requires_grad_()
     return tensor

@@ -190,7 +190,8 @@ class _Running:
         """Take in (rows of ``where``, n); the values are overwritten."""
         top = self._top[where]
         higher = torch.maximum(top, values.amax(1))
-        self._total[where] = self._total[where] * torch.exp(top - higher) + values.sub_(higher.unsqueeze(1)).exp_().sum(1)
+        added = values.sub_(higher.unsqueeze(1)).exp_().sum(1)
+        self._total[where] = self._total[where] * torch.exp(top - higher) + added
         self._top[where] = higher
 
     def losses(self) -> Tensor:
