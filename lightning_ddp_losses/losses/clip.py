@@ -41,7 +41,7 @@ class ClipLoss(TwoTowerLoss):
         normalize: Divide embeddings by their length; False where the model has done so.
         tile_bytes: Of products alive at a time.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``: ranks pass their texts on, so that beside its own rows a
-            rank holds two ranks' texts at a time, and in backward their gradients.
+            rank holds two ranks' texts at a time, and in backward the gradients of three.
         group: Process group; None is the world.
 
     Returns:
