@@ -38,7 +38,7 @@ Make = Callable[[], Any]
 
 
 class Wire(TorchDispatchMode):
-    """Bytes that this rank sends in collectives, and how many collectives there are."""
+    """Bytes that this rank sends, and how many collectives and messages to one rank there are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,10 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             world, rank, name = dist.get_world_size(), dist.get_rank(), func._schema.name
-            self.calls += 1
-            if "allgather" in name:
+            self.calls += "recv" not in name
+            if name == "c10d::send":
+                self.sent += sum(t.nbytes for t in args[0])
+            elif "allgather" in name:
                 self.sent += args[1].nbytes * (world - 1)
             elif "alltoall" in name:
                 parts = args[4] or [1] * world  # of equal size where none are given

@@ -6,7 +6,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (per tensor, may differ), ``G`` the
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.collectives import Backward
+from lightning_ddp_losses.graph import join_graph
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.transport import carrier, gather, host_bytes, scatter_sum
 
@@ -53,6 +54,7 @@ def gather_bundle(
     *,
     backward: Backward | Choice = "sum",
     extra: bytes = b"",
+    counted: Collection[str] = (),
     group: Group = None,
 ) -> Bundle:
     """Rows of all ranks for several tensors at once, in rank order, with their graphs.
@@ -63,6 +65,8 @@ def gather_bundle(
         agreed: What else must be equal on all ranks.
         backward: As in ``all_gather_with_grad``; or what decides it, equally on all ranks, from the rows of each rank by name.
         extra: Own bytes that ride in the frame.
+        counted: Names of (B, D) tensors whose rows stay where they are: all agree on D and dtype, and learn how many rows there are;
+            they come back as (G, 0).
         group: Process group; None is the world.
 
     Communication:
@@ -73,7 +77,7 @@ def gather_bundle(
     Raises:
         RankMismatchError: on every rank, when names, widths, dtypes or ``agreed`` differ.
     """
-    values = list(tensors.values())
+    values = [tensor[:, :0] if name in counted else tensor for name, tensor in tensors.items()]
     if groups.world_size(group) == 1:
         return Bundle(values, [[t.shape[0]] for t in values], [extra])
     fixed = {name: f"{('rows', *t.shape[1:])} {t.dtype} {t.device.type}" for name, t in tensors.items()}
@@ -93,11 +97,7 @@ def gather_bundle(
     counts = [[h[i] for h in heads] for i in range(len(values))]
     extras = [p[head.size : head.size + h[-1]] for p, h in zip(payloads, heads, strict=True)]
     wanted = [any(h[len(values) + i] for h in heads) for i in range(len(values))]
-    # a rank whose own rows need no gradient still takes part in backward's collective
-    joined = [
-        t.detach().requires_grad_() if want and not t.requires_grad and torch.is_grad_enabled() else t
-        for t, want in zip(values, wanted, strict=True)
-    ]
+    joined = [join_graph(t, want) for t, want in zip(values, wanted, strict=True)]
     how = backward(dict(zip(tensors, counts, strict=True))) if callable(backward) else backward
     came = None
     if all(h[-2] for h in heads):

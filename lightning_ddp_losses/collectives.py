@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.errors import InputError, format_error
+from lightning_ddp_losses.graph import join_graph
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.transport import gather_rows, scatter_sum, sum_over_ranks
 
@@ -71,7 +72,7 @@ def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
         return tensor.reshape(1) if tensor.ndim == 0 else tensor
     rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
     counts, grad = _agree_rows("all_gather_with_grad", rows, rows.shape[0], backward, group)
-    rows = _join_graph(rows, grad)
+    rows = join_graph(rows, grad)
     gathered: Tensor = _AllGather.apply(rows, counts, group, backward)  # type: ignore[no-untyped-call]
     return gathered
 
@@ -100,7 +101,7 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     if groups.world_size(group) == 1:
         return tensor
     _, grad = _agree_rows("all_reduce_with_grad", tensor, None, backward, group)
-    reduced: Tensor = _AllReduce.apply(_join_graph(tensor, grad), group, backward)  # type: ignore[no-untyped-call]
+    reduced: Tensor = _AllReduce.apply(join_graph(tensor, grad), group, backward)  # type: ignore[no-untyped-call]
     return reduced
 
 
@@ -144,7 +145,7 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
         )
     if world == 1:
         return tensor
-    scattered: Tensor = _ReduceScatter.apply(_join_graph(tensor, grad), counts, group)  # type: ignore[no-untyped-call]
+    scattered: Tensor = _ReduceScatter.apply(join_graph(tensor, grad), counts, group)  # type: ignore[no-untyped-call]
     return scattered
 
 
@@ -269,10 +270,3 @@ def _agree_rows(
     payloads = frames.exchange(what, agreed, _ROWS.pack(rows or 0, needs), group=group)
     everyone = [_ROWS.unpack(p) for p in payloads]
     return [r for r, _ in everyone], any(g for _, g in everyone)
-
-
-def _join_graph(tensor: Tensor, any_grad: bool) -> Tensor:
-    # a rank whose own rows need no gradient still takes part in the collective of backward
-    if any_grad and not tensor.requires_grad and torch.is_grad_enabled():
-        return tensor.detach().requires_grad_()
-    return tensor

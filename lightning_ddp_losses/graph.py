@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import numerics
 
-__all__ = ["global_values", "keep_in_graph", "note_global_value", "on_all_rows", "run_wide", "sees_all_rows"]
+__all__ = [
+    "global_values",
+    "join_graph",
+    "keep_in_graph",
+    "note_global_value",
+    "on_all_rows",
+    "run_wide",
+    "sees_all_rows",
+]
 
 _recent_global: deque[Tensor] = deque(maxlen=8)
 _all_rows: ContextVar[bool] = ContextVar("all_rows", default=False)
@@ -71,6 +79,13 @@ def run_wide(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ..
     if torch.is_grad_enabled():
         result = keep_in_graph(result, [p for p in parameters if p.requires_grad], given)
     return result
+
+
+def join_graph(tensor: Tensor, wanted: bool) -> Tensor:
+    """The tensor, in need of a gradient where another rank's is: who needs none still takes part in backward's communication."""
+    if wanted and not tensor.requires_grad and torch.is_grad_enabled():
+        return tensor.detach().requires_grad_()
+    return tensor
 
 
 def keep_in_graph(result: Any, parameters: Sequence[Tensor], given: Sequence[Tensor]) -> Any:

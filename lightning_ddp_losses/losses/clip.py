@@ -2,7 +2,7 @@
 
 Each direction's loss is ``log(1 + sum_{j != i} exp(z_ij - z_ii))``: differences with the row's own pair, whose 1 is never added up,
 so that float32 keeps its digits where pairs agree well. Rows of this rank are complete here; columns are joined from all ranks'
-(maximum, sum).
+(maximum, sum), which in a ring travel behind the texts.
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum, ``M`` columns (G texts and further negatives), ``D`` embedding size.
 """
@@ -10,18 +10,18 @@ Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum, ``M`` columns (G 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_ddp_losses import groups
-from lightning_ddp_losses.bundles import Bundle
+from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.losses.reduction import for_mean_over_ranks
-from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss, pairs_in, tiles
+from lightning_ddp_losses.losses.columns import Block, Columns, Ring
+from lightning_ddp_losses.losses.reduction import Share, for_mean_over_ranks, pack_shares, unpack_shares, weigh
+from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss
 from lightning_ddp_losses.transport import carrier, gather
 
 __all__ = ["ClipLoss"]
@@ -40,6 +40,8 @@ class ClipLoss(TwoTowerLoss):
         label_smoothing: As in ``torch.nn.CrossEntropyLoss``.
         normalize: Divide embeddings by their length; False where the model has done so.
         tile_bytes: Of products alive at a time.
+        gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``: ranks pass their texts on, so that beside its own rows a
+            rank holds two ranks' texts at a time, and in backward the gradients of three.
         group: Process group; None is the world.
 
     Returns:
@@ -49,7 +51,8 @@ class ClipLoss(TwoTowerLoss):
         After DDP's mean over ranks, encoders and ``logit_scale`` hold the one-process gradient.
 
     Communication:
-        Frame, gather of the texts, gather of 2 G + 2 numbers; one exchange of G x D in backward.
+        Frame, gather of the texts, gather of 2 G + 1 numbers; one exchange of G x D in backward. A ring: 2 frames, and W - 1 times a
+        message of a rank's texts and one of two numbers for each; in backward W - 1 times its texts and their gradient.
 
     Raises:
         ConfigurationError: options that cannot work.
@@ -72,9 +75,10 @@ class ClipLoss(TwoTowerLoss):
         label_smoothing: float = 0.0,
         normalize: bool = True,
         tile_bytes: int = TILE_BYTES,
+        gather: Literal["all", "ring"] = "all",
         group: Group = None,
     ) -> None:
-        super().__init__(normalize=normalize, tile_bytes=tile_bytes, group=group)
+        super().__init__(normalize=normalize, tile_bytes=tile_bytes, gather=gather, group=group)
         if init_temperature <= 0 or (max_scale is not None and max_scale <= 0) or not 0 <= label_smoothing < 1:
             raise ConfigurationError(
                 format_error(
@@ -90,113 +94,137 @@ class ClipLoss(TwoTowerLoss):
         """The options."""
         return f"max_scale={self.max_scale}, label_smoothing={self.label_smoothing}, normalize={self.normalize}"
 
-    def _evaluate(self, images: Tensor, columns: Tensor, bundle: Bundle) -> Tensor:
-        plan = _Plan(self._first(bundle), len(bundle.tensors[0]), self.label_smoothing, self.tile_bytes, self._group)
-        value: Tensor = _Clip.apply(plan, images, columns, self._scale(), bundle.tensors[1])  # type: ignore[no-untyped-call]
+    def _evaluate(self, columns: Columns, images: Tensor, texts: Tensor, products: Tensor) -> Tensor:
+        plan = _Plan(columns, self.label_smoothing, self.tile_bytes)
+        value: Tensor = _Clip.apply(plan, images, texts, self._scale(), products)  # type: ignore[no-untyped-call]
         return value
 
 
 @dataclass(frozen=True)
 class _Plan:
-    first: int
-    total: int
+    columns: Columns
     smoothing: float
     tile_bytes: int
-    group: Group
+
+    def here(self, images: Tensor) -> slice:
+        """Where this rank's texts are among those whose products are known."""
+        return slice(self.columns.first, self.columns.first + len(images))
 
 
 class _Clip(torch.autograd.Function):
-    """Value and gradient; ``diagonal`` (G,) holds each row's product with its own text, unscaled."""
+    """Value and gradient; ``products`` (t,) holds each text's product with its own image, unscaled."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, images: Tensor, columns: Tensor, scale: Tensor, diagonal: Tensor) -> Tensor:
-        own = diagonal[plan.first : plan.first + len(images)] * scale
-        rows, cols = _Running(len(images), images), _Running(plan.total, images)
-        for down, across in tiles(len(images), len(columns), images.element_size(), plan.tile_bytes):
-            logits = (images[down] * scale) @ columns[across].t()
-            logits[pairs_in(plan.first, down, across, images.device)] = -torch.inf
-            paired = min(across.stop, plan.total) - across.start
-            if paired > 0:
-                there = slice(across.start, across.start + paired)
-                cols.add(there, logits[:, :paired].t() - (diagonal[there] * scale).unsqueeze(1))
-            rows.add(down, logits.sub_(own[down].unsqueeze(1)))
-        row_losses = rows.result()
-        cols_joined, sums = _join(cols, row_losses.sum(), images.sum(0), plan.group)
-        col_losses = cols_joined.result()
-        value = (sums[0] + col_losses.sum()) / (2 * plan.total)
+    def forward(ctx: Any, plan: _Plan, images: Tensor, texts: Tensor, scale: Tensor, products: Tensor) -> Tensor:
+        own = products[plan.here(images)] * scale
+        rows, drawn = _Running(len(images), images), images.new_zeros(images.shape[1])
+
+        def visit(block: Block) -> Tensor:
+            paired, cols = block.beside * scale, _Running(block.texts, images)
+            for tile in block.tiles(images, plan.tile_bytes):
+                logits = (images[tile.rows] * scale) @ block.columns[tile.columns].t()
+                logits[tile.own] = -torch.inf
+                number = tile.texts.stop - tile.texts.start
+                if number:
+                    cols.add(tile.texts, logits[:, :number].t() - paired[tile.texts].unsqueeze(1))
+                rows.add(tile.rows, logits.sub_(own[tile.rows].unsqueeze(1)))
+            if plan.smoothing:
+                drawn.add_(block.columns.sum(0) / plan.columns.width)
+                drawn.add_(block.columns[: block.texts].sum(0) / plan.columns.total)
+            return cols.statistics
+
+        statistics = plan.columns.find(visit, texts, products, lambda a, b: _merged(torch.stack([a, b])))
+        row_losses = rows.losses()
+        share = row_losses.sum()
         if plan.smoothing:  # both are means over all targets of (z_ii - z_ij), in closed form
-            total = diagonal.sum() * scale
-            texts = columns[: plan.total].sum(0)
-            all_images = sums[1:]
-            row_gap = total - scale * (all_images @ columns.sum(0)) / len(columns)
-            col_gap = total - scale * (all_images @ texts) / plan.total
-            value = value + plan.smoothing * (row_gap + col_gap) / (2 * plan.total)
+            share += plan.smoothing * (2 * own.sum() - scale * (images.sum(0) @ drawn))
+        col_losses, value = _meet(plan.columns, statistics, share, len(images))
         ctx.plan = plan
-        ctx.save_for_backward(images, columns, scale, diagonal, row_losses, col_losses)
+        ctx.save_for_backward(images, texts, scale, products, row_losses, col_losses, drawn)
         return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan: _Plan = ctx.plan
-        images, columns, scale, diagonal, row_losses, col_losses = ctx.saved_tensors
-        d_images, d_columns = torch.zeros_like(images), torch.zeros_like(columns)
-        own = diagonal[plan.first : plan.first + len(images)] * scale
-        row_level, col_level = own + row_losses, diagonal * scale + col_losses
+        images, texts, scale, products, row_losses, col_losses, drawn = ctx.saved_tensors
+        d_images, here = -plan.smoothing * drawn.expand_as(images), plan.here(images)
+        row_level, col_levels = products[here] * scale + row_losses, products * scale + col_losses
         # both softmaxes at the own pair, less the 1 of the target: a difference of equals where pairs agree well
-        here = slice(plan.first, plan.first + len(images))
         to_own = torch.expm1(-row_losses) + torch.expm1(-col_losses[here]) + 2 * plan.smoothing
-        for down, across in tiles(len(images), len(columns), images.element_size(), plan.tile_bytes):
-            logits = (images[down] * scale) @ columns[across].t()
-            paired = min(across.stop, plan.total) - across.start
-            share = (logits - row_level[down].unsqueeze(1)).exp_()
-            if paired > 0:
-                there = slice(across.start, across.start + paired)
-                share[:, :paired] += logits[:, :paired].sub_(col_level[there]).exp_()
-                own_pair = pairs_in(plan.first, down, across, images.device)
-                share[own_pair] = to_own[down][own_pair[0]]
-            d_images[down].addmm_(share, columns[across])
-            d_columns[across].addmm_(share.t(), images[down])
-        if plan.smoothing:
-            everywhere, paired_sum = columns.sum(0) / len(columns), columns[: plan.total].sum(0) / plan.total
-            d_images -= plan.smoothing * (everywhere + paired_sum)
-            d_columns -= plan.smoothing * images.sum(0) / len(columns)
-            d_columns[: plan.total] -= plan.smoothing * images.sum(0) / plan.total
+        wanted = ctx.needs_input_grad[2]
+
+        def visit(block: Block) -> Tensor:
+            d_columns = torch.zeros_like(block.columns)
+            for tile in block.tiles(images, plan.tile_bytes):
+                logits = (images[tile.rows] * scale) @ block.columns[tile.columns].t()
+                number = tile.texts.stop - tile.texts.start
+                share = (logits - row_level[tile.rows].unsqueeze(1)).exp_()
+                if number:
+                    share[:, :number] += logits[:, :number].sub_(block.beside[tile.texts]).exp_()
+                    share[tile.own] = to_own[tile.rows][tile.own[0]]
+                d_images[tile.rows].addmm_(share, block.columns[tile.columns])
+                if wanted and block.trained:
+                    d_columns[tile.columns].addmm_(share.t(), images[tile.rows])
+            if plan.smoothing:
+                d_columns -= plan.smoothing * images.sum(0) / plan.columns.width
+                d_columns[: block.texts] -= plan.smoothing * images.sum(0) / plan.columns.total
+            return d_columns
+
+        d_texts = plan.columns.pull(visit, texts, col_levels, wanted=wanted)
         d_scale = (d_images * images).sum()  # z is linear in the scale and in this rank's images
-        factor = for_mean_over_ranks(grad / (2 * plan.total), plan.group)
-        return None, d_images.mul_(factor * scale), d_columns.mul_(factor * scale), d_scale * factor, None
+        factor = for_mean_over_ranks(grad / (2 * plan.columns.total), plan.columns.group)
+        given = None if d_texts is None else d_texts.mul_(factor * scale)
+        return None, d_images.mul_(factor * scale), given, d_scale * factor, None
 
 
 class _Running:
     """Log-sum-exp of rows that arrive in pieces, in which the own pair counts as nothing."""
 
     def __init__(self, rows: int, like: Tensor) -> None:
-        self.top = like.new_full((rows,), torch.finfo(like.dtype).min)
-        self.total = like.new_zeros(rows)
+        self.statistics = like.new_zeros((rows, 2))
+        self._top, self._total = self.statistics.unbind(1)
+        self._top.fill_(torch.finfo(like.dtype).min)
 
     def add(self, where: slice, values: Tensor) -> None:
         """Take in (rows of ``where``, n); the values are overwritten."""
-        top = self.top[where]
+        top = self._top[where]
         higher = torch.maximum(top, values.amax(1))
-        self.total[where] = self.total[where] * torch.exp(top - higher) + values.sub_(higher.unsqueeze(1)).exp_().sum(1)
-        self.top[where] = higher
+        added = values.sub_(higher.unsqueeze(1)).exp_().sum(1)
+        self._total[where] = self._total[where] * torch.exp(top - higher) + added
+        self._top[where] = higher
 
-    def result(self) -> Tensor:
-        """The loss of each row, its own pair put back."""
-        return nn.functional.softplus(self.top + self.total.log(), threshold=50)
+    def losses(self) -> Tensor:
+        """Of each row."""
+        return _losses(self.statistics)
 
 
-def _join(cols: _Running, row_sum: Tensor, image_sum: Tensor, group: Group) -> tuple[_Running, Tensor]:
-    """The columns' statistics over the rows of all ranks, and [sum of the row losses, sum of the images]."""
-    world, size = groups.world_size(group), len(cols.top)
-    sums = torch.cat([row_sum.reshape(1), image_sum])
-    if world == 1:
-        return cols, sums
-    own = torch.cat([cols.top, cols.total, sums])
-    everyone = own.new_empty((world, len(own)))
-    gather(everyone.view(-1), own, group=carrier(own, group))
-    tops, totals = everyone[:, :size], everyone[:, size : 2 * size]
-    joined = _Running(0, own)
-    joined.top = tops.amax(0)
-    joined.total = (totals * torch.exp(tops - joined.top)).sum(0)
-    return joined, everyone[:, 2 * size :].sum(0)
+def _losses(statistics: Tensor) -> Tensor:
+    """(n, 2) -> the loss of each row, its own pair put back."""
+    top, total = statistics.unbind(1)
+    return nn.functional.softplus(top + total.log(), threshold=50)
+
+
+def _merged(statistics: Tensor) -> Tensor:
+    """(k, n, 2) of k parts of each row -> (n, 2) of the whole."""
+    tops, totals = statistics.unbind(2)
+    top = tops.amax(0)
+    return torch.stack([top, (totals * torch.exp(tops - top)).sum(0)], 1)
+
+
+def _meet(columns: Columns, statistics: Tensor, share: Tensor, images: int) -> tuple[Tensor, Tensor]:
+    """Losses of the texts whose statistics are known, and the global loss, from this rank's share of it apart from the texts'."""
+    group, world = columns.group, groups.world_size(columns.group)
+    if isinstance(columns, Ring):  # each rank knows its own texts' losses
+        losses = _losses(statistics)
+        shares = [Share((share + losses.sum()) / 2, images)]
+        value, _ = weigh(unpack_shares(frames.exchange("ClipLoss: sum", {}, pack_shares(shares), group=group)), world)
+        return losses, share.new_tensor(value)
+    if world > 1:
+        own = torch.cat([statistics.reshape(-1), share.reshape(1)])
+        everyone = own.new_empty((world, len(own)))
+        gather(everyone.view(-1), own, group=carrier(own, group))
+        statistics = _merged(everyone[:, :-1].view(world, -1, 2))
+        share = everyone[:, -1].sum()
+    losses = _losses(statistics)
+    return losses, (share + losses.sum()) / (2 * columns.total)

@@ -6,7 +6,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pytorch_metric_learning import losses as pml
@@ -195,9 +195,8 @@ class GlobalBatchLoss(nn.Module):
             return "sum" if mode == "rows" and not self._few(counts) else self.backward
 
         def gather(batches: dict[str, Tensor]) -> Bundle:
-            if ring:  # all ranks' labels, and no more than the number of their rows
-                batches = {**batches, "embeddings": batches["embeddings"][:, :0]}
-            return self._gather(batches, backward, given["embeddings"] if ring else None)
+            # in a ring all ranks' labels, and no more than the number of their rows
+            return self._gather(batches, backward, counted=("embeddings",) if ring else ())
 
         call = PMLCall(self.loss, given, gather, groups.rank(self._group))
         self._warn_identities(call)
@@ -261,20 +260,14 @@ class GlobalBatchLoss(nn.Module):
 
     # ------------------------------------------------------------------ shared
 
-    def _gather(
-        self, batches: dict[str, Tensor], backward: Backward | Choice, passed_on: Tensor | None = None
-    ) -> Bundle:
-        agreed = self._agreed() if passed_on is None else {**self._agreed(), **self._shape_of(passed_on)}
+    def _gather(self, batches: dict[str, Tensor], backward: Backward | Choice, counted: Sequence[str] = ()) -> Bundle:
+        extra, agreed = self._draws.next(), self._agreed()
         return gather_bundle(
-            self._title, batches, agreed, backward=backward, extra=self._draws.next(), group=self._group
+            self._title, batches, agreed, backward=backward, extra=extra, counted=counted, group=self._group
         )
 
     def _frame_of(self, like: Tensor) -> dict[str, object]:
-        return {**self._agreed(), **self._shape_of(like)}
-
-    @staticmethod
-    def _shape_of(like: Tensor) -> dict[str, object]:
-        return {"rows of embeddings": f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"}
+        return {**self._agreed(), "rows of embeddings": f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"}
 
     def _agreed(self) -> dict[str, object]:
         if not self._fingerprint:

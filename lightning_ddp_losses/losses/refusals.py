@@ -12,7 +12,7 @@ from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.losses.table import MODES, allowed_modes
 from lightning_ddp_losses.losses.tiled import TILED, plan_of
 
-__all__ = ["no_ring", "not_exact", "refuse_tiles", "refuse_unfit"]
+__all__ = ["no_ring", "not_exact", "refuse_gather", "refuse_tiles", "refuse_unfit"]
 
 
 def refuse_unfit(loss: nn.Module, mode: str, backward: str) -> None:
@@ -65,8 +65,7 @@ def refuse_tiles(loss: nn.Module, mode: str, tile_bytes: int | None, gather: str
         raise ConfigurationError(
             format_error(f"{title}: tile_bytes", expected="a positive number of bytes, or None", got=repr(tile_bytes))
         )
-    if gather not in ("all", "ring"):
-        raise ConfigurationError(format_error(f"{title}: gather", expected="'all' or 'ring'", got=repr(gather)))
+    refuse_gather(title, gather)
     if gather == "ring":
         plan = plan_of(loss) if mode in ("auto", "rows") and allowed_modes(loss)[0] == "rows" else None
         if plan is None or not plan.symmetric or getattr(loss, "embedding_regularizer", None) is not None:
@@ -74,6 +73,16 @@ def refuse_tiles(loss: nn.Module, mode: str, tile_bytes: int | None, gather: str
             raise no_ring(
                 title, f"one of {', '.join(names)}, mode 'rows', without regulariser", "another configuration"
             )
+
+
+def refuse_gather(title: str, gather: str) -> None:
+    """Refuse a way for rows to travel that is not known.
+
+    Raises:
+        ConfigurationError: with what, expected and got.
+    """
+    if gather not in ("all", "ring"):
+        raise ConfigurationError(format_error(f"{title}: gather", expected="'all' or 'ring'", got=repr(gather)))
 
 
 def no_ring(title: str, expected: object, got: object) -> ConfigurationError:

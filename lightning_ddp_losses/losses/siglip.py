@@ -7,18 +7,18 @@ Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum, ``M`` columns (G 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses import frames
-from lightning_ddp_losses.bundles import Bundle
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.losses.columns import Block, Columns, Tile
 from lightning_ddp_losses.losses.reduction import Share, combine, pack_shares, unpack_shares
-from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss, pairs_in, tiles
+from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss
 
 __all__ = ["SigLipLoss"]
 
@@ -35,6 +35,8 @@ class SigLipLoss(TwoTowerLoss):
         max_scale: The scale is clamped to this; None: not at all.
         normalize: Divide embeddings by their length; False where the model has done so.
         tile_bytes: Of products alive at a time.
+        gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``, as in the paper: ranks pass their texts on, so that beside
+            its own rows a rank holds two ranks' texts at a time, and in backward the gradients of three.
         group: Process group; None is the world.
 
     Returns:
@@ -44,7 +46,8 @@ class SigLipLoss(TwoTowerLoss):
         After DDP's mean over ranks, encoders, ``logit_scale`` and ``logit_bias`` hold the one-process gradient.
 
     Communication:
-        Frame, gather of the texts, frame with the sum; one exchange of G x D in backward.
+        Frame, gather of the texts, frame with the sum; one exchange of G x D in backward. A ring: 2 frames, and W - 1 times a message of
+        a rank's texts; in backward W - 1 times its texts and their gradient.
 
     Raises:
         ConfigurationError: options that cannot work.
@@ -67,9 +70,10 @@ class SigLipLoss(TwoTowerLoss):
         max_scale: float | None = None,
         normalize: bool = True,
         tile_bytes: int = TILE_BYTES,
+        gather: Literal["all", "ring"] = "all",
         group: Group = None,
     ) -> None:
-        super().__init__(normalize=normalize, tile_bytes=tile_bytes, group=group)
+        super().__init__(normalize=normalize, tile_bytes=tile_bytes, gather=gather, group=group)
         if init_temperature <= 0 or (max_scale is not None and max_scale <= 0):
             raise ConfigurationError(
                 format_error(
@@ -85,8 +89,8 @@ class SigLipLoss(TwoTowerLoss):
         """The options."""
         return f"max_scale={self.max_scale}, normalize={self.normalize}"
 
-    def _evaluate(self, images: Tensor, columns: Tensor, bundle: Bundle) -> Tensor:
-        given = (self._first(bundle), self.tile_bytes, images, columns, self._scale(), self.logit_bias)
+    def _evaluate(self, columns: Columns, images: Tensor, texts: Tensor, products: Tensor) -> Tensor:
+        given = (columns, self.tile_bytes, images, texts, self._scale(), self.logit_bias)
         total: Tensor = _PairSum.apply(*given)  # type: ignore[no-untyped-call]
         shares = [Share(total, float(len(images)))]
         payloads = frames.exchange("SigLipLoss: sum", {}, pack_shares(shares), group=self._group)
@@ -98,37 +102,41 @@ class _PairSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, first: int, tile_bytes: int, images: Tensor, columns: Tensor, scale: Tensor, bias: Tensor
+        ctx: Any, columns: Columns, tile_bytes: int, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor
     ) -> Tensor:
         total = images.new_zeros(())
-        for down, across in tiles(len(images), len(columns), images.element_size(), tile_bytes):
-            signed = _signed(first, down, across, images, columns, scale, bias)
-            total += nn.functional.softplus(signed.neg_()).sum()
-        ctx.first, ctx.tile_bytes = first, tile_bytes
-        ctx.save_for_backward(images, columns, scale, bias)
+        for block in columns.blocks(texts):
+            for tile in block.tiles(images, tile_bytes):
+                total += nn.functional.softplus(_signed(block, tile, images, scale, bias).neg_()).sum()
+        ctx.columns, ctx.tile_bytes = columns, tile_bytes
+        ctx.save_for_backward(images, texts, scale, bias)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        images, columns, scale, bias = ctx.saved_tensors
-        d_images, d_columns, d_bias = torch.zeros_like(images), torch.zeros_like(columns), torch.zeros_like(bias)
-        for down, across in tiles(len(images), len(columns), images.element_size(), ctx.tile_bytes):
-            share = torch.sigmoid(_signed(ctx.first, down, across, images, columns, scale, bias).neg_())
-            pairs, places = pairs_in(ctx.first, down, across, images.device)
-            share[pairs, places] *= -1  # t is -1 but there
-            d_bias += share.sum()
-            d_images[down].addmm_(share, columns[across])
-            d_columns[across].addmm_(share.t(), images[down])
-        d_scale = (d_images * images).sum()
-        return None, None, d_images * (grad * scale), d_columns * (grad * scale), d_scale * grad, d_bias * grad
+        images, texts, scale, bias = ctx.saved_tensors
+        d_images, d_bias, wanted = torch.zeros_like(images), torch.zeros_like(bias), ctx.needs_input_grad[3]
+
+        def visit(block: Block) -> Tensor:
+            d_columns = torch.zeros_like(block.columns)
+            for tile in block.tiles(images, ctx.tile_bytes):
+                share = torch.sigmoid(_signed(block, tile, images, scale, bias).neg_())
+                share[tile.own] *= -1  # t is -1 but there
+                d_bias.add_(share.sum())
+                d_images[tile.rows].addmm_(share, block.columns[tile.columns])
+                if wanted and block.trained:
+                    d_columns[tile.columns].addmm_(share.t(), images[tile.rows])
+            return d_columns
+
+        d_texts = ctx.columns.pull(visit, texts, wanted=wanted)
+        d_scale, factor = (d_images * images).sum(), grad * scale
+        given = None if d_texts is None else d_texts.mul_(factor)
+        return None, None, d_images.mul_(factor), given, d_scale * grad, d_bias * grad
 
 
-def _signed(
-    first: int, down: slice, across: slice, images: Tensor, columns: Tensor, scale: Tensor, bias: Tensor
-) -> Tensor:
+def _signed(block: Block, tile: Tile, images: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     """Logits of a tile, times t."""
-    signed = ((images[down] * scale) @ columns[across].t()).add_(bias).neg_()
-    pairs, places = pairs_in(first, down, across, images.device)
-    signed[pairs, places] *= -1
+    signed = ((images[tile.rows] * scale) @ block.columns[tile.columns].t()).add_(bias).neg_()
+    signed[tile.own] *= -1
     return signed

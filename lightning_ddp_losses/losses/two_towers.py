@@ -1,7 +1,7 @@
 """What contrastive losses between two towers share: this rank's rows of one against all rows of the other, in tiles.
 
 A tile of products serves both directions, is never kept, and is computed again in backward. Own rows of the first tower stay where they
-are; only the second tower travels.
+are; only the second tower travels (``columns``).
 
 Legend: ``B`` rows on this rank, ``G`` their sum over ranks, ``M`` columns, ``D`` embedding size.
 """
@@ -9,66 +9,44 @@ Legend: ``B`` rows on this rank, ``G`` their sum over ranks, ``M`` columns, ``D`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses import frames, graph, groups
-from lightning_ddp_losses.bundles import Bundle, gather_bundle
+from lightning_ddp_losses import frames, graph
+from lightning_ddp_losses.bundles import gather_bundle
 from lightning_ddp_losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
 from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.losses.columns import Columns, Gathered, Ring
+from lightning_ddp_losses.losses.refusals import refuse_gather
 
-__all__ = ["TILE_BYTES", "TwoTowerLoss", "pairs_in", "tiles"]
+__all__ = ["TILE_BYTES", "TwoTowerLoss"]
 
 TILE_BYTES = 2 << 20
 
 
-def tiles(rows: int, columns: int, element_bytes: int, tile_bytes: int) -> Iterator[tuple[slice, slice]]:
-    """Blocks of rows and columns whose products fit ``tile_bytes``; nearly square, columns inside rows."""
-    side = max(1, int((tile_bytes / element_bytes) ** 0.5))
-    for top in range(0, rows, side):
-        bottom = min(top + side, rows)
-        wide = max(1, tile_bytes // element_bytes // (bottom - top))
-        for left in range(0, columns, wide):
-            yield slice(top, bottom), slice(left, min(left + wide, columns))
-
-
-def pairs_in(first: int, down: slice, across: slice, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where in a tile an image meets its own text: rows and columns of the tile.
-
-    Args:
-        first: Global row of this rank's first image.
-        down: The tile's rows of this rank's images.
-        across: The tile's columns.
-        device: Of the answer.
-    """
-    low = max(down.start + first, across.start)
-    high = max(low, min(down.stop + first, across.stop))
-    index = torch.arange(low, high, device=device)
-    return index - first - down.start, index - across.start
-
-
 class TwoTowerLoss(nn.Module):
-    """The call of a two-tower loss: checks, one gather, precision; ``_evaluate`` is the subclass's.
+    """The call of a two-tower loss: checks, what all ranks agree on, precision; ``_evaluate`` is the subclass's.
 
     Args:
         normalize: Divide embeddings by their length.
         tile_bytes: Of products alive at a time.
+        gather: Whether every rank holds all columns, or they go round a ring.
         group: Process group; None is the world.
     """
 
     sees_global_batch = True
 
-    def __init__(self, *, normalize: bool, tile_bytes: int, group: Group) -> None:
+    def __init__(self, *, normalize: bool, tile_bytes: int, gather: Literal["all", "ring"], group: Group) -> None:
         super().__init__()
         if not isinstance(tile_bytes, int) or tile_bytes < 64:
             raise ConfigurationError(
                 format_error(f"{type(self).__name__}: tile_bytes", expected="at least 64", got=repr(tile_bytes))
             )
-        self.normalize, self.tile_bytes = normalize, tile_bytes
+        refuse_gather(type(self).__name__, gather)
+        self.normalize, self.tile_bytes, self.gather = normalize, tile_bytes, gather
         self._group = group
         self._coefficients = CoefficientWatch()
 
@@ -109,30 +87,48 @@ class TwoTowerLoss(nn.Module):
         if self.normalize:
             images, texts = (nn.functional.normalize(t, dim=1) for t in (images, texts))
             extra, queue = (None if t is None else nn.functional.normalize(t, dim=1) for t in (extra, queue))
-        diagonal = (images * texts).sum(1)
-        batches = {"texts": texts, "products with their own text": diagonal.detach()}
-        if extra is not None:
-            batches["extra_texts"] = extra
-        shared = "none" if queue is None else f"{tuple(queue.shape)} {queue.dtype}"
+        own = {"texts": texts} if extra is None else {"texts": texts, "extra_texts": extra}
+        products = (images * texts).sum(1).detach()
+        queue = None if queue is None else queue.detach()
         agreed = {
+            "gather": self.gather,
             "options": self.extra_repr(),
-            "queue": shared,
+            "queue": "none" if queue is None else f"{tuple(queue.shape)} {queue.dtype}",
             "coefficient of the last backward": self._coefficients.take(),
         }
-        bundle = gather_bundle(type(self).__name__, batches, agreed, group=self._group)
-        if len(bundle.tensors[0]) == 0:
+        ring = self.gather == "ring"
+        given = own if ring else {**own, "products with their own text": products}
+        trained = torch.is_grad_enabled() and any(t.requires_grad for t in (images, *self.parameters()))
+        bundle = gather_bundle(
+            type(self).__name__,
+            given,
+            agreed,
+            extra=bytes([trained]) if ring else b"",
+            counted=own if ring else (),
+            group=self._group,
+        )
+        counts, came = bundle.counts, bundle.tensors[: len(own)]
+        further = counts[1] if extra is not None else [0] * len(counts[0])
+        columns = (Ring if ring else Gathered)(counts[0], further, queue, self._group)
+        if columns.total == 0:
             text = format_error(f"{type(self).__name__}: rows", expected="at least one on some rank", got="none")
             raise InputError(text, collective=True)
-        parts = [bundle.tensors[0], *bundle.tensors[2:], *([] if queue is None else [queue.detach()])]
-        columns = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return self._evaluate(images, columns, bundle)
+        if not ring:
+            return self._evaluate(columns, images, _joined(came), bundle.tensors[-1])
+        images = graph.join_graph(images, any(flag[0] for flag in bundle.extras))
+        texts = graph.join_graph(_joined(list(own.values())), any(t.requires_grad for t in came))
+        return self._evaluate(columns, images, texts, products)
 
-    def _evaluate(self, images: Tensor, columns: Tensor, bundle: Bundle) -> Tensor:
+    def _evaluate(self, columns: Columns, images: Tensor, texts: Tensor, products: Tensor) -> Tensor:
+        """The global loss.
+
+        Args:
+            columns: The ways to go through the second tower.
+            images: (B, D), this rank's.
+            texts: (m, D), rows of the second tower as ``columns`` wants them.
+            products: (t,), of each text among them with its own image, without graph.
+        """
         raise NotImplementedError
-
-    def _first(self, bundle: Bundle) -> int:
-        """Global row of this rank's first row."""
-        return bundle.offset(0, groups.rank(self._group))
 
     def _check(self, images: Tensor, texts: Tensor, *others: Tensor | None) -> None:
         title = type(self).__name__
@@ -160,3 +156,7 @@ class TwoTowerLoss(nn.Module):
                     fix="Row i of one tower belongs to row i of the other; more negatives go to extra_texts.",
                 )
             )
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]

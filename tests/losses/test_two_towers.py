@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -56,11 +57,11 @@ CASES = {
 class Towers(nn.Module):
     """Two encoders and a loss."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, gather: str = "all") -> None:
         super().__init__()
         torch.manual_seed(1)
         self.image, self.text = Encoder(TASK), Encoder(TASK)
-        self.loss = case.loss(**case.options)
+        self.loss = case.loss(**case.options, gather=gather)
         if case.scale is not None:
             nn.init.constant_(self.loss.logit_scale, case.scale)
         self.double()
@@ -98,7 +99,9 @@ def gradients(towers: Towers, value: Tensor) -> dict[str, Tensor]:
     return {"value": value.detach(), **found}
 
 
-def judge(case: Case) -> dict[str, Tensor]:
+@cache
+def truth_of(name: str) -> dict[str, Tensor]:
+    case = CASES[name]
     towers, rows = Towers(case), harness_rows()
     extra, queue = further(case)
     extra = None if extra is None else towers.text(extra)
@@ -106,12 +109,12 @@ def judge(case: Case) -> dict[str, Tensor]:
     return gradients(towers, value)
 
 
-def measure() -> dict[str, dict[str, Tensor]]:
+def measure(gather: str) -> dict[str, dict[str, Tensor]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     found = {}
     for name, case in CASES.items():
         for split, sizes in SPLITS[world].items():
-            towers, rows = Towers(case), own_rows(sizes, rank)
+            towers, rows = Towers(case, gather), own_rows(sizes, rank)
             extra, queue = further(case)
             if extra is not None:
                 start = sum(EXTRA[world][:rank])
@@ -122,11 +125,12 @@ def measure() -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_are_one_process(pool: RankPool, world_size: int) -> None:
-    results, problems = pool.run(world_size, measure), []
+@pytest.mark.parametrize("gather", ["all", "ring"])
+def test_ranks_are_one_process(pool: RankPool, gather: str, world_size: int) -> None:
+    results, problems = pool.run(world_size, measure, gather), []
     for key in results[0]:
         name = key.split(";")[0]
-        truth = judge(CASES[name])
+        truth = truth_of(name)
         assert len({float(result[key]["value"]) for result in results}) == 1, key
         ours = {n: torch.stack([result[key][n] for result in results]).mean(0) for n in results[0][key]}
         floor = 1e-12 * max(float(t.norm()) for t in truth.values())  # the scale's gradient is 0 beyond the clamp

@@ -47,17 +47,17 @@ class Towers(Job):
 class Tiled(Towers):
     """In tiles, over the rows of all ranks."""
 
-    def build(self, loss: str) -> None:
-        options: dict[str, Any] = {"init_temperature": 0.2, "tile_bytes": 128}
+    def build(self, loss: str, **further: Any) -> None:
+        options: dict[str, Any] = {"init_temperature": 0.2, "tile_bytes": 128, **further}
         self.loss = ClipLoss(**options) if loss == "clip" else SigLipLoss(**options, init_bias=-1.0)
         self.loss.double()
 
 
 class Pieces(Tiled):
-    """The encoder in pieces of two rows."""
+    """The encoder in pieces of two rows; one tower goes round a ring."""
 
     def build(self, loss: str) -> None:
-        super().build(loss)
+        super().build(loss, gather="ring")
         self.run = microbatched(self.encoder, 2)
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:

@@ -14,6 +14,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses.errors import InputError, format_error
+from lightning_ddp_losses.graph import join_graph
 from lightning_ddp_losses.losses.pml_call import PMLCall
 from lightning_ddp_losses.losses.reduction import ROW_BYTES, Count, Row, pack_row, unpack_shares, weigh
 from lightning_ddp_losses.losses.tiled.geometry import Geometry, geometry_of
@@ -69,9 +70,7 @@ class TiledCall:
             This rank's payload.
         """
         loss, call = self._loss, self._call
-        embeddings = call.given["embeddings"]
-        if call.arguments["embeddings"].requires_grad and not embeddings.requires_grad:
-            embeddings = embeddings.detach().requires_grad_()  # as on the other ranks
+        embeddings = join_graph(call.given["embeddings"], call.arguments["embeddings"].requires_grad)
         geometry = geometry_of(loss.distance, call.references.shape[0])
         self._rows = geometry.prepare(embeddings)
         formula = self._plan.formula(loss, self._plan.reductions, embeddings.shape[0], self._rows)
