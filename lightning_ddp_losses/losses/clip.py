@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.losses.columns import Block, Columns, Ring
+from lightning_ddp_losses.losses.columns import Block, Columns, Products, Ring
 from lightning_ddp_losses.losses.reduction import Share, for_mean_over_ranks, pack_shares, unpack_shares, weigh
 from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss
 from lightning_ddp_losses.transport import carrier, gather
@@ -112,44 +112,45 @@ class _Plan:
 
 
 class _Clip(torch.autograd.Function):
-    """Value and gradient; ``products`` (t,) holds each text's product with its own image, unscaled."""
+    """Value and gradient; ``paired`` (t,) holds each text's product with its own image, unscaled."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, images: Tensor, texts: Tensor, scale: Tensor, products: Tensor) -> Tensor:
-        own = products[plan.here(images)] * scale
+    def forward(ctx: Any, plan: _Plan, images: Tensor, texts: Tensor, scale: Tensor, paired: Tensor) -> Tensor:
+        own = paired[plan.here(images)] * scale
         rows, drawn = _Running(len(images), images), images.new_zeros(images.shape[1])
+        products = Products(plan.columns.width)
 
         def visit(block: Block) -> Tensor:
-            paired, cols = block.beside * scale, _Running(block.texts, images)
+            levels, cols = block.beside * scale, _Running(block.texts, images)
             for tile in block.tiles(images, plan.tile_bytes):
-                logits = (images[tile.rows] * scale) @ block.columns[tile.columns].t()
+                logits = products.once(images, scale, block, tile)
                 logits[tile.own] = -torch.inf
                 number = tile.texts.stop - tile.texts.start
                 if number:
-                    cols.add(tile.texts, logits[:, :number].t() - paired[tile.texts].unsqueeze(1))
+                    cols.add(tile.texts, logits[:, :number].t() - levels[tile.texts].unsqueeze(1))
                 rows.add(tile.rows, logits.sub_(own[tile.rows].unsqueeze(1)))
             if plan.smoothing:
                 drawn.add_(block.columns.sum(0) / plan.columns.width)
                 drawn.add_(block.columns[: block.texts].sum(0) / plan.columns.total)
             return cols.statistics
 
-        statistics = plan.columns.find(visit, texts, products, lambda a, b: _merged(torch.stack([a, b])))
+        statistics = plan.columns.find(visit, texts, paired, lambda a, b: _merged(torch.stack([a, b])))
         row_losses = rows.losses()
         share = row_losses.sum()
         if plan.smoothing:  # both are means over all targets of (z_ii - z_ij), in closed form
             share += plan.smoothing * (2 * own.sum() - scale * (images.sum(0) @ drawn))
         col_losses, value = _meet(plan.columns, statistics, share, len(images))
-        ctx.plan = plan
-        ctx.save_for_backward(images, texts, scale, products, row_losses, col_losses, drawn)
+        ctx.plan, ctx.products = plan, products
+        ctx.save_for_backward(images, texts, scale, paired, row_losses, col_losses, drawn)
         return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan: _Plan = ctx.plan
-        images, texts, scale, products, row_losses, col_losses, drawn = ctx.saved_tensors
+        images, texts, scale, paired, row_losses, col_losses, drawn = ctx.saved_tensors
         d_images, here = -plan.smoothing * drawn.expand_as(images), plan.here(images)
-        row_level, col_levels = products[here] * scale + row_losses, products * scale + col_losses
+        row_level, col_levels = paired[here] * scale + row_losses, paired * scale + col_losses
         # both softmaxes at the own pair, less the 1 of the target: a difference of equals where pairs agree well
         to_own = torch.expm1(-row_losses) + torch.expm1(-col_losses[here]) + 2 * plan.smoothing
         wanted = ctx.needs_input_grad[2]
@@ -157,7 +158,7 @@ class _Clip(torch.autograd.Function):
         def visit(block: Block) -> Tensor:
             d_columns = torch.zeros_like(block.columns)
             for tile in block.tiles(images, plan.tile_bytes):
-                logits = (images[tile.rows] * scale) @ block.columns[tile.columns].t()
+                logits = ctx.products.again(images, scale, block, tile)
                 number = tile.texts.stop - tile.texts.start
                 share = (logits - row_level[tile.rows].unsqueeze(1)).exp_()
                 if number:

@@ -19,7 +19,7 @@ from lightning_ddp_losses import groups
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.messages import around, around_and_home
 
-__all__ = ["Block", "Columns", "Gathered", "Ring", "Tile"]
+__all__ = ["Block", "Columns", "Gathered", "Products", "Ring", "Tile"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,34 @@ class Block:
             high = max(low, min(rows.stop + shift, columns.stop))
         index = torch.arange(low, high, device=self.columns.device)
         return index - shift - rows.start, index - columns.start
+
+
+class Products:
+    """Products of images and columns, a tile at a time; where a single tile is all there is, backward need not compute it again.
+
+    Args:
+        width: M.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._kept: Tensor | None = None
+
+    def once(self, images: Tensor, scale: Tensor, block: Block, tile: Tile) -> Tensor:
+        """``scale`` times the products of a tile, in forward; may be overwritten."""
+        products = _products(images, scale, block, tile)
+        if products.shape == (len(images), self._width):
+            self._kept = products.clone()
+        return products
+
+    def again(self, images: Tensor, scale: Tensor, block: Block, tile: Tile) -> Tensor:
+        """The same in backward."""
+        kept, self._kept = self._kept, None
+        return _products(images, scale, block, tile) if kept is None else kept
+
+
+def _products(images: Tensor, scale: Tensor, block: Block, tile: Tile) -> Tensor:
+    return (images[tile.rows] * scale) @ block.columns[tile.columns].t()
 
 
 class Columns(ABC):

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from lightning_ddp_losses import frames
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.losses.columns import Block, Columns, Tile
+from lightning_ddp_losses.losses.columns import Block, Columns, Products, Tile
 from lightning_ddp_losses.losses.reduction import Share, combine, pack_shares, unpack_shares
 from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss
 
@@ -104,11 +104,13 @@ class _PairSum(torch.autograd.Function):
     def forward(
         ctx: Any, columns: Columns, tile_bytes: int, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor
     ) -> Tensor:
-        total = images.new_zeros(())
+        total, products = images.new_zeros(()), Products(columns.width)
         for block in columns.blocks(texts):
             for tile in block.tiles(images, tile_bytes):
-                total += nn.functional.softplus(_signed(block, tile, images, scale, bias).neg_()).sum()
-        ctx.columns, ctx.tile_bytes = columns, tile_bytes
+                total += nn.functional.softplus(
+                    _signed(products.once(images, scale, block, tile), tile, bias).neg_()
+                ).sum()
+        ctx.columns, ctx.tile_bytes, ctx.products = columns, tile_bytes, products
         ctx.save_for_backward(images, texts, scale, bias)
         return total
 
@@ -121,7 +123,7 @@ class _PairSum(torch.autograd.Function):
         def visit(block: Block) -> Tensor:
             d_columns = torch.zeros_like(block.columns)
             for tile in block.tiles(images, ctx.tile_bytes):
-                share = torch.sigmoid(_signed(block, tile, images, scale, bias).neg_())
+                share = torch.sigmoid(_signed(ctx.products.again(images, scale, block, tile), tile, bias).neg_())
                 share[tile.own] *= -1  # t is -1 but there
                 d_bias.add_(share.sum())
                 d_images[tile.rows].addmm_(share, block.columns[tile.columns])
@@ -135,8 +137,8 @@ class _PairSum(torch.autograd.Function):
         return None, None, d_images.mul_(factor), given, d_scale * grad, d_bias * grad
 
 
-def _signed(block: Block, tile: Tile, images: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """Logits of a tile, times t."""
-    signed = ((images[tile.rows] * scale) @ block.columns[tile.columns].t()).add_(bias).neg_()
+def _signed(products: Tensor, tile: Tile, bias: Tensor) -> Tensor:
+    """Logits of a tile, times t; overwrites the products."""
+    signed = products.add_(bias).neg_()
     signed[tile.own] *= -1
     return signed

@@ -1,7 +1,7 @@
 """What contrastive losses between two towers share: this rank's rows of one against all rows of the other, in tiles.
 
-A tile of products serves both directions, is never kept, and is computed again in backward. Own rows of the first tower stay where they
-are; only the second tower travels (``columns``).
+A tile of products serves both directions and, unless it is the only one, is computed again in backward. Own rows of the first tower stay
+where they are; only the second tower travels (``columns``).
 
 Legend: ``B`` rows on this rank, ``G`` their sum over ranks, ``M`` columns, ``D`` embedding size.
 """

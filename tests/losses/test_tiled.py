@@ -423,20 +423,25 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+TEN_TILES, ONE_TILE = ROWS * 8 * 6, ROWS * ROWS * 8
+
+
 @pytest.mark.parametrize(
-    ("make", "trained", "forward", "backward"),
+    ("make", "trained", "tile_bytes", "forward", "backward"),
     [
-        (pml.ContrastiveLoss, True, 30, 0),  # ten tiles: distances, slopes of positives and of negatives
-        (pml.ContrastiveLoss, False, 10, 0),
-        (partial(pml.ContrastiveLoss, reducer=reducers.PerAnchorReducer()), True, 10, 20),
-        (pml.SupConLoss, True, 10, 20),
+        (pml.ContrastiveLoss, True, TEN_TILES, 30, 0),  # distances, slopes of positives and of negatives
+        (pml.ContrastiveLoss, False, TEN_TILES, 10, 0),
+        (partial(pml.ContrastiveLoss, reducer=reducers.PerAnchorReducer()), True, TEN_TILES, 10, 20),
+        (pml.SupConLoss, True, TEN_TILES, 10, 20),
+        (pml.SupConLoss, True, ONE_TILE, 1, 1),
+        (pml.NTXentLoss, True, ONE_TILE, 1, 1),
     ],
 )
-def test_a_slope_that_is_known_in_forward_is_not_computed_again(
-    make: Make, trained: bool, forward: int, backward: int
+def test_what_forward_knows_is_not_computed_again(
+    make: Make, trained: bool, tile_bytes: int, forward: int, backward: int
 ) -> None:
     rows = batch()["embeddings"].requires_grad_(trained)
-    loss = GlobalBatchLoss(make(), mode="rows", tile_bytes=ROWS * 8 * 6)
+    loss = GlobalBatchLoss(make(), mode="rows", tile_bytes=tile_bytes)
     with Products() as products:
         value = loss(rows, torch.arange(ROWS) // 4)
         assert products.number == forward

@@ -143,6 +143,26 @@ def test_ranks_are_one_process(pool: RankPool, gather: str, world_size: int) -> 
     assert not problems, "\n".join(problems)
 
 
+def backward_twice(gather: str) -> dict[str, dict[str, Tensor]]:
+    """What forward keeps of a single tile is there once; the second time it is computed again."""
+    found = {}
+    for name in ("CLIP", "SigLIP"):
+        towers, rows = Towers(CASES[name], gather), own_rows([5, 7], dist.get_rank())
+        value = towers.loss(towers.image(rows["features"]), towers.text(rows["views"]))
+        value.backward(retain_graph=True)
+        once = {n: p.grad.clone() for n, p in towers.named_parameters() if p.grad is not None}
+        value.backward()
+        found[name] = {n: p.grad - 2 * once[n] for n, p in towers.named_parameters() if p.grad is not None}
+    return found
+
+
+@pytest.mark.parametrize("gather", ["all", "ring"])
+def test_a_second_backward_adds_as_much_again(pool: RankPool, gather: str) -> None:
+    for result in pool.run(2, backward_twice, gather):
+        for name, left in result.items():
+            assert all(float(rest.abs().max()) < 1e-12 for rest in left.values()), name
+
+
 def count(name: str, rides: bool) -> tuple[int, int]:
     towers, rows = Towers(CASES[name]), own_rows([6, 6], dist.get_rank())
     with contextlib.nullcontext() if rides else nothing_rides():
