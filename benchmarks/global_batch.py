@@ -2,9 +2,9 @@
 
 ``rows`` for SupCon, Contrastive and MultiSimilarity at global batches of 1024 and 2048 (limits: 0.75x the time, 0.6x the
 extra peak memory), ``elements`` for ArcFace at 10,000 classes (0.6x the time); then every loss that runs in one of these
-modes, and some that every rank computes whole, from 64 to 1024 rows (limit: 1.1x the time, nowhere slower). Forward and
-backward from the embeddings on, float32; what DDP does to an encoder or a loss weight afterwards is the same for both and
-left out.
+modes from 64 to 1024 rows, and those that every rank computes whole at 64 and 256 (limit: 1.1x the time, nowhere slower).
+Forward and backward from the embeddings on, float32; what DDP does to an encoder or a loss weight afterwards is the same
+for both and left out.
 
 Gradients are compared first (those of the embeddings must be equal; PML's of a loss parameter are W times ours). Both then
 take turns in the same processes, one step each, PML's twice: A/A is the same estimate where nothing differs. A step counts
@@ -60,7 +60,19 @@ BY_ELEMENTS = [
     pml.SphereFaceLoss,
     pml.SubCenterArcFaceLoss,
 ]
-BY_ALL = [pml.IntraPairVarianceLoss, pml.LiftedStructureLoss, pml.NCALoss]  # whose value does not depend on order
+# whose value does not depend on the order of rows: PML's wrapper puts a rank's own first, and computes something else where it does
+BY_ALL = [
+    pml.FastAPLoss,
+    pml.HistogramLoss,
+    pml.IntraPairVarianceLoss,
+    pml.LiftedStructureLoss,
+    pml.NCALoss,
+    pml.P2SGradLoss,
+    pml.PNPLoss,
+    pml.ProxyAnchorLoss,
+    pml.RankedListLoss,
+    pml.SmoothAPLoss,
+]
 HEADLINES: dict[str, Callable[[], nn.Module]] = {
     "SupCon": pml.SupConLoss,
     "Contrastive": pml.ContrastiveLoss,
@@ -71,9 +83,13 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     **HEADLINES,
     **{cls.__name__: cls for cls in (*BY_ROWS, *BY_ALL)},
     **{cls.__name__: partial(cls, num_classes=FEW_CLASSES, embedding_size=DIM) for cls in BY_ELEMENTS},
+    "P2SGradLoss": partial(pml.P2SGradLoss, descriptors_dim=DIM, num_classes=FEW_CLASSES),
+    "ProxyAnchorLoss": partial(pml.ProxyAnchorLoss, num_classes=FEW_CLASSES, embedding_size=DIM),
+    "RankedListLoss": partial(pml.RankedListLoss, margin=1, Tn=0.1),
 }
 # PML compares every positive pair with every negative one
 PAIRS_BY_PAIRS = ("NTXentLoss", "TupletMarginLoss")
+SMALL, LARGER = (64, 256), (512, 1024)
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,7 @@ JOBS = [
     *(
         Job(cls.__name__, total, 1.1, None, memory=False)
         for cls in (*BY_ROWS, *BY_ELEMENTS, *BY_ALL)
-        for total in ((64, 256) if cls.__name__ in PAIRS_BY_PAIRS else (64, 256, 512, 1024))
+        for total in (SMALL if cls.__name__ in PAIRS_BY_PAIRS or cls in BY_ALL else SMALL + LARGER)
     ),
 ]
 
