@@ -66,7 +66,7 @@ def run_wide(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ..
         args: Positional arguments; floating tensors among them are cast.
         kwargs: Keyword arguments, likewise.
     """
-    given = list(numerics.tensors_in((args, kwargs)))
+    given = numerics.tensors_in((args, kwargs))
     parameters = numerics.parameters_of(module)
     dtype = numerics.compute_dtype([*parameters, *given])
     devices = {t.device.type for t in given}
@@ -96,8 +96,8 @@ def keep_in_graph(result: Any, parameters: Sequence[Tensor], given: Sequence[Ten
         parameters: The loss's trainable parameters.
         given: The loss's inputs; the search for parameters ends there.
     """
-    outputs = [t for t in numerics.tensors_in(result) if t.is_floating_point()]
-    if not outputs or not parameters:
+    outputs = [t for t in numerics.tensors_in(result) if t.is_floating_point()] if parameters else []
+    if not outputs:
         return result
     missing = _not_reached(outputs, given, parameters)
     if not missing:

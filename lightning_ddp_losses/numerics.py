@@ -54,16 +54,18 @@ def parameters_of(module: nn.Module) -> list[Tensor]:
     return found
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and dicts."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensors_in(item)
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists and dicts, in order."""
+    found, stack = list[Tensor](), [tree]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            stack += item[::-1]
+        elif isinstance(item, dict):
+            stack += reversed(item.values())
+    return found
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

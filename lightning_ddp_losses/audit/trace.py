@@ -44,7 +44,7 @@ class Trace:
             handle.remove()
 
     def _note(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        first = next(numerics.tensors_in(output), None)
+        first = next(iter(numerics.tensors_in(output)), None)
         if not self.on or first is None or not first.is_floating_point():
             return
         call = {"name": name, "kind": type(module).__name__, "output": self._store(first), "gradient": ""}

@@ -16,13 +16,13 @@ from lightning_ddp_losses.bundles import Bundle
 __all__ = ["Draws", "may_draw", "same_draws", "shared_seed"]
 
 _DRAW = struct.Struct("<QQ")
-# of pytorch-metric-learning (PML), by exact class: a subclass, a miner or a module of somebody else may draw
+# of pytorch-metric-learning (PML) and torch, by exact class: a subclass, a miner or a module or function of somebody else may draw
 _NEVER_DRAW = {
     cls
-    for package in (losses, distances, reducers, regularizers)
+    for package in (losses, distances, reducers, regularizers, nn.modules.loss)
     for cls in vars(package).values()
-    if isinstance(cls, type) and cls is not losses.ManifoldLoss
-} | {nn.ModuleDict, nn.ModuleList}
+    if isinstance(cls, type) and cls not in (losses.ManifoldLoss, nn.TripletMarginWithDistanceLoss)
+} | {nn.ModuleDict, nn.ModuleList, nn.Softplus}
 
 
 def may_draw(loss: nn.Module) -> bool:

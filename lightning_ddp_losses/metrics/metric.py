@@ -108,7 +108,7 @@ class DifferentiableMetric(MetricStates):
 
     def _stages(self, *args: Any, **kwargs: Any) -> Stages:
         """One forward: update on the batch alone, meet, compute, and only then add the batch to what was there."""
-        shared, given = self._shared, list(numerics.tensors_in((args, kwargs)))
+        shared, given = self._shared, numerics.tensors_in((args, kwargs))
         self._prepare(given)
         meets = self._meets
         if meets and shared.gather == "inputs":
@@ -181,7 +181,7 @@ class DifferentiableMetric(MetricStates):
 
     def _update_stages(self, *args: Any, **kwargs: Any) -> Stages:
         shared = self._shared
-        self._prepare(list(numerics.tensors_in((args, kwargs))))
+        self._prepare(numerics.tensors_in((args, kwargs)))
         if shared.gather == "inputs" and self._meets:
             args, kwargs = yield from gather_inputs(self, self._title(), args, kwargs)
         self._enable_grad = shared.keep_graph and torch.is_grad_enabled()
