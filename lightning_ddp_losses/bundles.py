@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.collectives import Backward
+from lightning_ddp_losses.first_order import first_order_only
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.transport import carrier, gather, host_bytes, scatter_sum
 
@@ -123,7 +123,7 @@ class _Gather(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("rows of all ranks", linear=True)
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         own: list[Tensor | None] = [None] * len(grads)
         rank = groups.rank(ctx.group)

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.bundles import Bundle
 from lightning_ddp_losses.errors import ConfigurationError, format_error
+from lightning_ddp_losses.first_order import first_order_only
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses.reduction import for_mean_over_ranks
 from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss, pairs_in, tiles
@@ -136,7 +136,7 @@ class _Clip(torch.autograd.Function):
         return value
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("ClipLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan: _Plan = ctx.plan
         images, columns, scale, diagonal, row_losses, col_losses = ctx.saved_tensors

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses import frames
 from lightning_ddp_losses.bundles import Bundle
 from lightning_ddp_losses.errors import ConfigurationError, format_error
+from lightning_ddp_losses.first_order import first_order_only
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses.reduction import Share, combine, pack_shares, unpack_shares
 from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss, pairs_in, tiles
@@ -109,7 +109,7 @@ class _PairSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("SigLipLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         images, columns, scale, bias = ctx.saved_tensors
         d_images, d_columns, d_bias = torch.zeros_like(images), torch.zeros_like(columns), torch.zeros_like(bias)
