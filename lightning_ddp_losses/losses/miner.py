@@ -40,6 +40,8 @@ class GlobalBatchMiner(nn.Module):
         >>> tuples = miner(torch.randn(4, 8), torch.tensor([0, 0, 1, 1]))
     """
 
+    sees_global_batch = True
+
     def __init__(self, miner: nn.Module, *, group: Group = None) -> None:
         super().__init__()
         if not isinstance(miner, BaseMiner):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -190,7 +190,26 @@ class PMLCall:
         anchors = (0, 2) if len(indices) == 4 else (0,)
         out = []
         for position, index in enumerate(indices):
-            counts = torch.tensor(self.counts[f"index {position}"], device=index.device)
-            starts = [start for start, _ in self.bounds("embeddings" if position in anchors else refs)]
-            out.append(index + torch.tensor(starts, device=index.device).repeat_interleave(counts))
+            counts = self.counts[f"index {position}"]
+            of = "embeddings" if position in anchors else refs
+            self._refuse_indices(torch.split(index, counts), of)
+            starts = torch.tensor([start for start, _ in self.bounds(of)], device=index.device)
+            out.append(index + starts.repeat_interleave(torch.tensor(counts, device=index.device)))
         return out
+
+    def _refuse_indices(self, by_rank: Sequence[Tensor], of: str) -> None:
+        """Tuples of rows that a rank has not: it mined something else. On an accelerator, to look would wait for it."""
+        if by_rank[0].device.type != "cpu" or isinstance(self._inner, pml.CrossBatchMemory):
+            return  # a memory's references are its own
+        ranges = [(int(own.min()), int(own.max())) if own.numel() else (0, -1) for own in by_rank]
+        if any(low < 0 or high >= rows for (low, high), rows in zip(ranges, self.counts[of], strict=True)):
+            pairs = zip(ranges, self.counts[of], strict=True)
+            raise InputError(
+                format_error(
+                    f"{type(self._inner).__name__}: indices_tuple",
+                    expected=f"rows of {of} on the same rank",
+                    ranks=[f"{low} to {high} for {rows} rows" if high >= 0 else "none" for (low, high), rows in pairs],
+                    fix="Mine this rank's rows with the miner itself, or the rows of all ranks with GlobalBatchMiner.",
+                ),
+                collective=True,
+            )

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners, reducers, regularizers
+from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor, nn
 
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
-from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.losses import ClipLoss, GlobalBatchLoss, GlobalBatchMiner
 from tests.losses.cases import classes
 from tests.losses.harness import CLASSES, DIM, Case, compare, fresh, global_rows, gradients, mean_over_ranks
 from tests.rank_pool import RankPool
@@ -86,6 +87,14 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
     "tuples": (
         lambda r: ask(pml.NTXentLoss(), rows(), LABELS, miners.BatchHardMiner()(rows(), LABELS) if r else None),
         ("index",),
+    ),
+    "tuples of rows that a rank has not": (
+        lambda r: ask(pml.NTXentLoss(), rows(), LABELS, tuple(torch.tensor([0, 3 + (r == 1)]) for _ in range(4))),
+        ("indices_tuple", "0 to 4 for 4 rows", "GlobalBatchMiner"),
+    ),
+    "a column beside a row of targets": (
+        lambda r: ask(nn.PoissonNLLLoss(), rows(1, 4 + r), torch.zeros(4 + r).double()),
+        ("(4, 1), (4,)", "unsqueeze"),
     ),
     "tuples, elements": (
         lambda r: ask(arc(), rows(), LABELS, miners.BatchHardMiner()(rows(), LABELS) if r else None),
@@ -265,6 +274,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ask(pml.NTXentLoss(), rows(), ref_emb=rows(), ref_labels=LABELS),
         "ref_labels",
     ),
+    **{
+        f"gathers by itself: {name}": (partial(GlobalBatchLoss, make()), f"got {name}")
+        for name, make in {
+            "DistributedLossWrapper": lambda: DistributedLossWrapper(pml.SupConLoss()),
+            "GlobalBatchLoss in losses.1": lambda: pml.MultipleLosses([pml.NCALoss(), GlobalBatchLoss(pml.NCALoss())]),
+            "GlobalBatchMiner in miner": lambda: pml.CrossBatchMemory(
+                pml.NTXentLoss(), DIM, miner=GlobalBatchMiner(miners.PairMarginMiner())
+            ),
+            "ClipLoss": ClipLoss,
+        }.items()
+    },
     "no miner": (lambda: GlobalBatchMiner(nn.Identity()), "miner"),
 }
 

@@ -62,6 +62,8 @@ class LabelPairs:
 
     def __init__(self, labels: Tensor, column_labels: Tensor, first: int | None, dtype: torch.dtype) -> None:
         self._dtype = dtype
+        if labels.dtype == torch.bool:  # which torch does not search
+            labels, column_labels = labels.byte(), column_labels.byte()
         self._labels, self.row_order = torch.sort(labels, stable=True)
         self._columns, self.column_order = torch.sort(column_labels, stable=True)
         self._own = None if first is None else self.row_order + first
