@@ -5,6 +5,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -257,7 +258,7 @@ class GlobalBatchLoss(nn.Module):
     def _torch_elements(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         share = torch_share(self.loss, args, kwargs, groups.world_size(self._group))
         first = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        return combined(self.loss, [share], first, Meeting(self._title, self._frame_of, self._group))
+        return combined(self.loss, [share], first, Meeting(self._title, self._frame_of, self._group), empty=math.nan)
 
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = WholeCall(self._title, args, kwargs, self.batch_dims, lambda given: self._gather(given, self.backward))

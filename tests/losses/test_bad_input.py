@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -251,6 +252,16 @@ def test_a_batch_without_positive_pairs_gives_the_zero_of_one_process(
     results = pool.run(len(sizes), lonely_ranks, name, sizes)
     for mode in results[0]:
         compare(mean_over_ranks([result[mode] for result in results]), truth)
+
+
+def nothing_counts() -> list[float]:
+    ignored = GlobalBatchLoss(nn.CrossEntropyLoss())(rows(), torch.full((4,), -100))
+    nobody = GlobalBatchLoss(nn.MSELoss())(rows(count=0), rows(count=0))
+    return [ignored.item(), nobody.item()]
+
+
+def test_torchs_mean_over_nothing_is_not_a_number(pool: RankPool) -> None:
+    assert all(math.isnan(value) for found in pool.run(2, nothing_counts) for value in found)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
