@@ -102,6 +102,14 @@ def test_bad_input_is_the_same_error_everywhere(pool: RankPool, name: str) -> No
     assert [word for word in BAD[name][1] if word not in errors[0].message] == []
 
 
+def factored_step() -> None:
+    loss = ClassShardedLoss(make(ARC), sample_rate=0.5)
+    stepper = torch.optim.Adafactor(loss.parameters())
+    loss.attach(stepper)
+    loss(rows(), LABELS).backward()
+    stepper.step()
+
+
 class Other(pml.ArcFaceLoss):
     """Might compute anything."""
 
@@ -153,6 +161,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ClassShardedLoss(make(Case("ArcFaceLoss", {"reducer": reducers.DoNothingReducer()}))),
         "DoNothingReducer",
     ),
+    "sampling with an optimizer that looks at all rows": (factored_step, "Adafactor"),
     "sampling with any optimizer": (
         lambda: ClassShardedLoss(make(ARC), sample_rate=0.5)(rows(), LABELS),
         "attach",
