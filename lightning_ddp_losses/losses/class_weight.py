@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses import frames, groups, transport
 from lightning_ddp_losses.configuration import digest
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
-from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.groups import Group, OfGroup
 from lightning_ddp_losses.losses.class_heads import head_of
 from lightning_ddp_losses.losses.class_init import fill
 from lightning_ddp_losses.sharding import ClassShard, tag_shard
@@ -23,7 +23,7 @@ from lightning_ddp_losses.sharding import ClassShard, tag_shard
 __all__ = ["ClassWeight", "weight_of"]
 
 
-class ClassWeight(nn.Module):
+class ClassWeight(OfGroup, nn.Module):
     """A loss without its weight, and this rank's block of the weight.
 
     Args:

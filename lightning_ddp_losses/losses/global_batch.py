@@ -20,7 +20,7 @@ from lightning_ddp_losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.collectives import Backward
 from lightning_ddp_losses.configuration import digest
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.groups import Group, OfGroup
 from lightning_ddp_losses.losses import pml as pml_rows
 from lightning_ddp_losses.losses.memory import QueuePosition
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall
@@ -40,7 +40,7 @@ _QUEUED = ("embeddings", "labels", "indices_tuple", "enqueue_mask")  # what Cros
 _PML = (pml.BaseMetricLossFunction, pml.BaseLossWrapper, pml.MultipleLosses)
 
 
-class GlobalBatchLoss(nn.Module):
+class GlobalBatchLoss(OfGroup, nn.Module):
     """A loss over the rows of all ranks.
 
     Equivalent to: ``loss(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process.

@@ -12,14 +12,14 @@ from lightning_ddp_losses import frames, graph, groups
 from lightning_ddp_losses.bundles import gather_bundle
 from lightning_ddp_losses.configuration import digest
 from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.groups import Group, OfGroup
 from lightning_ddp_losses.losses.pml_call import PML_NAMES, GlobalTuples, PMLCall
 from lightning_ddp_losses.losses.randomness import pack_draw, same_draws
 
 __all__ = ["GlobalBatchMiner"]
 
 
-class GlobalBatchMiner(nn.Module):
+class GlobalBatchMiner(OfGroup, nn.Module):
     """A pytorch-metric-learning miner over the global batch.
 
     Equivalent to: ``miner(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process.

@@ -19,7 +19,7 @@ from lightning_ddp_losses import frames, graph, groups
 from lightning_ddp_losses.bundles import Bundle, gather_bundle
 from lightning_ddp_losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
-from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.groups import Group, OfGroup
 
 __all__ = ["TILE_BYTES", "TwoTowerLoss", "pairs_in", "tiles"]
 
@@ -51,7 +51,7 @@ def pairs_in(first: int, down: slice, across: slice, device: torch.device) -> tu
     return index - first - down.start, index - across.start
 
 
-class TwoTowerLoss(nn.Module):
+class TwoTowerLoss(OfGroup, nn.Module):
     """The call of a two-tower loss: checks, one gather, precision; ``_evaluate`` is the subclass's.
 
     Args:
