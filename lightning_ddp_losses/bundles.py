@@ -71,7 +71,8 @@ def gather_bundle(
         (``"own_slice"``), or one exchange per dtype that needs a gradient (``"sum"``).
 
     Raises:
-        RankMismatchError: on every rank, when names, widths, dtypes or ``agreed`` differ.
+        RankMismatchError: on every rank, when names, widths, dtypes or ``agreed`` differ, or where one computes without gradients
+            (backward may be a meeting).
     """
     values = list(tensors.values())
     if groups.world_size(group) == 1:
@@ -85,7 +86,7 @@ def gather_bundle(
     own = head.pack(*(t.shape[0] for t in values), *needs, rides, len(extra)) + extra
     payloads = frames.exchange(
         what,
-        {**agreed, "tensors": ", ".join(tensors), **fixed},
+        {**agreed, "gradients": "on" if torch.is_grad_enabled() else "off", "tensors": ", ".join(tensors), **fixed},
         b"".join([own, *_aligned_bytes(values)]) if rides else own,
         group=group,
     )

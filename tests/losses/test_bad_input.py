@@ -64,6 +64,11 @@ class Fails(nn.Module):
         return a.mean()
 
 
+def without_gradient_on_rank_1(rank: int) -> Any:
+    with torch.set_grad_enabled(rank != 1):
+        return ask(pml.SupConLoss(), rows(), LABELS)
+
+
 DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
     # what each rank does, words of the message
     "width, rows": (lambda r: ask(pml.SupConLoss(), rows(DIM + r), LABELS), ("6", "7")),
@@ -89,6 +94,7 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
         lambda r: ask(pml.NTXentLoss(), rows(), LABELS, miners.BatchHardMiner()(rows(), LABELS) if r else None),
         ("index",),
     ),
+    "gradients off on one rank": (without_gradient_on_rank_1, ("gradients=off", "gradients=on")),
     "tuples of rows that a rank has not": (
         lambda r: ask(pml.NTXentLoss(), rows(), LABELS, tuple(torch.tensor([0, 3 + (r == 1)]) for _ in range(4))),
         ("indices_tuple", "0 to 4 for 4 rows", "GlobalBatchMiner"),
