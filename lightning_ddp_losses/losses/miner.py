@@ -75,6 +75,6 @@ class GlobalBatchMiner(OfGroup, nn.Module):
                 groups.rank(self._group),
             )
             with same_draws(self.miner, call.seed, call.arguments.values()):
-                return GlobalTuples(self.miner(**call.arguments))
+                return GlobalTuples.of(self.miner(**call.arguments), call.total_rows)
         except Exception as error:  # what all ranks raise alike passes through
             frames.fail_together(error, title, group=self._group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,36 @@ _NO_IDENTITY = (pml.VICRegLoss, pml.SelfSupervisedLoss)
 
 
 class GlobalTuples(tuple[Tensor, ...]):
-    """A miner's tuples over the global batch, the same on every rank: indices count rows of all ranks."""
+    """A miner's tuples over the global batch, the same on every rank: indices count rows of all ranks.
 
-    __slots__ = ()
+    Attributes:
+        rows: How many rows those are.
+    """
+
+    rows: int
+
+    @classmethod
+    def of(cls, tuples: Iterable[Tensor], rows: int) -> GlobalTuples:
+        """Tuples that count ``rows`` rows."""
+        made = cls(tuples)
+        made.rows = rows
+        return made
+
+    def check(self, title: str, rows: int) -> None:
+        """Refuse tuples of another batch, or of another group's.
+
+        Raises:
+            InputError: naming both numbers of rows.
+        """
+        if self.rows != rows:
+            raise InputError(
+                format_error(
+                    f"{title}: indices_tuple of GlobalBatchMiner",
+                    expected=f"of the {rows} rows that the loss gets",
+                    got=f"of {self.rows} rows",
+                    fix="Mine the embeddings that the loss gets, over the same process group.",
+                )
+            )
 
 
 class PMLCall:
@@ -74,6 +101,8 @@ class PMLCall:
         names = [*batches, *(f"index {i}" for i in range(len(local)))]
         self.counts = dict(zip(names, bundle.counts, strict=True))
         self._refuse_lengths()
+        if isinstance(tuples, GlobalTuples):
+            tuples.check(type(inner).__name__, self.total_rows)
         out: dict[str, Any] = dict(zip(names, bundle.tensors, strict=True))
         if local:
             tuples = self._shift([out.pop(f"index {i}") for i in range(len(local))])
@@ -209,7 +238,7 @@ class PMLCall:
                     f"{type(self._inner).__name__}: indices_tuple",
                     expected=f"rows of {of} on the same rank",
                     ranks=[f"{low} to {high} for {rows} rows" if high >= 0 else "none" for (low, high), rows in pairs],
-                    fix="Mine this rank's rows with the miner itself, or the rows of all ranks with GlobalBatchMiner.",
+                    fix="Mine this rank's rows with the miner itself, or pass on what GlobalBatchMiner returns as it is.",
                 ),
                 collective=True,
             )

@@ -97,7 +97,7 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
     "gradients off on one rank": (without_gradient_on_rank_1, ("gradients=off", "gradients=on")),
     "tuples of rows that a rank has not": (
         lambda r: ask(pml.NTXentLoss(), rows(), LABELS, tuple(torch.tensor([0, 3 + (r == 1)]) for _ in range(4))),
-        ("indices_tuple", "0 to 4 for 4 rows", "GlobalBatchMiner"),
+        ("indices_tuple", "0 to 4 for 4 rows", "GlobalBatchMiner returns"),
     ),
     "a column beside a row of targets": (
         lambda r: ask(nn.PoissonNLLLoss(), rows(1, 4 + r), torch.zeros(4 + r).double()),
@@ -302,6 +302,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
             "ClipLoss": ClipLoss,
         }.items()
     },
+    "tuples of other rows": (
+        lambda: ask(
+            pml.NTXentLoss(), rows(), LABELS, GlobalBatchMiner(miners.BatchHardMiner())(rows(count=2), LABELS[1:3])
+        ),
+        "of the 4 rows.*of 2 rows",
+    ),
     "no miner": (lambda: GlobalBatchMiner(nn.Identity()), "miner"),
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss, ConfigurationError
 from lightning_ddp_losses.sharding import shard_of
-from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, judge, make, named, net, whole
+from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, hard, judge, make, named, net, whole
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 
@@ -369,6 +369,7 @@ def test_sampling_with_a_closure(pool: RankPool) -> None:
 
 IN_PARTS: dict[str, Case] = {
     "no regulariser": ARC,
+    "mined": Case("ArcFaceLoss", mine=hard),
     "zero mean": Case("ArcFaceLoss", {"weight_regularizer": regularizers.ZeroMeanRegularizer()}),
     "norms": Case("CosFaceLoss", {"weight_regularizer": regularizers.LpRegularizer(power=2), "weight_reg_weight": 0.4}),
     "sum of norms": Case(
@@ -390,7 +391,8 @@ def in_parts(name: str, sizes: list[int]) -> dict[str, Tensor]:
         torch.nn.init.normal_(next(plain.parameters()))
     loss = ClassShardedLoss(plain, group=part)
     encoder, batch = net(), global_rows(sizes, rank)
-    value = loss(encoder(batch["features"]), batch["labels"])
+    embeddings = encoder(batch["features"])
+    value = loss(embeddings, batch["labels"], case.mine and case.mine(embeddings, batch["labels"]))
     value.backward()
     return {"value": value.detach(), "weight": loss.weight.grad, **named(encoder)}
 
@@ -399,7 +401,7 @@ def in_parts(name: str, sizes: list[int]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("sizes", [[3, 3, 3, 3], [1, 4, 2, 5], [0, 2, 7, 3]], ids=str)
 def test_shards_with_replicas(pool: RankPool, name: str, sizes: list[int]) -> None:
     results, case = pool.run(4, in_parts, name, sizes), IN_PARTS[name]
-    truth = judge(case, [12])
+    truth = judge(case, sizes)
     ours = {n: torch.stack([r[n] for r in results]).mean(0) for n in truth if n != "weight"}
     for part in (results[:2], results[2:]):
         assert_close({**ours, "weight": whole([r["weight"] for r in part], case.name)}, truth)
