@@ -407,6 +407,22 @@ def test_shards_with_replicas(pool: RankPool, name: str, sizes: list[int]) -> No
         assert_close({**ours, "weight": whole([r["weight"] for r in part], case.name)}, truth)
 
 
+def in_parts_with(option: str) -> None:
+    part, _ = dist.new_subgroups(2)
+    regularised = Case("ArcFaceLoss", {"embedding_regularizer": regularizers.LpRegularizer()})
+    if option == "sample_rate":
+        ClassShardedLoss(make(ARC), sample_rate=0.5, group=part)
+    else:
+        ClassShardedLoss(make(regularised), group=part)
+
+
+@pytest.mark.parametrize("option", ["sample_rate", "embedding_regularizer"])
+def test_what_replicas_cannot_share_is_refused(pool: RankPool, option: str) -> None:
+    for error in pool.errors(4, in_parts_with, option):
+        assert error.type == "ConfigurationError"
+        assert f"{option}: expected" in error.message
+
+
 def copies() -> list[bool]:
     loss, batch = ClassShardedLoss(make(ARC)), global_rows([6, 6], dist.get_rank())
     features = net()(batch["features"]).detach()
