@@ -23,7 +23,7 @@ from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.groups import Group, OfGroup
 from lightning_ddp_losses.losses import pml as pml_rows
 from lightning_ddp_losses.losses.memory import QueuePosition
-from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall
+from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall, by_name
 from lightning_ddp_losses.losses.randomness import pack_draw, same_draws
 from lightning_ddp_losses.losses.reduction import has_per_anchor
 from lightning_ddp_losses.losses.refusals import no_ring, not_exact, refuse_tiles, refuse_unfit
@@ -174,7 +174,7 @@ class GlobalBatchLoss(OfGroup, nn.Module):
             frames.fail_together(not_exact(self._title, mode, modes), self._title, group=self._group)
         try:
             if self._is_pml:
-                return self._pml(mode, dict(zip(self._names(args), args, strict=False)) | kwargs)
+                return self._pml(mode, by_name(self._title, self._names(args), args, kwargs))
             if mode == "elements":
                 return self._torch_elements(args, kwargs)
             return self._whole(args, kwargs)
@@ -192,7 +192,6 @@ class GlobalBatchLoss(OfGroup, nn.Module):
         return PML_NAMES
 
     def _pml(self, mode: str, given: dict[str, Any]) -> Tensor:
-        given = {name: value for name, value in given.items() if value is not None}
         meeting = Meeting(self._title, self._frame_of, self._group)
         if mode == "elements" and set(given) <= {"embeddings", "labels"} and self._has_rows(given):
             return elements_value(self.loss, given["embeddings"], given.get("labels"), meeting)

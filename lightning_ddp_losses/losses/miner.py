@@ -13,7 +13,7 @@ from lightning_ddp_losses.bundles import gather_bundle
 from lightning_ddp_losses.configuration import digest
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.groups import Group, OfGroup
-from lightning_ddp_losses.losses.pml_call import PML_NAMES, GlobalTuples, PMLCall
+from lightning_ddp_losses.losses.pml_call import PML_NAMES, GlobalTuples, PMLCall, by_name
 from lightning_ddp_losses.losses.randomness import pack_draw, same_draws
 
 __all__ = ["GlobalBatchMiner"]
@@ -60,7 +60,6 @@ class GlobalBatchMiner(OfGroup, nn.Module):
 
     def _forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
-        given = {n: v for n, v in (dict(zip(names, args, strict=False)) | kwargs).items() if v is not None}
         title = f"GlobalBatchMiner({type(self.miner).__name__})"
         self._draws += 1
         self._fingerprint = self._fingerprint or digest(self.miner)
@@ -68,7 +67,7 @@ class GlobalBatchMiner(OfGroup, nn.Module):
         try:
             call = PMLCall(
                 self.miner,
-                given,
+                by_name(title, names, args, kwargs),
                 lambda batches: gather_bundle(
                     title, batches, {"configuration": self._fingerprint}, extra=extra, group=self._group
                 ),

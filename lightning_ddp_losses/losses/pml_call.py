@@ -14,10 +14,35 @@ from lightning_ddp_losses.errors import InputError, format_error
 from lightning_ddp_losses.losses import pml as pml_rows
 from lightning_ddp_losses.losses.randomness import shared_seed
 
-__all__ = ["PML_NAMES", "GlobalTuples", "PMLCall"]
+__all__ = ["PML_NAMES", "GlobalTuples", "PMLCall", "by_name"]
 
 PML_NAMES = ("embeddings", "labels", "indices_tuple", "ref_emb", "ref_labels", "enqueue_mask")
 _NO_IDENTITY = (pml.VICRegLoss, pml.SelfSupervisedLoss)
+
+
+def by_name(title: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name, without those that are None.
+
+    Args:
+        title: How the message names what is called.
+        names: Of the positional ones.
+        args: By position.
+        kwargs: By name.
+
+    Raises:
+        InputError: for more positional arguments than names, and for one that is given twice.
+    """
+    twice = [name for name in names[: len(args)] if name in kwargs]
+    if len(args) > len(names) or twice:
+        raise InputError(
+            format_error(
+                f"{title}: arguments",
+                expected=f"{', '.join(names)}, each once",
+                got=f"{', '.join(twice)} twice" if twice else f"{len(args)} positional ones",
+            )
+        )
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return {name: value for name, value in given.items() if value is not None}
 
 
 class GlobalTuples(tuple[Tensor, ...]):

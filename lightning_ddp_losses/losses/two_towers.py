@@ -137,7 +137,7 @@ class TwoTowerLoss(OfGroup, nn.Module):
     def _check(self, images: Tensor, texts: Tensor, *others: Tensor | None) -> None:
         title = type(self).__name__
         for name, tensor in zip(("images", "texts", "extra_texts", "queue"), (images, texts, *others), strict=True):
-            if tensor is None:
+            if tensor is None and name in ("extra_texts", "queue"):
                 continue
             if not isinstance(tensor, Tensor) or tensor.ndim != 2 or not tensor.is_floating_point():
                 got: Any = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__

@@ -94,6 +94,11 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
         lambda r: ask(pml.NTXentLoss(), rows(), LABELS, miners.BatchHardMiner()(rows(), LABELS) if r else None),
         ("index",),
     ),
+    "a third view, one rank": (
+        lambda r: ask(pml.SelfSupervisedLoss(pml.NTXentLoss()), *[rows()] * (3 if r == 1 else 2)),
+        ("embeddings, ref_emb", "3 positional"),
+    ),
+    "labels twice": (lambda r: ask(pml.NTXentLoss(), rows(), LABELS, labels=LABELS), ("labels twice",)),
     "gradients off on one rank": (without_gradient_on_rank_1, ("gradients=off", "gradients=on")),
     "tuples of rows that a rank has not": (
         lambda r: ask(pml.NTXentLoss(), rows(), LABELS, tuple(torch.tensor([0, 3 + (r == 1)]) for _ in range(4))),
