@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.collectives import Backward
+from lightning_ddp_losses.first_order import first_order_only
 from lightning_ddp_losses.graph import join_graph
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.transport import carrier, gather, host_bytes, scatter_sum
@@ -75,7 +75,8 @@ def gather_bundle(
         (``"own_slice"``), or one exchange per dtype that needs a gradient (``"sum"``).
 
     Raises:
-        RankMismatchError: on every rank, when names, widths, dtypes or ``agreed`` differ.
+        RankMismatchError: on every rank, when names, widths, dtypes or ``agreed`` differ, or where one computes without gradients
+            (backward may be a meeting).
     """
     values = [tensor[:, :0] if name in counted else tensor for name, tensor in tensors.items()]
     if groups.world_size(group) == 1:
@@ -89,7 +90,7 @@ def gather_bundle(
     own = head.pack(*(t.shape[0] for t in values), *needs, rides, len(extra)) + extra
     payloads = frames.exchange(
         what,
-        {**agreed, "tensors": ", ".join(tensors), **fixed},
+        {**agreed, "gradients": "on" if torch.is_grad_enabled() else "off", "tensors": ", ".join(tensors), **fixed},
         b"".join([own, *_aligned_bytes(values)]) if rides else own,
         group=group,
     )
@@ -123,7 +124,7 @@ class _Gather(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("rows of all ranks", linear=True)
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         own: list[Tensor | None] = [None] * len(grads)
         rank = groups.rank(ctx.group)

@@ -23,10 +23,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.errors import InputError, format_error
+from lightning_ddp_losses.first_order import first_order_only
 from lightning_ddp_losses.graph import join_graph
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.transport import gather_rows, scatter_sum, sum_over_ranks
@@ -184,7 +184,7 @@ class _OwnSlices(torch.autograd.Function):
         return tuple(whole)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("rows of all ranks", linear=True)
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         found: list[Tensor | None] = [None, None, None]
         for (index, start, rows), shape in zip(ctx.places, ctx.shapes, strict=True):
@@ -203,7 +203,7 @@ class _AllGather(torch.autograd.Function):
         return gather_rows(rows, counts, group)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("rows of all ranks", linear=True)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         if ctx.mode == "sum":
             return scatter_sum(grad, ctx.counts, ctx.group), None, None, None
@@ -219,7 +219,7 @@ class _AllReduce(torch.autograd.Function):
         return sum_over_ranks(tensor, group)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("rows of all ranks", linear=True)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if ctx.mode == "sum":
             return sum_over_ranks(grad, ctx.group), None, None
@@ -233,7 +233,7 @@ class _ReduceScatter(torch.autograd.Function):
         return scatter_sum(tensor, counts, group)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("rows of all ranks", linear=True)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return gather_rows(grad, ctx.counts, ctx.group), None, None
 

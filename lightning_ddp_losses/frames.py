@@ -7,7 +7,7 @@ frame: the peers get it at their next frame, wherever that is.
 
 A frame holds: version, kind, a digest of the *agreed* text (what is being done, with which shapes, dtypes, configuration:
 equal on all ranks or an error), the text itself as far as it fits, and the *payload* (this rank's own data). A payload that
-does not fit follows in one more gather, which all ranks know of from the frames.
+does not fit follows in one more gather, which all ranks know of from the frames; so does the text, where digests differ.
 
 Frames start at ``FRAME_BYTES`` and follow what a channel carries: the next one has room for the longest that was just seen,
 up to a bound, and the room goes when nobody needs it any more. Every rank sees the same frames, so all agree on the size
@@ -45,6 +45,7 @@ PATIENCE = timedelta(seconds=60)
 """How long a rank that failed waits for its peers to hear of it."""
 
 _TEXT_BYTES = 448  # at most; the rest of the frame is the payload's
+_WHOLE_TEXT = 8 << 10  # where ranks disagree and a frame could not show on what
 _HEADER = struct.Struct("<HHHxxI16s")  # version, kind, bytes of text, bytes of payload, digest of the whole text
 _ROOM, _ROOM_OF_ALL = 8 << 10, 256 << 10  # of a rank, and over all ranks: what a gather of its own costs less than
 _LARGEST_FRAME = 64 << 10
@@ -233,7 +234,7 @@ class _Sending:
         frame_bytes: int | None = None,
         patience: timedelta | None = None,
     ) -> None:
-        encoded = text.encode()
+        self._text = encoded = text.encode()
         shown = encoded[:_TEXT_BYTES]
         digest = hashlib.blake2b(encoded, digest_size=16).digest()
         head = _HEADER.pack(VERSION, kind, len(shown), len(payload), digest) + shown
@@ -276,9 +277,15 @@ class _Sending:
             for rank, row in enumerate(more_rows):
                 if needed[rank] > size:
                     payloads[rank] = row[: heads[rank][3]]
+        texts = [row[_HEADER.size : _HEADER.size + head[2]] for row, head in zip(rows, heads, strict=True)]
+        first = heads[0]
+        agreeing = all(head[:2] == (VERSION, AGREE) for head in heads)
+        if agreeing and any(h[4] != first[4] for h in heads) and any(len(t) == _TEXT_BYTES for t in texts):
+            own = bytearray(self._text[:_WHOLE_TEXT].ljust(_WHOLE_TEXT, b"\0"))
+            texts = _finish_bytes(*_start_bytes(own, self.channel.group), _WHOLE_TEXT, patience)
         return [
-            Frame(version, kind, digest, row[_HEADER.size : _HEADER.size + t].decode(errors="replace"), data)
-            for (version, kind, t, _, digest), row, data in zip(heads, rows, payloads, strict=True)
+            Frame(version, kind, digest, text.rstrip(b"\0").decode(errors="replace"), data)
+            for (version, kind, _, _, digest), text, data in zip(heads, texts, payloads, strict=True)
         ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -21,6 +22,7 @@ from lightning_ddp_losses.errors import ConfigurationError, format_error
 
 __all__ = [
     "Family",
+    "OfGroup",
     "across",
     "close",
     "family",
@@ -36,6 +38,17 @@ __all__ = [
 
 Group: TypeAlias = "dist.ProcessGroup | None"
 """A process group of torch.distributed; None is the world."""
+
+
+class OfGroup:
+    """For a module over a process group: a deep copy is over the same group, which cannot be copied itself."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        kind = getattr(dist, "ProcessGroup", ())
+        memo.update((id(value), value) for value in vars(self).values() if isinstance(value, kind))
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(vars(self), memo))
+        return copied
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,9 @@ def microbatched(
         each piece as it is. Its results, tensors or nests of them, are joined along dim 0.
 
     Raises:
-        ConfigurationError: for batch norm in training and other layers that write their buffers, by name; a bad chunk size.
-        InputError: for a call without rows.
+        ConfigurationError: for batch norm in training and other layers that write their buffers, by name; a bad chunk size; in
+            backward, where a parameter has changed since forward.
+        InputError: for a call without a batch.
 
     Source: the aim of Gao et al. 2021, arXiv:2101.06983 (GradCache), by recomputation.
 
@@ -80,24 +81,35 @@ class _Pieces:
         self.forward: Callable[..., Any] = encoder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rows = next((t.shape[0] for t in numerics.tensors_in((args, kwargs)) if t.ndim), 0)
-        if rows == 0:
-            raise InputError(
-                format_error("microbatched: rows", expected="at least one", got="none", fix="Pass a batch along dim 0.")
-            )
+        rows = next((t.shape[0] for t in numerics.tensors_in((args, kwargs)) if t.ndim), None)
+        if rows is None:
+            raise InputError(format_error("microbatched", expected="a batch along dim 0", got="no tensor with rows"))
         self._refuse_batch_norm()
-        joined = _Joined(rows)
-        for start in range(0, rows, self.chunk_size):
+        joined, weights = _Joined(rows), self._weights()
+        for start in range(0, max(rows, 1), self.chunk_size):  # a rank without rows still runs its encoder
             piece = slice(start, min(start + self.chunk_size, rows))
             own = _cut((args, kwargs), rows, piece)
             if torch.is_grad_enabled():
                 # its backward runs the piece again; what the piece draws is drawn again
-                joined.add(checkpoint(self._run, *own, use_reentrant=False, preserve_rng_state=True), piece)
+                joined.add(checkpoint(self._run, weights, *own, use_reentrant=False, preserve_rng_state=True), piece)
             else:
-                joined.add(self._run(*own), piece)
+                joined.add(self._run(weights, *own), piece)
         return joined.result()
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _weights(self) -> list[int]:
+        """How often each parameter was changed so far."""
+        return [parameter._version for parameter in numerics.parameters_of(self.encoder)]
+
+    def _run(self, weights: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._weights() != weights:
+            raise ConfigurationError(
+                format_error(
+                    f"microbatched({type(self.encoder).__name__})",
+                    expected="the same parameters in backward as in forward",
+                    got="some that were changed in between",
+                    fix="Step the optimizer after the last backward through this call.",
+                )
+            )
         before = {name: buffer._version for name, buffer in self.encoder.named_buffers()}
         with self._norms_at_rest():
             result = self.forward(*args, **kwargs)

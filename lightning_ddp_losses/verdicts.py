@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ __all__ = ["AGREE", "ERROR", "VERSION", "Frame", "verdict"]
 
 VERSION = 1
 AGREE, ERROR = 0, 1
+_LONG, _BEFORE = 200, 40  # characters
 
 
 class Frame(NamedTuple):
@@ -74,8 +76,11 @@ def _mismatch_text(texts: list[str]) -> str:
             ranks=[_one_line(text) for text in texts],
             fix="Call every loss, metric and backward on all ranks, in the same order (no branch on rank or on local data).",
         )
-    values = [dict(line.split("=", 1) for line in text.split("\n")[1:] if "=" in line) for text in texts]
-    names = [k for k in values[0] if any(v.get(k) != values[0][k] for v in values)]
+    values: list[dict[str, str | None]] = [_values(text) for text in texts]
+    names = [k for k in dict.fromkeys(k for v in values for k in v) if len({v.get(k) for v in values}) > 1]
+    for name in names:
+        for own, shown in zip(values, _shown([v.get(name) for v in values]), strict=True):
+            own[name] = shown
     what = f"{heads[0]}: {', '.join(names)}" if names else heads[0]
     return format_error(
         what,
@@ -83,6 +88,18 @@ def _mismatch_text(texts: list[str]) -> str:
         ranks=[", ".join(f"{k}={v.get(k)}" for k in names) or _one_line(t) for v, t in zip(values, texts, strict=True)],
         fix="Make these equal on all ranks.",
     )
+
+
+def _values(text: str) -> dict[str, str | None]:
+    pairs = (line.partition("=") for line in text.split("\n")[1:])
+    return {name: value for name, sign, value in pairs if sign}
+
+
+def _shown(values: list[str | None]) -> list[str | None]:
+    """Long values from a little before where they part."""
+    columns = zip(*(v or "" for v in values), strict=False)
+    start = max(0, sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns)) - _BEFORE)
+    return [v if v is None or len(v) <= _LONG else f"...{v[start : start + _LONG]}" for v in values]
 
 
 def _one_line(text: str) -> str:

@@ -65,6 +65,8 @@ def disagree(case: str) -> tuple[str, str, bool]:
             frames.exchange("loss", {"margin": 0.5 + 0.1 * (rank == 1), "scale": 64})
         elif case == "end of a long text":
             frames.exchange("loss", {"names": "x" * 5000 + str(rank)})
+        elif case == "behind a long text":
+            frames.exchange("loss", {"configuration": "x" * 600, "width": 7 + rank})
         elif case == "a missing value":
             frames.exchange("loss", {"margin": 1} if rank else {})
         elif case == "many bytes per character":
@@ -87,6 +89,7 @@ def disagree(case: str) -> tuple[str, str, bool]:
         "operation",
         "value",
         "end of a long text",
+        "behind a long text",
         "a missing value",
         "many bytes per character",
         "an awkward value",
@@ -105,6 +108,14 @@ def test_ranks_that_disagree_raise_the_same_error(pool: RankPool, world_size: in
         assert "margin" in text
         assert "0.6" in text
         assert "scale" not in text
+    if case == "behind a long text":
+        assert text.splitlines()[:3] == [
+            "loss: width: expected the same on every rank",
+            "  rank 0: width=7",
+            "  rank 1: width=8",
+        ]
+    if case == "end of a long text":
+        assert f"  rank 0: names=...{'x' * 40}0" in text.splitlines()
 
 
 def fail_on(failing: list[int], error: BaseException, recover: bool) -> tuple[str, str]:

@@ -208,7 +208,10 @@ class Model(nn.Module):
 
 def under_ddp(how: str, static_graph: bool) -> tuple[dict[str, Tensor], int]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    x = batches(TASK)[0][0][cuts(TASK.rows, world, even=False)[rank]]
+    parts = cuts(TASK.rows, world, even=False)
+    if how == "a rank without rows":
+        parts = [slice(0, 0), *cuts(TASK.rows, world - 1)]
+    x = batches(TASK)[0][0][parts[rank]]
     loss = GlobalBatchLoss(Whole())
     if how == "inside":
         ddp = DistributedDataParallel(Model(), static_graph=static_graph)
@@ -232,7 +235,7 @@ class Whole(nn.Module):
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
-@pytest.mark.parametrize("how", ["inside", "around"])
+@pytest.mark.parametrize("how", ["inside", "around", "a rank without rows"])
 def test_one_reduction_under_ddp(pool: RankPool, how: str, static_graph: bool) -> None:
     alone = encoder()
     objective(alone(batches(TASK)[0][0])).backward()
@@ -304,8 +307,15 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "tensors inside an object": (lambda: microbatched(Hides(), 2)(rows()), "inside a SimpleNamespace"),
     "a width that depends on the piece": (lambda: microbatched(Ragged(), 2)(rows()), "shape (2, 4)"),
     "a result without rows": (lambda: microbatched(Whole(), 2)(rows()), "a row for each row"),
-    "no rows": (lambda: microbatched(encoder(), 2)(rows()[:0]), "at least one"),
+    "no batch": (lambda: microbatched(encoder(), 2)(torch.zeros(())), "dim 0"),
+    "a step before backward": (lambda: stepped(microbatched(Own(), 5)), "changed in between"),
 }
+
+
+def stepped(run: Any) -> None:
+    out = run(rows())["out"]
+    torch.optim.SGD(run.encoder.parameters(), 0.1).step(lambda: out.sum().backward(retain_graph=True))
+    out.sum().backward()
 
 
 def rows() -> Tensor:

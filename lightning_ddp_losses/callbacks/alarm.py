@@ -80,11 +80,14 @@ class Alarm:
         Returns:
             What to raise in its place: the failure of the peer that took this rank along.
         """
-        if self._store is None or not isinstance(exception, Exception) or getattr(exception, "collective", False):
+        if self._store is None or not isinstance(exception, Exception):
             return None
-        self._look()
+        with contextlib.suppress(Exception):  # the store may have gone with the rank that kept it
+            self._look()
         if self._peer is not None:
             return self._error() if _CONNECTION.search(str(exception)) else None
+        if getattr(exception, "collective", False):
+            return None
         text = f"{type(exception).__name__}: {exception}"
         report = {"rank": self._rank, "place": self._place[0], "text": text[:4000]}
         with contextlib.suppress(Exception):

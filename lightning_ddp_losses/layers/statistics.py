@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses import frames, groups
-from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, format_error
+from lightning_ddp_losses.errors import InputError, RankMismatchError, format_error
+from lightning_ddp_losses.first_order import to_be_taken_once
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.transport import carrier, gather, sum_over_ranks
 
@@ -200,7 +201,7 @@ class _Normalise(torch.autograd.Function):
         with torch.no_grad():
             found = _gradients(ctx, grad, x, weight)
         if torch.is_grad_enabled():  # create_graph=True: the result depends on all of this, and on the peers
-            found = tuple(g if g is None else _Once.apply(g, ctx.call, grad, x, weight) for g in found)  # type: ignore[no-untyped-call]
+            found = to_be_taken_once(found, (grad, x, weight), str(ctx.call), _PENALTY)
         return (*found, None, None, None)
 
 
@@ -266,25 +267,7 @@ def _sum_over_ranks(own: Tensor, call: Call) -> Tensor:
     return rows[:, _LABEL_BYTES:].contiguous().view(own.dtype).sum(0).to(own.device)
 
 
-class _Once(torch.autograd.Function):
-    """The identity on a gradient that cannot be differentiated once more."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, call: Call, *depends_on: Tensor | None) -> Tensor:
-        ctx.call = call
-        return gradient.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise ConfigurationError(
-            format_error(
-                f"second derivative of {ctx.call}",
-                expected="first derivatives only",
-                got="a backward through a gradient made with create_graph=True",
-                fix="Put this layer into evaluation mode for the penalty, or use a norm without batch statistics there "
-                "(group norm, layer norm).",
-            )
-        )
+_PENALTY = "Put this layer into evaluation mode for the penalty, or use a norm without batch statistics there (group norm, layer norm)."
 
 
 def _too_few(call: Call, x: Tensor, counts: tuple[int, ...]) -> TooFewValuesError:

@@ -151,7 +151,7 @@ class SampledSteps:
             state = optimizer.state[whole]
             for key, value in optimizer.state.pop(part, {}).items():
                 if not _is_like(value, part):
-                    state[key] = value
+                    state[key] = _of_no_row(key, value, optimizer)
                     continue
                 if key not in state:
                     state[key] = torch.zeros_like(whole, dtype=value.dtype)
@@ -224,6 +224,20 @@ class SampledClasses:
         return sampler.draw(labels, self.shard.classes, seed)
 
 
+def _of_no_row(key: str, value: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """State that belongs to the weight as a whole, such as a count of steps."""
+    if isinstance(value, Tensor) and value.ndim > 0:
+        raise ConfigurationError(
+            format_error(
+                f"ClassShardedLoss: sample_rate with {type(optimizer).__name__}",
+                expected="an optimizer whose state is one number per number of the weight",
+                got=f"{key} of shape {tuple(value.shape)}, of this step's rows together",
+                fix="Use one that treats each number by itself (SGD, Adam, ...), or sample_rate=1.",
+            )
+        )
+    return value
+
+
 def _is_like(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
 
@@ -234,7 +248,8 @@ def refuse_options(classes: int, chunk_size: int | None, sample_rate: float, *, 
     Raises:
         ConfigurationError: naming the option.
     """
-    if chunk_size is not None and (not isinstance(chunk_size, int) or not 1 <= chunk_size <= classes):
+    whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
+    if chunk_size is not None and not (whole and 1 <= chunk_size <= classes):
         raise ConfigurationError(
             format_error(
                 "ClassShardedLoss: chunk_size", expected=f"1 to {classes} classes, or None", got=repr(chunk_size)

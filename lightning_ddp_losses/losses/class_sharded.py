@@ -214,14 +214,18 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
         losses, terms, counts = row_losses(held, rows, scale, self._weight_rows())
         if self.loss.collect_stats and hasattr(self.loss, "avg_angle"):
             self.loss.avg_angle = float(counts[3]) / max(len(everyone), 1)
+        named = list(bundle.tensors[2:])  # how often a miner names each row
         if isinstance(indices_tuple, GlobalTuples):
-            losses = losses * weights_of(self._counts(indices_tuple, len(everyone)), losses.dtype)
-        elif indices_tuple is not None:
-            losses = losses * weights_of(bundle.tensors[2], losses.dtype)
+            indices_tuple.check(self._title, len(everyone))
+            named = [self._counts(indices_tuple, len(everyone))]
         if self._replicas is not None:
-            batches = {"losses": losses, "labels": all_labels}
+            batches = dict(
+                zip(("losses", "labels", "rows named by the miner"), (losses, all_labels, *named), strict=False)
+            )
             world = gather_bundle(f"{self._title}: replicas", batches, {}, backward="own_slice", group=self._replicas)
-            losses, all_labels = world.tensors
+            losses, all_labels, *named = world.tensors
+        if named:
+            losses = losses * weights_of(named[0], losses.dtype)
         return self._reduce(losses, terms, counts, everyone, all_labels)
 
     def _gather(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Bundle:

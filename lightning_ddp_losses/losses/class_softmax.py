@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses import groups
+from lightning_ddp_losses.first_order import first_order_only
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses.class_heads import Head
 from lightning_ddp_losses.losses.reduction import for_mean_over_ranks
@@ -141,7 +141,7 @@ class _ClassSoftmax(torch.autograd.Function):
         return losses, extra[0].clone(), extra
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("ClassShardedLoss")
     def backward(ctx: Any, grad: Tensor, grad_penalty: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         held: Held = ctx.held
         rows, scale, weight, lse, target = ctx.saved_tensors

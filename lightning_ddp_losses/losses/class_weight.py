@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses import frames, groups, transport
 from lightning_ddp_losses.configuration import digest
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
-from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.groups import Group, OfGroup
 from lightning_ddp_losses.losses.class_heads import head_of
 from lightning_ddp_losses.losses.class_init import fill
 from lightning_ddp_losses.sharding import ClassShard, tag_shard
@@ -23,7 +23,7 @@ from lightning_ddp_losses.sharding import ClassShard, tag_shard
 __all__ = ["ClassWeight", "weight_of"]
 
 
-class ClassWeight(nn.Module):
+class ClassWeight(OfGroup, nn.Module):
     """A loss without its weight, and this rank's block of the weight.
 
     Args:
@@ -34,10 +34,12 @@ class ClassWeight(nn.Module):
     Attributes:
         loss: The loss; its weight is here and not there.
         shard: Which classes are held.
+        sampler: Draws the classes of a step; None: all of them.
     """
 
     loss: Any
     shard: ClassShard
+    sampler: Any = None
 
     def __init__(self, loss: Any, whole_shape: torch.Size, group: Group) -> None:
         super().__init__()
@@ -131,19 +133,25 @@ class ClassWeight(nn.Module):
         self._world = world
 
     def _meet_replicas(self) -> None:
-        if getattr(self.loss, "embedding_regularizer", None):
-            raise ConfigurationError(
-                format_error(
-                    f"{self._title}: embedding_regularizer",
-                    expected="none where group= is a part of the ranks",
-                    got=type(self.loss.embedding_regularizer).__name__,
-                    fix="Divide the classes over all ranks (group=None).",
-                ),
-                collective=True,
-            )
+        regularizer = getattr(self.loss, "embedding_regularizer", None)
+        if regularizer is not None:
+            self._refuse_in_parts("embedding_regularizer", "none", type(regularizer).__name__)
+        if self.sampler is not None:  # parts would draw other classes, and step other rows of what is to stay equal
+            self._refuse_in_parts("sample_rate", 1, self.sampler.rate)
         transport.broadcast_(
             [self.weight.data], group=self._replicas
         )  # of several parts, the first one's weight counts
+
+    def _refuse_in_parts(self, option: str, expected: object, got: object) -> None:
+        raise ConfigurationError(
+            format_error(
+                f"{self._title}: {option}",
+                expected=f"{expected} where group= is a part of the ranks",
+                got=got,
+                fix="Divide the classes over all ranks (group=None).",
+            ),
+            collective=True,
+        )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Take the whole weight, of which this rank's part is kept, or a part of the right shape."""

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses import frames, groups
 from lightning_ddp_losses.errors import ConfigurationError, format_error
+from lightning_ddp_losses.first_order import first_order_only
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses.columns import Block, Columns, Products, Ring
 from lightning_ddp_losses.losses.reduction import Share, for_mean_over_ranks, pack_shares, unpack_shares, weigh
@@ -145,7 +145,7 @@ class _Clip(torch.autograd.Function):
         return value
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("ClipLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan: _Plan = ctx.plan
         images, texts, scale, paired, row_losses, col_losses, drawn = ctx.saved_tensors

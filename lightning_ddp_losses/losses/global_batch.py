@@ -5,8 +5,9 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pytorch_metric_learning import losses as pml
@@ -18,10 +19,10 @@ from lightning_ddp_losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.collectives import Backward
 from lightning_ddp_losses.configuration import digest
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.groups import Group, OfGroup
 from lightning_ddp_losses.losses import pml as pml_rows
 from lightning_ddp_losses.losses.memory import QueuePosition
-from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall
+from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall, by_name
 from lightning_ddp_losses.losses.randomness import Draws, same_draws
 from lightning_ddp_losses.losses.reduction import has_per_anchor
 from lightning_ddp_losses.losses.refusals import no_ring, not_exact, refuse_tiles, refuse_unfit
@@ -34,10 +35,11 @@ from lightning_ddp_losses.losses.whole_call import WholeCall
 __all__ = ["GlobalBatchLoss"]
 
 _VIEWS = ("embeddings", "ref_emb")  # what SelfSupervisedLoss takes, in this order
+_QUEUED = ("embeddings", "labels", "indices_tuple", "enqueue_mask")  # what CrossBatchMemory takes
 _PML = (pml.BaseMetricLossFunction, pml.BaseLossWrapper, pml.MultipleLosses)
 
 
-class GlobalBatchLoss(nn.Module):
+class GlobalBatchLoss(OfGroup, nn.Module):
     """A loss over the rows of all ranks.
 
     Equivalent to: ``loss(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process.
@@ -112,8 +114,8 @@ class GlobalBatchLoss(nn.Module):
         self._coefficients = CoefficientWatch()
         self._reading = inputs.ValueReading()
         self._is_pml = isinstance(loss, _PML)
-        if isinstance(loss, pml.CrossBatchMemory):
-            self.queue_position = QueuePosition(loss)
+        memories = [m for m in loss.modules() if isinstance(m, pml.CrossBatchMemory)]
+        self.queue_position = QueuePosition(memories) if memories else None
 
     def extra_repr(self) -> str:
         """The mode that runs, and how rows are evaluated."""
@@ -171,8 +173,7 @@ class GlobalBatchLoss(nn.Module):
             frames.fail_together(not_exact(self._title, mode, modes), self._title, group=self._group)
         try:
             if self._is_pml:
-                names = _VIEWS if isinstance(self.loss, pml.SelfSupervisedLoss) else PML_NAMES
-                return self._pml(mode, dict(zip(names, args, strict=False)) | kwargs)
+                return self._pml(mode, by_name(self._title, self._names(args), args, kwargs))
             if mode == "elements":
                 return self._torch_elements(args, kwargs)
             return self._whole(args, kwargs)
@@ -181,8 +182,15 @@ class GlobalBatchLoss(nn.Module):
 
     # ------------------------------------------------------------------ PML
 
+    def _names(self, args: tuple[Any, ...]) -> tuple[str, ...]:
+        """What PML calls the arguments."""
+        if isinstance(self.loss, pml.SelfSupervisedLoss):
+            return _VIEWS
+        if isinstance(self.loss, pml.CrossBatchMemory) and len(args) <= len(_QUEUED):
+            return _QUEUED
+        return PML_NAMES
+
     def _pml(self, mode: str, given: dict[str, Any]) -> Tensor:
-        given = {name: value for name, value in given.items() if value is not None}
         meeting = Meeting(self._title, self._frame_of, self._group)
         if mode == "elements" and set(given) <= {"embeddings", "labels"} and self._has_rows(given):
             return elements_value(self.loss, given["embeddings"], given.get("labels"), meeting)
@@ -209,14 +217,10 @@ class GlobalBatchLoss(nn.Module):
             )
         if fits and call.rows_possible():
             return rows_value(self.loss, call, meeting, self.tile_bytes)
-        if isinstance(self.loss, pml.CrossBatchMemory):
+        if self.queue_position is not None:
             mask = call.arguments.get("enqueue_mask")  # only what it marks goes to the memory
             self.queue_position.check(call.total_rows if mask is None else int(mask.sum()), self._title)
-        with graph.on_all_rows(), same_draws(self.loss, call.seed, call.arguments.values()):
-            value = self.loss(**call.arguments)
-        if isinstance(self.loss, pml.CrossBatchMemory):
-            self.queue_position.note()
-        return value  # type: ignore[no-any-return]
+        return self._on_all_rows(call.seed, call.arguments.values(), (), call.arguments)  # type: ignore[no-any-return]
 
     def _is_symmetric(self, given: dict[str, Any]) -> bool:
         plan = plan_of(self.loss)
@@ -251,14 +255,21 @@ class GlobalBatchLoss(nn.Module):
     def _torch_elements(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         share = torch_share(self.loss, args, kwargs, groups.world_size(self._group))
         first = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        return combined(self.loss, [share], first, Meeting(self._title, self._frame_of, self._group))
+        return combined(self.loss, [share], first, Meeting(self._title, self._frame_of, self._group), empty=math.nan)
 
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = WholeCall(self._title, args, kwargs, self.batch_dims, lambda given: self._gather(given, self.backward))
-        with graph.on_all_rows(), same_draws(self.loss, call.seed, call.batches):
-            return self.loss(*call.args, **call.kwargs)
+        return self._on_all_rows(call.seed, call.batches, call.args, call.kwargs)
 
     # ------------------------------------------------------------------ shared
+
+    def _on_all_rows(self, seed: int, batches: Iterable[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The loss itself, on the rows of all ranks."""
+        with graph.on_all_rows(), same_draws(self.loss, seed, batches):
+            value = self.loss(*args, **kwargs)
+        if self.queue_position is not None:
+            self.queue_position.note()
+        return value
 
     def _gather(self, batches: dict[str, Tensor], backward: Backward | Choice, counted: Sequence[str] = ()) -> Bundle:
         extra, agreed = self._draws.next(), self._agreed()

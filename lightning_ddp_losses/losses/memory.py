@@ -14,37 +14,41 @@ __all__ = ["QueuePosition"]
 
 
 class QueuePosition(nn.Module):
-    """Where the next row of a ``CrossBatchMemory`` goes; PML keeps it in plain attributes, which no checkpoint saves."""
+    """Where the next row of a ``CrossBatchMemory`` goes; PML keeps it in plain attributes, which no checkpoint saves.
+
+    Args:
+        memories: Of one loss, in the order of its modules.
+    """
 
     position: torch.Tensor
-    memory: CrossBatchMemory
+    memories: list[CrossBatchMemory]
 
-    def __init__(self, memory: CrossBatchMemory) -> None:
+    def __init__(self, memories: list[CrossBatchMemory]) -> None:
         super().__init__()
-        self.__dict__["memory"] = memory  # not a submodule: it is registered beside this one
-        self.register_buffer("position", torch.zeros(2, dtype=torch.int64))
+        self.__dict__["memories"] = memories  # no submodules: they are registered beside this one
+        self.register_buffer("position", torch.zeros(2 * len(memories), dtype=torch.int64))
         self.register_load_state_dict_post_hook(_restore)  # type: ignore[no-untyped-call]
 
     def check(self, rows: int, title: str) -> None:
-        """Refuse a global batch that the memory cannot hold."""
-        size = self.memory.memory_size
-        if rows > size:
-            raise InputError(
-                format_error(
-                    f"{title}: memory_size",
-                    expected=f"at least the global batch of {rows} rows",
-                    got=size,
-                    fix="The memory takes the rows of all ranks; raise memory_size.",
-                ),
-                collective=True,
-            )
+        """Refuse a global batch that a memory cannot hold."""
+        for memory in self.memories:
+            if rows > memory.memory_size:
+                raise InputError(
+                    format_error(
+                        f"{title}: memory_size",
+                        expected=f"at least the global batch of {rows} rows",
+                        got=memory.memory_size,
+                        fix="The memory takes the rows of all ranks; raise memory_size.",
+                    ),
+                    collective=True,
+                )
 
     def note(self) -> None:
-        """Copy the memory's position into the buffer."""
-        self.position.copy_(torch.tensor([self.memory.queue_idx, int(self.memory.has_been_filled)]))
+        """Copy the memories' positions into the buffer."""
+        self.position.copy_(torch.tensor([n for m in self.memories for n in (m.queue_idx, int(m.has_been_filled))]))
 
 
 def _restore(module: nn.Module, _: Any) -> None:
     assert isinstance(module, QueuePosition)
-    index, filled = (int(v) for v in module.position)
-    module.memory.queue_idx, module.memory.has_been_filled = index, bool(filled)
+    for memory, (index, filled) in zip(module.memories, module.position.view(-1, 2).tolist(), strict=True):
+        memory.queue_idx, memory.has_been_filled = index, bool(filled)

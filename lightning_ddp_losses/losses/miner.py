@@ -12,14 +12,14 @@ from lightning_ddp_losses import frames, graph, groups
 from lightning_ddp_losses.bundles import gather_bundle
 from lightning_ddp_losses.configuration import digest
 from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.losses.pml_call import PML_NAMES, GlobalTuples, PMLCall
+from lightning_ddp_losses.groups import Group, OfGroup
+from lightning_ddp_losses.losses.pml_call import PML_NAMES, GlobalTuples, PMLCall, by_name
 from lightning_ddp_losses.losses.randomness import Draws, same_draws
 
 __all__ = ["GlobalBatchMiner"]
 
 
-class GlobalBatchMiner(nn.Module):
+class GlobalBatchMiner(OfGroup, nn.Module):
     """A pytorch-metric-learning miner over the global batch.
 
     Equivalent to: ``miner(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process.
@@ -40,6 +40,8 @@ class GlobalBatchMiner(nn.Module):
         >>> tuples = miner(torch.randn(4, 8), torch.tensor([0, 0, 1, 1]))
     """
 
+    sees_global_batch = True
+
     def __init__(self, miner: nn.Module, *, group: Group = None) -> None:
         super().__init__()
         if not isinstance(miner, BaseMiner):
@@ -58,19 +60,18 @@ class GlobalBatchMiner(nn.Module):
 
     def _forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
-        given = {n: v for n, v in (dict(zip(names, args, strict=False)) | kwargs).items() if v is not None}
         title = f"GlobalBatchMiner({type(self.miner).__name__})"
         self._fingerprint = self._fingerprint or digest(self.miner)
         try:
             call = PMLCall(
                 self.miner,
-                given,
+                by_name(title, names, args, kwargs),
                 lambda batches: gather_bundle(
                     title, batches, {"configuration": self._fingerprint}, extra=self._draws.next(), group=self._group
                 ),
                 groups.rank(self._group),
             )
             with same_draws(self.miner, call.seed, call.arguments.values()):
-                return GlobalTuples(self.miner(**call.arguments))
+                return GlobalTuples.of(self.miner(**call.arguments), call.total_rows)
         except Exception as error:  # what all ranks raise alike passes through
             frames.fail_together(error, title, group=self._group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,16 +14,68 @@ from lightning_ddp_losses.errors import InputError, format_error
 from lightning_ddp_losses.losses import pml as pml_rows
 from lightning_ddp_losses.losses.randomness import shared_seed
 
-__all__ = ["PML_NAMES", "GlobalTuples", "PMLCall"]
+__all__ = ["PML_NAMES", "GlobalTuples", "PMLCall", "by_name"]
 
 PML_NAMES = ("embeddings", "labels", "indices_tuple", "ref_emb", "ref_labels", "enqueue_mask")
 _NO_IDENTITY = (pml.VICRegLoss, pml.SelfSupervisedLoss)
 
 
-class GlobalTuples(tuple[Tensor, ...]):
-    """A miner's tuples over the global batch, the same on every rank: indices count rows of all ranks."""
+def by_name(title: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name, without those that are None.
 
-    __slots__ = ()
+    Args:
+        title: How the message names what is called.
+        names: Of the positional ones.
+        args: By position.
+        kwargs: By name.
+
+    Raises:
+        InputError: for more positional arguments than names, and for one that is given twice.
+    """
+    twice = [name for name in names[: len(args)] if name in kwargs]
+    if len(args) > len(names) or twice:
+        raise InputError(
+            format_error(
+                f"{title}: arguments",
+                expected=f"{', '.join(names)}, each once",
+                got=f"{', '.join(twice)} twice" if twice else f"{len(args)} positional ones",
+            )
+        )
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return {name: value for name, value in given.items() if value is not None}
+
+
+class GlobalTuples(tuple[Tensor, ...]):
+    """A miner's tuples over the global batch, the same on every rank: indices count rows of all ranks.
+
+    Attributes:
+        rows: How many rows those are.
+    """
+
+    rows: int
+
+    @classmethod
+    def of(cls, tuples: Iterable[Tensor], rows: int) -> GlobalTuples:
+        """Tuples that count ``rows`` rows."""
+        made = cls(tuples)
+        made.rows = rows
+        return made
+
+    def check(self, title: str, rows: int) -> None:
+        """Refuse tuples of another batch, or of another group's.
+
+        Raises:
+            InputError: naming both numbers of rows.
+        """
+        if self.rows != rows:
+            raise InputError(
+                format_error(
+                    f"{title}: indices_tuple of GlobalBatchMiner",
+                    expected=f"of the {rows} rows that the loss gets",
+                    got=f"of {self.rows} rows",
+                    fix="Mine the embeddings that the loss gets, over the same process group.",
+                )
+            )
 
 
 class PMLCall:
@@ -74,6 +126,8 @@ class PMLCall:
         names = [*batches, *(f"index {i}" for i in range(len(local)))]
         self.counts = dict(zip(names, bundle.counts, strict=True))
         self._refuse_lengths()
+        if isinstance(tuples, GlobalTuples):
+            tuples.check(type(inner).__name__, self.total_rows)
         out: dict[str, Any] = dict(zip(names, bundle.tensors, strict=True))
         if local:
             tuples = self._shift([out.pop(f"index {i}") for i in range(len(local))])
@@ -190,7 +244,26 @@ class PMLCall:
         anchors = (0, 2) if len(indices) == 4 else (0,)
         out = []
         for position, index in enumerate(indices):
-            counts = torch.tensor(self.counts[f"index {position}"], device=index.device)
-            starts = [start for start, _ in self.bounds("embeddings" if position in anchors else refs)]
-            out.append(index + torch.tensor(starts, device=index.device).repeat_interleave(counts))
+            counts = self.counts[f"index {position}"]
+            of = "embeddings" if position in anchors else refs
+            self._refuse_indices(torch.split(index, counts), of)
+            starts = torch.tensor([start for start, _ in self.bounds(of)], device=index.device)
+            out.append(index + starts.repeat_interleave(torch.tensor(counts, device=index.device)))
         return out
+
+    def _refuse_indices(self, by_rank: Sequence[Tensor], of: str) -> None:
+        """Tuples of rows that a rank has not: it mined something else. On an accelerator, to look would wait for it."""
+        if by_rank[0].device.type != "cpu" or isinstance(self._inner, pml.CrossBatchMemory):
+            return  # a memory's references are its own
+        ranges = [(int(own.min()), int(own.max())) if own.numel() else (0, -1) for own in by_rank]
+        if any(low < 0 or high >= rows for (low, high), rows in zip(ranges, self.counts[of], strict=True)):
+            pairs = zip(ranges, self.counts[of], strict=True)
+            raise InputError(
+                format_error(
+                    f"{type(self._inner).__name__}: indices_tuple",
+                    expected=f"rows of {of} on the same rank",
+                    ranks=[f"{low} to {high} for {rows} rows" if high >= 0 else "none" for (low, high), rows in pairs],
+                    fix="Mine this rank's rows with the miner itself, or pass on what GlobalBatchMiner returns as it is.",
+                ),
+                collective=True,
+            )

@@ -174,30 +174,32 @@ def counts_of(table: Sequence[Sequence[Row]]) -> list[Count]:
     return out
 
 
-def combine(shares: Sequence[Share], table: Sequence[Sequence[Row]], group: Group) -> Tensor:
+def combine(shares: Sequence[Share], table: Sequence[Sequence[Row]], group: Group, *, empty: float = 0.0) -> Tensor:
     """The global loss: its value on every rank, W times this rank's share of its gradient.
 
     Args:
         shares: This rank's.
         table: Every rank's, from ``unpack_shares``.
         group: Process group.
+        empty: As in ``weigh``.
 
     Returns:
         0-dim, the same number on every rank.
     """
-    value, factors = weigh(table, groups.world_size(group))
+    value, factors = weigh(table, groups.world_size(group), empty)
     graph = shares[0].total.new_zeros(())
     for share, factor in zip(shares, factors, strict=True):
         graph = graph + share.total * factor
     return report(graph, value)
 
 
-def weigh(table: Sequence[Sequence[Row]], world: int) -> tuple[float, list[float]]:
+def weigh(table: Sequence[Sequence[Row]], world: int, empty: float = 0.0) -> tuple[float, list[float]]:
     """The global loss, and what each rank's own share of each sub-loss is multiplied with before it is back-propagated.
 
     Args:
         table: Every rank's sub-losses.
         world: Number of ranks.
+        empty: What a mean over nothing on any rank is: 0 in pytorch-metric-learning, not a number in torch.
     """
     value, factors = 0.0, []
     for column in zip(*table, strict=True):
@@ -206,7 +208,7 @@ def weigh(table: Sequence[Sequence[Row]], world: int) -> tuple[float, list[float
             factors.append(1.0)
             continue
         total, divisor = sum(row.total for row in column), sum(row.divisor for row in column)
-        value += total / divisor if divisor else 0.0
+        value += total / divisor if divisor else empty
         factors.append(world / divisor if divisor else 0.0)
     return value, factors
 

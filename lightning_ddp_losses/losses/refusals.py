@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pytorch_metric_learning.reducers import DoNothingReducer
+from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 from lightning_ddp_losses.losses.table import MODES, allowed_modes
 from lightning_ddp_losses.losses.tiled import TILED, plan_of
+
+_PML_GATHERS = (DistributedLossWrapper, DistributedMinerWrapper)
 
 __all__ = ["no_ring", "not_exact", "refuse_gather", "refuse_tiles", "refuse_unfit"]
 
@@ -41,6 +44,7 @@ def refuse_unfit(loss: nn.Module, mode: str, backward: str) -> None:
                 fix="Give the loss the reducer that you apply afterwards.",
             )
         )
+    _refuse_global_parts(loss)
     if isinstance(loss, _Loss) and getattr(loss, "reduction", "mean") == "none":
         raise ConfigurationError(
             format_error(
@@ -52,6 +56,20 @@ def refuse_unfit(loss: nn.Module, mode: str, backward: str) -> None:
         )
     if mode != "auto" and mode not in allowed_modes(loss):
         raise not_exact(f"GlobalBatchLoss({type(loss).__name__})", mode, allowed_modes(loss))
+
+
+def _refuse_global_parts(loss: nn.Module) -> None:
+    """Rows that were gathered may not be gathered once more: every row would count W times."""
+    for name, module in loss.named_modules():
+        if getattr(module, "sees_global_batch", False) or isinstance(module, _PML_GATHERS):
+            raise ConfigurationError(
+                format_error(
+                    f"GlobalBatchLoss({type(loss).__name__})",
+                    expected="losses and miners that look at the rows they are given",
+                    got=f"{type(module).__name__}{f' in {name}' if name else ''}, which gathers the rows of all ranks by itself",
+                    fix="Leave out one of the two wrappers.",
+                )
+            )
 
 
 def refuse_tiles(loss: nn.Module, mode: str, tile_bytes: int | None, gather: str) -> None:

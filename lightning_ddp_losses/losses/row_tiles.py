@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses import numerics
+from lightning_ddp_losses.first_order import first_order_only
 from lightning_ddp_losses.losses import pml as pml_rows
 from lightning_ddp_losses.losses.pml_call import PMLCall
 from lightning_ddp_losses.losses.reduction import Count, Share, split
@@ -141,10 +141,11 @@ class _Value(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pull: Callable[[], list[Tensor]], value: float, *inputs: Tensor) -> Tensor:
         ctx.pull = pull
+        ctx.save_for_backward(*inputs)
         return inputs[0].new_full((), value)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("GlobalBatchLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *(own * grad for own in ctx.pull())
 

@@ -123,9 +123,9 @@ def tiled_value(
     return graph if extra is None else report(graph + extra, value + float(extra.detach()))
 
 
-def combined(loss: Any, shares: list[Share], like: Tensor, meeting: Meeting) -> Tensor:
-    """The global loss from this rank's shares and the others'."""
-    return combine(shares, _met(loss, shares, like, meeting), meeting.group)
+def combined(loss: Any, shares: list[Share], like: Tensor, meeting: Meeting, *, empty: float = 0.0) -> Tensor:
+    """The global loss from this rank's shares and the others'; ``empty``: what a mean over nothing is."""
+    return combine(shares, _met(loss, shares, like, meeting), meeting.group, empty=empty)
 
 
 def _met(loss: Any, shares: list[Share], like: Tensor, meeting: Meeting) -> list[list[Row]]:

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses import frames
 from lightning_ddp_losses.errors import ConfigurationError, format_error
+from lightning_ddp_losses.first_order import first_order_only
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses.columns import Block, Columns, Products, Tile
 from lightning_ddp_losses.losses.reduction import Share, combine, pack_shares, unpack_shares
@@ -115,7 +115,7 @@ class _PairSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("SigLipLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         images, texts, scale, bias = ctx.saved_tensors
         d_images, d_bias, wanted = torch.zeros_like(images), torch.zeros_like(bias), ctx.needs_input_grad[3]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ddp_losses.errors import InputError, format_error
 from lightning_ddp_losses.losses.reduction import Share
 
 __all__ = ["torch_share"]
@@ -23,6 +24,9 @@ def torch_share(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any], world:
         args: Its inputs, this rank's rows.
         kwargs: Its inputs by keyword.
         world: Number of ranks.
+
+    Raises:
+        InputError: where broadcasting compares every row with every other: that is no sum over rows.
     """
     reduction = loss.reduction
     loss.reduction = "none"
@@ -30,6 +34,7 @@ def torch_share(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any], world:
         values = loss(*args, **kwargs)
     finally:
         loss.reduction = reduction
+    _refuse_crossed(loss, [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim], values)
     if reduction == "sum":
         return Share(values.sum(), 1.0 / world)
     if reduction == "batchmean":
@@ -38,6 +43,22 @@ def torch_share(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any], world:
     if isinstance(loss, _CLASS_INDEX) and isinstance(target, Tensor) and not target.is_floating_point():
         return Share(values.sum(), _weight_of(target, loss.weight, loss.ignore_index))
     return Share(values.sum(), float(values.numel()))
+
+
+def _refuse_crossed(loss: Any, given: list[Tensor], values: Tensor) -> None:
+    """(n, 1) beside (n,) makes n x n differences in one process, of which a rank sees its own rows' alone."""
+    if not given or values.numel() <= max(t.numel() for t in given):
+        return
+    rows = [t for t in given if t.shape[0] == given[0].shape[0]]
+    if len({t.ndim for t in rows}) > 1:
+        raise InputError(
+            format_error(
+                f"{type(loss).__name__}: shapes",
+                expected="rows along the same dimension in every argument",
+                got=", ".join(str(tuple(t.shape)) for t in given),
+                fix="Give them the same shape (target.unsqueeze(1), or input.squeeze(1)).",
+            )
+        )
 
 
 def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int | None) -> float:

@@ -18,7 +18,7 @@ from lightning_ddp_losses import frames, graph
 from lightning_ddp_losses.bundles import gather_bundle
 from lightning_ddp_losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
-from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.groups import Group, OfGroup
 from lightning_ddp_losses.losses.columns import Columns, Gathered, Ring
 from lightning_ddp_losses.losses.refusals import refuse_gather
 
@@ -27,7 +27,7 @@ __all__ = ["TILE_BYTES", "TwoTowerLoss"]
 TILE_BYTES = 2 << 20
 
 
-class TwoTowerLoss(nn.Module):
+class TwoTowerLoss(OfGroup, nn.Module):
     """The call of a two-tower loss: checks, what all ranks agree on, precision; ``_evaluate`` is the subclass's.
 
     Args:
@@ -133,7 +133,7 @@ class TwoTowerLoss(nn.Module):
     def _check(self, images: Tensor, texts: Tensor, *others: Tensor | None) -> None:
         title = type(self).__name__
         for name, tensor in zip(("images", "texts", "extra_texts", "queue"), (images, texts, *others), strict=True):
-            if tensor is None:
+            if tensor is None and name in ("extra_texts", "queue"):
                 continue
             if not isinstance(tensor, Tensor) or tensor.ndim != 2 or not tensor.is_floating_point():
                 got: Any = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__

@@ -159,7 +159,7 @@ class DDPLossStrategy(AdoptingStrategy):
             if fitting:
                 self._meet_hidden(trainer)
             self._guards = [
-                LossGuard(loss, refuse_nan=refuse_nan, whole=globalised(loss) if self._global_batch else None)
+                LossGuard(loss, refuse_nan=refuse_nan, whole=globalised(loss, module) if self._global_batch else None)
                 for loss in self._losses
             ]
             for stand_in in (*self._guards, *self._sentinels):

@@ -140,6 +140,8 @@ class DividedWeights(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a file, or a folder of shards."""
         rest = super().save_checkpoint
+        if not self._plain:
+            checkpoint = {**checkpoint, "state_dict": self.meet_shards().completed(checkpoint["state_dict"])}
         if self._sharded_checkpoints and self._shards:
             self.meet_shards().write(filepath, lambda path: rest(checkpoint, path, storage_options))
         else:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_ddp_losses import groups, messages
+from lightning_ddp_losses import frames, groups, messages
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
 from lightning_ddp_losses.sharding import ClassShard, shard_of
 from lightning_ddp_losses.strategies.shards import Owners, Shards
@@ -52,6 +52,27 @@ class ShardFiles:
         if self._sharded:
             self._pieces.clear()
         return {name: self._out(f"state_dict/{name}", name, value) for name, value in state.items()}
+
+    def completed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint's module state; what a callback has put there instead (averages) as the whole too. Every rank comes here.
+
+        Communication: one frame where there are shards.
+        """
+        if not self._shards:
+            return state
+        parts = [name for name, p in self._shards.parameters.items() if _is_part(state.get(name), p)]
+        frames.exchange("saving a checkpoint", {"class shards that a callback replaced": ", ".join(parts)})
+        if parts and self._sharded:
+            raise ConfigurationError(
+                format_error(
+                    "sharded_checkpoints",
+                    expected="the module's own weights in the checkpoint",
+                    got=f"what a callback put in the place of {', '.join(parts)}",
+                    fix="Save ordinary checkpoints: DDPLossStrategy(sharded_checkpoints=False).",
+                ),
+                collective=True,
+            )
+        return {**state, **{name: self._out("", name, state[name]) for name in parts}}
 
     def optimizer_state(self, optimizer: Any, number: int, state: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's state dict, likewise."""
@@ -207,6 +228,13 @@ def refuse_other_sizes(module: nn.Module, state: Mapping[str, Any]) -> None:
 def _indexed(optimizer: Any) -> list[tuple[int, nn.Parameter]]:
     """Parameters with the numbers that ``state_dict`` gives them."""
     return list(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+
+
+def _is_part(value: Any, parameter: Tensor) -> bool:
+    """Whether this is what one rank holds, and not the whole."""
+    shard = shard_of(parameter)
+    assert shard is not None
+    return _is_like(value, parameter) and tuple(value.shape) != shard.whole_shape(parameter)
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:

@@ -25,6 +25,9 @@ __all__ = ["Owners", "Shards", "divide", "unshared"]
 Owners = list[tuple[int, ClassShard]]
 """Who holds the classes of a parameter: one rank for each block, in the order of the classes."""
 
+# norms, factors or directions of a whole weight, or of all weights together
+_OF_WHOLE_WEIGHTS = frozenset({"adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"})
+
 
 def divide(module: nn.Module) -> None:
     """Let every loss that can divide its classes over the ranks do so; all ranks come here."""
@@ -86,11 +89,31 @@ class Shards:
         return next((name for name, p in self.parameters.items() if p is parameter), None)
 
     def attach(self, optimizers: Iterable[Any]) -> None:
-        """Tell the losses which optimizers step their weights."""
+        """Tell the losses which optimizers step their weights.
+
+        Raises:
+            ConfigurationError: on every rank, for one that computes with a weight as a whole.
+        """
+        for optimizer in optimizers:
+            self._refuse_whole(optimizer)
         for inner in self._module.modules():
             if isinstance(inner, Shardable):
                 for optimizer in optimizers:
                     inner.attach(optimizer)
+
+    def _refuse_whole(self, optimizer: Any) -> None:
+        name = type(optimizer).__name__
+        held = [p for group in optimizer.param_groups for p in group["params"] if self.of(p) is not None]
+        if held and groups.world_size() > 1 and name.lower() in _OF_WHOLE_WEIGHTS:
+            raise ConfigurationError(
+                format_error(
+                    f"optimizer of {self.of(held[0])}",
+                    expected="one that treats each number by itself (SGD, Adam, ...): a rank holds some of the rows",
+                    got=f"{name}, which computes with the weight as a whole",
+                    fix="Give the divided weight an optimizer of its own, or leave ClassShardedLoss out.",
+                ),
+                collective=True,
+            )
 
     # ------------------------------------------------------------------ loss scaling
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from functools import partial
 from typing import Any
 
 import pytest
+from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
-from lightning_ddp_losses import DDPChecks
+from lightning_ddp_losses import DDPChecks, GlobalBatchLoss
 from lightning_ddp_losses.callbacks import alarm
 from tests.callbacks.harness import Subject
 from tests.lightning_ranks import make_trainer
@@ -76,6 +78,32 @@ def test_peers_learn_of_a_failure(pool: RankPool, place: str, strategy: str) -> 
         assert "ZeroDivisionError: its own" in errors[0].message
         assert errors[0].seconds < 10
     assert time.monotonic() - began < 14
+
+
+class InALoss(Fails):
+    """The peer waits in a loss over all ranks, whose connection breaks."""
+
+    def build(self) -> None:
+        self.pairs = GlobalBatchLoss(pml.SupConLoss())
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        value = super().objective(features, labels, index)
+        return value + self.pairs(self.encoder(features), labels)
+
+
+def fit_and_go() -> None:
+    try:
+        fit(partial(InALoss, "training_step"), "ddp")
+    except ZeroDivisionError:
+        os._exit(7)
+
+
+def test_a_connection_that_breaks_in_a_loss_is_the_failure_behind_it(pool: RankPool) -> None:
+    with pytest.raises(RankFailure) as failure:
+        pool.errors(2, fit_and_go, fresh=True)
+    assert "--- rank 0: PeerError" in str(failure.value)
+    assert "rank 1: died with exit code 7" in str(failure.value)
+    assert "rank 1 failed, last seen at training_step of step 1:" in str(failure.value)
 
 
 class Sleeps(Subject):

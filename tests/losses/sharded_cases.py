@@ -19,7 +19,7 @@ from lightning_ddp_losses import ClassShardedLoss
 from tests.losses.harness import SPLITS, Net, own_rows
 from tests.losses.harness import global_rows as harness_rows
 
-__all__ = ["CASES", "CLASSES", "DIM", "LOSSES", "Case", "global_rows", "judge", "make", "measure", "whole"]
+__all__ = ["CASES", "CLASSES", "DIM", "LOSSES", "Case", "global_rows", "hard", "judge", "make", "measure", "whole"]
 
 CLASSES, DIM = 7, 6
 LOSSES = [

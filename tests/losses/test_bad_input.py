@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners, reducers, regularizers
+from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor, nn
 
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
-from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.losses import ClipLoss, GlobalBatchLoss, GlobalBatchMiner
 from tests.losses.cases import classes
 from tests.losses.harness import CLASSES, DIM, Case, compare, fresh, global_rows, gradients, mean_over_ranks
 from tests.rank_pool import RankPool
@@ -62,6 +64,11 @@ class Fails(nn.Module):
         return a.mean()
 
 
+def without_gradient_on_rank_1(rank: int) -> Any:
+    with torch.set_grad_enabled(rank != 1):
+        return ask(pml.SupConLoss(), rows(), LABELS)
+
+
 DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
     # what each rank does, words of the message
     "width, rows": (lambda r: ask(pml.SupConLoss(), rows(DIM + r), LABELS), ("6", "7")),
@@ -86,6 +93,20 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
     "tuples": (
         lambda r: ask(pml.NTXentLoss(), rows(), LABELS, miners.BatchHardMiner()(rows(), LABELS) if r else None),
         ("index",),
+    ),
+    "a third view, one rank": (
+        lambda r: ask(pml.SelfSupervisedLoss(pml.NTXentLoss()), *[rows()] * (3 if r == 1 else 2)),
+        ("embeddings, ref_emb", "3 positional"),
+    ),
+    "labels twice": (lambda r: ask(pml.NTXentLoss(), rows(), LABELS, labels=LABELS), ("labels twice",)),
+    "gradients off on one rank": (without_gradient_on_rank_1, ("gradients=off", "gradients=on")),
+    "tuples of rows that a rank has not": (
+        lambda r: ask(pml.NTXentLoss(), rows(), LABELS, tuple(torch.tensor([0, 3 + (r == 1)]) for _ in range(4))),
+        ("indices_tuple", "0 to 4 for 4 rows", "GlobalBatchMiner returns"),
+    ),
+    "a column beside a row of targets": (
+        lambda r: ask(nn.PoissonNLLLoss(), rows(1, 4 + r), torch.zeros(4 + r).double()),
+        ("(4, 1), (4,)", "unsqueeze"),
     ),
     "tuples, elements": (
         lambda r: ask(arc(), rows(), LABELS, miners.BatchHardMiner()(rows(), LABELS) if r else None),
@@ -244,6 +265,16 @@ def test_a_batch_without_positive_pairs_gives_the_zero_of_one_process(
         compare(mean_over_ranks([result[mode] for result in results]), truth)
 
 
+def nothing_counts() -> list[float]:
+    ignored = GlobalBatchLoss(nn.CrossEntropyLoss())(rows(), torch.full((4,), -100))
+    nobody = GlobalBatchLoss(nn.MSELoss())(rows(count=0), rows(count=0))
+    return [ignored.item(), nobody.item()]
+
+
+def test_torchs_mean_over_nothing_is_not_a_number(pool: RankPool) -> None:
+    assert all(math.isnan(value) for found in pool.run(2, nothing_counts) for value in found)
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "rows": (lambda: GlobalBatchLoss(pml.SmoothAPLoss(), mode="rows"), "SmoothAPLoss.*replicated.*'rows'"),
     "elements": (lambda: GlobalBatchLoss(pml.SupConLoss(), mode="elements"), "SupConLoss.*rows.*'elements'"),
@@ -264,6 +295,23 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "labels of the views only": (
         lambda: ask(pml.NTXentLoss(), rows(), ref_emb=rows(), ref_labels=LABELS),
         "ref_labels",
+    ),
+    **{
+        f"gathers by itself: {name}": (partial(GlobalBatchLoss, make()), f"got {name}")
+        for name, make in {
+            "DistributedLossWrapper": lambda: DistributedLossWrapper(pml.SupConLoss()),
+            "GlobalBatchLoss in losses.1": lambda: pml.MultipleLosses([pml.NCALoss(), GlobalBatchLoss(pml.NCALoss())]),
+            "GlobalBatchMiner in miner": lambda: pml.CrossBatchMemory(
+                pml.NTXentLoss(), DIM, miner=GlobalBatchMiner(miners.PairMarginMiner())
+            ),
+            "ClipLoss": ClipLoss,
+        }.items()
+    },
+    "tuples of other rows": (
+        lambda: ask(
+            pml.NTXentLoss(), rows(), LABELS, GlobalBatchMiner(miners.BatchHardMiner())(rows(count=2), LABELS[1:3])
+        ),
+        "of the 4 rows.*of 2 rows",
     ),
     "no miner": (lambda: GlobalBatchMiner(nn.Identity()), "miner"),
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss, ConfigurationError
 from lightning_ddp_losses.sharding import shard_of
-from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, judge, make, named, net, whole
+from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, hard, judge, make, named, net, whole
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 
@@ -102,6 +102,14 @@ def test_bad_input_is_the_same_error_everywhere(pool: RankPool, name: str) -> No
     assert [word for word in BAD[name][1] if word not in errors[0].message] == []
 
 
+def factored_step() -> None:
+    loss = ClassShardedLoss(make(ARC), sample_rate=0.5)
+    stepper = torch.optim.Adafactor(loss.parameters())
+    loss.attach(stepper)
+    loss(rows(), LABELS).backward()
+    stepper.step()
+
+
 class Other(pml.ArcFaceLoss):
     """Might compute anything."""
 
@@ -153,6 +161,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ClassShardedLoss(make(Case("ArcFaceLoss", {"reducer": reducers.DoNothingReducer()}))),
         "DoNothingReducer",
     ),
+    "sampling with an optimizer that looks at all rows": (factored_step, "Adafactor"),
     "sampling with any optimizer": (
         lambda: ClassShardedLoss(make(ARC), sample_rate=0.5)(rows(), LABELS),
         "attach",
@@ -360,6 +369,7 @@ def test_sampling_with_a_closure(pool: RankPool) -> None:
 
 IN_PARTS: dict[str, Case] = {
     "no regulariser": ARC,
+    "mined": Case("ArcFaceLoss", mine=hard),
     "zero mean": Case("ArcFaceLoss", {"weight_regularizer": regularizers.ZeroMeanRegularizer()}),
     "norms": Case("CosFaceLoss", {"weight_regularizer": regularizers.LpRegularizer(power=2), "weight_reg_weight": 0.4}),
     "sum of norms": Case(
@@ -381,7 +391,8 @@ def in_parts(name: str, sizes: list[int]) -> dict[str, Tensor]:
         torch.nn.init.normal_(next(plain.parameters()))
     loss = ClassShardedLoss(plain, group=part)
     encoder, batch = net(), global_rows(sizes, rank)
-    value = loss(encoder(batch["features"]), batch["labels"])
+    embeddings = encoder(batch["features"])
+    value = loss(embeddings, batch["labels"], case.mine and case.mine(embeddings, batch["labels"]))
     value.backward()
     return {"value": value.detach(), "weight": loss.weight.grad, **named(encoder)}
 
@@ -390,10 +401,26 @@ def in_parts(name: str, sizes: list[int]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("sizes", [[3, 3, 3, 3], [1, 4, 2, 5], [0, 2, 7, 3]], ids=str)
 def test_shards_with_replicas(pool: RankPool, name: str, sizes: list[int]) -> None:
     results, case = pool.run(4, in_parts, name, sizes), IN_PARTS[name]
-    truth = judge(case, [12])
+    truth = judge(case, sizes)
     ours = {n: torch.stack([r[n] for r in results]).mean(0) for n in truth if n != "weight"}
     for part in (results[:2], results[2:]):
         assert_close({**ours, "weight": whole([r["weight"] for r in part], case.name)}, truth)
+
+
+def in_parts_with(option: str) -> None:
+    part, _ = dist.new_subgroups(2)
+    regularised = Case("ArcFaceLoss", {"embedding_regularizer": regularizers.LpRegularizer()})
+    if option == "sample_rate":
+        ClassShardedLoss(make(ARC), sample_rate=0.5, group=part)
+    else:
+        ClassShardedLoss(make(regularised), group=part)
+
+
+@pytest.mark.parametrize("option", ["sample_rate", "embedding_regularizer"])
+def test_what_replicas_cannot_share_is_refused(pool: RankPool, option: str) -> None:
+    for error in pool.errors(4, in_parts_with, option):
+        assert error.type == "ConfigurationError"
+        assert f"{option}: expected" in error.message
 
 
 def copies() -> list[bool]:

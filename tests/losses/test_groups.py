@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 
@@ -9,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
-from pytorch_metric_learning import regularizers
+from pytorch_metric_learning import miners, regularizers
 from torch import Tensor
 
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.errors import RankMismatchError
-from lightning_ddp_losses.losses import GlobalBatchLoss
+from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner
 from tests.losses.cases import PML
 from tests.losses.harness import (
     CLASSES,
@@ -106,6 +107,29 @@ def assert_one_process(case: Case, results: Sequence[Results], splits: dict[str,
     truths = {split: alone(case, sizes) for split, sizes in splits.items()}
     for key in results[0]:
         compare(mean_over_ranks([result[key] for result in results]), truths[key.split(", ")[0]], key)
+
+
+def copied() -> list[float]:
+    """What deep copies give, beside the originals: over the same group, with weights of their own."""
+    group = own_group()
+    torch.manual_seed(3 + groups.rank(group))
+    rows, labels, found = torch.randn(4, DIM), torch.tensor([0, 1, 2, 3]), []
+    torch.manual_seed(0)
+    arcface = pml.ArcFaceLoss(num_classes=CLASSES, embedding_size=DIM)
+    tuples = GlobalBatchMiner(miners.PairMarginMiner(), group=group)
+    for made in (GlobalBatchLoss(arcface, group=group), ClassShardedLoss(arcface, group=group), ClipLoss(group=group)):
+        twin = copy.deepcopy(made)
+        second = rows.flip(1) if isinstance(made, ClipLoss) else labels
+        found += [made(rows, second).item(), twin(rows, second).item()]
+        with torch.no_grad():
+            next(iter(twin.parameters())).zero_()
+        assert any(p.any() for p in made.parameters())
+    return [*found, len(tuples(rows, labels)[3]), len(copy.deepcopy(tuples)(rows, labels)[3])]
+
+
+def test_a_copy_is_over_the_same_group(pool: RankPool) -> None:
+    for found in pool.run(WORLD, copied):
+        assert found[::2] == found[1::2]
 
 
 def disagree_in_one_group() -> str:

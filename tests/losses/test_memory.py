@@ -28,13 +28,16 @@ State = dict[str, Any]
 
 
 class Run:
-    """An encoder, a memory and an optimizer; `distributed`: our wrapper and the mean over ranks."""
+    """An encoder, a memory (`nested`: one of two losses) and an optimizer; `distributed`: our wrapper and the mean over ranks."""
 
-    def __init__(self, inner: str, size: int, *, distributed: bool, miner: nn.Module | None = None) -> None:
+    def __init__(
+        self, inner: str, size: int, *, distributed: bool, miner: nn.Module | None = None, nested: bool = False
+    ) -> None:
         torch.manual_seed(5)
         self.net = Encoder(TASK).double()
         self.memory = pml.CrossBatchMemory(INNER[inner](), DIM, memory_size=size, miner=miner).double()
-        self.loss = GlobalBatchLoss(self.memory) if distributed else self.memory
+        whole = pml.MultipleLosses([pml.NTXentLoss(), self.memory]) if nested else self.memory
+        self.loss = GlobalBatchLoss(whole) if distributed else whole
         self.parameters = [*self.net.parameters(), *self.memory.parameters()]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.1, momentum=0.9)
         self.distributed = distributed
@@ -76,8 +79,10 @@ def mask(labels: Tensor, features: Tensor) -> Tensor:
     return features[:, 0] > 0.2
 
 
-def steps_alone(inner: str, size: int, *, masked: bool = False, miner: nn.Module | None = None) -> list[Any]:
-    run = Run(inner, size, distributed=False, miner=miner)
+def steps_alone(
+    inner: str, size: int, *, masked: bool = False, miner: nn.Module | None = None, nested: bool = False
+) -> list[Any]:
+    run = Run(inner, size, distributed=False, miner=miner, nested=nested)
     return [run.step(x, y, **({"enqueue_mask": mask(y, x)} if masked else {})) for x, y in STEPS]
 
 
@@ -120,28 +125,30 @@ def test_the_memory_mines_the_global_batch(pool: RankPool) -> None:
     compare(results, expected)
 
 
-def first_part(steps: int, size: int) -> tuple[State, list[str]]:
-    run, part = Run("learnt margin", size, distributed=True), own(SPLITS[dist.get_world_size()]["even"])
+def first_part(steps: int, size: int, nested: bool) -> tuple[State, list[str]]:
+    run, part = Run("learnt margin", size, distributed=True, nested=nested), own(SPLITS[dist.get_world_size()]["even"])
     for x, y in STEPS[:steps]:
         run.step(x[part], y[part])
     return run.state(), sorted(run.loss.state_dict())
 
 
-def second_part(state: State, steps: int, size: int) -> list[Any]:
-    world = dist.get_world_size()
-    run, part = Run("learnt margin", size, distributed=True), cuts(ROWS, world, even=False)[dist.get_rank()]
+def second_part(state: State, steps: int, size: int, nested: bool) -> list[Any]:
+    part = cuts(ROWS, dist.get_world_size(), even=False)[dist.get_rank()]
+    run = Run("learnt margin", size, distributed=True, nested=nested)
     run.load(state)
     return [run.step(x[part], y[part]) for x, y in STEPS[steps:]]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(("before", "after", "nested"), [(1, 3, False), (2, 2, True), (2, 3, False), (3, 1, True)])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_resume_at_another_world_size_goes_on_exactly(pool: RankPool, steps: int, before: int, after: int) -> None:
+def test_a_resume_at_another_world_size_goes_on_exactly(
+    pool: RankPool, steps: int, before: int, after: int, nested: bool
+) -> None:
     size = 17  # full after two steps
-    state, keys = pool.run(before, first_part, steps, size)[0]
+    state, keys = pool.run(before, first_part, steps, size, nested)[0]
     assert any("position" in key for key in keys)
-    expected = steps_alone("learnt margin", size)[steps:]
-    compare(pool.run(after, second_part, state, steps, size), expected)
+    expected = steps_alone("learnt margin", size, nested=nested)[steps:]
+    compare(pool.run(after, second_part, state, steps, size, nested), expected)
 
 
 def test_a_copy_keeps_a_position_of_its_own() -> None:
@@ -154,6 +161,29 @@ def test_a_copy_keeps_a_position_of_its_own() -> None:
     assert (run.memory.queue_idx, twin.loss.queue_idx) == (12, 7)
     assert wrapped.state_dict()["queue_position.position"].tolist() == [12, 0]
     assert twin.state_dict()["queue_position.position"].tolist() == [7, 1]
+
+
+def masks_by_place_and_name() -> list[float]:
+    """The fourth argument of PML's memory is the mask; the sixth of its distributed wrapper."""
+    features, labels = STEPS[0]
+    torch.manual_seed(5)
+    rows, marked, part = Encoder(TASK).double()(features), mask(labels, features), own([4, 8])
+    e, y, m = rows[part], labels[part], marked[part]
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((e, y, None, m), {}),
+        ((e, y, None, None, None, m), {}),
+        ((e, y), {"enqueue_mask": m}),
+    ]
+    alone = pml.CrossBatchMemory(pml.ContrastiveLoss(), DIM, memory_size=30).double()
+    wrapped = [GlobalBatchLoss(copy.deepcopy(alone)) for _ in calls]
+    found = [loss(*args, **kwargs).item() for loss, (args, kwargs) in zip(wrapped, calls, strict=True)]
+    return [alone(rows, labels, None, marked).item(), *found]
+
+
+def test_the_mask_is_taken_where_pml_takes_it(pool: RankPool) -> None:
+    for expected, *found in pool.run(2, masks_by_place_and_name):
+        assert expected > 0
+        assert found == pytest.approx([expected] * 3, rel=1e-9)
 
 
 def too_small() -> None:

@@ -474,6 +474,8 @@ def hard_inputs() -> dict[str, Any]:
         same.backward()
         none = rows[own].clone().requires_grad_()
         wrapped(none, torch.arange(12)[own]).backward()  # no positive anywhere
+        with torch.no_grad():
+            two_classes = wrapped(rows[own], (labels > 1)[own])  # labels that are true or false
         copied = pickle.loads(pickle.dumps(wrapped))
         found[name] = {
             "two": (first + 3 * second).detach(),
@@ -483,6 +485,7 @@ def hard_inputs() -> dict[str, Any]:
             "alike": (same.detach(), alike.grad),
             "none": none.grad,
             "copied": copied(rows[own], labels[own]).detach(),
+            "two classes": two_classes,
         }
     return found
 
@@ -507,6 +510,7 @@ def test_odd_batches(pool: RankPool) -> None:
         assert_close({"two": found[0]["two"], "rows": mean("strided")}, {"two": two.detach(), "rows": strided.grad})
         assert_close({"twice": mean("twice")}, {"twice": twice.grad})
         assert_close({"copied": found[1]["copied"]}, {"copied": value.detach()})
+        assert_close({"two": found[0]["two classes"]}, {"two": loss(rows, labels > 1)})
         kind, grad_kind, low = found[0]["low"]
         assert (kind, grad_kind) == (torch.float32, torch.bfloat16)
         torch.testing.assert_close(low, make()(rows.float().bfloat16().float(), labels).double(), rtol=1e-5, atol=1e-6)

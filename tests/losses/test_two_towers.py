@@ -206,6 +206,7 @@ BAD: dict[str, tuple[Callable[[int], Any], str]] = {
         lambda r: ClipLoss()(torch.ones(2, 4), torch.ones(2, 4), None, torch.ones(3, 4) if r else None),
         "queue",
     ),
+    "a tower that is not there": (lambda r: ClipLoss()(torch.ones(2, 4), None if r else torch.ones(2, 4)), "NoneType"),
     "no rows at all": (lambda r: ClipLoss()(torch.ones(0, 4), torch.ones(0, 4)), "at least one"),
 }
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor
 
 from lightning_ddp_losses import GlobalBatchLoss
@@ -75,6 +76,28 @@ def test_uneven_ranks_equal_one_process(
     for world_size in (2, 3):
         for state in pool.run(world_size, fit, wrapped, strategy, even=False, **options):
             assert_close({name.replace("loss.loss.", "loss."): value for name, value in state.items()}, expected)
+
+
+class Gathers(Job):
+    """pytorch-metric-learning's own wrapper, or a memory among other losses."""
+
+    kind = ""
+
+    def build(self, loss: str) -> None:
+        pairs = pml.SupConLoss()
+        memory = pml.CrossBatchMemory(pairs, embedding_size=4)
+        self.loss = DistributedLossWrapper(pairs) if self.kind == "wrapper" else pml.MultipleLosses([pairs, memory])
+
+
+class Wrapper(Gathers):
+    kind = "wrapper"
+
+
+@pytest.mark.parametrize(("job", "words"), [(Wrapper, "DistributedLossWrapper"), (Gathers, "CrossBatchMemory")])
+def test_what_cannot_be_made_global_is_refused(pool: RankPool, job: type[Job], words: str) -> None:
+    for error in pool.errors(2, fit, job, {"global_batch": "auto"}):
+        assert error.type == "ConfigurationError"
+        assert words in error.message
 
 
 def test_an_unchanged_module_under_global_batch_auto(pool: RankPool) -> None:

@@ -59,6 +59,8 @@ class LabelPairs:
     """
 
     def __init__(self, labels: Tensor, column_labels: Tensor, first: int | None) -> None:
+        if labels.dtype == torch.bool:  # which torch does not search
+            labels, column_labels = labels.byte(), column_labels.byte()
         labels, self.row_order = torch.sort(labels, stable=True)
         columns, self.column_order = torch.sort(column_labels, stable=True)
         self._starts = torch.searchsorted(columns, labels)

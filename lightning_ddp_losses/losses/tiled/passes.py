@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_ddp_losses.errors import InputError, format_error
+from lightning_ddp_losses.first_order import first_order_only
 from lightning_ddp_losses.losses.tiled.formula import Formula
 from lightning_ddp_losses.losses.tiled.geometry import Euclid, Geometry
 from lightning_ddp_losses.losses.tiled.pairs import Pairs
@@ -249,10 +249,11 @@ class _Value(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, columns: Tensor | None, backward: Any, value: float) -> Tensor:
         ctx.pull = backward
+        ctx.save_for_backward(rows, columns)
         return rows.new_full((), value)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("GlobalBatchLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         wanted = ctx.needs_input_grad[:2]
         own, others = ctx.pull(*wanted)
