@@ -6,13 +6,13 @@ the same texts already; else the ranks that found something tell the others.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_ddp_losses.callbacks.faults import FAULTS
 from lightning_ddp_losses.callbacks.findings import Finding
+from lightning_ddp_losses.fingerprint import hash_bytes
 
 __all__ = ["LocalFacts", "digest"]
 
@@ -21,8 +21,7 @@ _FIELDS = ("fault", "what", "expected", "name", "fix")
 
 def digest(text: str, bits: int = 63) -> int:
     """A number that tells texts apart; never zero."""
-    hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return (int.from_bytes(hashed, "big") >> (64 - bits)) or 1
+    return hash_bytes(text.encode()) & ((1 << bits) - 1) or 1
 
 
 class LocalFacts:
