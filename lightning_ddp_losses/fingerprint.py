@@ -12,6 +12,7 @@ The two ways give different numbers, so ranks compare tensors on devices of one 
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
@@ -19,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["Started", "combine", "fingerprint", "fingerprints", "finish", "hash_bytes", "start"]
+__all__ = ["Started", "combine", "fingerprint", "fingerprints", "finish", "hash_bytes", "hash_rows", "start"]
 
 Started: TypeAlias = "int | Tensor"
 """A fingerprint; on an accelerator one that may still be on its way (0-dim int64)."""
@@ -65,9 +66,15 @@ def hash_bytes(data: object) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
+def hash_rows(data: memoryview, width: int, seeds: Sequence[int]) -> list[int]:
+    """An unsigned 64-bit hash of each ``width`` bytes, by a seed for each row: that of the row's earlier part, or 0."""
+    hash_row = xxhash.xxh3_64_intdigest
+    return [hash_row(data[i * width : (i + 1) * width], seed) for i, seed in enumerate(seeds)]
+
+
 def combine(values: Sequence[int]) -> int:
     """One number for several, by their order; 0 for none."""
-    return hash_bytes(b"".join(value.to_bytes(8, "little", signed=True) for value in values)) if values else 0
+    return hash_bytes(array("q", values)) if values else 0
 
 
 @torch.no_grad()

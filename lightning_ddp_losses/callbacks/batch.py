@@ -40,8 +40,8 @@ class BatchCheck(RankCheck):
 
     Covers F18, F28, F29, F31, F33, F36, F54, F62, F67-F72.
 
-    Batches on the host are looked at in every step (32 numbers of up to 64 rows); those on an accelerator in the first 16 of an
-    epoch and in every 50th. A finding needs evidence: batches are *the same* after two of them with 8 different rows
+    Batches on the host are looked at in every step (up to 64 rows, of wide ones 32 numbers); those on an accelerator in the first 16
+    of an epoch and in every 50th. A finding needs evidence: batches are *the same* after two of them with 8 different rows
     in all, rows *overlap* where ranks share many and no rank repeats its own.
 
     Args:

@@ -26,11 +26,11 @@ class Reach:
         if loss.grad_fn is None:
             return list(parameters)
         key = (*(type(node).__name__ for node in _walk(loss.grad_fn, _TOP)), len(parameters))
-        missing = [name for name, p in parameters.items() if id(p) not in self._known.get(key, ())]
-        if missing:  # a graph not seen before, or the same beginning with another end
-            self._known[key] = frozenset(_leaves(_walk(loss.grad_fn)))
-            missing = [name for name, p in parameters.items() if id(p) not in self._known[key]]
-        return missing
+        reached = self._known.get(key)
+        if reached is None or not reached.issuperset(map(id, parameters.values())):
+            # a graph not seen before, or the same beginning with another end
+            reached = self._known[key] = frozenset(_leaves(_walk(loss.grad_fn)))
+        return [name for name, p in parameters.items() if id(p) not in reached]
 
 
 def _walk(root: Any, most: int | None = None) -> list[Any]:

@@ -63,7 +63,7 @@ class Tracked:
 
     def _look(self) -> tuple[list[list[Any]], list[Any]]:
         """Most of it in C: a model has many modules, and this runs in every step."""
-        objects = [*chain.from_iterable(table.values() for table in self._tables)]
+        objects = [*chain.from_iterable(map(dict.values, self._tables))]
         for optimizer in self._trainer.optimizers:
             for group in optimizer.param_groups:
                 objects += group["params"]
