@@ -262,7 +262,8 @@ class Session:
         if due:
             with self._own:
                 own = self._court.measure(due, moment)
-                self._court.judge(due, moment, self.meeting.swap(moment.value, own, {"step": self.step}), self.step)
+                everyone = self.meeting.swap(moment.value, own, {"step": self.step})
+                self._court.judge(due, moment, everyone, self.step)
 
     def due(self, moment: Moment) -> list[RankCheck]:
         """The checks that run now; the same on every rank."""
