@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ddp_losses.callbacks.session import Session
 from lightning_ddp_losses.fingerprint import combine, hash_rows
-from lightning_ddp_losses.transport import as_bytes
+from lightning_ddp_losses.transport import host_memory
 
 __all__ = ["SKETCH", "Batches", "labels_of", "row_hashes"]
 
@@ -90,7 +90,7 @@ class Batches:
             self._smallest, self._edge = {value: smallest[value] for value in kept}, kept[-1] | 3
         labels = labels_of(batch, self.rows)
         if labels is not None:
-            for label in labels[:_LABELED].tolist():
+            for label in (labels if self.rows <= _LABELED else labels[:_LABELED]).tolist():
                 # neighbouring classes go to different buckets, and class 0 and 16 to the same
                 self.counts[label % BUCKETS] += 1
 
@@ -111,16 +111,14 @@ def row_hashes(leaves: list[Tensor], rows: int, most: int | None = None) -> list
     hashes = [0] * looked
     for leaf in leaves:
         if leaf.shape[0] == rows and leaf.numel() and leaf.layout == torch.strided and not leaf.is_complex():
-            # what Lightning's transforms make of a tensor may be a class of its own
-            data = as_bytes(_columns(leaf.as_subclass(Tensor)[:looked]).cpu()).numpy().data
-            hashes = hash_rows(data, data.nbytes // looked, hashes)
+            table = leaf.as_subclass(Tensor)  # what transforms make of a tensor may be a class of its own
+            if looked < rows:
+                table = table[:looked]
+            width = table.numel() // looked
+            if width > _WIDE:
+                table = table.flatten(1).index_select(1, _chosen(width, table.device))
+            hashes = hash_rows(host_memory(table.cpu()).reshape(looked, -1), hashes)
     return [value & _MASK for value in hashes]
-
-
-def _columns(table: Tensor) -> Tensor:
-    """(rows, ...) -> itself, or (rows, n) of some columns where it is wide."""
-    width = table.numel() // table.shape[0]
-    return table if width <= _WIDE else table.flatten(1).index_select(1, _chosen(width, table.device))
 
 
 @functools.lru_cache(maxsize=64)

@@ -25,7 +25,7 @@ class Reach:
         """Names of the parameters that backward from ``loss`` will not reach."""
         if loss.grad_fn is None:
             return list(parameters)
-        key = (*(type(node).__name__ for node in _walk(loss.grad_fn, _TOP)), len(parameters))
+        key = (*[type(node).__name__ for node in _walk(loss.grad_fn, _TOP)], len(parameters))
         reached = self._known.get(key)
         if reached is None or not reached.issuperset(map(id, parameters.values())):
             # a graph not seen before, or the same beginning with another end
@@ -35,10 +35,10 @@ class Reach:
 
 def _walk(root: Any, most: int | None = None) -> list[Any]:
     """The nodes of the graph, or its first ``most``, breadth first."""
-    queue, seen = [root], {root}
+    queue, seen = [root], {root, None}
     for node in queue:
         for child, _ in node.next_functions:
-            if child is not None and child not in seen:
+            if child not in seen:
                 seen.add(child)
                 queue.append(child)
         if most is not None and len(queue) >= most:
