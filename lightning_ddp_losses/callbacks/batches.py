@@ -7,7 +7,7 @@ and then, because reading waits for the device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class Batches:
         if epoch != self._epoch:
             self._epoch = epoch
             self._forget()
-        leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+        leaves = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         self.rows = leaves[0].shape[0] if leaves else 0
         self.total_rows += self.rows
         self.number += 1
@@ -103,6 +103,12 @@ class Batches:
 
     def close(self) -> None:
         """Nothing to leave."""
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    """All that a batch holds; a plain list of tensors needs no walk."""
+    for part in batch if type(batch) in (tuple, list) else (batch,):
+        yield from (part,) if isinstance(part, Tensor) else tree_leaves(part)
 
 
 def row_hashes(leaves: list[Tensor], rows: int, most: int | None = None) -> list[int]:

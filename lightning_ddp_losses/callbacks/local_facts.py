@@ -37,12 +37,14 @@ class LocalFacts:
 
     def row(self) -> list[int]:
         """Mask and digest."""
+        if not self.found:
+            return [0, 0]
         mask = sum({1 << self._faults.index(f.fault) for f in self.found})
-        return [mask, digest(json.dumps([_fields(f) for f in self.found])) if mask else 0]
+        return [mask, digest(json.dumps([_fields(f) for f in self.found]))]
 
     def judge(self, table: Sequence[Sequence[int]]) -> list[Finding]:
         """Findings of all ranks, from their masks and digests (W, 2)."""
-        masks, digests = [int(row[0]) for row in table], [int(row[1]) for row in table]
+        masks, digests = [row[0] for row in table], [row[1] for row in table]
         if not any(masks):
             return []
         if len(set(digests)) == 1:

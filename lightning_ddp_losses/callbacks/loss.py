@@ -128,7 +128,7 @@ class LossCheck(RankCheck):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scaled = scaler is not None and loss is not getattr(trainer.strategy, "closure_loss", None)
         factor = trainer.accumulate_grad_batches if module.automatic_optimization else 1
-        value = float(loss.detach()) * factor / (float(scaler.get_scale()) if scaled else 1.0)  # type: ignore[union-attr]
+        value = float(loss.item()) * factor / (float(scaler.get_scale()) if scaled else 1.0)  # type: ignore[union-attr]
         overflowed = scaled and math.isinf(value)  # by the scale: the scaler will skip this step on every rank
         if not math.isfinite(value) and not overflowed and self._bad < 0:
             self._bad = self._index
