@@ -26,10 +26,10 @@ class Reach:
         if loss.grad_fn is None:
             return list(parameters)
         key = (*[type(node).__name__ for node in _walk(loss.grad_fn, _TOP)], len(parameters))
-        reached = self._known.get(key)
-        if reached is None or not reached.issuperset(map(id, parameters.values())):
-            # a graph not seen before, or the same beginning with another end
-            reached = self._known[key] = frozenset(_leaves(_walk(loss.grad_fn)))
+        if key in self._known and self._known[key].issuperset(map(id, parameters.values())):
+            return []
+        # a graph not seen before, or the same beginning with another end
+        reached = self._known[key] = frozenset(_leaves(_walk(loss.grad_fn)))
         return [name for name, p in parameters.items() if id(p) not in reached]
 
 

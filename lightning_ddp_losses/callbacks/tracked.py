@@ -105,8 +105,8 @@ class Unit:
 
     def of(self, tensor: Tensor) -> Tensor:
         """The piece itself."""
-        whole = tensor.detach()
-        return whole if self.stop - self.start == whole.numel() else whole.reshape(-1)[self.start : self.stop]
+        whole, size = tensor.detach(), self.stop - self.start
+        return whole if size == whole.numel() else whole.reshape(-1).narrow(0, self.start, size)
 
 
 def divide(tensors: dict[str, Tensor], most_parts: int) -> list[list[Unit]]:
