@@ -108,7 +108,7 @@ class OwnTime(Callback):
         """After the checks of this step."""
         session = self.checks._session
         assert session is not None
-        self.marks.append((session._spent - self.waited) * 1e3)
+        self.marks.append((session._own.seconds - self.waited) * 1e3)
 
     def per_step_ms(self) -> float:
         """Median, the first steps left out: they look at everything."""

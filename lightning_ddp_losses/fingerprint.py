@@ -12,14 +12,17 @@ The two ways give different numbers, so ranks compare tensors on devices of one 
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["Started", "combine", "fingerprint", "fingerprints", "finish", "hash_bytes", "start"]
+from lightning_ddp_losses.transport import as_bytes, host_memory
+
+__all__ = ["Started", "combine", "fingerprint", "fingerprints", "finish", "hash_bytes", "hash_rows", "start"]
 
 Started: TypeAlias = "int | Tensor"
 """A fingerprint; on an accelerator one that may still be on its way (0-dim int64)."""
@@ -45,9 +48,8 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
 
 def start(tensor: Tensor) -> Started:
     """As ``fingerprint``, without waiting for an accelerator."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    data = plain.contiguous().reshape(-1).view(torch.int8)
-    return hash_bytes(data.numpy()) if data.device.type == "cpu" else _on_device(data)
+    plain = tensor.resolve_neg()
+    return hash_bytes(host_memory(plain)) if plain.device.type == "cpu" else _on_device(as_bytes(plain))
 
 
 def finish(started: Sequence[Started]) -> list[int]:
@@ -65,14 +67,19 @@ def hash_bytes(data: object) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
+def hash_rows(rows: Iterable[Any], seeds: Iterable[int]) -> list[int]:
+    """An unsigned 64-bit hash of each row's memory, by a seed for each: the hash of the row's earlier part, or 0."""
+    return list(map(xxhash.xxh3_64_intdigest, rows, seeds))
+
+
 def combine(values: Sequence[int]) -> int:
     """One number for several, by their order; 0 for none."""
-    return hash_bytes(b"".join(value.to_bytes(8, "little", signed=True) for value in values)) if values else 0
+    return hash_bytes(array("q", values)) if values else 0
 
 
 @torch.no_grad()
 def _on_device(data: Tensor) -> Tensor:
-    """(n,) int8 -> one int64, with torch's own operations."""
+    """(n,) uint8 -> one int64, with torch's own operations."""
     words = _as_words(data)
     weights, total = _weights(ROW_WORDS, 0, data.device), torch.zeros((), dtype=torch.int64, device=data.device)
     by_row = _weights(max(len(words), 1), 1, data.device)

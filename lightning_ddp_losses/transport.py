@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ __all__ = [
     "gather",
     "gather_rows",
     "host_bytes",
+    "host_memory",
     "join_slices_",
     "on_wait",
     "reduce_mean_",
@@ -89,6 +91,12 @@ def start_gather(own: Tensor, *, group: dist.ProcessGroup) -> tuple[Tensor, dist
     copies = own.expand(groups.world_size(group), -1).contiguous()
     everyone = torch.empty_like(copies)
     return everyone, dist.all_to_all_single(everyone, copies, group=group, async_op=True)
+
+
+def host_memory(tensor: Tensor) -> Any:
+    """The memory of a tensor on the CPU as an array of numpy's, of bytes where numpy lacks its dtype; contiguous, else a copy."""
+    flat = tensor.detach().contiguous()
+    return (flat if flat.dtype in _NUMPY else as_bytes(flat)).numpy()
 
 
 def host_bytes(tensor: Tensor) -> bytes:

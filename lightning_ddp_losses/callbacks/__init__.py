@@ -6,8 +6,9 @@ To add a check:
 
 1. ``callbacks/<name>.py``: subclass `RankCheck`; say ``moments`` (when), ``faults`` (which ids of ``faults.FAULTS``) and whether it
    ``needs_peers``. Look at things in ``start``, ``see_batch``, ``see_loss``, ``see_gradients``, ``see_step``, ``stop``: local, no
-   communication, cheap. ``measure`` returns this rank's row: a short 1-D tensor of int64, float64 or uint8 (rows share frames, which
-   grow with them: keep yours small). ``judge`` gets the table (W, n) and returns findings; it decides from the table alone (and
+   communication, cheap. ``measure`` returns this rank's row: a short 1-D tensor of int64, float64 or uint8, or a list of ints or
+   floats, which is faster (rows share frames, which grow with them: keep yours small). ``judge`` gets the table (W, n), a tensor or
+   a list of such lists, and returns findings; it decides from the table alone (and
    from what is the same on every rank), so that every rank comes to the same verdict. Rows of unequal length are padded with
    zeros. ``self.session`` has ``step``, ``synchronising``, ``backwards``, ``stepping``, ``checkpoint`` and ``shared``.
 2. Where a finding needs more than the row holds, ``describe`` gives a text of this rank, ``explain`` makes findings of all texts, and

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DistributedSampler
 
 from lightning_ddp_losses.callbacks import loaders, own_data
@@ -40,8 +40,8 @@ class BatchCheck(RankCheck):
 
     Covers F18, F28, F29, F31, F33, F36, F54, F62, F67-F72.
 
-    Batches on the host are looked at in every step (32 numbers of up to 64 rows); those on an accelerator in the first 16 of an
-    epoch and in every 50th. A finding needs evidence: batches are *the same* after two of them with 8 different rows
+    Batches on the host are looked at in every step (up to 64 rows, of wide ones 32 numbers); those on an accelerator in the first 16
+    of an epoch and in every 50th. A finding needs evidence: batches are *the same* after two of them with 8 different rows
     in all, rows *overlap* where ranks share many and no rank repeats its own.
 
     Args:
@@ -108,17 +108,17 @@ class BatchCheck(RankCheck):
 
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> Tensor:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[int]:
         """What this rank's data are at this moment."""
         self._facts.found = []
         if moment == Moment.TRAIN_START:
             self._facts.found += own_data.local_losses(trainer, module)
-            return torch.tensor(self._facts.row())
+            return self._facts.row()
         if moment == Moment.VALIDATION_START:
             self._facts.found += own_data.repeated(trainer)
-            return torch.tensor(self._facts.row())
+            return self._facts.row()
         if moment == Moment.BEFORE_BACKWARD:
-            return torch.tensor(self._step_row(trainer))
+            return self._step_row(trainer)
         sizes = (0, 0)
         if moment == Moment.EPOCH_START:
             self._facts.found += own_data.reshuffled(trainer)
@@ -128,7 +128,7 @@ class BatchCheck(RankCheck):
         gathers = digest(uses_foreign_gather(module)) if uses_foreign_gather(module) else 0
         row = [*self._facts.row(), number, *sizes, gathers, *self._batches.counts]
         # always of one length: the frame has its size before the first step
-        return torch.tensor([*row, *(self._batches.sketch() + [0] * (SKETCH + 1))[: SKETCH + 1]])
+        return [*row, *(self._batches.sketch() + [0] * (SKETCH + 1))[: SKETCH + 1]]
 
     def _step_row(self, trainer: pl.Trainer) -> list[int]:
         first = self._index == 0
@@ -190,22 +190,23 @@ class BatchCheck(RankCheck):
 
     # ------------------------------------------------------------------ judge
 
-    def judge(self, table: Tensor, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[Finding]:
+    def judge(
+        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, moment: Moment
+    ) -> list[Finding]:
         """Compare the ranks' data."""
-        rows = table.tolist()
-        found = self._facts.judge(rows)
+        found = self._facts.judge(table)
         if moment == Moment.BEFORE_BACKWARD:
-            return found + self._judge_step(rows, trainer)
+            return found + self._judge_step(table, trainer)
         if moment in (Moment.TRAIN_START, Moment.VALIDATION_START):
             return found
-        found += overlap([row[6 + BUCKETS :] for row in rows])
-        self._imbalance = imbalance([row[6 : 6 + BUCKETS] for row in rows])
+        found += overlap([row[6 + BUCKETS :] for row in table])
+        self._imbalance = imbalance([row[6 : 6 + BUCKETS] for row in table])
         if moment == Moment.EPOCH_START:
-            numbers = [row[2] for row in rows]
+            numbers = [row[2] for row in table]
             if min(numbers) >= 0 and len(set(numbers)) > 1 and min(numbers) < _wanted(trainer):
                 found.append(different_ends([f"{n} batches" for n in numbers], numbers))
-            sizes = [tuple(row[3:5]) for row in rows]
-            if len(set(sizes)) > 1 and len({row[5] for row in rows}) == 1 and rows[0][5]:
+            sizes = [tuple(row[3:5]) for row in table]
+            if len(set(sizes)) > 1 and len({row[5] for row in table}) == 1 and table[0][5]:
                 name = uses_foreign_gather(module)
                 found.append(
                     Finding(

@@ -1,13 +1,13 @@
 """What this rank's training batches hold: rows, labels, and a short hash of each row, read once for all checks.
 
-Batches on the host are read whole (up to 64 rows, 64 numbers of each); those on an accelerator only now and then, because
-reading waits for the device.
+Batches on the host are read in every step (up to 64 rows, whole or, of wide ones, 32 numbers); those on an accelerator only now
+and then, because reading waits for the device.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,13 +15,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_ddp_losses.callbacks.session import Session
-from lightning_ddp_losses.fingerprint import combine, hash_bytes
+from lightning_ddp_losses.fingerprint import combine, hash_rows
+from lightning_ddp_losses.transport import host_memory
 
 __all__ = ["SKETCH", "Batches", "labels_of", "row_hashes"]
 
 SKETCH = 64  # smallest hashes of an epoch's rows
 BUCKETS = 16  # of labels
 _ROWS, _COLUMNS = 64, 32
+_WIDE = 1024  # numbers in a row, of which only some are read
+_LABELED = 1024  # rows whose labels are counted
 _FIRST, _EVERY = 16, 50  # on an accelerator
 _LABELS = ("labels", "label", "targets", "target", "y")
 _MASK = (1 << 63) - 1
@@ -35,7 +38,7 @@ class Batches:
         content: A hash of it; 0 where it was not read.
         distinct: Different rows in it.
         first: Of each epoch, the content of its first batch.
-        counts: Labels of this epoch by bucket.
+        counts: Labels of this epoch by bucket, of the first rows of each batch.
         seen: Rows read in this epoch.
         total_rows: Of the fit.
         number: Batches of the fit.
@@ -53,6 +56,7 @@ class Batches:
         self.seen = 0
         self.counts = [0] * BUCKETS
         self._smallest: dict[int, int] = {}
+        self._edge = _MASK  # no larger hash is among them
 
     def see(self, batch: Any, index: int) -> None:
         """Read a batch, once."""
@@ -63,7 +67,7 @@ class Batches:
         if epoch != self._epoch:
             self._epoch = epoch
             self._forget()
-        leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+        leaves = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         self.rows = leaves[0].shape[0] if leaves else 0
         self.total_rows += self.rows
         self.number += 1
@@ -79,15 +83,16 @@ class Batches:
         self.content = combine(hashes) & _MASK or 1
         self.seen += len(hashes)
         smallest = self._smallest
-        for value in (each & _MASK & ~3 for each in hashes):
+        for value in [each & ~3 for each in hashes if each <= self._edge]:
             smallest[value] = smallest.get(value, 0) + 1
         if len(smallest) > SKETCH:
-            self._smallest = {value: smallest[value] for value in sorted(smallest)[:SKETCH]}
+            kept = sorted(smallest)[:SKETCH]
+            self._smallest, self._edge = {value: smallest[value] for value in kept}, kept[-1] | 3
         labels = labels_of(batch, self.rows)
         if labels is not None:
-            # neighbouring classes go to different buckets, and class 0 and 16 to the same
-            for bucket, count in enumerate(torch.bincount(labels.cpu().remainder(BUCKETS), minlength=BUCKETS).tolist()):
-                self.counts[bucket] += count
+            for label in (labels if self.rows <= _LABELED else labels[:_LABELED]).tolist():
+                # neighbouring classes go to different buckets, and class 0 and 16 to the same
+                self.counts[label % BUCKETS] += 1
 
     def sketch(self) -> list[int]:
         """Rows read in this epoch, and the smallest of their hashes, each with how often it came (up to 3) in its low bits."""
@@ -100,27 +105,26 @@ class Batches:
         """Nothing to leave."""
 
 
+def _leaves(batch: Any) -> Iterator[Any]:
+    """All that a batch holds; a plain list of tensors needs no walk."""
+    for part in batch if type(batch) in (tuple, list) else (batch,):
+        yield from (part,) if isinstance(part, Tensor) else tree_leaves(part)
+
+
 def row_hashes(leaves: list[Tensor], rows: int, most: int | None = None) -> list[int]:
-    """A hash of each of the first rows (all of them, unless ``most``), over all tensors that have that many."""
+    """A hash (63 bits) of each of the first rows (all of them, unless ``most``), over all tensors that have that many."""
     looked = rows if most is None else min(rows, most)
-    parts = [
-        _columns(leaf.detach()[:looked].reshape(looked, -1))
-        for leaf in leaves
-        if leaf.shape[0] == rows and leaf.numel() and leaf.layout == torch.strided and not leaf.is_complex()
-    ]
-    if not parts:
-        return [0] * looked
-    table = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    width, data = table.shape[1], table.numpy().tobytes()
-    return [hash_bytes(data[place : place + width]) for place in range(0, looked * width, width)]
-
-
-def _columns(table: Tensor) -> Tensor:
-    """(rows, n) -> (rows, bytes) of at most that many columns, on the host."""
-    if table.shape[1] > _COLUMNS:
-        table = table.index_select(1, _chosen(table.shape[1], table.device))
-    # what Lightning's transforms make of a tensor may be a class of its own
-    return table.as_subclass(Tensor).cpu().contiguous().view(torch.uint8)
+    hashes = [0] * looked
+    for leaf in leaves:
+        if leaf.shape[0] == rows and leaf.numel() and leaf.layout == torch.strided and not leaf.is_complex():
+            table = leaf.as_subclass(Tensor)  # what transforms make of a tensor may be a class of its own
+            if looked < rows:
+                table = table[:looked]
+            width = table.numel() // looked
+            if width > _WIDE:
+                table = table.flatten(1).index_select(1, _chosen(width, table.device))
+            hashes = hash_rows(host_memory(table.cpu()).reshape(looked, -1), hashes)
+    return [value & _MASK for value in hashes]
 
 
 @functools.lru_cache(maxsize=64)

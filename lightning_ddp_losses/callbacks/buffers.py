@@ -106,31 +106,31 @@ class BufferSyncCheck(RankCheck):
 
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> Tensor:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[int] | list[float]:
         """Digests of buffers or states, or channels of batch norm."""
         if moment == Moment.TRAIN_START:
             self._facts.found = []
             self._find_unconverted(trainer, module)
-            return torch.tensor(self._facts.row())
+            return self._facts.row()
         if moment == Moment.BEFORE_BACKWARD:
             row = [max(self._forwards.values(), default=0), self._before_second]
             self._forwards, self._before_second = {}, 0
-            return torch.tensor(row)
+            return row
         if moment == Moment.AFTER_STEP:
             if self._looked is None or self.session.step % _LOOK_AGAIN == 0:
                 self._looked = places(module)
             self._buffers = remembering(self._looked)
             pairs = [(name, *buffer.digests()) for name, buffer in self._buffers.items()]
-            return torch.tensor([len(pairs), digest(repr(pairs)) if pairs else 0])
+            return [len(pairs), digest(repr(pairs)) if pairs else 0]
         if moment in _METRICS:
             self._states = states_of(module)
             # an empty list of a state that is concatenated says nothing
             codes = [0 if n < 0 and kind[0] is None else digest(repr((n, kind))) for n, *kind in self._states.values()]
-            return torch.tensor([digest(repr(list(self._states))), *codes])
+            return [digest(repr(list(self._states))), *codes]
         batches = self.session.shared(Batches)
         channels = statistics(plain_norms(module))
         mean_rows = batches.total_rows / max(batches.number, 1)
-        return torch.tensor([mean_rows, *map(float, batches.counts), *channels], dtype=torch.float64)
+        return [mean_rows, *map(float, batches.counts), *channels]
 
     def _find_unconverted(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if getattr(trainer.strategy, "_layer_sync", None) is None:
@@ -143,20 +143,21 @@ class BufferSyncCheck(RankCheck):
 
     # ------------------------------------------------------------------ judge
 
-    def judge(self, table: Tensor, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[Finding]:
+    def judge(
+        self, table: list[list[Any]], trainer: pl.Trainer, module: pl.LightningModule, moment: Moment
+    ) -> list[Finding]:
         """Compare what the ranks hold."""
-        rows = table.tolist()
         if moment == Moment.TRAIN_START:
-            return self._facts.judge(rows)
+            return self._facts.judge(table)
         if moment == Moment.BEFORE_BACKWARD:
-            return _two_forwards(rows)
+            return _two_forwards(table)
         if moment == Moment.AFTER_STEP:
-            digests = [tuple(row) for row in rows]
+            digests = [tuple(row) for row in table]
             what = "buffers of losses and metrics"
             return [Finding("F64", what, "", odd_ranks(digests), "buffers")] if len(set(digests)) > 1 else []
         if moment in _METRICS:
-            return self._judge_states(rows)
-        return self._judge_norms(rows, trainer)
+            return self._judge_states(table)
+        return self._judge_norms(table, trainer)
 
     def _judge_states(self, rows: list[list[int]]) -> list[Finding]:
         if len({row[0] for row in rows}) > 1:  # other metrics per rank: they cannot be lined up

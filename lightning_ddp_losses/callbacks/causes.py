@@ -43,13 +43,17 @@ class Cause(NamedTuple):
 
 def optimizer_settings(session: Session) -> list[dict[str, Any]]:
     """Plain settings of every parameter group, by optimizer."""
-    kept = (bool, int, float, str, tuple, list)
-    found = []
-    for optimizer in session.trainer.optimizers:
-        for group in optimizer.param_groups:
-            plain = {k: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
-            found.append({k: v for k, v in plain.items() if k != "params" and isinstance(v, kept)})
-    return found
+    groups = [group for optimizer in session.trainer.optimizers for group in optimizer.param_groups]
+    return [
+        {name: plain for name, value in group.items() if name != "params" and (plain := _plain(value)) is not None}
+        for group in groups
+    ]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, (bool, int, float, str, tuple, list)):
+        return value
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else None
 
 
 def circumstances(session: Session, parameters: Mapping[str, Tensor]) -> dict[str, Any]:

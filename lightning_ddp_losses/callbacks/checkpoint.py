@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,7 +50,7 @@ class CheckpointCheck(RankCheck):
         """Count its rows."""
         self.session.shared(Batches).see(batch, batch_idx)
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> Tensor:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[int]:
         """What this rank finds in the checkpoint."""
         self._facts.found = []
         checkpoint = self.session.checkpoint or {}
@@ -65,7 +64,7 @@ class CheckpointCheck(RankCheck):
             self._made_by = checkpoint.get(KEY)
             self._find_unread(module, checkpoint.get("state_dict", {}))
             self._find_unplaced(module)
-        return torch.tensor(self._facts.row())
+        return self._facts.row()
 
     def _say(self, fault: str, what: str, name: str, fix: str, expected: str = "") -> None:
         self._facts.found.append(Finding(fault, what, expected, name=name, fix=fix))
@@ -127,9 +126,11 @@ class CheckpointCheck(RankCheck):
                 fix = "Use GlobalBatchLoss(CrossBatchMemory(...)), which saves it, or save queue_idx and has_been_filled yourself."
                 self._say("F65", what, name or type(memory).__name__, fix)
 
-    def judge(self, table: Tensor, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[Finding]:
+    def judge(
+        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, moment: Moment
+    ) -> list[Finding]:
         """Bring together what the ranks found."""
-        return self._facts.judge(table.tolist())
+        return self._facts.judge(table)
 
     def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
         """What this rank found by itself."""

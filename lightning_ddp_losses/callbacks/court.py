@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
-from torch import Tensor
 
 from lightning_ddp_losses.callbacks import rows
 from lightning_ddp_losses.callbacks.findings import Finding, failed_check
@@ -40,40 +39,37 @@ class Court:
 
     def measure(self, due: Sequence[RankCheck], moment: Moment) -> bytes:
         """This rank's row. A check that fails sends its error instead."""
-        return rows.pack([self._measure(check, moment) for check in due])
+        return b"".join(self._measure(check, moment) for check in due)
 
     def judge(self, due: Sequence[RankCheck], moment: Moment, everyone: Sequence[bytes], step: int) -> None:
         """The verdict on all ranks' rows; called with the same rows on every rank."""
-        findings: list[Finding] = []
-        judges: list[RankCheck] = []
+        heard: list[tuple[RankCheck, Finding]] = []
         for check, table in zip(due, rows.tables(everyone, len(due)), strict=True):
-            if not isinstance(table, Tensor):
+            if isinstance(table, dict):
                 found = [failed_check(check.title, table)]
             else:
                 found = check.judge(table, self._trainer, self._module, moment)
-            findings += [replace(f, check=check.title, step=step, moment=moment.value) for f in found]
-            judges += [check] * len(found)
-        if findings:
-            told = self._look_into(judges, findings)
+            heard += [(check, replace(f, check=check.title, step=step, moment=moment.value)) for f in found]
+        if heard:
+            told = self._look_into(heard)
             self._report.take([finding for _, finding in told], [check.action for check, _ in told], self._trainer)
 
-    def _measure(self, check: RankCheck, moment: Moment) -> Tensor | str:
+    def _measure(self, check: RankCheck, moment: Moment) -> bytes:
         failure = self.failures.pop(id(check), None)
         if failure is not None:
-            return failure
+            return rows.failure(failure)
         try:
-            return rows.check_measure(check.measure(self._trainer, self._module, moment), check.title)
+            return rows.encode(check.measure(self._trainer, self._module, moment), check.title)
         except Exception as error:  # it becomes a finding on every rank
-            return f"{type(error).__name__}: {error}"
+            return rows.failure(f"{type(error).__name__}: {error}")
 
-    def _look_into(self, checks: Sequence[RankCheck], findings: Sequence[Finding]) -> list[tuple[RankCheck, Finding]]:
+    def _look_into(self, heard: Sequence[tuple[RankCheck, Finding]]) -> list[tuple[RankCheck, Finding]]:
         """Have every rank add what it knows of new findings.
 
         Communication: one gather for the texts, where a check has any; one, and the tensor's, for each finding about a tensor.
         """
-        found = list(zip(checks, findings, strict=True))
         told: list[tuple[RankCheck, Finding]] = []
-        for check, finding in found:
+        for check, finding in heard:
             if not overrides(check, "describe"):
                 told.append((check, finding))
                 continue

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ddp_losses import groups
 from lightning_ddp_losses.callbacks.findings import Finding
@@ -64,19 +64,19 @@ class DeviceCheck(RankCheck):
         """Count it."""
         self._batches += 1
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> Tensor:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[int] | list[float]:
         """Which device this is and what is not on it; at the end, what it did."""
         device = trainer.strategy.root_device
         if moment == Moment.TRAIN_END:
             peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
             seconds = time.perf_counter() - self._begun
-            return torch.tensor([self._batches, seconds, peak], dtype=torch.float64)
+            return [self._batches, seconds, peak]
         self._facts.found = []
         self._find_parallel(module)
         self._find_elsewhere(trainer, module, device)
         self._find_idle(trainer, device)
         identity = device_identity(device)
-        return torch.tensor([*self._facts.row(), digest(identity) if identity else 0])
+        return [*self._facts.row(), digest(identity) if identity else 0]
 
     def _find_parallel(self, module: nn.Module) -> None:
         held = [*module.named_modules(), *((k, v) for k, v in vars(module).items() if isinstance(v, nn.Module))]
@@ -112,14 +112,15 @@ class DeviceCheck(RankCheck):
                 Finding("IDLE", what, name=name, fix="Set Trainer(devices=...) where more were meant.")
             )
 
-    def judge(self, table: Tensor, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[Finding]:
+    def judge(
+        self, table: list[list[Any]], trainer: pl.Trainer, module: pl.LightningModule, moment: Moment
+    ) -> list[Finding]:
         """Look for devices that ranks share; keep the figures."""
-        rows = table.tolist()
         if moment == Moment.TRAIN_END:
-            self._use = [tuple(row) for row in rows]
+            self._use = [tuple(row) for row in table]
             return []
-        found = self._facts.judge(rows)
-        identities = [row[2] for row in rows]
+        found = self._facts.judge(table)
+        identities = [row[2] for row in table]
         shared = tuple(r for r, i in enumerate(identities) if i and identities.count(i) > 1)
         if shared:
             fix = "Give each rank its own: devices=N in the Trainer, and no .to('cuda:0') or CUDA_VISIBLE_DEVICES of one device."

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
+
+from lightning_ddp_losses.fingerprint import hash_bytes
 
 __all__ = ["digest"]
 
@@ -11,4 +12,4 @@ __all__ = ["digest"]
 def digest(lines: Iterable[str]) -> int:
     """64 bits of a hash; 0 for nothing at all."""
     text = "\n".join(lines)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True) if text else 0
+    return hash_bytes(text.encode()) if text else 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 __all__ = ["Term", "terms"]
 
@@ -89,6 +89,8 @@ def _scalar(value: Any) -> float | None:
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
             return None
+        if not is_in_torch_dispatch_mode():
+            return float(value)
         # a Python number that torch has wrapped becomes one again on its way through a dispatch mode, which then fails
         with _disable_current_modes():
             return float(value)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -101,7 +100,7 @@ class GradientFlowCheck(RankCheck):
         self._missing: list[str] = []
         self._loss: Tensor | None = None
         self._divided: list[list[Unit]] = []
-        self._signature: tuple[object, ...] = ()
+        self._parameters: dict[str, Tensor] = {}
         self._zero: set[str] = set()
         self._norm = 0.0
 
@@ -151,33 +150,30 @@ class GradientFlowCheck(RankCheck):
 
     def _due(self) -> list[Unit]:
         parameters = self.session.tracked()
-        signature = tuple((name, p.shape, p.dtype) for name, p in parameters.items())
-        if signature != self._signature:
-            self._signature, self._divided = signature, divide(parameters, self.parts)
+        if parameters is not self._parameters:
+            self._parameters, self._divided = parameters, divide(parameters, self.parts)
         if self._full:
             return [unit for part in self._divided for unit in part]
         return self._divided[(self.session.step // self.every_n_steps) % len(self._divided)]
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> Tensor:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[int]:
         """Who is not reached; or fingerprints, absence, what is not finite and what is zero."""
         if moment == Moment.BEFORE_BACKWARD:
-            return torch.tensor([digest(self._missing), len(self._missing)])
+            return [digest(self._missing), len(self._missing)]
         seen = self._seen = self._gradients
         self._gradients = Gradients()
         replicated = is_replicated(trainer)
         awaited = self.session.shared(Wrap).awaited() if seen.absent else {}
         largest = seen.largest()
         self._wild = [name for name, size in largest.items() if not size < float("inf")]
-        return torch.tensor(
-            [
-                len(self.session.stepped),
-                digest(seen.absent) if replicated else 0,
-                sum(name in awaited for name in seen.absent),
-                seen.combined() if replicated else 0,
-                len(self._wild),
-                len(self._idle(largest)),
-            ]
-        )
+        return [
+            len(self.session.stepped),
+            digest(seen.absent) if replicated else 0,
+            sum(name in awaited for name in seen.absent),
+            seen.combined() if replicated else 0,
+            len(self._wild),
+            len(self._idle(largest)),
+        ]
 
     def _idle(self, largest: Mapping[str, float]) -> list[str]:
         """Modules all of whose gradients are zero at the first step and still at the fourth."""
@@ -193,13 +189,16 @@ class GradientFlowCheck(RankCheck):
         self._zero = zero if self.session.steps == _ZERO_AT[0] else self._zero & zero
         return sorted(self._zero) if self.session.steps == _ZERO_AT[-1] else []
 
-    def judge(self, table: Tensor, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[Finding]:
+    def judge(
+        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, moment: Moment
+    ) -> list[Finding]:
         """Compare; what to say of it needs the ranks' texts."""
-        columns = table.T.tolist()
+        columns = zip(*table, strict=True)
         if moment == Moment.BEFORE_BACKWARD:
-            if len(set(columns[0])) == 1:
+            missing = next(columns)
+            if len(set(missing)) == 1:
                 return []
-            return [Finding("F37", "the loss's graph", ranks=odd_ranks(columns[0]), name="graph")]
+            return [Finding("F37", "the loss's graph", ranks=odd_ranks(missing), name="graph")]
         stepped, absent, awaited, values, wild, idle = columns
         if len(set(stepped)) > 1:
             return []  # OptimizerCheck says who skipped a step

@@ -6,13 +6,13 @@ the same texts already; else the ranks that found something tell the others.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_ddp_losses.callbacks.faults import FAULTS
 from lightning_ddp_losses.callbacks.findings import Finding
+from lightning_ddp_losses.fingerprint import hash_bytes
 
 __all__ = ["LocalFacts", "digest"]
 
@@ -21,8 +21,7 @@ _FIELDS = ("fault", "what", "expected", "name", "fix")
 
 def digest(text: str, bits: int = 63) -> int:
     """A number that tells texts apart; never zero."""
-    hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return (int.from_bytes(hashed, "big") >> (64 - bits)) or 1
+    return hash_bytes(text.encode()) & ((1 << bits) - 1) or 1
 
 
 class LocalFacts:
@@ -38,12 +37,14 @@ class LocalFacts:
 
     def row(self) -> list[int]:
         """Mask and digest."""
+        if not self.found:
+            return [0, 0]
         mask = sum({1 << self._faults.index(f.fault) for f in self.found})
-        return [mask, digest(json.dumps([_fields(f) for f in self.found])) if mask else 0]
+        return [mask, digest(json.dumps([_fields(f) for f in self.found]))]
 
     def judge(self, table: Sequence[Sequence[int]]) -> list[Finding]:
         """Findings of all ranks, from their masks and digests (W, 2)."""
-        masks, digests = [int(row[0]) for row in table], [int(row[1]) for row in table]
+        masks, digests = [row[0] for row in table], [row[1] for row in table]
         if not any(masks):
             return []
         if len(set(digests)) == 1:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import IO, Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 
 from lightning_ddp_losses import frames, groups
@@ -129,7 +128,7 @@ class LossCheck(RankCheck):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scaled = scaler is not None and loss is not getattr(trainer.strategy, "closure_loss", None)
         factor = trainer.accumulate_grad_batches if module.automatic_optimization else 1
-        value = float(loss.detach()) * factor / (float(scaler.get_scale()) if scaled else 1.0)  # type: ignore[union-attr]
+        value = float(loss.item()) * factor / (float(scaler.get_scale()) if scaled else 1.0)  # type: ignore[union-attr]
         overflowed = scaled and math.isinf(value)  # by the scale: the scaler will skip this step on every rank
         if not math.isfinite(value) and not overflowed and self._bad < 0:
             self._bad = self._index
@@ -137,7 +136,7 @@ class LossCheck(RankCheck):
         self._zeros = self._zeros + 1 if value == 0 and self._zeros >= 0 else -1
         self._terms = [term for term in terms(loss) if not (term.chosen and self._contrastive)]
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> Tensor:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[float]:
         """This rank's loss, or the values that are watched."""
         if moment == Moment.BEFORE_BACKWARD:
             self._keys = reduced_keys(trainer)
@@ -145,28 +144,29 @@ class LossCheck(RankCheck):
             key = float(digest("; ".join(self._keys), _KEY_BITS))
             row = [self._state, self._loss, float(self._bad), *weights[0], weights[1][0], key, float(self._zeros)]
             self._state, self._bad = 0.0, -1
-            return torch.tensor(row, dtype=torch.float64)
+            return row
         if moment == Moment.VALIDATION_EPOCH_END:
             self._keys = reduced_keys(trainer, validation=True)
-            return torch.tensor([float(digest("; ".join(self._keys), _KEY_BITS))], dtype=torch.float64)
+            return [float(digest("; ".join(self._keys), _KEY_BITS))]
         values = watched(trainer)
         row = [float(digest("; ".join(values), _KEY_BITS))]
         for value in values.values():
             row += [float(value is not None), value or 0.0]
-        return torch.tensor(row, dtype=torch.float64)
+        return row
 
     # ------------------------------------------------------------------ judge
 
-    def judge(self, table: Tensor, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[Finding]:
+    def judge(
+        self, table: list[list[float]], trainer: pl.Trainer, module: pl.LightningModule, moment: Moment
+    ) -> list[Finding]:
         """Compare the losses, or the watched values."""
-        rows = table.tolist()
         if moment == Moment.BEFORE_BACKWARD:
-            return self._judge_losses(rows)
+            return self._judge_losses(table)
         if moment == Moment.VALIDATION_EPOCH_END:
-            return different_keys([row[0] for row in rows])
-        if len({row[0] for row in rows}) > 1:  # other monitors per rank: their names cannot be lined up
+            return different_keys([row[0] for row in table])
+        if len({row[0] for row in table}) > 1:  # other monitors per rank: their names cannot be lined up
             return []
-        return different_values(rows, list(watched(trainer)))
+        return different_values(table, list(watched(trainer)))
 
     def _judge_losses(self, rows: list[list[float]]) -> list[Finding]:
         states, losses = [row[0] for row in rows], [row[1] for row in rows]

@@ -81,11 +81,11 @@ class OptimizerCheck(RankCheck):
         }
         return dict(zip(moving, fingerprints(moving.values()), strict=True))
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> Tensor:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[int]:
         """Numbers of problems, then what must be equal."""
         if moment == Moment.SAVE:
             self._problems = {"F75": _unsaved(trainer, module, self.session.checkpoint or {})}
-            return torch.tensor([len(self._problems["F75"])])
+            return [len(self._problems["F75"])]
         row: list[int] = []
         if moment == Moment.TRAIN_START:
             self._problems = _misplaced(trainer, module)
@@ -99,7 +99,7 @@ class OptimizerCheck(RankCheck):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = 0.0 if scaler is None else float(scaler.get_scale())
         settings = digest(map(str, optimizer_settings(self.session)))
-        return torch.tensor([*row, settings, *struct.unpack("<q", struct.pack("<d", scale)), state])
+        return [*row, settings, *struct.unpack("<q", struct.pack("<d", scale)), state]
 
     def _still(self, trainer: pl.Trainer) -> int:
         """Whether the first two steps left everything as it was, although there was something to do."""
@@ -125,9 +125,11 @@ class OptimizerCheck(RankCheck):
                 found += fingerprints(t for _, t in state if isinstance(t, Tensor) and t.layout == torch.strided)
         return combine(found)
 
-    def judge(self, table: Tensor, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[Finding]:
+    def judge(
+        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, moment: Moment
+    ) -> list[Finding]:
         """Local problems of any rank first; then what differs."""
-        columns = table.T.tolist()
+        columns = list(zip(*table, strict=True))
         if moment == Moment.SAVE:
             return _named(["F75"], columns)
         start = moment == Moment.TRAIN_START
@@ -174,7 +176,7 @@ class OptimizerCheck(RankCheck):
         return [replace(finding, what=f"{shown} {_WORDS[finding.name]}", name=", ".join(names[:_SHOWN]))]
 
 
-def _named(keys: list[str], columns: list[list[int]]) -> list[Finding]:
+def _named(keys: list[str], columns: list[tuple[int, ...]]) -> list[Finding]:
     found = []
     for key, counts in zip(keys, columns, strict=False):
         if any(counts):

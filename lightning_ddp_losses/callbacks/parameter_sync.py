@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -58,7 +57,6 @@ class ParameterSyncCheck(RankCheck):
         self.parts = parts
         self.full_every_n_steps = full_every_n_steps
         self._divided: list[list[Unit]] = []
-        self._signature: tuple[object, ...] = ()
         self._digest = 0
         self._seen: dict[str, Tensor] = {}
         self._looked_at: list[Unit] = []
@@ -66,19 +64,20 @@ class ParameterSyncCheck(RankCheck):
 
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Begin with a full pass."""
-        self._signature, self._first = (), True
+        self._first = True
         self.session.shared(Wrap)
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> Tensor:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[int]:
         """Names, one fingerprint of this moment's part, and at the start the shards."""
         if not is_replicated(trainer):
-            return torch.zeros(0, dtype=torch.int64)
-        self._seen = self.session.tracked() if moment == Moment.AFTER_STEP else tracked(trainer, module)
+            return []
+        before, self._seen = (
+            self._seen,
+            self.session.tracked() if moment == Moment.AFTER_STEP else tracked(trainer, module),
+        )
         if moment == Moment.BEFORE_WRAP:
-            return torch.tensor([digest(_descriptions(module, self._seen, buffers=True))])
-        signature = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in self._seen.items())
-        if signature != self._signature or moment != Moment.AFTER_STEP:
-            self._signature = signature
+            return [digest(_descriptions(module, self._seen, buffers=True))]
+        if self._seen is not before:
             self._divided = divide(self._seen, self.parts)
             self._digest = digest(_descriptions(module, self._seen, buffers=False))
         row = [self._digest]
@@ -86,7 +85,7 @@ class ParameterSyncCheck(RankCheck):
         row.append(combine(fingerprints(unit.of(self._seen[unit.name]) for unit in self._looked_at)))
         if moment == Moment.TRAIN_START:
             row += [n for shard in shards(module).values() for n in (shard.start, shard.stop, shard.num_classes)]
-        return torch.tensor(row)
+        return row
 
     def _due(self, moment: Moment) -> list[Unit]:
         step = self.session.step
@@ -96,21 +95,24 @@ class ParameterSyncCheck(RankCheck):
             return [unit for part in self._divided for unit in part]
         return self._divided[(step // self.every_n_steps) % len(self._divided)]
 
-    def judge(self, table: Tensor, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[Finding]:
+    def judge(
+        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, moment: Moment
+    ) -> list[Finding]:
         """Compare digests first, then values, then the shards' ranges."""
-        if not table.shape[1]:
+        columns = list(zip(*table, strict=True))
+        if not columns:
             return []
-        digests = table[:, 0].tolist()
+        digests = columns[0]
         if len(set(digests)) > 1:
             return [
                 Finding(
                     "F12", "names, shapes, dtypes or order of parameters", ranks=odd_ranks(digests), name="parameters"
                 )
             ]
-        if table.shape[1] == 1:
+        if len(columns) == 1:
             return []
-        found = _tiling(table[:, 2:], list(shards(module))) if moment == Moment.TRAIN_START else []
-        values = table[:, 1].tolist()
+        found = _tiling(table, list(shards(module))) if moment == Moment.TRAIN_START else []
+        values = columns[1]
         if len(set(values)) > 1:
             fault = "F04" if moment == Moment.TRAIN_START else "SYNC"
             found.append(Finding(fault, "parameters", "equal values on all ranks", odd_ranks(values), name="values"))
@@ -175,11 +177,11 @@ def _first_difference(finding: Finding, everyone: list[list[str]]) -> Finding:
     )
 
 
-def _tiling(ranges: Tensor, names: list[str]) -> list[Finding]:
+def _tiling(table: list[list[int]], names: list[str]) -> list[Finding]:
     """Class shards must cover the classes, each once."""
     found = []
     for i, name in enumerate(names):
-        own = ranges[:, 3 * i : 3 * i + 3].tolist()
+        own = [row[2 + 3 * i : 5 + 3 * i] for row in table]
         edges = sorted((start, stop) for start, stop, _ in own)
         whole = [0, *(stop for _, stop in edges)] == [*(start for start, _ in edges), own[0][2]]
         if not whole or len({number for *_, number in own}) > 1:

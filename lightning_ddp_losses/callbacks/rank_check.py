@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.moments import Moment
 from lightning_ddp_losses.callbacks.report import Settings, check_actions
+from lightning_ddp_losses.callbacks.rows import Measured
 from lightning_ddp_losses.callbacks.session import Session
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 
@@ -192,12 +193,15 @@ class RankCheck(Host):
 
     # ------------------------------------------------------------------ what a check writes
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> Tensor:
-        """This rank's row: a 1-D tensor of int64, float64 or uint8, without communication."""
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> Measured:
+        """This rank's row, without communication: a 1-D tensor of int64, float64 or uint8, or a list of ints or floats."""
         raise NotImplementedError
 
-    def judge(self, table: Tensor, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[Finding]:
-        """What the rows of all ranks, (W, n), amount to. Decide from the table: it is all that every rank knows."""
+    def judge(self, table: Any, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[Finding]:
+        """What the rows of all ranks amount to: a tensor (W, n), or a list of lists where ``measure`` gives lists.
+
+        Decide from the table: it is all that every rank knows.
+        """
         raise NotImplementedError
 
     def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:

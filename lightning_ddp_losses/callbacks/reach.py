@@ -5,7 +5,7 @@ The whole graph is walked only when the part of it next to the loss has not been
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -25,28 +25,30 @@ class Reach:
         """Names of the parameters that backward from ``loss`` will not reach."""
         if loss.grad_fn is None:
             return list(parameters)
-        key = (*_walk(loss.grad_fn, _TOP)[0], len(parameters))
-        missing = [name for name, p in parameters.items() if id(p) not in self._known.get(key, ())]
-        if missing:  # a graph not seen before, or the same beginning with another end
-            self._known[key] = frozenset(_walk(loss.grad_fn)[1])
-            missing = [name for name, p in parameters.items() if id(p) not in self._known[key]]
-        return missing
+        key = (*[type(node).__name__ for node in _walk(loss.grad_fn, _TOP)], len(parameters))
+        if key in self._known and self._known[key].issuperset(map(id, parameters.values())):
+            return []
+        # a graph not seen before, or the same beginning with another end
+        reached = self._known[key] = frozenset(_leaves(_walk(loss.grad_fn)))
+        return [name for name, p in parameters.items() if id(p) not in reached]
 
 
-def _walk(root: Any, most: int | None = None) -> tuple[list[str], set[int]]:
-    """Kinds of nodes breadth first, and ids of the leaves, of the whole graph or its first ``most`` nodes."""
-    queue, seen = [root], {root}
-    leaves: set[int] = set()
+def _walk(root: Any, most: int | None = None) -> list[Any]:
+    """The nodes of the graph, or its first ``most``, breadth first."""
+    queue, seen = [root], {root, None}
     for node in queue:
-        below = node.next_functions
-        if not below:  # a parameter's own node is a leaf; to ask the others costs more than the rest of the walk
-            variable = getattr(node, "variable", None)
-            if variable is not None:
-                leaves.add(id(variable))
-        for child, _ in below:
-            if child is not None and child not in seen:
+        for child, _ in node.next_functions:
+            if child not in seen:
                 seen.add(child)
                 queue.append(child)
         if most is not None and len(queue) >= most:
             break
-    return [type(node).__name__ for node in queue[:most]], leaves
+    return queue[:most]
+
+
+def _leaves(nodes: list[Any]) -> Iterator[int]:
+    """Ids of the parameters among them: their own nodes are leaves, and to ask the others costs more than the walk."""
+    for node in nodes:
+        variable = None if node.next_functions else getattr(node, "variable", None)
+        if variable is not None:
+            yield id(variable)

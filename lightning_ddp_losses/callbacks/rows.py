@@ -1,46 +1,58 @@
 """What the checks measured at one moment, as bytes: one row per rank travels in the shared gather.
 
-A check's part of the row is its 1-D tensor (int64, float64 or uint8), or the text of the error it met.
+A check's part of the row is a list of numbers, a 1-D tensor (int64, float64 or uint8), or the text of the error it met. Lists
+stay lists on their way: after a step everything is out of the processor's caches, and a few numbers in a tensor then take
+ten times as long as in a list.
 """
 
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_losses.errors import InputError, format_error
 
-__all__ = ["check_measure", "pack", "tables"]
+__all__ = ["Measured", "encode", "failure", "tables"]
 
-_HEAD = struct.Struct("<BBxxI")  # failed, dtype, bytes
-_DTYPES = (torch.int64, torch.float64, torch.uint8)
-_FAILED = -1
+Measured: TypeAlias = "Tensor | list[int] | list[float]"
+"""One rank's numbers. A list with a float in it becomes one of floats; ints must fit 64 bits."""
 
-
-def pack(parts: Sequence[Tensor | str]) -> bytes:
-    """One rank's row: a tensor for each check that measured, a text for one that failed."""
-    row = bytearray()
-    for part in parts:
-        failed = isinstance(part, str)
-        data = part.encode() if isinstance(part, str) else part.detach().cpu().contiguous().numpy().tobytes()
-        code = 0 if isinstance(part, str) else _DTYPES.index(part.dtype)
-        row += _HEAD.pack(failed, code, len(data)) + data
-    return bytes(row)
+_HEAD = struct.Struct("<cxxxI")  # kind, bytes
+_FAILED = b"!"
+_LISTS = {b"q": "a list of ints", b"d": "a list of floats"}  # the codes of array
+_DTYPES = {b"I": torch.int64, b"F": torch.float64, b"B": torch.uint8}
 
 
-def check_measure(measured: object, title: str) -> Tensor:
-    """Refuse what cannot travel in a row."""
-    if isinstance(measured, Tensor) and measured.ndim == 1 and measured.dtype in _DTYPES:
-        return measured
+def encode(measured: object, title: str) -> bytes:
+    """One check's part of a row; refuses what cannot travel."""
+    if isinstance(measured, list):
+        kind = "d" if any(isinstance(value, float) for value in measured) else "q"
+        return _part(kind.encode(), array(kind, measured).tobytes())
+    if isinstance(measured, Tensor) and measured.ndim == 1:
+        for code, dtype in _DTYPES.items():
+            if measured.dtype == dtype:
+                return _part(code, measured.detach().cpu().contiguous().numpy().tobytes())
     got = f"{tuple(measured.shape)} {measured.dtype}" if isinstance(measured, Tensor) else type(measured).__name__
-    raise InputError(format_error(f"{title}.measure", expected="a 1-D tensor of int64, float64 or uint8", got=got))
+    expected = "a list of numbers, or a 1-D tensor of int64, float64 or uint8"
+    raise InputError(format_error(f"{title}.measure", expected=expected, got=got))
 
 
-def tables(rows: Sequence[bytes], number: int) -> list[Tensor | dict[int, str]]:
-    """The ranks' rows by check: a table (W, n), or what went wrong on which ranks.
+def failure(text: str) -> bytes:
+    """In place of a part: what went wrong."""
+    return _part(_FAILED, text.encode())
+
+
+def _part(kind: bytes, data: bytes) -> bytes:
+    return _HEAD.pack(kind, len(data)) + data
+
+
+def tables(rows: Sequence[bytes], number: int) -> list[Tensor | list[list[Any]] | dict[int, str]]:
+    """The ranks' rows by check: lists in rank order, a tensor (W, n), or what went wrong on which ranks.
 
     A rank that measured fewer values than another is padded with zeros; put in front what tells such ranks apart.
     """
@@ -48,27 +60,29 @@ def tables(rows: Sequence[bytes], number: int) -> list[Tensor | dict[int, str]]:
     return [_table(parts) for parts in zip(*by_rank, strict=True)]
 
 
-def _table(parts: Sequence[tuple[int, bytes]]) -> Tensor | dict[int, str]:
+def _table(parts: Sequence[tuple[bytes, bytes]]) -> Tensor | list[list[Any]] | dict[int, str]:
     """The ranks' parts of one check."""
-    codes = {code for code, _ in parts}
-    if _FAILED in codes:
-        return {rank: data.decode(errors="replace") for rank, (code, data) in enumerate(parts) if code == _FAILED}
-    if len(codes) > 1:
-        return {rank: f"measured {_DTYPES[code]}" for rank, (code, _) in enumerate(parts)}
-    dtype, longest = _DTYPES[codes.pop()], max(len(data) for _, data in parts)
+    kind = parts[0][0]
+    kinds = {kind for kind, _ in parts}
+    if _FAILED in kinds:
+        return {rank: data.decode(errors="replace") for rank, (kind, data) in enumerate(parts) if kind == _FAILED}
+    if len(kinds) > 1:
+        return {rank: f"measured {_LISTS.get(kind) or _DTYPES[kind]}" for rank, (kind, _) in enumerate(parts)}
+    longest = max(len(data) for _, data in parts)
+    padded = [data.ljust(longest, b"\0") for _, data in parts]
+    if kind in _LISTS:
+        return [array(kind.decode(), data).tolist() for data in padded]
     if not longest:
-        return torch.zeros((len(parts), 0), dtype=dtype)
-    joined = b"".join(data.ljust(longest, b"\0") for _, data in parts)
-    return torch.frombuffer(bytearray(joined), dtype=dtype).view(len(parts), -1)
+        return torch.zeros((len(parts), 0), dtype=_DTYPES[kind])
+    return torch.frombuffer(bytearray(b"".join(padded)), dtype=_DTYPES[kind]).view(len(parts), -1)
 
 
-def _unpack(row: bytes, number: int) -> list[tuple[int, bytes]]:
-    """For each check a code (of the dtype, or that it failed) and its bytes."""
-    parts: list[tuple[int, bytes]] = []
+def _unpack(row: bytes, number: int) -> list[tuple[bytes, bytes]]:
+    """For each check a kind and its bytes."""
+    parts: list[tuple[bytes, bytes]] = []
     offset = 0
     for _ in range(number):
-        failed, code, size = _HEAD.unpack_from(row, offset)
-        offset += _HEAD.size
-        parts.append((_FAILED if failed else code, row[offset : offset + size]))
-        offset += size
+        kind, size = _HEAD.unpack_from(row, offset)
+        offset += _HEAD.size + size
+        parts.append((kind, row[offset - size : offset]))
     return parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -62,7 +62,9 @@ class Session:
         self._structure = Tracked(trainer, module)
         self._handles: list[Any] = []
         self._watched: list[Optimizer] = []
-        self._spent = 0.0
+        self._due = {moment: [c for c in self.checks if moment in c.moments] for moment in Moment}
+        self._seeing: dict[str, list[RankCheck]] = {}
+        self._own = Stopwatch()
         self._begun = time.perf_counter()
         self._rides = self._ridden = self._rehearsed = False
         for check in self.checks:
@@ -111,7 +113,7 @@ class Session:
         own = ", ".join(f"{c.title}(every_n_steps={c.every_n_steps})" for c in self.checks)
         configuration = repr([sorted((k, repr(v)) for k, v in c.options().items()) for c in self.checks])
         digest = hashlib.blake2b(configuration.encode(), digest_size=6).hexdigest()
-        with self._timed():
+        with self._own:
             try:
                 self.meeting.swap("set of checks", b"", {"checks": own, "options": digest})
             except RankMismatchError as error:
@@ -120,7 +122,7 @@ class Session:
 
     def train_start(self) -> None:
         """Let the checks see the steps of the optimizers, and judge what every rank starts from."""
-        with self._timed():
+        with self._own:
             self._tell("start")
             for optimizer in self.trainer.optimizers:
                 self._watch(optimizer)
@@ -134,7 +136,7 @@ class Session:
         """A training batch."""
         self._tracked = None
         self.alarm.at(f"training_step of step {self.step}")
-        with self._timed():
+        with self._own:
             self._tell("see_batch", batch, batch_idx)
             if not self._rehearsed:
                 self._rehearsed = True
@@ -160,7 +162,7 @@ class Session:
             self.at(Moment.BEFORE_BACKWARD)
 
     def _see_loss(self, loss: Tensor | None) -> None:
-        with self._timed():
+        with self._own:
             self.backwards += 1
             self._tell("see_loss", loss)
 
@@ -168,7 +170,7 @@ class Session:
         """This rank's row, as the strategy's frame leaves."""
         self._ridden = True
         self._see_loss(getattr(self.trainer.strategy, "closure_loss", None))
-        with self._timed():
+        with self._own:
             due = self.due(Moment.BEFORE_BACKWARD)
             return self._court.measure(due, Moment.BEFORE_BACKWARD) if due else b""
 
@@ -176,13 +178,13 @@ class Session:
         """All ranks' rows, as the strategy's frame is read."""
         due = self.due(Moment.BEFORE_BACKWARD)
         if due:
-            with self._timed():
+            with self._own:
                 self._court.judge(due, Moment.BEFORE_BACKWARD, everyone, self.step)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
         self.alarm.at(f"the optimizer of step {self.step}")
-        with self._timed():
+        with self._own:
             self._watch(getattr(optimizer, "optimizer", optimizer))  # a user may have put another in its place
             self.stepping.append(optimizer)
             self._tell("see_gradients", optimizer)
@@ -193,7 +195,7 @@ class Session:
             self._handles.append(optimizer.register_step_post_hook(self._stepped))
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        with self._timed():
+        with self._own:
             self.stepped.append(optimizer)
             self._tell("see_step", optimizer)
 
@@ -210,7 +212,7 @@ class Session:
     def train_end(self) -> None:
         """Judge what training leaves, and sum up."""
         self.at(Moment.TRAIN_END)
-        share = self._spent / max(time.perf_counter() - self._begun, 1e-9)
+        share = self._own.seconds / max(time.perf_counter() - self._begun, 1e-9)
         figures = {name: value for check in self.checks for name, value in check.figures().items()}
         self.report.log(self.trainer, figures)
         remarks = [line for check in self.checks for line in check.remarks()]
@@ -258,28 +260,37 @@ class Session:
         due = self.due(moment)
         self.alarm.at(f"{moment.value} of step {self.step}")
         if due:
-            with self._timed():
+            with self._own:
                 own = self._court.measure(due, moment)
-                self._court.judge(due, moment, self.meeting.swap(moment.value, own, {"step": self.step}), self.step)
+                everyone = self.meeting.swap(moment.value, own, {"step": self.step})
+                self._court.judge(due, moment, everyone, self.step)
 
     def due(self, moment: Moment) -> list[RankCheck]:
         """The checks that run now; the same on every rank."""
         step = self.step if moment.repeats_every_step else 0
-        return [c for c in self.checks if moment in c.moments and step % c.every_n_steps == 0]
+        return [check for check in self._due[moment] if step % check.every_n_steps == 0]
 
     def _tell(self, observation: str, *args: Any) -> None:
         """Let each check that wants to see something see it; what it raises is reported when it is due next."""
-        for check in self.checks:
-            if overrides(check, observation):
-                try:
-                    getattr(check, observation)(self.trainer, self.module, *args)
-                except Exception as error:  # a rank must not leave its peers alone
-                    self._court.failures[id(check)] = f"{observation}: {type(error).__name__}: {error}"
+        if observation not in self._seeing:
+            self._seeing[observation] = [check for check in self.checks if overrides(check, observation)]
+        for check in self._seeing[observation]:
+            self._show(check, observation, *args)
 
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        begun = time.perf_counter()
+    def _show(self, check: RankCheck, observation: str, *args: Any) -> None:
         try:
-            yield
-        finally:
-            self._spent += time.perf_counter() - begun
+            getattr(check, observation)(self.trainer, self.module, *args)
+        except Exception as error:  # a rank must not leave its peers alone
+            self._court.failures[id(check)] = f"{observation}: {type(error).__name__}: {error}"
+
+
+class Stopwatch:
+    """Adds up the time inside ``with`` blocks that do not nest."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._begun = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._begun

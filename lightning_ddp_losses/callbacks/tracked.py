@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -42,26 +43,32 @@ def tracked(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor
 
 
 class Tracked:
-    """``tracked``, looked up again only when modules, parameters or optimizers have changed."""
+    """``tracked``, looked up again only when modules, parameters, their layout or optimizers have changed."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._trainer, self._module = trainer, module
-        self._links: list[tuple[dict[str, Any], list[int]]] = []
-        self._held: list[int] = []
+        self._tables: list[Any] = []
+        self._known: list[list[Any]] = []
+        self._kept: list[Any] = []
         self._found: dict[str, Tensor] = {}
 
     def now(self) -> dict[str, Tensor]:
-        """The parameters that are the same on all ranks by contract."""
-        held = [
-            id(p) for optimizer in self._trainer.optimizers for group in optimizer.param_groups for p in group["params"]
-        ]
-        if self._links and held == self._held and all([*map(id, d.values())] == ids for d, ids in self._links):
-            return self._found
-        tables = [table for inner in self._module.modules() for table in (inner._modules, inner._parameters)]
-        self._links = [(table, [*map(id, table.values())]) for table in tables]
-        self._held = held
-        self._found = tracked(self._trainer, self._module)
+        """The same dict for as long as its parameters, their shapes, dtypes and which of them train are the same."""
+        known, _ = self._look()
+        if known != self._known or not self._tables:
+            self._tables = [table for inner in self._module.modules() for table in (inner._modules, inner._parameters)]
+            self._found = tracked(self._trainer, self._module)
+            self._known, self._kept = self._look()  # kept, or another object could get the same id
         return self._found
+
+    def _look(self) -> tuple[list[list[Any]], list[Any]]:
+        """Most of it in C: a model has many modules, and this runs in every step."""
+        objects = [*chain.from_iterable(map(dict.values, self._tables))]
+        for optimizer in self._trainer.optimizers:
+            for group in optimizer.param_groups:
+                objects += group["params"]
+        layout = [(p.shape, p.dtype, p.requires_grad) for p in self._found.values()]
+        return [[*map(id, objects)], [*map(len, self._tables)], layout], objects
 
 
 def optimised(trainer: pl.Trainer) -> Iterator[tuple[str, nn.Parameter]]:
@@ -98,8 +105,8 @@ class Unit:
 
     def of(self, tensor: Tensor) -> Tensor:
         """The piece itself."""
-        whole = tensor.detach()
-        return whole if self.stop - self.start == whole.numel() else whole.reshape(-1)[self.start : self.stop]
+        whole, size = tensor.detach(), self.stop - self.start
+        return whole if size == whole.numel() else whole.reshape(-1).narrow(0, self.start, size)
 
 
 def divide(tensors: dict[str, Tensor], most_parts: int) -> list[list[Unit]]:

@@ -43,6 +43,8 @@ class Wrap:
         self._handle = self.ddp.register_forward_pre_hook(self._count) if self.ddp is not None else None
         for name, parameter in session.module.named_parameters():
             self._known[name] = _Known(parameter, parameter.dtype, parameter.device, parameter.requires_grad)
+        ignored = self.ddp.parameters_to_ignore if self.ddp is not None else ()
+        self._hooked = {n: k.parameter for n, k in self._known.items() if k.trains and n not in ignored}
 
     def _count(self, *_: Any) -> None:
         self.forwards += 1
@@ -65,13 +67,7 @@ class Wrap:
         """The parameters for whose gradients DDP waits in every backward."""
         if self.tolerates_absence:
             return {}
-        assert self.ddp is not None
-        ignored = self.ddp.parameters_to_ignore
-        return {
-            name: known.parameter
-            for name, known in self._known.items()
-            if known.trains and name not in ignored and known.parameter.requires_grad
-        }
+        return {name: parameter for name, parameter in self._hooked.items() if parameter.requires_grad}
 
     def escape(self, name: str, parameter: Tensor) -> str:
         """The fault through which this parameter's gradient escapes DDP, as far as this rank can tell; else empty."""

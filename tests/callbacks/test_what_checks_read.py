@@ -1,0 +1,143 @@
+"""What checks read in every step: rows on their way, hashes of a batch's rows, and parameters that are looked up once."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_losses.callbacks import rows
+from lightning_ddp_losses.callbacks.batches import BUCKETS, SKETCH, Batches, row_hashes
+from lightning_ddp_losses.callbacks.tracked import Tracked
+from lightning_ddp_losses.errors import InputError
+
+EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
+
+
+def test_rows_come_back_as_they_were_measured() -> None:
+    tensors = [
+        torch.tensor(EXTREMES),
+        torch.tensor([0.1, -math.inf], dtype=torch.float64),
+        torch.arange(5, dtype=torch.uint8),
+    ]
+    measured = [EXTREMES, [], [1, 2.5, math.inf], *tensors]
+    sent = b"".join(rows.encode(each, "Check") for each in measured)
+    back = rows.tables([sent, sent], len(measured))
+    assert back[:3] == [[each, each] for each in measured[:3]]
+    for table, tensor in zip(back[3:], tensors, strict=True):
+        assert torch.equal(table, torch.stack([tensor, tensor]))
+
+
+def test_rows_that_do_not_fit_together() -> None:
+    def table(*measured: Any) -> Any:
+        return rows.tables([rows.encode(each, "Check") for each in measured], 1)[0]
+
+    assert table([1, 2], [3]) == [[1, 2], [3, 0]]
+    assert table(torch.ones(1).long(), torch.ones(2).long()).tolist() == [[1, 0], [1, 1]]
+    assert table([1], [1.0]) == {0: "measured a list of ints", 1: "measured a list of floats"}
+    assert table([1], torch.ones(1).long()) == {0: "measured a list of ints", 1: "measured torch.int64"}
+    assert rows.tables([rows.encode([1], "Check"), rows.failure("broke")], 1) == [{1: "broke"}]
+
+
+@pytest.mark.parametrize("measured", [torch.zeros(1), torch.zeros(1, 1).long(), (1, 2), None, [2**63], ["1"]])
+def test_what_cannot_travel_is_refused(measured: Any) -> None:
+    with pytest.raises((InputError, OverflowError, TypeError)):
+        rows.encode(measured, "Check")
+
+
+def leaves(features: Tensor) -> list[Tensor]:
+    return [features, torch.arange(len(features)) % 3]
+
+
+@pytest.mark.parametrize("width", [1, 7, 1024, 1025, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.bool])
+def test_a_row_has_the_same_hash_wherever_it_is(width: int, dtype: torch.dtype) -> None:
+    drawn = torch.rand(80, width, generator=torch.Generator().manual_seed(width)) * 256
+    features = drawn.to(dtype) if dtype != torch.bool else drawn > 128
+    hashes = row_hashes(leaves(features), 80)
+    assert all(0 <= value < 1 << 63 for value in hashes)
+    assert row_hashes(leaves(features), 80, 64) == hashes[:64]
+    assert row_hashes([leaf[8:] for leaf in leaves(features)], 72) == hashes[8:]
+    assert row_hashes(leaves(features.T.contiguous().T), 80) == hashes
+    assert row_hashes(leaves(features.view(80, 1, width)), 80) == hashes
+    assert row_hashes(leaves(nn.Parameter(features, requires_grad=False)), 80) == hashes
+    content = [(label, *row) for label, row in zip(leaves(features)[1].tolist(), features.tolist(), strict=True)]
+    assert len(set(zip(content, hashes, strict=True))) == len(set(content)) == len(set(hashes))
+    assert row_hashes([torch.tensor(1.0).expand(3)], 80) == [0] * 80
+
+
+def test_an_epoch_keeps_the_smallest_hashes_and_counts_labels() -> None:
+    batches = Batches(SimpleNamespace(trainer=SimpleNamespace(current_epoch=0)))  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.randn(300, 3, generator=generator)
+    seen: Counter[int] = Counter()
+    labels: Counter[int] = Counter()
+    for index in range(20):
+        chosen = torch.randint(300, (40,), generator=generator)
+        batch = (pool[chosen], chosen - 20)
+        batches.see(batch, index)
+        batches.see(batch, index)  # by another check
+        seen.update(value & ~3 for value in row_hashes(list(batch), 40))
+        labels.update((chosen - 20).tolist())
+    smallest = sorted(seen)[:SKETCH]
+    assert batches.sketch() == [800, *(value | min(seen[value], 3) for value in smallest)]
+    assert batches.counts == [sum(n for label, n in labels.items() if label % BUCKETS == b) for b in range(BUCKETS)]
+    assert batches.total_rows == 800
+
+
+def replace(module: Any, trainer: Any) -> None:
+    module.a.weight = nn.Parameter(module.a.weight.detach().clone())
+
+
+def move(module: Any, trainer: Any) -> None:
+    module.b.weight, module.a.weight = module.a.weight, module.b.weight
+
+
+def cast(module: Any, trainer: Any) -> None:
+    module.a.weight.data = module.a.weight.data.double()
+
+
+def reshape(module: Any, trainer: Any) -> None:
+    module.a.weight.data = module.a.weight.data.reshape(-1)
+
+
+def freeze(module: Any, trainer: Any) -> None:
+    module.a.bias.requires_grad_(False)
+
+
+def add_module(module: Any, trainer: Any) -> None:
+    module.b.more = nn.Linear(1, 1)
+
+
+def add_to_optimizer(module: Any, trainer: Any) -> None:
+    trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def pass_on(module: Any, trainer: Any) -> None:
+    """The last of a's parameters becomes the first of b's: the same objects in the same order."""
+    bias = module.a._parameters.pop("bias")
+    module.b._parameters = {"bias": bias, **module.b._parameters}
+
+
+@pytest.mark.parametrize(
+    "change", [replace, move, cast, reshape, freeze, add_module, add_to_optimizer, pass_on], ids=lambda c: c.__name__
+)
+def test_parameters_are_looked_up_again_when_something_changed(change: Callable[[Any, Any], None]) -> None:
+    module: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, bias=False)})
+    trainer = SimpleNamespace(optimizers=[torch.optim.SGD(module.parameters(), lr=0.1)])
+    tracked = Tracked(trainer, module)  # type: ignore[arg-type]
+    before = tracked.now()
+    with torch.no_grad():
+        module.a.weight.add_(1.0)
+    assert tracked.now() is before, "new values are no reason"
+    change(module, trainer)
+    after = tracked.now()
+    assert after is not before
+    assert all(after[name] is parameter for name, parameter in module.named_parameters())
+    assert tracked.now() is after
