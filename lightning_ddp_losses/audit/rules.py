@@ -7,9 +7,10 @@ ask from counter-runs, which the case makes for them. A newcomer adds a function
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from lightning_ddp_losses.audit.case import Case, Diagnosis
+from lightning_ddp_losses.audit.rows import Row
 from lightning_ddp_losses.audit.rules_local import LOCAL
 from lightning_ddp_losses.audit.rules_torn import TORN
 
@@ -125,6 +126,22 @@ def gather_without_autograd(case: Case) -> Diagnosis | None:
     )
 
 
+def graph_cut(case: Case) -> Diagnosis | None:
+    """F20: what is gathered has no graph at all, not even this rank's part."""
+    encoder = [row for row in case.rows if row.owner == "encoder" and row.verdict == "missing"]
+    if not encoder or not _on_no_rank(case, encoder):
+        return None
+    return Diagnosis(
+        "F20",
+        "a gather or reduction without autograd",
+        f"{case.names(encoder)} {'has' if len(encoder) == 1 else 'have'} a gradient in one process and none on any rank: "
+        "what the loss is computed from was gathered or reduced without its graph.",
+        "Gather with collectives.all_gather_with_grad (torch.distributed's all_gather and all_reduce carry "
+        "no gradient), or use GlobalBatchLoss.",
+        parameters=tuple(row.parameter for row in encoder),
+    )
+
+
 def double_scaling(case: Case) -> Diagnosis | None:
     """F21, F22: a factor W where none is due."""
     encoder, losses = case.factors.encoder, case.factors.losses
@@ -187,6 +204,12 @@ def unknown(case: Case) -> Diagnosis:
     )
 
 
+def _on_no_rank(case: Case, rows: Sequence[Row]) -> bool:
+    """Whether no rank has a gradient of any of these parameters at the step that is looked at."""
+    pages = [case.ranks.entries(rank, case.step, "gradient") for rank in range(case.W)]
+    return not any(row.parameter in page and page[row.parameter].exists for page in pages for row in rows)
+
+
 def _is(ratio: float | None, value: float) -> bool:
     return ratio is not None and math.isclose(ratio, value, rel_tol=0.05)
 
@@ -214,7 +237,7 @@ STAGES: tuple[tuple[Rule, ...], ...] = (
     (metric_as_loss,),
     (factor_on_loss,),
     *((rule,) for rule in LOCAL),
-    (gather_without_autograd,),
+    (gather_without_autograd, graph_cut),
     (double_scaling,),
     (own_first,),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,14 +46,40 @@ class Court:
         """The verdict on all ranks' rows; called with the same rows on every rank."""
         heard: list[tuple[RankCheck, Finding]] = []
         for check, table in zip(due, rows.tables(everyone, len(due)), strict=True):
-            if isinstance(table, dict):
-                found = [failed_check(check.title, table)]
-            else:
-                found = check.judge(table, self._trainer, self._module, moment)
+            found = (
+                [failed_check(check.title, table)] if isinstance(table, dict) else self._verdict(check, table, moment)
+            )
             heard += [(check, replace(f, check=check.title, step=step, moment=moment.value)) for f in found]
         if heard:
             told = self._look_into(heard)
             self._report.take([finding for _, finding in told], [check.action for check, _ in told], self._trainer)
+
+    def _verdict(self, check: RankCheck, table: Any, moment: Moment) -> list[Finding]:
+        """What a check finds. One that fails on this rank alone must not leave the peers alone: that is told when it is due next."""
+        try:
+            found = list(check.judge(table, self._trainer, self._module, moment))
+            wrong = [type(each).__name__ for each in found if not isinstance(each, Finding)]
+            if wrong:
+                raise TypeError(f"a list of Finding was expected, with {wrong[0]} in it")
+        except Exception as error:
+            self.failures[id(check)] = f"judge: {type(error).__name__}: {error}"
+            return []
+        return found
+
+    def leftovers(self, checks: Sequence[RankCheck], step: int) -> None:
+        """What failed since its check was last due, at the end of a fit.
+
+        Communication: one gather.
+        """
+        own = [self.failures.pop(id(check), "") for check in checks]
+        everyone = [json.loads(row) for row in self._meeting.swap("failures of checks", json.dumps(own).encode())]
+        failed = [{rank: text for rank, text in enumerate(texts) if text} for texts in zip(*everyone, strict=True)]
+        told = [
+            (check, replace(failed_check(check.title, texts), check=check.title, step=step, moment="the end"))
+            for check, texts in zip(checks, failed, strict=True)
+            if texts
+        ]
+        self._report.take([finding for _, finding in told], [check.action for check, _ in told], self._trainer)
 
     def _measure(self, check: RankCheck, moment: Moment) -> bytes:
         failure = self.failures.pop(id(check), None)

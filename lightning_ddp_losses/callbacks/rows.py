@@ -7,6 +7,7 @@ ten times as long as in a list.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from array import array
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from lightning_ddp_losses.errors import InputError, format_error
 __all__ = ["Measured", "encode", "failure", "tables"]
 
 Measured: TypeAlias = "Tensor | list[int] | list[float]"
-"""One rank's numbers. A list with a float in it becomes one of floats; ints must fit 64 bits."""
+"""One rank's numbers. A list with a float in it becomes one of floats, on this rank; ints must fit 64 bits."""
 
 _HEAD = struct.Struct("<cxxxI")  # kind, bytes
 _FAILED = b"!"
@@ -32,12 +33,15 @@ def encode(measured: object, title: str) -> bytes:
     """One check's part of a row; refuses what cannot travel."""
     if isinstance(measured, list):
         kind = "d" if any(isinstance(value, float) for value in measured) else "q"
-        return _part(kind.encode(), array(kind, measured).tobytes())
+        with contextlib.suppress(TypeError):  # said below
+            return _part(kind.encode(), array(kind, measured).tobytes())
     if isinstance(measured, Tensor) and measured.ndim == 1:
         for code, dtype in _DTYPES.items():
             if measured.dtype == dtype:
                 return _part(code, measured.detach().cpu().contiguous().numpy().tobytes())
     got = f"{tuple(measured.shape)} {measured.dtype}" if isinstance(measured, Tensor) else type(measured).__name__
+    if isinstance(measured, list):
+        got = f"a list with {', '.join(dict.fromkeys(type(value).__name__ for value in measured))}"
     expected = "a list of numbers, or a 1-D tensor of int64, float64 or uint8"
     raise InputError(format_error(f"{title}.measure", expected=expected, got=got))
 
@@ -66,12 +70,12 @@ def _table(parts: Sequence[tuple[bytes, bytes]]) -> Tensor | list[list[Any]] | d
     kinds = {kind for kind, _ in parts}
     if _FAILED in kinds:
         return {rank: data.decode(errors="replace") for rank, (kind, data) in enumerate(parts) if kind == _FAILED}
-    if len(kinds) > 1:
+    if len(kinds) > 1 and not kinds <= _LISTS.keys():
         return {rank: f"measured {_LISTS.get(kind) or _DTYPES[kind]}" for rank, (kind, _) in enumerate(parts)}
     longest = max(len(data) for _, data in parts)
     padded = [data.ljust(longest, b"\0") for _, data in parts]
     if kind in _LISTS:
-        return [array(kind.decode(), data).tolist() for data in padded]
+        return [array(own.decode(), data).tolist() for (own, _), data in zip(parts, padded, strict=True)]
     if not longest:
         return torch.zeros((len(parts), 0), dtype=_DTYPES[kind])
     return torch.frombuffer(bytearray(b"".join(padded)), dtype=_DTYPES[kind]).view(len(parts), -1)

@@ -17,6 +17,7 @@ import copy
 import json
 import random
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ddp_losses import groups, numerics
+from lightning_ddp_losses import failing, frames, groups, numerics
 from lightning_ddp_losses.callbacks.meeting import Meeting
 from lightning_ddp_losses.sharding import shard_of
 
@@ -76,7 +77,7 @@ class Probed:
 def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int, meeting: Meeting) -> Probed | None:
     """Compare the gradient with the derivative, part by part; None where the module cannot be probed.
 
-    Communication: what 1 + 2 * parts forwards of the module and one backward run, and one gather for each part.
+    Communication: what 1 + 2 * parts forwards of the module and one backward run, a frame after each, and one gather for each part.
     """
     twin = _Twin(trainer, module, batch, index)
     if not _everywhere(meeting, twin.is_ready):
@@ -142,7 +143,7 @@ class _Twin:
                 self.is_ready = False
 
     def value(self, moves: Mapping[str, Tensor], by: float = 0.0) -> Tensor | None:
-        """The loss with parameters moved, always from the same random state and buffers; None where that fails."""
+        """The loss with parameters moved, always from the same random state and buffers; None where that fails on any rank."""
         with _undisturbed(self._device):
             try:
                 copied = self._copied = copy.deepcopy(self._pristine)
@@ -154,7 +155,9 @@ class _Twin:
                 for name in ("log", "log_dict"):
                     object.__setattr__(copied, name, lambda *_, **__: None)
                 result = copied.training_step(copy.deepcopy(self._batch), self._index)
-            except Exception:  # the real step will say it better
+                frames.exchange("scale probe", {})
+            except Exception as error:  # the real step will say it better
+                _end_together(error)
                 return None
         loss = result.get("loss") if isinstance(result, dict) else result
         return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
@@ -188,6 +191,20 @@ def _parts(module: nn.Module) -> dict[str, dict[str, Tensor]]:
     for name in by_size[MOST_PARTS:]:
         parts[by_size[0]] |= parts.pop(name)
     return parts
+
+
+def _end_together(error: Exception) -> None:
+    """A forward that failed here ends on all ranks: the peers stand in a frame of a loss, or have come through to the one behind it.
+
+    Raises:
+        Exception: this one, where they stand in a collective of somebody else's.
+    """
+    begun = time.monotonic()
+    try:
+        failing.fail_on_all_ranks(error, "scale probe")
+    except Exception:
+        if time.monotonic() - begun > frames.PATIENCE.total_seconds():
+            raise
 
 
 def _everywhere(meeting: Meeting, mine: bool) -> bool:

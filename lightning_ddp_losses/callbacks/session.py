@@ -212,6 +212,9 @@ class Session:
     def train_end(self) -> None:
         """Judge what training leaves, and sum up."""
         self.at(Moment.TRAIN_END)
+        if self.checks:
+            with self._own:
+                self._court.leftovers(self.checks, self.step)
         share = self._own.seconds / max(time.perf_counter() - self._begun, 1e-9)
         figures = {name: value for check in self.checks for name, value in check.figures().items()}
         self.report.log(self.trainer, figures)

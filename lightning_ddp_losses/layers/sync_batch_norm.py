@@ -110,6 +110,12 @@ class SyncBatchNorm(LayerSync):
         self._stand_ins, self._layers = [], []
         return model
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        return type(self)(self.group_size, self.process_group)  # a group of processes has no copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.group_size, self.process_group)  # what it is at work on stays with the model
+
     def _scope(self) -> Scope:
         """Who normalises together, once torch.distributed runs.
 

@@ -74,11 +74,12 @@ class Composite:
         waiting = [
             leaf
             for leaf in self._leaves()
-            if leaf._meets and leaf._to_sync and leaf._computed is None and not leaf._is_synced
+            if leaf._to_sync and leaf._computed is None and not leaf._is_synced
             if leaf._shared.gather == "states"
         ]
         if len(waiting) < 2 or any(not part._members_first for part in self._parts()):
-            return []
+            return []  # decided before asking who meets whom: groups of one rank may stand beside larger ones
+        waiting = [leaf for leaf in waiting if leaf._meets]
         requests = [Request(leaf, leaf._outgoing(leaf._shared.rows)) for leaf in waiting]
         replies = answer(f"{self._title()}, compute", requests)
         for leaf, values in zip(waiting, replies, strict=True):

@@ -188,6 +188,7 @@ def _reduce(state: State, tensors: list[Tensor], rows: list[float] | None) -> An
     if state.reduce is None:
         return stacked
     if rows is not None and len(set(rows)) > 1 and stacked.is_floating_point():
-        shares = stacked.new_tensor(rows) / sum(rows)
-        return torch.tensordot(shares, stacked, 1)
+        some = [rank for rank, n in enumerate(rows) if n]  # the mean over no rows is not a number
+        shares = stacked.new_tensor([rows[rank] for rank in some]) / sum(rows)
+        return torch.tensordot(shares, stacked[some], 1)
     return state.reduce(stacked)

@@ -21,9 +21,9 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses import coefficient, groups, transport
+from lightning_ddp_losses import coefficient, failing, groups, transport
 from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.strategies import adoption, failing, layer_sync, wrapping
+from lightning_ddp_losses.strategies import adoption, layer_sync, wrapping
 from lightning_ddp_losses.strategies.adopting import AdoptingStrategy
 from lightning_ddp_losses.strategies.advice import Advice
 from lightning_ddp_losses.strategies.discovery import FoundLoss, find_losses, is_loss

@@ -110,6 +110,15 @@ class OwnSlotGather(Module):
         return self.loss(own_slot(z), own_slot(y.float()).long())
 
 
+class CutGather(Module):
+    """A gather whose result has no graph, made a leaf so that backward runs: the encoder has no gradient."""
+
+    def objective(self, z: Tensor, y: Tensor) -> Tensor:
+        if world() > 1:
+            z, y = self.all_gather(z).flatten(0, 1).requires_grad_(), self.all_gather(y).flatten()
+        return self.loss(z, y)
+
+
 class InPlaceReduce(Module):
     """The value becomes global (all_reduce works in place on the tensor's memory), the graph stays this rank's."""
 

@@ -42,6 +42,8 @@ class RankScaled(MixedPrecision):
 FAULTS: dict[str, tuple[str, m.Make, Any, dict[str, Any]]] = {
     "gather without autograd": ("F20", m.OwnSlotGather, even, {}),
     "gather without autograd, ArcFace": ("F20", lambda: m.OwnSlotGather(learned()), even, {"devices": 3}),
+    "gather without any graph": ("F20", m.CutGather, even, {"strategy": "ddp_losses"}),
+    "gather without any graph, ArcFace": ("F20", lambda: m.CutGather(learned()), even, {"strategy": "ddp_losses"}),
     "all_reduce in place": ("F20", m.InPlaceReduce, even, {}),
     "PML's wrapper around ArcFace": ("F24", lambda: Module(m.PMLWrapper(learned())), even, {}),
     "PML's wrapper around SoftTriple, 3 ranks": (

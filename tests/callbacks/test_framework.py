@@ -19,8 +19,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightning_ddp_losses import DDPChecks, ParameterSyncCheck, RankCheck
+from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.callbacks import Finding, Moment, odd_ranks
+from lightning_ddp_losses.errors import PeerError
 from tests.callbacks.harness import Subject, slices
 from tests.callbacks.parameters import Nudged
 from tests.counting import CountCollectives
@@ -108,6 +109,101 @@ def test_a_check_that_fails_by_itself_is_a_finding_on_every_rank(pool: RankPool,
     assert "Echo itself failed" in errors[0].message
     assert "rank 1" in errors[0].message
     assert ("ZeroDivisionError: its own fault" in errors[0].message) == (breaks != "dtype")
+
+
+class Hasty(Echo):
+    """Judges wrongly, on the last rank only."""
+
+    def __init__(self, answer: Any = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.answer = answer
+
+    def judge(self, table: Tensor, trainer: Any, module: Any, moment: Moment) -> list[Finding]:
+        if dist.get_rank() < dist.get_world_size() - 1:
+            return []
+        if self.answer is None:
+            raise ZeroDivisionError("its own fault")
+        return self.answer
+
+
+class Seldom(Hasty):
+    moments = (Moment.AFTER_STEP,)
+
+
+JUDGES: dict[str, tuple[Callable[[], RankCheck], str]] = {
+    "raises": (Hasty, "ZeroDivisionError: its own fault"),
+    "no list": (lambda: Hasty(7), "TypeError: 'int' object is not iterable"),
+    "no finding": (lambda: Hasty(["hello"]), "a list of Finding was expected, with str in it"),
+    "never due again": (lambda: Seldom(every_n_steps=4), "the end of step 4"),
+}
+
+
+def judged(case: str) -> list[Callback]:
+    return [DDPChecks([JUDGES[case][0]()], summary=False)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("case", JUDGES)
+def test_a_judge_that_fails_on_one_rank_is_a_finding_on_every_rank(pool: RankPool, case: str, strategy: str) -> None:
+    errors = pool.errors(3, fit, partial(judged, case), Subject, strategy)
+    assert {e.type for e in errors} == {"DDPLossError"}
+    assert len({e.message for e in errors}) == 1
+    for word in (" itself failed (rank 2)", "judge: ", JUDGES[case][1]):
+        assert word in errors[0].message, errors[0].message
+
+
+class Lists(Echo):
+    """Measures lists that differ in length and kind."""
+
+    def measure(self, trainer: Any, module: Any, moment: Moment) -> Any:
+        return [[], [1, 2], [0.5]][dist.get_rank()]
+
+    def judge(self, table: Any, trainer: Any, module: Any, moment: Moment) -> list[Finding]:
+        assert table == [[0, 0], [1, 2], [0.5, 0.0]]
+        return []
+
+
+def lists() -> list[Callback]:
+    return [DDPChecks([Lists()], summary=False)]
+
+
+def test_lists_of_ints_and_of_floats_meet(pool: RankPool) -> None:
+    pool.run(3, fit, lists)
+
+
+class FailsAtOnce(Subject):
+    """Fails on one rank in the first step, before or behind a global loss; or only where it is rehearsed."""
+
+    def build(self) -> None:
+        self.loss = GlobalBatchLoss(torch.nn.CrossEntropyLoss())
+        self.where = "before"
+
+    def _maybe(self, where: str) -> None:
+        rehearsed = self is not self.trainer.lightning_module
+        if dist.get_rank() == 0 and self.where in (where, "rehearsed") and (rehearsed or self.where == where):
+            raise KeyError("its own fault")
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        self._maybe("before")
+        loss = self.loss(self.head(self.encoder(features)), labels)
+        self._maybe("behind")
+        return loss
+
+
+def fail_at_once(where: str) -> str:
+    subject = FailsAtOnce(False)
+    subject.where = where
+    try:
+        make_trainer("ddp_losses", callbacks=[DDPChecks(summary=False)]).fit(subject)
+    except (KeyError, PeerError) as error:
+        return type(error).__name__
+    return "done"
+
+
+@pytest.mark.parametrize("where", ["before", "behind", "rehearsed"])
+def test_a_rank_that_fails_in_its_first_step_leaves_nobody_in_the_rehearsal(pool: RankPool, where: str) -> None:
+    expected = ["done"] * 3 if where == "rehearsed" else ["KeyError", "PeerError", "PeerError"]
+    assert pool.run(3, fail_at_once, where, fresh=True) == expected
 
 
 def test_rows_of_different_length_are_judged(pool: RankPool) -> None:

@@ -142,4 +142,27 @@ def copies() -> None:
 
 
 def test_copies_pickles_and_compiled_modules(pool: RankPool) -> None:
-    pool.run(2, copies)
+    pool.run(2, copied_plugins)
+
+
+def copied_plugins() -> list[bool]:
+    """A plugin at work, copied: the copy is of the same groups, and at work nowhere."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    found = []
+    for plugin in (SyncBatchNorm(), SyncBatchNorm(group_size=1), SyncBatchNorm(process_group=group)):
+        layer = nn.Sequential(nn.BatchNorm1d(3))
+        plugin.apply(layer)
+        copied = [copy.deepcopy(plugin)]
+        if plugin.process_group is None:  # nobody can pickle a group of processes
+            copied.append(pickle.loads(pickle.dumps(plugin)))
+        for other in copied:
+            found.append(other.group_size == plugin.group_size and other.process_group is plugin.process_group)
+            other.apply(nn.Sequential(nn.BatchNorm1d(3)))
+            other.revert(layer)
+            found.append("forward" in vars(layer[0]))
+    return found
+
+
+def test_a_plugin_at_work_can_be_copied(pool: RankPool) -> None:
+    for found in pool.run(2, copied_plugins):
+        assert found == [True] * 10

@@ -186,3 +186,30 @@ def grouped() -> tuple[dict[str, float], list[str]]:
         values = {name: float(value) for name, value in metrics.compute().items()}
     values |= {"precision alone": float(alone[0].compute()), "recall alone": float(alone[1].compute())}
     return values, collectives.names
+
+
+def in_parts() -> tuple[dict[str, float], dict[str, float]]:
+    """A member over part of the world, beside one over all of it: ranks 0 and 1 together, rank 2 alone."""
+    parts = [dist.new_group([0, 1]), dist.new_group([2])]
+    own = [(0, 1), (0, 1), (2,)][dist.get_rank()]
+    members = {"part": tm.MeanSquaredError(process_group=parts[own == (2,)]), "all": tm.MeanAbsoluteError()}
+    metrics = differentiable(tm.MetricCollection(members, compute_groups=False))
+    cut = splits(3, even=False)(ROWS)
+    sizes = [cut.stop - cut.start] * 3
+    dist.all_gather_object(sizes, sizes[0])
+    seen: list[tuple[Tensor, Tensor]] = []
+    for preds, target in batches():
+        metrics.update(preds[cut], target[cut])
+        rows = torch.arange(ROWS).split(sizes)
+        mine = torch.cat([rows[rank] for rank in own])
+        seen.append((preds[mine] - target[mine], preds - target))
+    truth = {
+        "part": float(torch.cat([part for part, _ in seen]).square().mean()),
+        "all": float(torch.cat([whole for _, whole in seen]).abs().mean()),
+    }
+    return {name: float(value) for name, value in metrics.compute().items()}, truth
+
+
+def test_a_group_of_one_rank_beside_larger_ones(pool: RankPool) -> None:
+    for found, truth in pool.run(3, in_parts):
+        assert found == pytest.approx(truth, rel=1e-9)

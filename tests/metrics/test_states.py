@@ -119,3 +119,26 @@ def test_shares_of_the_rows_that_change(pool: RankPool, world_size: int, way: st
     kinds = [kind for kind in KINDS if kind not in ADDED_UP_BY_UPDATE_ONLY]
     for found in pool.run(world_size, changing_shares, way, kinds):
         assert {kind: off for kind, off in found.items() if not off < 1e-9} == {}
+
+
+def without_rows() -> float:
+    """A mean where the last rank has no rows: value, gradient and what is accumulated, against one process."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    metric, oracle = Ours("mean"), Stock("mean", distributed_available_fn=lambda: False).set_dtype(torch.float64)
+    ours, truth = [], []
+    sizes = {2: [ROWS, 0], 3: [4, ROWS - 4, 0]}[world]
+    for rows in steps():
+        own, whole = rows.split(sizes)[rank].clone().requires_grad_(), rows.clone().requires_grad_()
+        value, expected = metric(own), oracle(whole)
+        value.backward()
+        expected.backward()
+        assert own.grad is not None
+        assert whole.grad is not None
+        ours += [value.detach(), own.grad / world]
+        truth += [expected.detach(), whole.grad.split(sizes)[rank]]
+    return difference([*ours, metric.compute()], [*truth, oracle.compute()])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_mean_over_no_rows_does_not_count(pool: RankPool, world_size: int) -> None:
+    assert max(pool.run(world_size, without_rows)) < 1e-9
