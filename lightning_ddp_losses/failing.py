@@ -41,7 +41,9 @@ def fail_on_all_ranks(error: Exception, where: str) -> NoReturn:
 
     Communication: one frame of the world, one for each part.
     """
-    if tell_parts(error, where):
+    if (
+        tell_parts(error, where) and frames.heard_in(error) is not groups.family().frames
+    ):  # all have heard what the world said
         with contextlib.suppress(AttributeError):  # an exception class may forbid it
             error.collective = False  # type: ignore[attr-defined]
     frames.fail_together(error, where)

@@ -41,7 +41,13 @@ Group: TypeAlias = "dist.ProcessGroup | None"
 
 
 class OfGroup:
-    """For a module over a process group: a deep copy is over the same group, which cannot be copied itself."""
+    """For a module over a process group, ``_group``: a deep copy is over the same group, which cannot be copied itself."""
+
+    _group: Group
+
+    def know_group(self) -> None:
+        """Make our groups over its ranks now and not at first use. Communication: as ``family``."""
+        family(self._group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         kind = getattr(dist, "ProcessGroup", ())

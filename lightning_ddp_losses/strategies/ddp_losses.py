@@ -152,6 +152,9 @@ class DDPLossStrategy(AdoptingStrategy):
             module = self._module
             self._losses = find_losses(module, self._selection)
             self.meet_shards()  # before their values are remembered
+            for part in module.modules():
+                if isinstance(part, groups.OfGroup):
+                    part.know_group()  # a rank may fail before it has ever used it
             self._precision.remember([loss.module for loss in self._losses])
             super().setup(trainer)
             refuse_nan = getattr(self.precision_plugin, "scaler", None) is None

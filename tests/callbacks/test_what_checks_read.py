@@ -40,7 +40,7 @@ def test_rows_that_do_not_fit_together() -> None:
 
     assert table([1, 2], [3]) == [[1, 2], [3, 0]]
     assert table(torch.ones(1).long(), torch.ones(2).long()).tolist() == [[1, 0], [1, 1]]
-    assert table([1], [1.0]) == {0: "measured a list of ints", 1: "measured a list of floats"}
+    assert table([1], [1.5]) == [[1], [1.5]]
     assert table([1], torch.ones(1).long()) == {0: "measured a list of ints", 1: "measured torch.int64"}
     assert rows.tables([rows.encode([1], "Check"), rows.failure("broke")], 1) == [{1: "broke"}]
 

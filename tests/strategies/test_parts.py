@@ -37,6 +37,25 @@ class InParts(Job):
         return self.loss(self.encoder(features), labels)
 
 
+class BesideTheWorld(Job):
+    """A part of two and one of a single rank, beside a loss over all; rank 0 fails in the first step, before or between the losses."""
+
+    def build(self, place: str) -> None:
+        self.place = place
+        parts = [dist.new_group([0, 1]), dist.new_group([2])]
+        self.loss = GlobalBatchLoss(pml.SupConLoss(), group=parts[dist.get_rank() // 2])
+        self.other = GlobalBatchLoss(pml.SupConLoss())
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings, fails = self.encoder(features), self.global_rank == 0
+        if fails and self.place == "before":
+            raise ValueError("no such sample")
+        value = self.loss(embeddings, labels)
+        if fails:
+            raise ValueError("no such sample")
+        return value + self.other(embeddings, labels)
+
+
 class DisagreesInAPart(InParts):
     """Ranks 0 and 1 hand their loss rows of other widths; ranks 2 and 3 do nothing wrong."""
 
@@ -57,6 +76,13 @@ def test_a_rank_that_fails_ends_all_at_once_with_its_reason(pool: RankPool, loss
     errors = pool.errors(4, fit_parts, InParts, loss)
     assert errors[1].type == "ValueError"
     for error in errors:
+        assert "no such sample" in error.message
+        assert error.seconds < SOON
+
+
+@pytest.mark.parametrize("place", ["before", "between"])
+def test_a_first_step_that_fails_beside_a_loss_over_all_ends_all(pool: RankPool, place: str) -> None:
+    for error in pool.errors(3, fit_parts, BesideTheWorld, place):
         assert "no such sample" in error.message
         assert error.seconds < SOON
 
