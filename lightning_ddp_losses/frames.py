@@ -7,9 +7,7 @@ frame: the peers get it at their next frame, wherever that is.
 
 A frame holds: version, kind, a digest of the *agreed* text (what is being done, with which shapes, dtypes, configuration:
 equal on all ranks or an error), the text itself as far as it fits, and the *payload* (this rank's own data). A payload that
-does not fit follows in one more gather, which all ranks know of from the frames; so does the text, where digests differ.
-
-How a frame travels, and how long it is, is said in ``sending``.
+does not fit follows in one more gather. How a frame travels, and how long it is, is said in ``sending``.
 """
 
 from __future__ import annotations

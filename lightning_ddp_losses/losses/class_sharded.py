@@ -18,7 +18,7 @@ from lightning_ddp_losses import frames, graph, groups, inputs
 from lightning_ddp_losses.bundles import Bundle, gather_bundle
 from lightning_ddp_losses.coefficient import CoefficientWatch
 from lightning_ddp_losses.configuration import digest
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, RankMismatchError, format_error
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, format_error
 from lightning_ddp_losses.groups import Group
 from lightning_ddp_losses.losses.class_heads import head_of
 from lightning_ddp_losses.losses.class_init import empty_loss, refuse_joint_draws
@@ -33,6 +33,7 @@ from lightning_ddp_losses.losses.refusals import refuse_unfit
 
 __all__ = ["ClassShardedLoss"]
 
+_NAMED = "rows named by the miner"  # how often
 _CHUNK_BYTES = 2 << 20  # of logits at a time: what a core's cache holds
 
 
@@ -214,14 +215,12 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
         losses, terms, counts = row_losses(held, rows, scale, self._weight_rows())
         if self.loss.collect_stats and hasattr(self.loss, "avg_angle"):
             self.loss.avg_angle = float(counts[3]) / max(len(everyone), 1)
-        named = list(bundle.tensors[2:])  # how often a miner names each row
+        named = list(bundle.tensors[2:])
         if isinstance(indices_tuple, GlobalTuples):
             indices_tuple.check(self._title, len(everyone))
             named = [self._counts(indices_tuple, len(everyone))]
         if self._replicas is not None:
-            batches = dict(
-                zip(("losses", "labels", "rows named by the miner"), (losses, all_labels, *named), strict=False)
-            )
+            batches = {"losses": losses, "labels": all_labels} | ({_NAMED: named[0]} if named else {})
             world = gather_bundle(f"{self._title}: replicas", batches, {}, backward="own_slice", group=self._replicas)
             losses, all_labels, *named = world.tensors
         if named:
@@ -231,7 +230,7 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
     def _gather(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Bundle:
         batches = {"embeddings": embeddings, "labels": labels}
         if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
-            batches["rows named by the miner"] = self._counts(indices_tuple, len(labels))
+            batches[_NAMED] = self._counts(indices_tuple, len(labels))
         self._fingerprint = self._fingerprint or digest(self.loss)
         agreed = {
             "classes": self._classes,
@@ -245,18 +244,7 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
             raise InputError(
                 format_error(f"{self._title}: rows", expected="at least one on some rank", got="none"), collective=True
             )
-        stamps = [stamp for stamp in bundle.extras if stamp]
-        if len(stamps) > 1 and len(set(stamps)) == 1:
-            raise RankMismatchError(
-                format_error(
-                    f"{self._title}: weight",
-                    expected="other rows on every rank",
-                    got="the same on all of them",
-                    fix="Something broadcast the shards, as strategy='ddp' does. Use strategy='ddp_losses', or keep the loss out of "
-                    "DistributedDataParallel.",
-                ),
-                collective=True,
-            )
+        self._refuse_equal(bundle.extras)
         return bundle
 
     def _counts(self, indices_tuple: Any, rows: int) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import frames, groups, transport
 from lightning_ddp_losses.configuration import digest
-from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
+from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, format_error
 from lightning_ddp_losses.groups import Group, OfGroup
 from lightning_ddp_losses.losses.class_heads import head_of
 from lightning_ddp_losses.losses.class_init import fill
@@ -185,7 +186,22 @@ class ClassWeight(OfGroup, nn.Module):
         row = weight.detach().narrow(self._head.class_dim, 0, 1).contiguous().view(-1)
         if bool((row == row[0]).all()):
             return b""  # a constant start is the same everywhere
-        return hashlib.blake2b(row.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
+        return hashlib.blake2b(transport.host_bytes(row), digest_size=8).digest()
+
+    def _refuse_equal(self, stamps: Sequence[bytes]) -> None:
+        """Refuse shards that look alike on all ranks, by the stamps of those that gave one."""
+        told = [stamp for stamp in stamps if stamp]
+        if len(told) > 1 and len(set(told)) == 1:
+            raise RankMismatchError(
+                format_error(
+                    f"{self._title}: weight",
+                    expected="other rows on every rank",
+                    got="the same on all of them",
+                    fix="Something broadcast the shards, as strategy='ddp' does. Use strategy='ddp_losses', or keep the loss out of "
+                    "DistributedDataParallel.",
+                ),
+                collective=True,
+            )
 
     @property
     def _title(self) -> str:

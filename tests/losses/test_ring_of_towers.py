@@ -170,36 +170,6 @@ def test_what_travels(pool: RankPool, name: str, frozen: bool, world_size: int) 
         assert more == 2 * len(back)
 
 
-def pair(rank: int, loss: nn.Module, **like: Any) -> Tensor:
-    return loss(torch.ones(2, 4, **like), torch.ones(2, 4, **like))
-
-
-BAD: dict[str, tuple[Callable[[int], Any], str]] = {
-    "ways to gather": (lambda r: pair(r, ClipLoss(gather="ring" if r else "all")), "gather=ring"),
-    "ways to gather, SigLIP": (lambda r: pair(r, SigLipLoss(gather="all" if r else "ring")), "gather=ring"),
-    "width": (lambda r: SigLipLoss(gather="ring")(torch.ones(2, 4 + r), torch.ones(2, 4 + r)), "('rows', 5)"),
-    "dtype": (lambda r: pair(r, ClipLoss(gather="ring"), dtype=torch.float64 if r else None), "float64"),
-    "an option": (lambda r: pair(r, ClipLoss(gather="ring", label_smoothing=0.1 * r)), "label_smoothing"),
-    "further texts": (
-        lambda r: ClipLoss(gather="ring")(*[torch.ones(2, 4)] * 2, torch.ones(3, 4) if r else None),
-        "extra_texts",
-    ),
-    "no rows": (lambda r: SigLipLoss(gather="ring")(torch.ones(0, 4), torch.ones(0, 4)), "at least one"),
-    "rows of one tower": (lambda r: ClipLoss(gather="ring")(torch.ones(2, 4), torch.ones(2 + r, 4)), "3 texts"),
-}
-
-
-def ask(name: str) -> Any:
-    return BAD[name][0](dist.get_rank())
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_disagreement_is_the_same_error_everywhere(pool: RankPool, name: str) -> None:
-    errors = pool.errors(2, ask, name)
-    assert errors[0].message == errors[1].message
-    assert BAD[name][1] in errors[0].message
-
-
 @pytest.mark.parametrize("loss", [ClipLoss, SigLipLoss])
 def test_an_unknown_way_to_gather(loss: Callable[..., nn.Module]) -> None:
     with pytest.raises(ConfigurationError, match="'all' or 'ring'"):

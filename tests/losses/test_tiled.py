@@ -189,8 +189,10 @@ def alone(make: Make, give: Give) -> dict[str, Any]:
     return {"value": value.detach(), "rows": leaf.grad, "views": views.grad, "records": records(loss)}
 
 
-def on_ranks(names: list[str], tile_bytes: int | None, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    sizes, rank = SPLITS[dist.get_world_size()], dist.get_rank()
+def on_ranks(
+    names: list[str], tile_bytes: int | None, options: dict[str, Any] | None = None, sizes: list[int] | None = None
+) -> dict[str, Any]:
+    sizes, rank = sizes or SPLITS[dist.get_world_size()], dist.get_rank()
     part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     found = {}
     for name in names:
@@ -239,6 +241,14 @@ def test_tiles_are_one_process(pool: RankPool, world_size: int) -> None:
     results = pool.run(world_size, on_ranks, list(CASES), TILE_BYTES)
     problems = [problem for name in CASES if (problem := judged(name, results, truth_of(name)))]
     assert not problems, f"{len(problems)} of {len(CASES)}\n" + "\n".join(problems)
+
+
+@pytest.mark.parametrize("tile_bytes", [TILE_BYTES, None])  # several tiles, or one that is kept for backward
+def test_a_rank_without_rows_takes_part(pool: RankPool, tile_bytes: int | None) -> None:
+    names = [f"{name}, {given}" for name in LOSSES for given in GIVEN]
+    results = pool.run(3, on_ranks, names, tile_bytes, None, [0, 25, 35])
+    problems = [problem for name in names if (problem := judged(name, results, truth_of(name)))]
+    assert not problems, "\n".join(problems)
 
 
 RING = [

@@ -196,6 +196,10 @@ def test_float32_near_the_optimum() -> None:
     assert float((b.grad - a.grad).norm() / a.grad.norm()) < 1e-3
 
 
+def pair(rank: int, loss: nn.Module, **like: Any) -> Tensor:
+    return loss(torch.ones(2, 4, **like), torch.ones(2, 4, **like))
+
+
 BAD: dict[str, tuple[Callable[[int], Any], str]] = {
     "width of one tower": (lambda r: ClipLoss()(torch.ones(2, 4), torch.ones(2, 4 + r)), "texts"),
     "width of a rank": (lambda r: ClipLoss()(torch.ones(2, 4 + r), torch.ones(2, 4 + r)), "texts"),
@@ -208,6 +212,17 @@ BAD: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "a tower that is not there": (lambda r: ClipLoss()(torch.ones(2, 4), None if r else torch.ones(2, 4)), "NoneType"),
     "no rows at all": (lambda r: ClipLoss()(torch.ones(0, 4), torch.ones(0, 4)), "at least one"),
+    "ring: ways to gather": (lambda r: pair(r, ClipLoss(gather="ring" if r else "all")), "gather=ring"),
+    "ring: ways to gather, SigLIP": (lambda r: pair(r, SigLipLoss(gather="all" if r else "ring")), "gather=ring"),
+    "ring: width": (lambda r: SigLipLoss(gather="ring")(torch.ones(2, 4 + r), torch.ones(2, 4 + r)), "('rows', 5)"),
+    "ring: dtype": (lambda r: pair(r, ClipLoss(gather="ring"), dtype=torch.float64 if r else None), "float64"),
+    "ring: an option": (lambda r: pair(r, ClipLoss(gather="ring", label_smoothing=0.1 * r)), "label_smoothing"),
+    "ring: further texts": (
+        lambda r: ClipLoss(gather="ring")(*[torch.ones(2, 4)] * 2, torch.ones(3, 4) if r else None),
+        "extra_texts",
+    ),
+    "ring: no rows": (lambda r: SigLipLoss(gather="ring")(torch.ones(0, 4), torch.ones(0, 4)), "at least one"),
+    "ring: rows of one tower": (lambda r: ClipLoss(gather="ring")(torch.ones(2, 4), torch.ones(2 + r, 4)), "3 texts"),
 }
 
 
