@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from lightning_ddp_losses import SyncBatchNorm
-from lightning_ddp_losses.collectives import all_gather_with_grad
+from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from tests.counting import CountCollectives
 
 __all__ = ["main"]

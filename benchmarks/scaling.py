@@ -28,8 +28,9 @@ from benchmarks.large import Wire
 from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
-from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, groups
-from lightning_ddp_losses.frames import FRAME_BYTES, exchange, room
+from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.handshake import HANDSHAKE_BYTES, exchange, room
 
 __all__ = ["main"]
 
@@ -59,9 +60,9 @@ def in_frame(rows_bytes: int) -> bool:
 def frame(rows_bytes: int) -> int:
     """Bytes of each frame of a step: grown to rows that travel in it and what stands before them, in eighths of a power of two."""
     if not in_frame(rows_bytes):
-        return FRAME_BYTES
+        return HANDSHAKE_BYTES
     eighth = 1 << (rows_bytes + 512).bit_length() >> 3
-    return max(FRAME_BYTES, -(-(rows_bytes + 512) // eighth) * eighth)
+    return max(HANDSHAKE_BYTES, -(-(rows_bytes + 512) // eighth) * eighth)
 
 
 def alone(rows_bytes: int) -> int:
@@ -144,7 +145,7 @@ def measure(mode: str) -> tuple[int, int, float]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     rows, other = (torch.randn(ROWS, DIM, generator=generator).requires_grad_() for _ in range(2))
     labels = torch.arange(ROWS) // 4
-    loss = MODES[mode].make(groups.world_size())
+    loss = MODES[mode].make(process_groups.world_size())
     step(mode, loss, rows, other, labels)
     loss.zero_grad(set_to_none=True)
     rows.grad = other.grad = None
@@ -177,8 +178,8 @@ def pretended(pairs: list[tuple[str, int]]) -> list[tuple[int, int, float]]:
         dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())  # type: ignore[no-untyped-call]
         group = dist.group.WORLD
         assert group is not None
-        ours = groups.Family(group, group, group, group, group, tuple(range(world)))
-        with mock.patch.object(groups, "family", return_value=ours):
+        ours = process_groups.ProcessGroups(group, group, group, group, group, tuple(range(world)))
+        with mock.patch.object(process_groups, "family", return_value=ours):
             found.append(measure(mode))
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
@@ -187,7 +188,7 @@ def pretended(pairs: list[tuple[str, int]]) -> list[tuple[int, int, float]]:
 
 def row_of(mode: str, world: int, ranks: str, found: tuple[int, int, float]) -> Row:
     """One measurement beside the closed form."""
-    with mock.patch.object(groups, "world_size", return_value=world):
+    with mock.patch.object(process_groups, "world_size", return_value=world):
         calls, law = MODES[mode].calls(world), MODES[mode].sent(world)
     got_calls, got_bytes, mib = found
     right = got_calls == calls and got_bytes == law

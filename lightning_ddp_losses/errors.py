@@ -9,30 +9,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "AuditError",
-    "ConfigurationError",
-    "DDPLossError",
-    "HiddenLossError",
-    "InputError",
-    "LossCallError",
-    "PeerError",
-    "RankMismatchError",
-    "format_error",
-    "register_error",
-]
-
 
 class DDPLossError(RuntimeError):
-    """Root of all errors of this package.
+    """Root of all errors of this package; formats its own text.
 
-    Attributes:
+    Args:
+        what: The thing that is wrong, named as the user knows it; alone it is the whole text.
+        expected: What it should have been.
+        got: What it was.
+        ranks: One entry per rank (a sequence in rank order, or a mapping for some ranks only).
+        fix: What to do, as a sentence.
         findings: What the checks found, where a check raised it; else empty.
         collective: True where every rank raises this error at the same place, so nothing is left to tell the peers.
+
+    Attributes: the arguments, by name.
     """
 
-    def __init__(self, message: str = "", *, findings: Sequence[Any] = (), collective: bool = False) -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        what: str = "",
+        *,
+        expected: object | None = None,
+        got: object | None = None,
+        ranks: Mapping[int, object] | Sequence[object] | None = None,
+        fix: str | None = None,
+        findings: Sequence[Any] = (),
+        collective: bool = False,
+    ) -> None:
+        super().__init__(format_error(what, expected=expected, got=got, ranks=ranks, fix=fix))
+        self.what, self.expected, self.got, self.ranks, self.fix = what, expected, got, ranks, fix
         self.findings = list(findings)
         self.collective = collective
 

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ddp_losses import numerics
-from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
-
-__all__ = ["microbatched"]
+from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 
 def microbatched(
@@ -57,17 +55,11 @@ def microbatched(
         >>> embeddings = microbatched(encoder, 4)(torch.randn(10, 3))
     """
     if not isinstance(encoder, nn.Module):
-        raise ConfigurationError(
-            format_error("microbatched: encoder", expected="a torch.nn.Module", got=type(encoder).__name__)
-        )
+        raise ConfigurationError("microbatched: encoder", expected="a torch.nn.Module", got=type(encoder).__name__)
     if not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1:
-        raise ConfigurationError(
-            format_error("microbatched: chunk_size", expected="an int, 1 or more", got=repr(chunk_size))
-        )
+        raise ConfigurationError("microbatched: chunk_size", expected="an int, 1 or more", got=repr(chunk_size))
     if batch_norm not in ("refuse", "eval"):
-        raise ConfigurationError(
-            format_error("microbatched: batch_norm", expected="'refuse' or 'eval'", got=repr(batch_norm))
-        )
+        raise ConfigurationError("microbatched: batch_norm", expected="'refuse' or 'eval'", got=repr(batch_norm))
     if isinstance(encoder, nn.parallel.DistributedDataParallel):
         return _InsideDDP(encoder, _Pieces(encoder.module, chunk_size, batch_norm))
     return _Pieces(encoder, chunk_size, batch_norm)
@@ -81,9 +73,9 @@ class _Pieces:
         self.forward: Callable[..., Any] = encoder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rows = next((t.shape[0] for t in numerics.tensors_in((args, kwargs)) if t.ndim), None)
+        rows = next((t.shape[0] for t in precision.tensors_in((args, kwargs)) if t.ndim), None)
         if rows is None:
-            raise InputError(format_error("microbatched", expected="a batch along dim 0", got="no tensor with rows"))
+            raise InputError("microbatched", expected="a batch along dim 0", got="no tensor with rows")
         self._refuse_batch_norm()
         joined, weights = _Joined(rows), self._weights()
         for start in range(0, max(rows, 1), self.chunk_size):  # a rank without rows still runs its encoder
@@ -98,17 +90,15 @@ class _Pieces:
 
     def _weights(self) -> list[int]:
         """How often each parameter was changed so far."""
-        return [parameter._version for parameter in numerics.parameters_of(self.encoder)]
+        return [parameter._version for parameter in precision.parameters_of(self.encoder)]
 
     def _run(self, weights: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._weights() != weights:
             raise ConfigurationError(
-                format_error(
-                    f"microbatched({type(self.encoder).__name__})",
-                    expected="the same parameters in backward as in forward",
-                    got="some that were changed in between",
-                    fix="Step the optimizer after the last backward through this call.",
-                )
+                f"microbatched({type(self.encoder).__name__})",
+                expected="the same parameters in backward as in forward",
+                got="some that were changed in between",
+                fix="Step the optimizer after the last backward through this call.",
             )
         before = {name: buffer._version for name, buffer in self.encoder.named_buffers()}
         with self._norms_at_rest():
@@ -116,12 +106,10 @@ class _Pieces:
         written = [name for name, b in self.encoder.named_buffers() if before.get(name, b._version) != b._version]
         if written and torch.is_grad_enabled():
             raise ConfigurationError(
-                format_error(
-                    f"microbatched({type(self.encoder).__name__})",
-                    expected="layers that leave their buffers alone",
-                    got=f"{', '.join(written)} written in forward",
-                    fix="Each piece would write them, and once more in backward. Put the layer into eval() mode, or replace it.",
-                )
+                f"microbatched({type(self.encoder).__name__})",
+                expected="layers that leave their buffers alone",
+                got=f"{', '.join(written)} written in forward",
+                fix="Each piece would write them, and once more in backward. Put the layer into eval() mode, or replace it.",
             )
         return result
 
@@ -139,13 +127,11 @@ class _Pieces:
         found = self._norms() if self.batch_norm == "refuse" else []
         if found:
             raise ConfigurationError(
-                format_error(
-                    f"microbatched({type(self.encoder).__name__})",
-                    expected="no batch norm in training mode",
-                    got=", ".join(f"{name} ({type(module).__name__})" for name, module in found),
-                    fix="Its statistics would be those of a piece. Use GroupNorm or LayerNorm, put it into eval() mode, or pass "
-                    "batch_norm='eval'.",
-                )
+                f"microbatched({type(self.encoder).__name__})",
+                expected="no batch norm in training mode",
+                got=", ".join(f"{name} ({type(module).__name__})" for name, module in found),
+                fix="Its statistics would be those of a piece. Use GroupNorm or LayerNorm, put it into eval() mode, or pass "
+                "batch_norm='eval'.",
             )
 
     @contextmanager
@@ -213,7 +199,7 @@ class _Joined:
 
     def add(self, result: Any, piece: slice) -> None:
         """Take the result of the next piece."""
-        tensors, size = list(numerics.tensors_in(result)), piece.stop - piece.start
+        tensors, size = list(precision.tensors_in(result)), piece.stop - piece.start
         if not self._sizes:
             places = iter(range(len(tensors)))
             self._build = _rebuilt(
@@ -225,12 +211,10 @@ class _Joined:
         for tensor, whole, edges in zip(tensors, self._wholes, self._edges, strict=True):
             if tuple(tensor.shape) != (size, *whole.shape[1:]) or tensor.dtype != whole.dtype:
                 raise InputError(
-                    format_error(
-                        "microbatched: result",
-                        expected=f"a row for each row of the batch: shape {(size, *whole.shape[1:])}, {whole.dtype}",
-                        got=f"shape {tuple(tensor.shape)}, {tensor.dtype} from {size} rows",
-                        fix="What is reduced over the batch, or differs between pieces, cannot be computed in pieces.",
-                    )
+                    "microbatched: result",
+                    expected=f"a row for each row of the batch: shape {(size, *whole.shape[1:])}, {whole.dtype}",
+                    got=f"shape {tuple(tensor.shape)}, {tensor.dtype} from {size} rows",
+                    fix="What is reduced over the batch, or differs between pieces, cannot be computed in pieces.",
                 )
             edges.append(_Write.apply(tensor, whole[piece]))  # type: ignore[no-untyped-call]
 
@@ -253,12 +237,10 @@ class _Place:
 def _plain(leaf: Any) -> Any:
     if any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values()):
         raise InputError(
-            format_error(
-                "microbatched: result",
-                expected="tensors in tuples, lists and dicts",
-                got=f"tensors inside a {type(leaf).__name__}, whose pieces cannot be joined",
-                fix="Return a tuple or a dict.",
-            )
+            "microbatched: result",
+            expected="tensors in tuples, lists and dicts",
+            got=f"tensors inside a {type(leaf).__name__}, whose pieces cannot be joined",
+            fix="Return a tuple or a dict.",
         )
     return leaf
 

@@ -8,14 +8,14 @@ from unittest import mock
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ddp_losses import frames
+from lightning_ddp_losses.distributed import handshake
 
 __all__ = ["CountCollectives", "nothing_rides"]
 
 
 def nothing_rides() -> contextlib.AbstractContextManager[Any]:
     """Inside the block this rank takes no payload for small: all of them travel as those of large batches do."""
-    return mock.patch.object(frames, "room", return_value=0)
+    return mock.patch.object(handshake, "room", return_value=0)
 
 
 class CountCollectives(TorchDispatchMode):

@@ -11,7 +11,9 @@ from lightning_ddp_losses import errors
 from lightning_ddp_losses.errors import DDPLossError, PeerError, error_class, format_error, register_error
 
 CLASSES = [
-    cls for name in errors.__all__ if inspect.isclass(cls := getattr(errors, name)) and issubclass(cls, BaseException)
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, DDPLossError) and cls.__module__ == errors.__name__
 ]
 
 
@@ -56,3 +58,6 @@ def test_each_class_can_be_raised_by_peers_under_its_name() -> None:
 )
 def test_text_of_an_error(arguments: dict[str, object], text: str) -> None:
     assert format_error("loss.W", **arguments) == text  # type: ignore[arg-type]
+    error = DDPLossError("loss.W", **arguments)  # type: ignore[arg-type]
+    assert str(error) == text
+    assert {name: getattr(error, name) for name in arguments} == arguments

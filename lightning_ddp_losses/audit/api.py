@@ -13,17 +13,15 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_ddp_losses import groups
+from lightning_ddp_losses.audit.ablations import SWITCHES
 from lightning_ddp_losses.audit.auditor import Auditor
-from lightning_ddp_losses.audit.case import Case
-from lightning_ddp_losses.audit.diagnose import diagnose, notes
+from lightning_ddp_losses.audit.context import Case
+from lightning_ddp_losses.audit.diagnosis import diagnose, notes
+from lightning_ddp_losses.audit.replay import Subject
 from lightning_ddp_losses.audit.report import AuditReport, StepLoss
 from lightning_ddp_losses.audit.rows import MULTIPLE
-from lightning_ddp_losses.audit.runs import Subject
-from lightning_ddp_losses.audit.switches import SWITCHES
-from lightning_ddp_losses.errors import ConfigurationError, format_error
-
-__all__ = ["assert_parity", "audit"]
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.errors import ConfigurationError
 
 
 def audit(
@@ -124,24 +122,20 @@ def assert_parity(model: LightningModule, data: Any = None, devices: int = 2, **
 
 
 def _check(model: Any, devices: int, steps: int, off: frozenset[str]) -> None:
-    if groups.is_distributed():
+    if process_groups.is_distributed():
         fix = "Call it from one plain process (not under torchrun, not inside a fit): it starts its own ranks."
-        raise ConfigurationError(format_error("audit", expected="no process group", got="one that is running", fix=fix))
+        raise ConfigurationError("audit", expected="no process group", got="one that is running", fix=fix)
     if not isinstance(model, LightningModule):
-        raise ConfigurationError(format_error("audit", expected="a LightningModule", got=type(model).__name__))
+        raise ConfigurationError("audit", expected="a LightningModule", got=type(model).__name__)
     for name, value, least in (("devices", devices, 2), ("steps", steps, 1)):
         if not isinstance(value, int) or value < least:
-            raise ConfigurationError(format_error(f"audit({name}=...)", expected=f"{least} or more", got=repr(value)))
+            raise ConfigurationError(f"audit({name}=...)", expected=f"{least} or more", got=repr(value))
     if not off <= set(SWITCHES):
-        raise ConfigurationError(
-            format_error("audit(without=...)", expected=f"some of {', '.join(SWITCHES)}", got=sorted(off))
-        )
+        raise ConfigurationError("audit(without=...)", expected=f"some of {', '.join(SWITCHES)}", got=sorted(off))
     if "dataloader_iter" in inspect.signature(model.training_step).parameters:
         fix = "Take (batch, batch_idx)."
         raise ConfigurationError(
-            format_error(
-                "training_step", expected="a batch", got="dataloader_iter, which no other run can replay", fix=fix
-            )
+            "training_step", expected="a batch", got="dataloader_iter, which no other run can replay", fix=fix
         )
 
 
@@ -153,9 +147,7 @@ def _accelerator(asked: Any, devices: int) -> Any:
     if asked in ("gpu", "cuda") and torch.cuda.device_count() < devices:
         fix = "Audit on the CPU (accelerator='cpu'): the mathematics is the same."
         raise ConfigurationError(
-            format_error(
-                "accelerator", expected=f"{devices} GPUs", got=f"{torch.cuda.device_count()} on this machine", fix=fix
-            )
+            "accelerator", expected=f"{devices} GPUs", got=f"{torch.cuda.device_count()} on this machine", fix=fix
         )
     return asked
 

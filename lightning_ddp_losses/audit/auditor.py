@@ -9,17 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_ddp_losses.audit import trace
-from lightning_ddp_losses.audit.case import Case, Counters
+from lightning_ddp_losses.audit.ablations import unit_roundoff
 from lightning_ddp_losses.audit.compare import Comparison, compare, is_mean, tolerances
-from lightning_ddp_losses.audit.fitting import perform
+from lightning_ddp_losses.audit.context import Case, Counters
 from lightning_ddp_losses.audit.processes import Failure, run_processes
-from lightning_ddp_losses.audit.records import Recording
+from lightning_ddp_losses.audit.rank_record import Recording
+from lightning_ddp_losses.audit.replay import Run, Subject, plan_of
 from lightning_ddp_losses.audit.rows import Tolerances
-from lightning_ddp_losses.audit.runs import Run, Subject, plan_of
-from lightning_ddp_losses.audit.switches import unit_roundoff
+from lightning_ddp_losses.audit.worker import perform
 from lightning_ddp_losses.errors import AuditError, ConfigurationError, InputError, error_class, format_error
-
-__all__ = ["Auditor"]
 
 _NUDGES = (1, 2)  # seeds of the perturbed runs
 _FLOAT64 = 1e-9  # what differs by less than this in float64 is equal

@@ -20,10 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.audit.records import digest_of
-from lightning_ddp_losses.errors import InputError, format_error
-
-__all__ = ["concatenate", "digest", "leaves", "load", "map_tensors", "rows_of", "save", "take"]
+from lightning_ddp_losses.audit.rank_record import digest_of
+from lightning_ddp_losses.errors import InputError
 
 Rows = int | None
 
@@ -199,12 +197,10 @@ def _same(one: Any, other: Any) -> bool:
 
 def _cannot(path: str, expected: str, ranks: list[str]) -> InputError:
     return InputError(
-        format_error(
-            f"{path}, to be joined into the batch of one process",
-            expected=expected,
-            ranks=ranks,
-            fix="Have the data's collate_fn return rows (a tensor or a list with one element for each sample) or equal values there.",
-        )
+        f"{path}, to be joined into the batch of one process",
+        expected=expected,
+        ranks=ranks,
+        fix="Have the data's collate_fn return rows (a tensor or a list with one element for each sample) or equal values there.",
     )
 
 

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ddp_losses.audit.records import Recording
+from lightning_ddp_losses.audit.rank_record import Recording
 from lightning_ddp_losses.audit.rows import Row, Tolerances, rows_of_step, scale_of
-
-__all__ = ["Comparison", "compare", "is_mean", "tolerances"]
 
 
 @dataclass

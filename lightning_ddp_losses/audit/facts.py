@@ -8,13 +8,11 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from lightning_ddp_losses.sharding import shard_of
-from lightning_ddp_losses.stand_in import synchronises
-from lightning_ddp_losses.strategies.discovery import find_losses, unwrap
+from lightning_ddp_losses.core.forward_patch import synchronises
+from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.strategies.hidden import find_hidden
+from lightning_ddp_losses.strategies.loss_discovery import find_losses, unwrap
 from lightning_ddp_losses.strategies.reshuffle import reshuffled
-
-__all__ = ["batch_norms", "describe", "is_metric", "named_parameters"]
 
 _LOSS_NAME = re.compile(r"(loss|criterion|proxy)(wrapper)?$", re.IGNORECASE)
 _ADOPTED = "_adopted_losses."

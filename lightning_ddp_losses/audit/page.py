@@ -8,13 +8,12 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from lightning_ddp_losses.audit import pictures
-from lightning_ddp_losses.audit.case import Diagnosis
+from lightning_ddp_losses.audit.context import Diagnosis
 from lightning_ddp_losses.audit.rows import Row
 
 if TYPE_CHECKING:
     from lightning_ddp_losses.audit.report import AuditReport
 
-__all__ = ["html"]
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1c2430; background: #fff; }

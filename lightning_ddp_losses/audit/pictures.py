@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from lightning_ddp_losses.audit.report import AuditReport
 
-__all__ = ["draw", "save"]
 
 _MARKS = {
     "exact": ("o", "tab:blue"),

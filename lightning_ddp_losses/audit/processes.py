@@ -23,9 +23,7 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_losses.errors import ConfigurationError, format_error
-
-__all__ = ["Failure", "run_processes"]
+from lightning_ddp_losses.errors import ConfigurationError
 
 GRACE_SECONDS = 3.0
 """What the others get once one process has failed."""
@@ -106,17 +104,13 @@ def run_processes(
 
 def _refuse_unforkable() -> None:
     if not hasattr(os, "fork"):
-        raise ConfigurationError(
-            format_error("audit", expected="a system whose processes can fork (Linux, macOS)", got=sys.platform)
-        )
+        raise ConfigurationError("audit", expected="a system whose processes can fork (Linux, macOS)", got=sys.platform)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigurationError(
-            format_error(
-                "audit",
-                expected="a process that has not used CUDA yet (a forked process cannot)",
-                got="CUDA initialised",
-                fix="Audit at the start of a fresh script, before anything is moved to a GPU, or use `ddp-losses audit`.",
-            )
+            "audit",
+            expected="a process that has not used CUDA yet (a forked process cannot)",
+            got="CUDA initialised",
+            fix="Audit at the start of a fresh script, before anything is moved to a GPU, or use `ddp-losses audit`.",
         )
 
 

@@ -18,12 +18,10 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelSummary,
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.audit import batches, facts, switches
-from lightning_ddp_losses.audit.records import Recording, Writer, digest_of
-from lightning_ddp_losses.audit.runs import Run
+from lightning_ddp_losses.audit import ablations, batches, facts
+from lightning_ddp_losses.audit.rank_record import Recording, Writer, digest_of
+from lightning_ddp_losses.audit.replay import Run
 from lightning_ddp_losses.audit.trace import Trace
-
-__all__ = ["LEFT_OUT", "Recorder"]
 
 LEFT_OUT = (Checkpoint, EarlyStopping, ModelSummary, ProgressBar, Timer)
 """Callbacks that have no part in an audit."""
@@ -81,8 +79,8 @@ class Recorder(Callback):
         if self.run.start:
             self._load(pl_module)
         if self.run.perturb is not None:
-            unit = switches.unit_roundoff(pl_module, str(trainer.precision))
-            switches.perturb_module(pl_module, unit, self.run.perturb)
+            unit = ablations.unit_roundoff(pl_module, str(trainer.precision))
+            ablations.perturb_module(pl_module, unit, self.run.perturb)
         for scheduler in trainer.lr_scheduler_configs:
             scheduler.strict = False  # what it monitors may come from a validation
         self.writer.write(0, "initial", _tensors(pl_module))
@@ -185,13 +183,13 @@ class Recorder(Callback):
         logged["rows"] = batches.rows_of(batch, hint)
         self.page["batches"].append(logged)
         if "batch_norm" in self.run.without:
-            switches.still_batch_norm(pl_module)
+            ablations.still_batch_norm(pl_module)
         self.page.setdefault("norms_training", facts.batch_norms(pl_module))
         if self.trace is not None:
             self.trace.on = step == self.run.trace
-        self._state = switches.random_state()
+        self._state = ablations.random_state()
         if "randomness" in self.run.without:
-            self._stack.enter_context(switches.MeanDraws())  # type: ignore[no-untyped-call]
+            self._stack.enter_context(ablations.MeanDraws())  # type: ignore[no-untyped-call]
 
     def _record(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         optimizer = getattr(optimizer, "_optimizer", optimizer)
@@ -236,7 +234,7 @@ class Recorder(Callback):
     ) -> None:
         """Keep the loss and, after a step, parameters and buffers."""
         self._stack.close()
-        self.page["draws"].append(switches.random_state() != self._state)
+        self.page["draws"].append(ablations.random_state() != self._state)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         self.page["losses"].append(float(loss.mean()) * scale if isinstance(loss, Tensor) else None)

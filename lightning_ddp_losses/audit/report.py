@@ -15,10 +15,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from lightning_ddp_losses.audit.case import Diagnosis
+from lightning_ddp_losses.audit.context import Diagnosis
 from lightning_ddp_losses.audit.rows import Row
-
-__all__ = ["AuditReport", "StepLoss"]
 
 _SHOWN = 12  # rows of the table in the terminal
 _WIDE = 100  # characters; a narrower terminal shows fewer columns

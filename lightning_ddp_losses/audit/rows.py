@@ -10,9 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.audit.records import Entry, Recording
-
-__all__ = ["MULTIPLE", "Row", "Scale", "Tolerances", "Verdict", "rows_of_step", "scale_of"]
+from lightning_ddp_losses.audit.rank_record import Entry, Recording
 
 Verdict = Literal["exact", "wrong scale", "wrong direction", "missing", "not finite"]
 What = Literal["gradient", "parameter"]

@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from lightning_ddp_losses.audit.case import Case, Diagnosis
+from lightning_ddp_losses.audit.context import Case, Diagnosis
 from lightning_ddp_losses.audit.rows import Row
+from lightning_ddp_losses.audit.rules_desync import TORN
 from lightning_ddp_losses.audit.rules_local import LOCAL
-from lightning_ddp_losses.audit.rules_torn import TORN
-
-__all__ = ["DATA", "STAGES", "unknown"]
 
 Rule = Callable[[Case], Diagnosis | None]
 

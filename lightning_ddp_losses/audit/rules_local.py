@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightning_ddp_losses.audit.case import Case, Diagnosis
-
-__all__ = ["LOCAL", "local_statistics"]
+from lightning_ddp_losses.audit.context import Case, Diagnosis
 
 Rule = Callable[[Case], Diagnosis | None]
 _MEAN = "one process that averages the ranks' own losses has the ranks' gradients"

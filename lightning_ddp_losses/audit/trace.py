@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses import numerics
-from lightning_ddp_losses.audit.records import Recording
-
-__all__ = ["Trace", "part"]
+from lightning_ddp_losses.audit.rank_record import Recording
+from lightning_ddp_losses.core import precision
 
 _PROJECTIONS = 4
 
@@ -44,7 +42,7 @@ class Trace:
             handle.remove()
 
     def _note(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        first = next(iter(numerics.tensors_in(output)), None)
+        first = next(iter(precision.tensors_in(output)), None)
         if not self.on or first is None or not first.is_floating_point():
             return
         call = {"name": name, "kind": type(module).__name__, "output": self._store(first), "gradient": ""}

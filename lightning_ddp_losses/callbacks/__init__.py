@@ -19,20 +19,20 @@ To add a check:
 What a check raises becomes a finding of that check on all ranks.
 """
 
-from lightning_ddp_losses.callbacks.batch import BatchCheck
+from lightning_ddp_losses.callbacks.base import RankCheck
+from lightning_ddp_losses.callbacks.batch_check import BatchCheck
 from lightning_ddp_losses.callbacks.buffers import BufferSyncCheck
+from lightning_ddp_losses.callbacks.check_stage import Moment
 from lightning_ddp_losses.callbacks.checkpoint import CheckpointCheck
 from lightning_ddp_losses.callbacks.communication import CommunicationMonitor
 from lightning_ddp_losses.callbacks.ddp_checks import DDPChecks
 from lightning_ddp_losses.callbacks.device import DeviceCheck
-from lightning_ddp_losses.callbacks.faults import FAULTS
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 from lightning_ddp_losses.callbacks.gradient_flow import GradientFlowCheck
-from lightning_ddp_losses.callbacks.loss import LossCheck
-from lightning_ddp_losses.callbacks.moments import Moment
+from lightning_ddp_losses.callbacks.loss_check import LossCheck
 from lightning_ddp_losses.callbacks.optimizer_check import OptimizerCheck
 from lightning_ddp_losses.callbacks.parameter_sync import ParameterSyncCheck
-from lightning_ddp_losses.callbacks.rank_check import RankCheck
+from lightning_ddp_losses.core.faults import FAULTS
 
 __all__ = [
     "FAULTS",

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_ddp_losses.stand_in import synchronises
-from lightning_ddp_losses.unregistered import unregistered_modules
-
-__all__ = ["CHANNELS", "distances", "hidden_norms", "plain_norms", "statistics"]
+from lightning_ddp_losses.core.forward_patch import synchronises
+from lightning_ddp_losses.core.module_search import unregistered_modules
 
 CHANNELS = 48  # of all layers together that are compared
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -12,17 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_norm import distances, hidden_norms, plain_norms, statistics
-from lightning_ddp_losses.callbacks.batches import BUCKETS, Batches
+from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, Batches
+from lightning_ddp_losses.callbacks.check_stage import Moment
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
-from lightning_ddp_losses.callbacks.local_facts import LocalFacts, digest
+from lightning_ddp_losses.callbacks.local_findings import LocalFacts, digest
 from lightning_ddp_losses.callbacks.metric_states import compare_states, states_of
-from lightning_ddp_losses.callbacks.moments import Moment
 from lightning_ddp_losses.callbacks.queues import Buffer, Place, places, remembering
-from lightning_ddp_losses.callbacks.rank_check import RankCheck
-from lightning_ddp_losses.fingerprint import fingerprint
-
-__all__ = ["BufferSyncCheck"]
+from lightning_ddp_losses.distributed.fingerprint import fingerprint
 
 _NOISE = 0.5  # standard deviations times the root of the rows
 _LOOK_AGAIN = 64  # steps; a large model takes a while to walk through

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_ddp_losses.callbacks.wrap import Wrap
-from lightning_ddp_losses.fingerprint import fingerprint
+from lightning_ddp_losses.callbacks.ddp_state import Wrap
+from lightning_ddp_losses.distributed.fingerprint import fingerprint
 
 if TYPE_CHECKING:
-    from lightning_ddp_losses.callbacks.session import Session
+    from lightning_ddp_losses.callbacks.runner import Session
 
-__all__ = ["Cause", "circumstances", "optimizer_settings", "why_apart", "why_unreduced"]
 
 FIXES = {
     "F02": "It is in an optimizer but not in module.parameters(): register the module it belongs to.",

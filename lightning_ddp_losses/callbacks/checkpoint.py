@@ -10,16 +10,14 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses import groups
-from lightning_ddp_losses.callbacks.batches import Batches
+from lightning_ddp_losses.callbacks.base import RankCheck
+from lightning_ddp_losses.callbacks.batch_reader import Batches
+from lightning_ddp_losses.callbacks.check_stage import Moment
 from lightning_ddp_losses.callbacks.findings import Finding
-from lightning_ddp_losses.callbacks.local_facts import LocalFacts
-from lightning_ddp_losses.callbacks.moments import Moment
+from lightning_ddp_losses.callbacks.local_findings import LocalFacts
 from lightning_ddp_losses.callbacks.queues import is_unplaced, memories
-from lightning_ddp_losses.callbacks.rank_check import RankCheck
-from lightning_ddp_losses.callbacks.tracked import optimised
-
-__all__ = ["KEY", "CheckpointCheck"]
+from lightning_ddp_losses.callbacks.replicated_parameters import optimised
+from lightning_ddp_losses.distributed import process_groups
 
 _UNEVEN = 0.1  # a last batch, or ranks with different numbers of rows
 KEY = "ddp_checks"
@@ -71,7 +69,11 @@ class CheckpointCheck(RankCheck):
 
     def _description(self, trainer: pl.Trainer) -> dict[str, Any]:
         rows = self.session.shared(Batches).rows
-        return {"world_size": groups.world_size(), "rows_per_rank": rows, "accumulate": trainer.accumulate_grad_batches}
+        return {
+            "world_size": process_groups.world_size(),
+            "rows_per_rank": rows,
+            "accumulate": trainer.accumulate_grad_batches,
+        }
 
     def _find_missing(self, trainer: pl.Trainer, module: nn.Module, state: Mapping[str, Any]) -> None:
         stored = {_place(value) for value in state.values() if isinstance(value, Tensor)}

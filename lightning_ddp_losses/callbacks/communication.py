@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ddp_losses import numerics
-from lightning_ddp_losses.callbacks.rank_check import RankCheck
+from lightning_ddp_losses.callbacks.base import RankCheck
+from lightning_ddp_losses.callbacks.ddp_state import Wrap
 from lightning_ddp_losses.callbacks.report import log_figures
-from lightning_ddp_losses.callbacks.wrap import Wrap
-
-__all__ = ["CommunicationMonitor"]
+from lightning_ddp_losses.core import precision
 
 
 class CommunicationMonitor(RankCheck):
@@ -144,7 +142,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         kind = func._schema.name.rpartition("::")[2].strip("_")
         call = _Call(
-            kind, sum(t.nbytes for t in {id(t): t for t in numerics.tensors_in(args)}.values()), time.perf_counter()
+            kind, sum(t.nbytes for t in {id(t): t for t in precision.tensors_in(args)}.values()), time.perf_counter()
         )
         self._calls.append(call)
         result = func(*args, **(kwargs or {}))

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import lightning.pytorch as pl
 
 from lightning_ddp_losses.callbacks import rows
+from lightning_ddp_losses.callbacks.check_stage import Moment
 from lightning_ddp_losses.callbacks.findings import Finding, failed_check
 from lightning_ddp_losses.callbacks.meeting import Meeting
-from lightning_ddp_losses.callbacks.moments import Moment
 from lightning_ddp_losses.callbacks.report import Report
 
 if TYPE_CHECKING:
-    from lightning_ddp_losses.callbacks.rank_check import RankCheck
+    from lightning_ddp_losses.callbacks.base import RankCheck
 
-__all__ = ["Court", "overrides"]
 
 _MOST_TENSORS = 8  # of one moment, whose differences are measured
 T = TypeVar("T")
@@ -127,6 +126,6 @@ def overrides(check: RankCheck, method: str) -> bool:
 
 @functools.cache
 def _class_overrides(cls: Any, method: str) -> bool:
-    from lightning_ddp_losses.callbacks.rank_check import RankCheck
+    from lightning_ddp_losses.callbacks.base import RankCheck
 
     return getattr(cls, method) is not getattr(RankCheck, method)

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 
-__all__ = ["SameBatches", "different_ends", "different_orders", "imbalance", "overlap"]
-
 _LEAST_BATCHES, _LEAST_ROWS = 2, 8
 _LEAST_SHARED = 4
 

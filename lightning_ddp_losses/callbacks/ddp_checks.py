@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lightning_ddp_losses.callbacks.batch import BatchCheck
+from lightning_ddp_losses.callbacks.base import Host, RankCheck
+from lightning_ddp_losses.callbacks.batch_check import BatchCheck
 from lightning_ddp_losses.callbacks.buffers import BufferSyncCheck
 from lightning_ddp_losses.callbacks.checkpoint import CheckpointCheck
 from lightning_ddp_losses.callbacks.communication import CommunicationMonitor
 from lightning_ddp_losses.callbacks.device import DeviceCheck
 from lightning_ddp_losses.callbacks.gradient_flow import GradientFlowCheck
-from lightning_ddp_losses.callbacks.loss import LossCheck
+from lightning_ddp_losses.callbacks.loss_check import LossCheck
 from lightning_ddp_losses.callbacks.optimizer_check import OptimizerCheck
 from lightning_ddp_losses.callbacks.parameter_sync import ParameterSyncCheck
-from lightning_ddp_losses.callbacks.rank_check import Host, RankCheck
 from lightning_ddp_losses.callbacks.report import DEFAULT_ACTION, Settings, check_actions
-from lightning_ddp_losses.errors import ConfigurationError, format_error
-
-__all__ = ["DEFAULT_CHECKS", "DDPChecks"]
+from lightning_ddp_losses.errors import ConfigurationError
 
 DEFAULT_CHECKS: tuple[type[RankCheck], ...] = (
     BatchCheck,
@@ -68,9 +66,7 @@ class DDPChecks(Host):
     ) -> None:
         wrong = [type(c).__name__ for c in checks or () if not isinstance(c, RankCheck)]
         if wrong:
-            raise ConfigurationError(
-                format_error("DDPChecks: checks", expected="instances of RankCheck", got=", ".join(wrong))
-            )
+            raise ConfigurationError("DDPChecks: checks", expected="instances of RankCheck", got=", ".join(wrong))
         self.checks: list[RankCheck] = [make() for make in DEFAULT_CHECKS] if checks is None else list(checks)
         actions = DEFAULT_ACTION | check_actions(action, "DDPChecks")
         self._settings = Settings(actions, file=file, summary=summary, stall_seconds=stall_seconds)

@@ -11,14 +11,12 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_ddp_losses import groups
+from lightning_ddp_losses.callbacks.base import RankCheck
+from lightning_ddp_losses.callbacks.check_stage import Moment
 from lightning_ddp_losses.callbacks.findings import Finding
-from lightning_ddp_losses.callbacks.local_facts import LocalFacts, digest
+from lightning_ddp_losses.callbacks.local_findings import LocalFacts, digest
 from lightning_ddp_losses.callbacks.metric_states import metrics_of
-from lightning_ddp_losses.callbacks.moments import Moment
-from lightning_ddp_losses.callbacks.rank_check import RankCheck
-
-__all__ = ["DeviceCheck", "device_identity", "visible_devices"]
+from lightning_ddp_losses.distributed import process_groups
 
 
 def device_identity(device: torch.device) -> str:
@@ -104,7 +102,7 @@ class DeviceCheck(RankCheck):
 
     def _find_idle(self, trainer: pl.Trainer, device: torch.device) -> None:
         visible = visible_devices()
-        here = groups.world_size() // max(trainer.num_nodes, 1)
+        here = process_groups.world_size() // max(trainer.num_nodes, 1)
         if visible > here:
             what = f"{visible} accelerators are visible, {here} of them in use"
             name = f"{device.type} devices"
@@ -171,4 +169,4 @@ def _other_index(place: torch.device, device: torch.device) -> bool:
 
 
 def _only_nccl() -> bool:
-    return groups.is_distributed() and torch.distributed.get_backend() == "nccl"
+    return process_groups.is_distributed() and torch.distributed.get_backend() == "nccl"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lightning_ddp_losses.fingerprint import hash_bytes
-
-__all__ = ["digest"]
+from lightning_ddp_losses.distributed.fingerprint import hash_bytes
 
 
 def digest(lines: Iterable[str]) -> int:

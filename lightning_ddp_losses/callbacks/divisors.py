@@ -13,8 +13,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
-__all__ = ["Term", "terms"]
-
 _PASSED = ("View", "UnsafeView", "Squeeze", "Reshape", "Clone", "ToCopy", "Alias", "Expand")
 _MOST = 64
 _MEAN, _SUM = 1, 2  # torch's codes

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_ddp_losses.callbacks.faults import FAULTS, Severity
+from lightning_ddp_losses.core.faults import FAULTS, Severity
 from lightning_ddp_losses.errors import ConfigurationError, format_error
-
-__all__ = ["Finding", "failed_check", "odd_ranks"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.fault not in FAULTS:
-            raise ConfigurationError(format_error("Finding.fault", expected="an id of FAULTS", got=repr(self.fault)))
+            raise ConfigurationError("Finding.fault", expected="an id of FAULTS", got=repr(self.fault))
 
     @property
     def severity(self) -> Severity:

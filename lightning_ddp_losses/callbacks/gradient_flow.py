@@ -16,20 +16,18 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_losses import groups
 from lightning_ddp_losses.callbacks import causes
+from lightning_ddp_losses.callbacks.base import RankCheck
+from lightning_ddp_losses.callbacks.check_stage import Moment
+from lightning_ddp_losses.callbacks.ddp_state import Wrap
 from lightning_ddp_losses.callbacks.digests import digest
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
+from lightning_ddp_losses.callbacks.gradient_scale import probe
 from lightning_ddp_losses.callbacks.gradients import Gradients
-from lightning_ddp_losses.callbacks.moments import Moment
-from lightning_ddp_losses.callbacks.rank_check import RankCheck
 from lightning_ddp_losses.callbacks.reach import Reach
-from lightning_ddp_losses.callbacks.scale_probe import probe
+from lightning_ddp_losses.callbacks.replicated_parameters import Unit, divide, is_replicated
 from lightning_ddp_losses.callbacks.scale_verdict import scale_verdict
-from lightning_ddp_losses.callbacks.tracked import Unit, divide, is_replicated
-from lightning_ddp_losses.callbacks.wrap import Wrap
-
-__all__ = ["GradientFlowCheck"]
+from lightning_ddp_losses.distributed import process_groups
 
 _SHOWN = 6
 _ZERO_AT = (0, 3)  # steps at which a module's gradient must be zero to be called so: a zero start is no fault
@@ -114,7 +112,7 @@ class GradientFlowCheck(RankCheck):
         if not self.probe_scale or not is_replicated(trainer) or trainer.global_step:
             return []
         probed = probe(trainer, module, batch, batch_idx, self.session.meeting)
-        return scale_verdict(probed, groups.world_size(), module) if probed is not None else []
+        return scale_verdict(probed, process_groups.world_size(), module) if probed is not None else []
 
     def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
         """See which parameters it does not reach."""

@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.callbacks.tracked import Unit
-from lightning_ddp_losses.fingerprint import Started, combine, finish, start
-
-__all__ = ["Gradients"]
+from lightning_ddp_losses.callbacks.replicated_parameters import Unit
+from lightning_ddp_losses.distributed.fingerprint import Started, combine, finish, start
 
 
 class Gradients:

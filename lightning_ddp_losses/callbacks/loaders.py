@@ -10,9 +10,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from lightning_ddp_losses.callbacks.local_facts import digest
-
-__all__ = ["batch_sizes", "drawn_order", "is_iterable", "loaders", "repeated_rows", "reshuffled", "shuffling_samplers"]
+from lightning_ddp_losses.callbacks.local_findings import digest
 
 _READ = 1 << 16  # indices of an order
 _DEPTH = 3

@@ -8,8 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
-__all__ = ["reduced_keys", "watched"]
-
 
 def reduced_keys(trainer: pl.Trainer, *, validation: bool = False) -> list[str]:
     """Names of logged values that need all ranks: with ``sync_dist``, or a metric."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 
-__all__ = ["different_keys", "different_values", "loss_meaning", "without_loss"]
-
 _EQUAL = 1e-6  # relative
 
 

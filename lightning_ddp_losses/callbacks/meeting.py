@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_losses import frames, groups
-from lightning_ddp_losses.transport import gather
-
-__all__ = ["Meeting"]
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.raw_collectives import gather
 
 _CHUNK = 1 << 20
 _AWAKE_SECONDS, _NAP_SECONDS = 0.002, 0.005
@@ -34,7 +32,7 @@ class Meeting:
         self.gathers = 0
         self.bytes = 0
 
-    def swap(self, place: str, row: bytes, agreed: dict[str, object] | None = None) -> list[bytes]:
+    def swap(self, place: str, row: bytes, must_match: dict[str, object] | None = None) -> list[bytes]:
         """The rows of all ranks, in rank order.
 
         Raises:
@@ -42,14 +40,14 @@ class Meeting:
 
         Communication: one gather; one more when a row outgrew the agreed size. None in a world of one.
         """
-        frame = frames.start(place, agreed or {}, row, channel="checks")
+        frame = handshake.start(place, must_match or {}, row, channel="checks")
         self._await(frame)
         rows = frame.finish()
-        self.gathers += groups.world_size() > 1
+        self.gathers += process_groups.world_size() > 1
         self.bytes += frame.sent_bytes
         return rows
 
-    def _await(self, frame: frames.Exchange) -> None:
+    def _await(self, frame: handshake.PendingHandshake) -> None:
         """Wait, first awake, and leave when a peer has failed: it will not come."""
         begun = time.perf_counter()
         while not frame.arrived():
@@ -65,18 +63,18 @@ class Meeting:
 
         Communication: one gather, and two for each 8 MiB of the tensor.
         """
-        if groups.world_size() == 1:
+        if process_groups.world_size() == 1:
             return None
         usable = own is not None and not own.is_complex() and own.layout == torch.strided
         about = f"{tuple(own.shape)} {own.dtype}" if own is not None and usable else ""
         everyone = self.swap("a tensor's difference", about.encode())
         if own is None or not about or len(set(everyone)) > 1:
             return None
-        group, worst = groups.family().checks, 0.0
+        group, worst = process_groups.internal_groups().checks, 0.0
         flat = own.detach().reshape(-1)
         for start in range(0, flat.numel(), _CHUNK):
             part = flat[start : start + _CHUNK].double().cpu()
-            table = part.new_empty(groups.world_size() * part.numel())
+            table = part.new_empty(process_groups.world_size() * part.numel())
             gather(table, part, group=group)
             table = table.view(-1, part.numel())
             difference = (table.amax(0) - table.amin(0)).nan_to_num(nan=float("inf")).max()
@@ -91,4 +89,4 @@ class Meeting:
     @staticmethod
     def group() -> dist.ProcessGroup:
         """The group that only checks use."""
-        return groups.family().checks
+        return process_groups.internal_groups().checks

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 
-__all__ = ["compare_states", "metrics_of", "states_of"]
-
 
 def metrics_of(module: nn.Module) -> dict[str, Any]:
     """Torchmetrics' metrics by path, without Lightning's records of what was logged."""

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.causes import FIXES, optimizer_settings
+from lightning_ddp_losses.callbacks.check_stage import Moment
 from lightning_ddp_losses.callbacks.digests import digest
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
-from lightning_ddp_losses.callbacks.moments import Moment
-from lightning_ddp_losses.callbacks.rank_check import RankCheck
-from lightning_ddp_losses.callbacks.tracked import is_replicated, optimised
-from lightning_ddp_losses.fingerprint import combine, fingerprint, fingerprints
-
-__all__ = ["OptimizerCheck"]
+from lightning_ddp_losses.callbacks.replicated_parameters import is_replicated, optimised
+from lightning_ddp_losses.distributed.fingerprint import combine, fingerprint, fingerprints
 
 _SHOWN = 6
 _WORDS = {

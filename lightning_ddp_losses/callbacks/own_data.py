@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 import lightning.pytorch as pl
 
-from lightning_ddp_losses import groups
 from lightning_ddp_losses.callbacks import loaders
-from lightning_ddp_losses.callbacks.contrastive import local_contrastive
 from lightning_ddp_losses.callbacks.findings import Finding
-
-__all__ = ["local_losses", "lonely_rows", "repeated", "reshuffled", "sizes"]
+from lightning_ddp_losses.callbacks.loss_observations import local_contrastive
+from lightning_ddp_losses.distributed import process_groups
 
 
 def sizes(trainer: pl.Trainer) -> tuple[int, int]:
@@ -23,7 +21,7 @@ def sizes(trainer: pl.Trainer) -> tuple[int, int]:
 def local_losses(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[Finding]:
     """Losses that compare the rows of this rank only, and accumulation that does not help them."""
     names = [f"`{name}`" for name in local_contrastive(module)]
-    if not names or groups.world_size() == 1:
+    if not names or process_groups.world_size() == 1:
         return
     listed = ", ".join(names)
     wrap = "Wrap it in GlobalBatchLoss, which evaluates it over the rows of all ranks."

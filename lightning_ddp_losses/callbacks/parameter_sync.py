@@ -15,15 +15,13 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.callbacks import causes
+from lightning_ddp_losses.callbacks.base import RankCheck
+from lightning_ddp_losses.callbacks.check_stage import Moment
+from lightning_ddp_losses.callbacks.ddp_state import Wrap
 from lightning_ddp_losses.callbacks.digests import digest
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
-from lightning_ddp_losses.callbacks.moments import Moment
-from lightning_ddp_losses.callbacks.rank_check import RankCheck
-from lightning_ddp_losses.callbacks.tracked import Unit, divide, is_replicated, shards, tracked
-from lightning_ddp_losses.callbacks.wrap import Wrap
-from lightning_ddp_losses.fingerprint import combine, fingerprints
-
-__all__ = ["ParameterSyncCheck"]
+from lightning_ddp_losses.callbacks.replicated_parameters import Unit, divide, is_replicated, shards, tracked
+from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints
 
 _SHOWN = 6  # parameters named in one go
 

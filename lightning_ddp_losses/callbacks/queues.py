@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_ddp_losses.callbacks.batches import row_hashes
-from lightning_ddp_losses.fingerprint import fingerprint
-
-__all__ = ["Buffer", "Place", "is_unplaced", "memories", "places", "remembering"]
+from lightning_ddp_losses.callbacks.batch_reader import row_hashes
+from lightning_ddp_losses.distributed.fingerprint import fingerprint
 
 _QUEUE_WORDS = ("queue", "memory", "bank")
 _ROWS = 1024

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Reach"]
-
 _TOP = 64  # nodes by which a graph is recognised
 
 

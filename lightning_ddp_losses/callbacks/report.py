@@ -14,11 +14,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from rich.console import Console
 from rich.table import Table
 
-from lightning_ddp_losses import groups
 from lightning_ddp_losses.callbacks.findings import Finding
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, format_error
-
-__all__ = ["FILE_NAME", "Report", "Settings", "check_actions", "log_figures"]
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
 
 FILE_NAME = "ddp_checks.jsonl"
 DEFAULT_ACTION = {"error": "raise", "warning": "warn", "note": "log"}
@@ -30,7 +28,7 @@ def check_actions(action: Mapping[str, str] | None, title: str) -> dict[str, str
     given = dict(action or {})
     if any(key not in DEFAULT_ACTION or value not in _ACTIONS for key, value in given.items()):
         expected = f"severities {', '.join(DEFAULT_ACTION)} with one of {', '.join(_ACTIONS)}"
-        raise ConfigurationError(format_error(f"{title}: action", expected=expected, got=given))
+        raise ConfigurationError(f"{title}: action", expected=expected, got=given)
     return given
 
 
@@ -123,7 +121,7 @@ class Report:
         remarks: Sequence[str] = (),
     ) -> None:
         """Print one row per check and one line of totals, on rank 0."""
-        if not self._settings.summary or groups.rank():
+        if not self._settings.summary or process_groups.rank():
             return
         table = Table(title=f"{len(titles)} checks, {steps} steps, {self.count} findings, {share:.1%} of the time")
         table.add_column("check")
@@ -140,7 +138,7 @@ class Report:
             console.print(line)
 
     def _write(self, finding: Finding) -> None:
-        if self._path is None or groups.rank():
+        if self._path is None or process_groups.rank():
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
@@ -156,7 +154,7 @@ def log_figures(trainer: pl.Trainer, figures: Mapping[str, float], step: int) ->
 
 def _warn(text: str) -> None:
     """Warn on rank 0; where the user has made warnings errors, raise on every rank."""
-    if groups.rank() == 0:
+    if process_groups.rank() == 0:
         warnings.warn(text, stacklevel=2)
         return
     with warnings.catch_warnings(record=True):

@@ -16,9 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.errors import InputError, format_error
-
-__all__ = ["Measured", "encode", "failure", "tables"]
+from lightning_ddp_losses.errors import InputError
 
 Measured: TypeAlias = "Tensor | list[int] | list[float]"
 """One rank's numbers. A list with a float in it becomes one of floats, on this rank; ints must fit 64 bits."""
@@ -43,7 +41,7 @@ def encode(measured: object, title: str) -> bytes:
     if isinstance(measured, list):
         got = f"a list with {', '.join(dict.fromkeys(type(value).__name__ for value in measured))}"
     expected = "a list of numbers, or a 1-D tensor of int64, float64 or uint8"
-    raise InputError(format_error(f"{title}.measure", expected=expected, got=got))
+    raise InputError(f"{title}.measure", expected=expected, got=got)
 
 
 def failure(text: str) -> bytes:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from lightning_ddp_losses.callbacks.findings import Finding
-from lightning_ddp_losses.callbacks.scale_probe import Probed
-
-__all__ = ["scale_verdict"]
+from lightning_ddp_losses.callbacks.gradient_scale import Probed
 
 _FIXES = {
-    "F20": "Gather with autograd (lightning_ddp_losses.collectives.all_gather_with_grad), or wrap the loss in GlobalBatchLoss.",
+    "F20": "Gather with autograd (lightning_ddp_losses.distributed.collectives.all_gather_with_grad), or wrap the loss in GlobalBatchLoss.",
     "F21": "Leave the factor out: the gather's backward sums over ranks already.",
-    "F23": "Use lightning_ddp_losses.collectives.all_reduce_with_grad: an in-place all-reduce has no gradient.",
+    "F23": "Use lightning_ddp_losses.distributed.collectives.all_reduce_with_grad: an in-place all-reduce has no gradient.",
     "F24": "The factor W mends the encoder and spoils the loss's own parameters: wrap the inner loss in GlobalBatchLoss.",
     "F27": "A torchmetrics metric keeps the gradient of its own rank's rows only: make it lightning_ddp_losses.differentiable.",
 }

@@ -2,7 +2,7 @@
 
 from lightning_ddp_losses.cli.app import LossCLI, main
 from lightning_ddp_losses.cli.arrays import ArrayDataModule
-from lightning_ddp_losses.cli.digits import DigitsDataModule
+from lightning_ddp_losses.cli.demo import DigitsDataModule
 from lightning_ddp_losses.cli.encoders import DigitsEncoder, MLPEncoder
 from lightning_ddp_losses.cli.module import EmbeddingModule
 from lightning_ddp_losses.cli.regression import RegressionModule, slant

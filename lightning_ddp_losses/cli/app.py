@@ -16,12 +16,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from lightning_ddp_losses import groups
 from lightning_ddp_losses.cli.audit import AuditedTrainer, AuditOptions, devices_of, run_audit
 from lightning_ddp_losses.cli.report import RunReport
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, format_error
-
-__all__ = ["LossCLI", "main"]
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
 
 QUIET = (
     ".*does not have many workers which may be a bottleneck.*",  # arrays are read faster by the rank itself
@@ -90,9 +88,7 @@ class LossCLI(LightningCLI):
             for name in ("num_classes", "embedding_size"):
                 if name in sizes and sizes[name] is None:
                     raise ConfigurationError(
-                        format_error(
-                            f"model.{path}.{name}", expected="a number", got="nothing", fix="Set it in the config."
-                        )
+                        f"model.{path}.{name}", expected="a number", got="nothing", fix="Set it in the config."
                     )
             path += ".loss.init_args"  # of a loss around a loss
 
@@ -101,7 +97,7 @@ class LossCLI(LightningCLI):
         config = self._get(self.config_init, "trainer", default={})
         if config.get("devices") in (0, "0"):
             fix = "Set trainer.devices to 1 for plain training in one process, to more for more ranks."
-            raise ConfigurationError(format_error("trainer.devices", expected="1 or more ranks", got=0, fix=fix))
+            raise ConfigurationError("trainer.devices", expected="1 or more ranks", got=0, fix=fix)
         callbacks = config.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
         if config.get("enable_progress_bar") is not False and not any(
@@ -157,7 +153,7 @@ def main() -> None:
     try:
         status = LossCLI().exit_status
     except (DDPLossError, MisconfigurationException) as error:
-        if getattr(error, "collective", False) and groups.rank() > 0:
+        if getattr(error, "collective", False) and process_groups.rank() > 0:
             sys.exit(1)  # rank 0 says the same
         message = f"ddp-losses: {type(error).__name__}: {error}"
         if not auditing:

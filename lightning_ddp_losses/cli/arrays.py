@@ -12,9 +12,7 @@ import numpy as np
 
 from lightning_ddp_losses.cli.data import Array, BatchedArrayDataModule
 from lightning_ddp_losses.cli.sampling import stratified_split
-from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
-
-__all__ = ["ArrayDataModule"]
+from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -54,11 +52,9 @@ class ArrayDataModule(BatchedArrayDataModule):
         super().__init__(batch_size, seed, num_workers, m_per_class)
         if (val_features is None) != (val_labels is None):
             raise ConfigurationError(
-                format_error(
-                    "held-out files",
-                    expected="both val_features and val_labels, or neither",
-                    got=f"val_features={val_features}, val_labels={val_labels}",
-                )
+                "held-out files",
+                expected="both val_features and val_labels, or neither",
+                got=f"val_features={val_features}, val_labels={val_labels}",
             )
         self.features, self.labels = _load_pair(features, labels)
         if val_features is None or val_labels is None:
@@ -68,22 +64,18 @@ class ArrayDataModule(BatchedArrayDataModule):
             self.held_out_features, self.held_out_labels = _load_pair(val_features, val_labels)
             if self.held_out_features.shape[1:] != self.features.shape[1:]:
                 raise InputError(
-                    format_error(
-                        f"shape of {val_features}",
-                        expected=f"(N, {_sizes(self.features)}) like {features}",
-                        got=f"(N, {_sizes(self.held_out_features)})",
-                    )
+                    f"shape of {val_features}",
+                    expected=f"(N, {_sizes(self.features)}) like {features}",
+                    got=f"(N, {_sizes(self.held_out_features)})",
                 )
             self.train_rows = np.arange(len(self.labels))
             self.held_out_rows = np.arange(len(self.held_out_labels))
         if not len(self.held_out_rows):
             raise InputError(
-                format_error(
-                    f"classes in {labels}",
-                    expected="at least one of two rows, so that one can be held out",
-                    got="one row for each label",
-                    fix="Give val_features and val_labels.",
-                )
+                f"classes in {labels}",
+                expected="at least one of two rows, so that one can be held out",
+                got="one row for each label",
+                fix="Give val_features and val_labels.",
             )
 
 
@@ -98,12 +90,12 @@ def _open(path: PathLike, what: str) -> Array:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
         fix = f"Paths are relative to {os.getcwd()}."
-        raise InputError(format_error(f"{what} {path}", expected=expected, got="no such file", fix=fix)) from error
+        raise InputError(f"{what} {path}", expected=expected, got="no such file", fix=fix) from error
     except (OSError, ValueError, EOFError) as error:
-        raise InputError(format_error(f"{what} {path}", expected=expected, got=str(error))) from error
+        raise InputError(f"{what} {path}", expected=expected, got=str(error)) from error
     if not isinstance(array, np.ndarray):
         array.close()
-        raise InputError(format_error(f"{what} {path}", expected=expected, got="an .npz archive"))
+        raise InputError(f"{what} {path}", expected=expected, got="an .npz archive")
     return array
 
 
@@ -112,27 +104,23 @@ def _load_pair(features_path: PathLike, labels_path: PathLike) -> tuple[Array, A
     features, labels = _open(features_path, "features"), _open(labels_path, "labels")
     if features.ndim < 2 or 0 in features.shape:
         shape = "(N, D) or (N, channels, height, width), nothing of length 0"
-        raise InputError(format_error(f"shape of {features_path}", expected=shape, got=features.shape))
+        raise InputError(f"shape of {features_path}", expected=shape, got=features.shape)
     if features.dtype.kind not in "fiu":
-        raise InputError(
-            format_error(f"dtype of {features_path}", expected="floating or integer numbers", got=features.dtype)
-        )
+        raise InputError(f"dtype of {features_path}", expected="floating or integer numbers", got=features.dtype)
     if labels.ndim != 1:
-        raise InputError(format_error(f"shape of {labels_path}", expected=f"({len(features)},)", got=labels.shape))
+        raise InputError(f"shape of {labels_path}", expected=f"({len(features)},)", got=labels.shape)
     if labels.dtype.kind not in "iu":
         fix = "Number the classes from 0: numpy.unique(names, return_inverse=True)[1]."
-        raise InputError(format_error(f"dtype of {labels_path}", expected="integers", got=labels.dtype, fix=fix))
+        raise InputError(f"dtype of {labels_path}", expected="integers", got=labels.dtype, fix=fix)
     if len(labels) != len(features):
         raise InputError(
-            format_error(
-                f"rows of {labels_path}",
-                expected=f"{len(features)}, as in {features_path}",
-                got=len(labels),
-                fix="Write one label for each row of the features.",
-            )
+            f"rows of {labels_path}",
+            expected=f"{len(features)}, as in {features_path}",
+            got=len(labels),
+            fix="Write one label for each row of the features.",
         )
     labels = np.asarray(labels).astype(np.int64)
     if labels.min() < 0:
         fix = "Number the classes from 0."
-        raise InputError(format_error(f"labels in {labels_path}", expected="0 or more", got=labels.min(), fix=fix))
+        raise InputError(f"labels in {labels_path}", expected="0 or more", got=labels.min(), fix=fix)
     return features, labels

@@ -11,8 +11,6 @@ from rich.console import Console
 
 from lightning_ddp_losses.audit import AuditReport, audit
 
-__all__ = ["AuditOptions", "AuditedTrainer", "run_audit"]
-
 
 @dataclass
 class AuditOptions:

@@ -15,11 +15,9 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from lightning_ddp_losses import groups
 from lightning_ddp_losses.cli.sampling import HeldOutSlices, check_classes, check_cut, class_batches
+from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.samplers import GlobalBatchSampler
-
-__all__ = ["BatchedArrayDataModule", "Rows"]
 
 Array = np.ndarray[Any, Any]
 
@@ -122,7 +120,7 @@ class BatchedArrayDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """This rank's slices of the global batches, which differ by epoch."""
-        self.check(groups.world_size())
+        self.check(process_groups.world_size())
         rows, G = self._rows(train=True), self.batch_size
         labels, m_per_class = self.labels[self.train_rows], self.m_per_class
         source = RandomSampler(rows) if m_per_class is None else class_batches(labels, m_per_class, G)
@@ -130,7 +128,7 @@ class BatchedArrayDataModule(LightningDataModule):
         return DataLoader(rows, batch_sampler=batches, collate_fn=_as_fetched, **self._workers())
 
     def _held_out_loader(self) -> DataLoader[tuple[Tensor, ...]]:
-        self.check(groups.world_size())
+        self.check(process_groups.world_size())
         rows = self._rows(train=False)
         cut = HeldOutSlices(len(rows), self.batch_size)
         return DataLoader(rows, sampler=cut, batch_size=None, **self._workers())

@@ -7,9 +7,7 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.errors import InputError, format_error
-
-__all__ = ["DigitsEncoder", "MLPEncoder"]
+from lightning_ddp_losses.errors import InputError
 
 
 class DigitsEncoder(nn.Module):
@@ -48,7 +46,7 @@ class DigitsEncoder(nn.Module):
             InputError: Images of another shape.
         """
         if x.shape[1:] != (1, 8, 8):
-            raise InputError(format_error("images", expected="(B, 1, 8, 8)", got=tuple(x.shape)))
+            raise InputError("images", expected="(B, 1, 8, 8)", got=tuple(x.shape))
         embeddings: Tensor = self.layers(x)
         return embeddings
 
@@ -80,12 +78,10 @@ class MLPEncoder(nn.Module):
         rows = torch.flatten(x, 1)
         if rows.shape[1] != self.in_features:
             raise InputError(
-                format_error(
-                    "row length",
-                    expected=f"in_features={self.in_features}",
-                    got=f"{rows.shape[1]} (shape {tuple(x.shape)})",
-                    fix=f"Set model.init_args.encoder.init_args.in_features to {rows.shape[1]}.",
-                )
+                "row length",
+                expected=f"in_features={self.in_features}",
+                got=f"{rows.shape[1]} (shape {tuple(x.shape)})",
+                fix=f"Set model.init_args.encoder.init_args.in_features to {rows.shape[1]}.",
             )
         embeddings: Tensor = self.layers(rows)
         return embeddings

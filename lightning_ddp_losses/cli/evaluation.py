@@ -17,10 +17,8 @@ from pytorch_metric_learning.utils.inference import CustomKNN
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad
-from lightning_ddp_losses.errors import InputError, format_error
-
-__all__ = ["HeldOut", "HeldOutRows", "exact_scalars", "retrieval_metrics"]
+from lightning_ddp_losses.distributed.collectives import all_gather_with_grad, all_reduce_with_grad
+from lightning_ddp_losses.errors import InputError
 
 _NAMES = {
     "precision_at_1": "precision_at_1",
@@ -79,7 +77,7 @@ class HeldOutRows:
         """
         if not self.embeddings:
             fix = "Give every rank at least one held-out batch."
-            raise InputError(format_error("held-out rows of this rank", expected="one at least", got=0, fix=fix))
+            raise InputError("held-out rows of this rank", expected="one at least", got=0, fix=fix)
         embeddings = all_gather_with_grad(torch.cat(self.embeddings))
         labels = all_gather_with_grad(torch.cat(self.labels))
         if self.indices:
@@ -118,12 +116,10 @@ def retrieval_metrics(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
     if bad:
         fix = "The training diverged, or the inputs hold NaN: lower the learning rate, or check the features."
         raise InputError(
-            format_error(
-                "embeddings of the held-out set",
-                expected="finite numbers",
-                got=f"{bad} rows of {len(rows)} with NaN or infinity",
-                fix=fix,
-            )
+            "embeddings of the held-out set",
+            expected="finite numbers",
+            got=f"{bad} rows of {len(rows)} with NaN or infinity",
+            fix=fix,
         )
     rows = normalize(rows)
     search = CustomKNN(DotProductSimilarity(normalize_embeddings=False), batch_size=_QUERIES_AT_ONCE)

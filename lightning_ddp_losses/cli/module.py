@@ -14,12 +14,10 @@ from pytorch_metric_learning.losses import CrossBatchMemory
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
-from lightning_ddp_losses import groups
 from lightning_ddp_losses.cli.evaluation import HeldOut, HeldOutRows, exact_scalars, retrieval_metrics
+from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import format_error
 from lightning_ddp_losses.microbatch import microbatched
-
-__all__ = ["EmbeddingModule"]
 
 
 class EmbeddingModule(LightningModule):
@@ -162,7 +160,7 @@ class EmbeddingModule(LightningModule):
         return held_out
 
     def _keep(self, held_out: HeldOut) -> None:
-        if groups.rank() == 0 and not self.trainer.sanity_checking:
+        if process_groups.rank() == 0 and not self.trainer.sanity_checking:
             self.held_out = HeldOut(held_out.embeddings.cpu(), held_out.labels.cpu(), held_out.loss)
 
     def _warn_of_repeated_rows(self) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_embedding", "draw_loss_curve", "read_metrics"]
 
 _MOST_POINTS = 4000
 _MOST_CLASSES_IN_LEGEND = 20

@@ -11,8 +11,6 @@ from lightning.pytorch.core.mixins import hparams_mixin
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-__all__ = ["RegressionModule", "slant"]
-
 
 def slant(images: Tensor) -> Tensor:
     """How far handwriting leans: columns of ink per row, of images (B, 1, H, W), as (B,); what deslanting would take away.

@@ -16,8 +16,6 @@ from rich.table import Table
 from lightning_ddp_losses.cli.evaluation import HeldOut, retrieval_metrics
 from lightning_ddp_losses.cli.pictures import draw_embedding, draw_loss_curve, read_metrics
 
-__all__ = ["RunReport"]
-
 _ROWS = (
     ("loss", "val_loss"),
     ("precision@1", "precision_at_1"),

@@ -11,10 +11,8 @@ import numpy as np
 from pytorch_metric_learning.samplers import MPerClassSampler
 from torch.utils.data import DistributedSampler
 
-from lightning_ddp_losses import groups
-from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
-
-__all__ = ["HeldOutSlices", "check_classes", "check_cut", "class_batches", "stratified_split"]
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 
 def class_batches(labels: np.ndarray, m_per_class: int, batch_size: int) -> MPerClassSampler:
@@ -47,7 +45,7 @@ class HeldOutSlices(DistributedSampler[list[int]]):
     """
 
     def __init__(self, size: int, batch_size: int) -> None:
-        super().__init__(range(size), groups.world_size(), groups.rank(), shuffle=False)  # type: ignore[arg-type]
+        super().__init__(range(size), process_groups.world_size(), process_groups.rank(), shuffle=False)  # type: ignore[arg-type]
         self.size, self.batch_size = size, batch_size
 
     def __len__(self) -> int:
@@ -78,19 +76,17 @@ def check_cut(size: int, batch_size: int, world_size: int, *, shuffle: bool) -> 
         below = batch_size // world_size * world_size
         choices = " or ".join(str(choice) for choice in (below, below + world_size) if choice > 0)
         raise ConfigurationError(
-            format_error(
-                "batch_size (rows of the global batch, over all ranks)",
-                expected=f"a positive multiple of the {world_size} ranks",
-                got=batch_size,
-                fix=f"Set data.init_args.batch_size to {choices}, or change trainer.devices.",
-            )
+            "batch_size (rows of the global batch, over all ranks)",
+            expected=f"a positive multiple of the {world_size} ranks",
+            got=batch_size,
+            fix=f"Set data.init_args.batch_size to {choices}, or change trainer.devices.",
         )
     if size < (batch_size if shuffle else world_size):
         part, least = (
             ("training", f"batch_size={batch_size}") if shuffle else ("held-out", f"one for each of {world_size} ranks")
         )
         fix = "Lower batch_size, or give more rows." if shuffle else "Hold out more rows, or use fewer ranks."
-        raise InputError(format_error(f"{part} rows", expected=f"at least {least}", got=size, fix=fix))
+        raise InputError(f"{part} rows", expected=f"at least {least}", got=size, fix=fix)
 
 
 def check_classes(labels: np.ndarray, m_per_class: int, batch_size: int) -> None:
@@ -101,16 +97,14 @@ def check_classes(labels: np.ndarray, m_per_class: int, batch_size: int) -> None
     """
     what = f"m_per_class (rows of a class in the global batch of {batch_size})"
     if m_per_class < 1 or batch_size % m_per_class:
-        raise ConfigurationError(format_error(what, expected=f"a divisor of {batch_size}", got=m_per_class))
+        raise ConfigurationError(what, expected=f"a divisor of {batch_size}", got=m_per_class)
     classes = len(np.unique(labels))
     if classes * m_per_class < batch_size:
         raise ConfigurationError(
-            format_error(
-                what,
-                expected=f"at least {-(-batch_size // classes)}, as there are {classes} classes",
-                got=m_per_class,
-                fix="Raise m_per_class, or lower batch_size.",
-            )
+            what,
+            expected=f"at least {-(-batch_size // classes)}, as there are {classes} classes",
+            got=m_per_class,
+            fix="Raise m_per_class, or lower batch_size.",
         )
 
 
@@ -126,9 +120,7 @@ def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np
         Sorted row numbers (train, held out) without overlap.
     """
     if not 0 < fraction < 1:
-        raise ConfigurationError(
-            format_error("held_out (share of every class)", expected="between 0 and 1", got=fraction)
-        )
+        raise ConfigurationError("held_out (share of every class)", expected="between 0 and 1", got=fraction)
     random = np.random.default_rng(seed)
     held_out = []
     for label in np.unique(labels):

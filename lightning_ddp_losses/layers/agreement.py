@@ -14,19 +14,17 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_ddp_losses import frames, groups
-from lightning_ddp_losses.errors import RankMismatchError, format_error
-from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.layers.statistics import Scope
+from lightning_ddp_losses.core.forward_patch import MethodPatch
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.errors import RankMismatchError
+from lightning_ddp_losses.layers.batch_norm_function import Scope
 from lightning_ddp_losses.layers.synced import SyncedForward, fail_in
-from lightning_ddp_losses.stand_in import StandIn
-
-__all__ = ["BackwardMeeting", "agree_on_names", "calls_in"]
 
 _SHOWN = 6  # differing names shown in an error
 
 
-class BackwardMeeting(StandIn):
+class BackwardMeeting(MethodPatch):
     """Stands in for the LightningModule's ``on_before_backward``, which Lightning calls in each backward, manual ones too.
 
     Args:
@@ -81,15 +79,13 @@ def agree_on_names(what: str, names: Iterable[str], fix: str, *, group: Group = 
     """
     own = list(names)
     digest = hashlib.sha256("\n".join(own).encode()).digest()
-    if groups.world_size(group) == 1 or len(set(frames.exchange(what, {}, digest, group=group))) == 1:
+    if process_groups.world_size(group) == 1 or len(set(handshake.all_gather(what, {}, digest, group=group))) == 1:
         return
-    everyone = [json.loads(p) for p in frames.exchange(f"all {what}", {}, json.dumps(own).encode(), group=group)]
+    everyone = [json.loads(p) for p in handshake.all_gather(f"all {what}", {}, json.dumps(own).encode(), group=group)]
     common = set.intersection(*map(set, everyone))
     ranks = []
     for theirs in everyone:
         more = [name for name in theirs if name not in common]
         shown = ", ".join(more[:_SHOWN]) + (f" and {len(more) - _SHOWN} more" if len(more) > _SHOWN else "")
         ranks.append(f"{len(common)} in common{f', and {shown}' if more else ''}")
-    raise RankMismatchError(
-        format_error(what, expected="the same on every rank", ranks=ranks, fix=fix), collective=True
-    )
+    raise RankMismatchError(what, expected="the same on every rank", ranks=ranks, fix=fix, collective=True)

@@ -17,16 +17,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses import frames, groups
-from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.core.forward_patch import MethodPatch
+from lightning_ddp_losses.core.module_search import unregistered_modules
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.layers.agreement import BackwardMeeting, agree_on_names
-from lightning_ddp_losses.layers.statistics import Scope
+from lightning_ddp_losses.layers.batch_norm_function import Scope
 from lightning_ddp_losses.layers.synced import SyncedForward, UnregisteredSentinel
-from lightning_ddp_losses.stand_in import StandIn
-from lightning_ddp_losses.unregistered import unregistered_modules
-
-__all__ = ["SyncBatchNorm", "batch_norms"]
 
 
 class SyncBatchNorm(LayerSync):
@@ -68,13 +66,11 @@ class SyncBatchNorm(LayerSync):
         self, group_size: int | None = None, process_group: Group | Callable[[], dist.ProcessGroup] = None
     ) -> None:
         if group_size is not None and (not isinstance(group_size, int) or group_size < 1):
-            raise ConfigurationError(format_error("group_size", expected="a number of ranks", got=repr(group_size)))
+            raise ConfigurationError("group_size", expected="a number of ranks", got=repr(group_size))
         if group_size is not None and process_group is not None:
-            raise ConfigurationError(
-                format_error("SyncBatchNorm", expected="group_size= or process_group=, or neither", got="both")
-            )
+            raise ConfigurationError("SyncBatchNorm", expected="group_size= or process_group=, or neither", got="both")
         self.group_size, self.process_group = group_size, process_group
-        self._stand_ins: list[StandIn] = []
+        self._stand_ins: list[MethodPatch] = []
         self._layers: list[SyncedForward] = []
         self._made: tuple[Any, Scope] = (None, Scope())
 
@@ -85,7 +81,7 @@ class SyncBatchNorm(LayerSync):
             self._refuse_wrong_order(model, found)
             self._scope()
         except Exception as error:
-            frames.fail_together(error, "SyncBatchNorm.apply")
+            handshake.raise_on_all_ranks(error, "SyncBatchNorm.apply")
         agree_on_names(
             "batch norms to synchronise",
             [f"{title} {type(layer).__name__}" for title, layer in found],
@@ -99,14 +95,14 @@ class SyncBatchNorm(LayerSync):
         self._stand_ins = [*self._layers, *sentinels]
         if isinstance(model, pl.LightningModule):
             self._stand_ins.append(BackwardMeeting(model, self._layers, self._scope))
-        for stand_in in self._stand_ins:
-            stand_in.install()
+        for patch in self._stand_ins:
+            patch.install()
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
         """Give the modules back as they came."""
-        for stand_in in self._stand_ins:
-            stand_in.remove()
+        for patch in self._stand_ins:
+            patch.remove()
         self._stand_ins, self._layers = [], []
         return model
 
@@ -122,34 +118,30 @@ class SyncBatchNorm(LayerSync):
         Raises:
             ConfigurationError: a group size that does not divide the world, a group that this rank is not in.
         """
-        world = dist.group.WORLD if groups.is_distributed() else None
+        world = dist.group.WORLD if process_groups.is_distributed() else None
         if self._made[0] is not world or world is None:
             self._made = (world, Scope() if world is None else self._make_scope())
         return self._made[1]
 
     def _make_scope(self) -> Scope:
         if self.group_size is not None:
-            if groups.world_size() % self.group_size:
+            if process_groups.world_size() % self.group_size:
                 raise ConfigurationError(
-                    format_error(
-                        "SyncBatchNorm(group_size=)",
-                        expected=f"a divisor of the {groups.world_size()} ranks",
-                        got=self.group_size,
-                        fix="Leave it out to normalise over all ranks.",
-                    )
+                    "SyncBatchNorm(group_size=)",
+                    expected=f"a divisor of the {process_groups.world_size()} ranks",
+                    got=self.group_size,
+                    fix="Leave it out to normalise over all ranks.",
                 )
-            if self.group_size == groups.world_size():
+            if self.group_size == process_groups.world_size():
                 return Scope()
-            return Scope(groups.neighbours(self.group_size), None, self.group_size)
+            return Scope(process_groups.subgroup_of_size(self.group_size), None, self.group_size)
         group = self.process_group() if callable(self.process_group) else self.process_group
-        if group is not None and groups.rank(group) < 0:
+        if group is not None and process_groups.rank(group) < 0:
             raise ConfigurationError(
-                format_error(
-                    "SyncBatchNorm(process_group=)",
-                    expected="a group that this rank is a member of",
-                    got=f"one without rank {groups.rank()}",
-                    fix="Make a group for every rank, and hand each rank its own.",
-                )
+                "SyncBatchNorm(process_group=)",
+                expected="a group that this rank is a member of",
+                got=f"one without rank {process_groups.rank()}",
+                fix="Make a group for every rank, and hand each rank its own.",
             )
         return Scope(group, group)
 
@@ -161,24 +153,20 @@ class SyncBatchNorm(LayerSync):
         ]
         if inside:
             raise ConfigurationError(
-                format_error(
-                    "SyncBatchNorm",
-                    expected="modules before the wrap in DistributedDataParallel",
-                    got=f"{', '.join(inside)}, wrapped already",
-                    fix="Synchronise first, wrap then; under Lightning's Trainer leave both to the strategy.",
-                )
+                "SyncBatchNorm",
+                expected="modules before the wrap in DistributedDataParallel",
+                got=f"{', '.join(inside)}, wrapped already",
+                fix="Synchronise first, wrap then; under Lightning's Trainer leave both to the strategy.",
             )
         ours = [title for title, layer in found if isinstance(layer.__dict__.get("forward"), SyncedForward)]
         torchs = [title for title, layer in found if isinstance(layer, nn.SyncBatchNorm)]
         if ours or torchs:
             raise ConfigurationError(
-                format_error(
-                    "SyncBatchNorm",
-                    expected="batch norms that nobody has converted",
-                    got=f"{', '.join((ours or torchs)[:6])}, converted already"
-                    + ("" if ours else " by torch.nn.SyncBatchNorm.convert_sync_batchnorm"),
-                    fix="Convert once: build the model with plain batch norms and leave the rest to the plugin.",
-                )
+                "SyncBatchNorm",
+                expected="batch norms that nobody has converted",
+                got=f"{', '.join((ours or torchs)[:6])}, converted already"
+                + ("" if ours else " by torch.nn.SyncBatchNorm.convert_sync_batchnorm"),
+                fix="Convert once: build the model with plain batch norms and leave the rest to the plugin.",
             )
         scripted = [
             f"`{name}`"
@@ -187,12 +175,10 @@ class SyncBatchNorm(LayerSync):
         ]
         if scripted:
             raise ConfigurationError(
-                format_error(
-                    "SyncBatchNorm",
-                    expected="batch norms in plain modules",
-                    got=f"{', '.join(scripted[:6])} in TorchScript, which nobody can reach into",
-                    fix="Script the model after training.",
-                )
+                "SyncBatchNorm",
+                expected="batch norms in plain modules",
+                got=f"{', '.join(scripted[:6])} in TorchScript, which nobody can reach into",
+                fix="Script the model after training.",
             )
 
     def _adopt(self, model: nn.Module, layer: nn.Module) -> SyncedForward | None:

@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lightning_ddp_losses import frames, graph, groups
-from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.layers.statistics import Call, Scope, gather_statistics, normalise
-from lightning_ddp_losses.stand_in import InstanceForward, all_eager
+from lightning_ddp_losses.core import autograd_graph
+from lightning_ddp_losses.core.forward_patch import ForwardPatch, eager_recursive
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.layers.batch_norm_function import Call, Scope, gather_statistics, normalise
 
-__all__ = ["SyncedForward", "UnregisteredSentinel", "fail_in"]
 
-
-class SyncedForward(InstanceForward):
+class SyncedForward(ForwardPatch):
     """Runs one layer over the rows of all ranks while it trains.
 
     Args:
@@ -43,13 +42,13 @@ class SyncedForward(InstanceForward):
         self.title, self.scope = title, scope
         self.calls = self.rows = 0
 
-    @all_eager
+    @eager_recursive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward; in evaluation mode, in a world of one and where all rows are here already, untouched."""
-        if not self.module.training or graph.sees_all_rows() or not groups.is_distributed():
+        if not self.module.training or autograd_graph.is_inside_global_batch() or not process_groups.is_distributed():
             return self.original(*args, **kwargs)
         scope = self.scope()
-        if groups.world_size(scope.meeting) == 1 or scope.part == 1:
+        if process_groups.world_size(scope.meeting) == 1 or scope.part == 1:
             return self.original(*args, **kwargs)
         try:
             with _Instead(self, scope) as inside:
@@ -89,12 +88,10 @@ class SyncedForward(InstanceForward):
 
     def _unreachable(self) -> ConfigurationError:
         return ConfigurationError(
-            format_error(
-                f"{self.title}: {type(self.module).__name__}.forward",
-                expected="a call of torch.nn.functional.batch_norm",
-                got="none: it computes the statistics of this rank's rows by itself",
-                fix="Leave the layer out, or let its forward end in torch.nn.functional.batch_norm.",
-            )
+            f"{self.title}: {type(self.module).__name__}.forward",
+            expected="a call of torch.nn.functional.batch_norm",
+            got="none: it computes the statistics of this rank's rows by itself",
+            fix="Leave the layer out, or let its forward end in torch.nn.functional.batch_norm.",
         )
 
 
@@ -115,7 +112,7 @@ class _Instead(TorchFunctionMode):
         return self._layer.batch_norm(self._scope, *args, **(kwargs or {}))
 
 
-class UnregisteredSentinel(InstanceForward):
+class UnregisteredSentinel(ForwardPatch):
     """Waits on a batch norm that the model has not registered: trained, it is an error, unless it was registered since.
 
     Args:
@@ -129,31 +126,29 @@ class UnregisteredSentinel(InstanceForward):
         self.path = path
         self._registered = registered
 
-    @all_eager
+    @eager_recursive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward in evaluation mode and in a world of one."""
-        if not self.module.training or groups.world_size() == 1:
+        if not self.module.training or process_groups.world_size() == 1:
             return self.original(*args, **kwargs)
         synced = self._registered(self.module)
         if synced is not None:
             return synced(*args, **kwargs)
         raise ConfigurationError(
-            format_error(
-                f"{type(self.module).__name__} at {self.path}",
-                expected="a batch norm in a registered submodule",
-                got="one that trains on this rank's rows alone: the model has not registered it, so it is not synchronised",
-                fix="Assign the module that holds it to an attribute of the LightningModule (nn.ModuleList or nn.ModuleDict for "
-                "several), or put it into evaluation mode.",
-            )
+            f"{type(self.module).__name__} at {self.path}",
+            expected="a batch norm in a registered submodule",
+            got="one that trains on this rank's rows alone: the model has not registered it, so it is not synchronised",
+            fix="Assign the module that holds it to an attribute of the LightningModule (nn.ModuleList or nn.ModuleDict for "
+            "several), or put it into evaluation mode.",
         )
 
 
 def fail_in(scope: Scope, error: Exception, where: str) -> NoReturn:
     """Raise on every rank of the meeting; where that is a part of the world, the rest may be told by whoever comes next."""
     try:
-        frames.fail_together(error, where, group=scope.meeting)
+        handshake.raise_on_all_ranks(error, where, group=scope.meeting)
     except Exception as known:
-        if groups.world_size(scope.meeting) < groups.world_size():
+        if process_groups.world_size(scope.meeting) < process_groups.world_size():
             with contextlib.suppress(AttributeError):  # an exception class may forbid it
                 known.collective = False  # type: ignore[attr-defined]
         raise

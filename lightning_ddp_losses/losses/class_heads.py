@@ -15,9 +15,7 @@ from pytorch_metric_learning import distances
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
-from lightning_ddp_losses.errors import ConfigurationError, format_error
-
-__all__ = ["Head", "head_of", "supported"]
+from lightning_ddp_losses.errors import ConfigurationError
 
 _MARGIN = (
     pml.ArcFaceLoss,
@@ -47,20 +45,16 @@ def head_of(loss: Any) -> Head:
     """
     if type(loss) not in _SUPPORTED:
         raise ConfigurationError(
-            format_error(
-                "ClassShardedLoss: loss",
-                expected=f"one of {', '.join(supported())}",
-                got=type(loss).__name__,
-                fix="Other losses run over the global batch in GlobalBatchLoss, with the whole weight on every rank.",
-            )
+            "ClassShardedLoss: loss",
+            expected=f"one of {', '.join(supported())}",
+            got=type(loss).__name__,
+            fix="Other losses run over the global batch in GlobalBatchLoss, with the whole weight on every rank.",
         )
     if type(loss.distance) not in _DISTANCES:
         raise ConfigurationError(
-            format_error(
-                f"ClassShardedLoss({type(loss).__name__}): distance",
-                expected=f"one of {', '.join(d.__name__ for d in _DISTANCES)}",
-                got=type(loss.distance).__name__,
-            )
+            f"ClassShardedLoss({type(loss).__name__}): distance",
+            expected=f"one of {', '.join(d.__name__ for d in _DISTANCES)}",
+            got=type(loss.distance).__name__,
         )
     return Head(loss)
 

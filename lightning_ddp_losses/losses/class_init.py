@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.sharding import ClassShard
-
-__all__ = ["empty_loss", "fill", "refuse_joint_draws"]
+from lightning_ddp_losses.distributed.shard import ClassShard
+from lightning_ddp_losses.errors import ConfigurationError
 
 BLOCK = 4096  # classes; part of what a seed means
 _JOINT = (torch.nn.init.orthogonal_, torch.nn.init.eye_, torch.nn.init.dirac_, torch.nn.init.sparse_)
@@ -47,12 +45,10 @@ def refuse_joint_draws(loss: Any) -> None:
     init = getattr(loss.weight_init_func, "init_func", loss.weight_init_func)
     if init in _JOINT:
         raise ConfigurationError(
-            format_error(
-                f"ClassShardedLoss.build({type(loss).__name__}): weight_init_func",
-                expected="one that draws each class by itself",
-                got=getattr(init, "__name__", repr(init)),
-                fix="Give ClassShardedLoss an instance of the loss, whose weight is sliced.",
-            )
+            f"ClassShardedLoss.build({type(loss).__name__}): weight_init_func",
+            expected="one that draws each class by itself",
+            got=getattr(init, "__name__", repr(init)),
+            fix="Give ClassShardedLoss an instance of the loss, whose weight is sliced.",
         )
 
 

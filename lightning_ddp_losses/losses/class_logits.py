@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses import frames, groups, numerics, transport
-from lightning_ddp_losses.bundles import gather_bundle
+from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
+from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import InputError, format_error
 
 if TYPE_CHECKING:
-    from lightning_ddp_losses.groups import Group
+    from lightning_ddp_losses.distributed.process_groups import Group
+    from lightning_ddp_losses.distributed.shard import ClassShard
     from lightning_ddp_losses.losses.class_heads import Head
-    from lightning_ddp_losses.losses.class_softmax import Held
-    from lightning_ddp_losses.sharding import ClassShard
-
-__all__ = ["ClassLogits"]
+    from lightning_ddp_losses.losses.sharded_softmax import Held
 
 
 class ClassLogits:
@@ -53,11 +52,11 @@ class ClassLogits:
         everyone, counts = self._gather_rows(embeddings)
         parts = [logits for _, logits in self._blocks(everyone)]
         own = torch.cat(parts, 1) if parts else everyone.new_zeros(len(everyone), 0)
-        if groups.world_size(self._group) == 1:
+        if process_groups.world_size(self._group) == 1:
             return own
-        rows = counts[groups.rank(self._group)]
+        rows = counts[process_groups.rank(self._group)]
         sizes = self._classes_per_rank()
-        flat = transport.swap(
+        flat = raw_collectives.all_to_all(
             [block.reshape(-1) for block in torch.split(own, counts)], [rows * n for n in sizes], self._group
         )
         return torch.cat([part.view(rows, n) for part, n in zip(flat, sizes, strict=True)], 1)
@@ -77,7 +76,7 @@ class ClassLogits:
         """
         if not isinstance(k, int) or not 1 <= k <= self._classes:
             error = format_error(f"{self._title}: k", expected=f"1 to {self._classes}", got=repr(k))
-            frames.fail_together(InputError(error), self._title, group=self._group)
+            handshake.raise_on_all_ranks(InputError(error), self._title, group=self._group)
         everyone, counts = self._gather_rows(embeddings, k)
         best = everyone.new_full((len(everyone), k), -torch.inf)
         labels = torch.full(best.shape, -1, dtype=torch.int64, device=best.device)
@@ -87,13 +86,15 @@ class ClassLogits:
             names = torch.arange(start, start + logits.shape[1], device=best.device).expand_as(logits)
             best, place = torch.cat([best, logits], 1).topk(k, 1)
             labels = torch.cat([labels, names], 1).gather(1, place)
-        if groups.world_size(self._group) > 1:
-            world, rows = groups.world_size(self._group), counts[groups.rank(self._group)]
+        if process_groups.world_size(self._group) > 1:
+            world, rows = process_groups.world_size(self._group), counts[process_groups.rank(self._group)]
             found = []
             for tensor in (best, labels):
                 parts = [block.reshape(-1) for block in torch.split(tensor, counts)]
                 found.append(
-                    torch.cat([p.view(rows, k) for p in transport.swap(parts, [rows * k] * world, self._group)], 1)
+                    torch.cat(
+                        [p.view(rows, k) for p in raw_collectives.all_to_all(parts, [rows * k] * world, self._group)], 1
+                    )
                 )
             best, place = found[0].topk(k, 1)
             labels = found[1].gather(1, place)
@@ -101,8 +102,8 @@ class ClassLogits:
 
     def _gather_rows(self, embeddings: Tensor, k: int = 0) -> tuple[Tensor, list[int]]:
         self._prepare(embeddings)
-        dtype = numerics.compute_dtype([embeddings, self._weight_rows()])
-        bundle = gather_bundle(
+        dtype = precision.compute_dtype([embeddings, self._weight_rows()])
+        bundle = gather_batch(
             f"{self._title}: logits", {"embeddings": embeddings.to(dtype)}, {"k": k}, group=self._group
         )
         return bundle.tensors[0], bundle.counts[0]
@@ -112,10 +113,10 @@ class ClassLogits:
         rows, scale = self._head.prepare(everyone)
         held = self._all_classes(len(everyone), everyone.element_size(), everyone.device)
         for start, _, block in held.chunks(self._weight_rows()):
-            with numerics.full_precision(everyone.dtype, [everyone.device.type]):
+            with precision.full_precision(everyone.dtype, [everyone.device.type]):
                 logits = self._head.logits(rows, scale, block.to(everyone.dtype)) * self._head.shown
             yield self.shard.start + start, logits
 
     def _classes_per_rank(self) -> list[int]:
-        world = groups.world_size(self._group)
+        world = process_groups.world_size(self._group)
         return [type(self.shard).of_rank(self._classes, world, rank).classes for rank in range(world)]

@@ -11,10 +11,8 @@ import torch
 from pytorch_metric_learning import reducers, regularizers
 from torch import Tensor
 
-from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.losses.reduction import can_split, split
-
-__all__ = ["ClassPenalty", "penalty_of"]
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.losses.partial_sums import can_split, split
 
 _BY_ROW = (regularizers.LpRegularizer, regularizers.ZeroMeanRegularizer)
 
@@ -32,12 +30,10 @@ def penalty_of(loss: Any, per_class: int) -> ClassPenalty | None:
     if not known or not can_split(regularizer.reducer) or isinstance(regularizer.reducer, reducers.PerAnchorReducer):
         names = ", ".join(cls.__name__ for cls in (*_BY_ROW, regularizers.SparseCentersRegularizer))
         raise ConfigurationError(
-            format_error(
-                f"ClassShardedLoss({type(loss).__name__}): weight_regularizer",
-                expected=f"a sum over classes ({names}) with a reducer that can be split",
-                got=f"{type(regularizer).__name__} with {type(regularizer.reducer).__name__}",
-                fix="A regulariser that compares classes needs them all in one place: GlobalBatchLoss keeps the weight whole.",
-            )
+            f"ClassShardedLoss({type(loss).__name__}): weight_regularizer",
+            expected=f"a sum over classes ({names}) with a reducer that can be split",
+            got=f"{type(regularizer).__name__} with {type(regularizer.reducer).__name__}",
+            fix="A regulariser that compares classes needs them all in one place: GlobalBatchLoss keeps the weight whole.",
         )
     return ClassPenalty(regularizer, float(loss.weight_reg_weight), per_class)
 

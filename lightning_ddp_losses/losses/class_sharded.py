@@ -14,24 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses import frames, graph, groups, inputs
-from lightning_ddp_losses.bundles import Bundle, gather_bundle
-from lightning_ddp_losses.coefficient import CoefficientWatch
-from lightning_ddp_losses.configuration import digest
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, format_error
-from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.core import autograd_graph, inputs
+from lightning_ddp_losses.core.configuration import digest
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses.class_heads import head_of
 from lightning_ddp_losses.losses.class_init import empty_loss, refuse_joint_draws
 from lightning_ddp_losses.losses.class_logits import ClassLogits
 from lightning_ddp_losses.losses.class_penalties import penalty_of
-from lightning_ddp_losses.losses.class_sampling import SampledClasses, refuse_options
-from lightning_ddp_losses.losses.class_softmax import Held, row_losses
-from lightning_ddp_losses.losses.class_weight import ClassWeight, weight_of
+from lightning_ddp_losses.losses.gathered_call import GlobalTuples
 from lightning_ddp_losses.losses.mined import counts_of, weights_of
-from lightning_ddp_losses.losses.pml_call import GlobalTuples
+from lightning_ddp_losses.losses.partial_fc import SampledClasses, refuse_options
 from lightning_ddp_losses.losses.refusals import refuse_unfit
-
-__all__ = ["ClassShardedLoss"]
+from lightning_ddp_losses.losses.sharded_softmax import Held, row_losses
+from lightning_ddp_losses.losses.sharded_weight import ClassWeight, weight_of
 
 _NAMED = "rows named by the miner"  # how often
 _CHUNK_BYTES = 2 << 20  # of logits at a time: what a core's cache holds
@@ -96,7 +95,7 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
         weight = weight_of(loss)
         self._set_up(loss, weight.shape, chunk_size, sample_rate, unbiased, group)
         self._register(weight.detach())
-        if groups.is_distributed():
+        if process_groups.is_distributed():
             self.shard_classes()
 
     @classmethod
@@ -143,7 +142,7 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
         held = list(shape)
         held[head.class_dim] = 0
         made._register(getattr(template, head.weight_name).detach().new_empty(held))
-        if groups.is_distributed():
+        if process_groups.is_distributed():
             made.shard_classes()
         return made
 
@@ -164,7 +163,7 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
         self.chunk_size = chunk_size
         self._set_up_sampling(sample_rate, unbiased)
         self._fingerprint = ""
-        self._coefficients = CoefficientWatch()
+        self._coefficients = UpstreamGradWatch()
         self._reading = inputs.ValueReading()
 
     # ------------------------------------------------------------------ forward
@@ -179,10 +178,12 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
         """
         self._prepare(embeddings, labels, classified=True)
         try:
-            value: Tensor = graph.run_wide(self, self._forward, (embeddings, labels, indices_tuple), {})
+            value: Tensor = autograd_graph.run_full_precision(
+                self, self._forward, (embeddings, labels, indices_tuple), {}
+            )
         except Exception as error:  # what all ranks raise alike passes through
-            frames.fail_together(error, self._title, group=self._group)
-        graph.note_global_value(value)
+            handshake.raise_on_all_ranks(error, self._title, group=self._group)
+        autograd_graph.remember_global_value(value)
         watched: Tensor = self._coefficients.watch(value, group=self._group)
         return watched
 
@@ -197,15 +198,13 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
                 inputs.check_labels(self._title, labels, len(embeddings), self._classes, read_values=read)
             if classified and self.sampler is not None and self._attached is None and torch.is_grad_enabled():
                 raise ConfigurationError(
-                    format_error(
-                        f"{self._title}: sample_rate",
-                        expected="an optimizer that steps only the sampled rows",
-                        got="none attached",
-                        fix="Call loss.attach(optimizer) once, or train with strategy='ddp_losses', which does it.",
-                    )
+                    f"{self._title}: sample_rate",
+                    expected="an optimizer that steps only the sampled rows",
+                    got="none attached",
+                    fix="Call loss.attach(optimizer) once, or train with strategy='ddp_losses', which does it.",
                 )
         except DDPLossError as error:
-            frames.fail_together(error, self._title, group=self._group)
+            handshake.raise_on_all_ranks(error, self._title, group=self._group)
 
     def _forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Tensor:
         bundle = self._gather(embeddings, labels.to(torch.int64), indices_tuple)
@@ -221,29 +220,27 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
             named = [self._counts(indices_tuple, len(everyone))]
         if self._replicas is not None:
             batches = {"losses": losses, "labels": all_labels} | ({_NAMED: named[0]} if named else {})
-            world = gather_bundle(f"{self._title}: replicas", batches, {}, backward="own_slice", group=self._replicas)
+            world = gather_batch(f"{self._title}: replicas", batches, {}, backward="own_slice", group=self._replicas)
             losses, all_labels, *named = world.tensors
         if named:
             losses = losses * weights_of(named[0], losses.dtype)
         return self._reduce(losses, terms, counts, everyone, all_labels)
 
-    def _gather(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Bundle:
+    def _gather(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> GatheredBatch:
         batches = {"embeddings": embeddings, "labels": labels}
         if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
             batches[_NAMED] = self._counts(indices_tuple, len(labels))
         self._fingerprint = self._fingerprint or digest(self.loss)
-        agreed = {
+        must_match = {
             "classes": self._classes,
             "sampling": "none" if self._samples is None else f"{self._samples.rate} {self._samples.unbiased}",
             "configuration": self._fingerprint,
             "miner": type(indices_tuple).__name__,
             "coefficient of the last backward": self._coefficients.take(),
         }
-        bundle = gather_bundle(self._title, batches, agreed, extra=self._stamp(), group=self._group)
+        bundle = gather_batch(self._title, batches, must_match, extra=self._stamp(), group=self._group)
         if len(bundle.tensors[0]) == 0:
-            raise InputError(
-                format_error(f"{self._title}: rows", expected="at least one on some rank", got="none"), collective=True
-            )
+            raise InputError(f"{self._title}: rows", expected="at least one on some rank", got="none", collective=True)
         self._refuse_equal(bundle.extras)
         return bundle
 
@@ -252,7 +249,7 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
         try:
             return counts_of(indices_tuple, rows, only_anchors=only_anchors, title=self._title)
         except InputError as error:
-            frames.fail_together(error, self._title, group=self._group)
+            handshake.raise_on_all_ranks(error, self._title, group=self._group)
 
     def _held(self, labels: Tensor, rows: int, element_bytes: int) -> Held:
         """What this rank looks at in a step."""

@@ -15,16 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses import frames, groups
-from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.first_order import first_order_only
-from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.losses.columns import Block, Columns, Products, Ring
-from lightning_ddp_losses.losses.reduction import Share, for_mean_over_ranks, pack_shares, unpack_shares, weigh
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.distributed.raw_collectives import gather, group_for
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.losses.column_blocks import Block, Columns, Products, Ring
+from lightning_ddp_losses.losses.partial_sums import Share, for_mean_over_ranks, pack_shares, unpack_shares, weigh
 from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss
-from lightning_ddp_losses.transport import carrier, gather
-
-__all__ = ["ClipLoss"]
 
 
 class ClipLoss(TwoTowerLoss):
@@ -81,11 +79,9 @@ class ClipLoss(TwoTowerLoss):
         super().__init__(normalize=normalize, tile_bytes=tile_bytes, gather=gather, group=group)
         if init_temperature <= 0 or (max_scale is not None and max_scale <= 0) or not 0 <= label_smoothing < 1:
             raise ConfigurationError(
-                format_error(
-                    "ClipLoss",
-                    expected="init_temperature > 0, max_scale > 0 or None, 0 <= label_smoothing < 1",
-                    got=f"{init_temperature}, {max_scale}, {label_smoothing}",
-                )
+                "ClipLoss",
+                expected="init_temperature > 0, max_scale > 0 or None, 0 <= label_smoothing < 1",
+                got=f"{init_temperature}, {max_scale}, {label_smoothing}",
             )
         self.label_smoothing = label_smoothing
         self._start_scale(init_temperature, max_scale)
@@ -145,7 +141,7 @@ class _Clip(torch.autograd.Function):
         return value
 
     @staticmethod
-    @first_order_only("ClipLoss")
+    @once_differentiable_strict("ClipLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan: _Plan = ctx.plan
         images, texts, scale, paired, row_losses, col_losses, drawn = ctx.saved_tensors
@@ -215,16 +211,18 @@ def _merged(statistics: Tensor) -> Tensor:
 
 def _meet(columns: Columns, statistics: Tensor, share: Tensor, images: int) -> tuple[Tensor, Tensor]:
     """Losses of the texts whose statistics are known, and the global loss, from this rank's share of it apart from the texts'."""
-    group, world = columns.group, groups.world_size(columns.group)
+    group, world = columns.group, process_groups.world_size(columns.group)
     if isinstance(columns, Ring):  # each rank knows its own texts' losses
         losses = _losses(statistics)
         shares = [Share((share + losses.sum()) / 2, images)]
-        value, _ = weigh(unpack_shares(frames.exchange("ClipLoss: sum", {}, pack_shares(shares), group=group)), world)
+        value, _ = weigh(
+            unpack_shares(handshake.all_gather("ClipLoss: sum", {}, pack_shares(shares), group=group)), world
+        )
         return losses, share.new_tensor(value)
     if world > 1:
         own = torch.cat([statistics.reshape(-1), share.reshape(1)])
         everyone = own.new_empty((world, len(own)))
-        gather(everyone.view(-1), own, group=carrier(own, group))
+        gather(everyone.view(-1), own, group=group_for(own, group))
         statistics = _merged(everyone[:, :-1].view(world, -1, 2))
         share = everyone[:, -1].sum()
     losses = _losses(statistics)

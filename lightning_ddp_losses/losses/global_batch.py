@@ -13,33 +13,32 @@ from typing import Any, Literal
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
-from lightning_ddp_losses import frames, graph, groups, inputs
-from lightning_ddp_losses.bundles import Bundle, Choice, gather_bundle
-from lightning_ddp_losses.coefficient import CoefficientWatch
-from lightning_ddp_losses.collectives import Backward
-from lightning_ddp_losses.configuration import digest
+from lightning_ddp_losses.core import autograd_graph, inputs
+from lightning_ddp_losses.core.configuration import digest
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.collectives import Backward
+from lightning_ddp_losses.distributed.gathered_batch import Choice, GatheredBatch, gather_batch
+from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
+from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.groups import Group, OfGroup
 from lightning_ddp_losses.losses import pml as pml_rows
+from lightning_ddp_losses.losses.gathered_call import PML_NAMES, PMLCall, by_name
 from lightning_ddp_losses.losses.memory import QueuePosition
-from lightning_ddp_losses.losses.pml_call import PML_NAMES, PMLCall, by_name
+from lightning_ddp_losses.losses.partial_sums import has_per_anchor
+from lightning_ddp_losses.losses.pml_registry import MODES, Mode, allowed_modes, few_rows
 from lightning_ddp_losses.losses.randomness import Draws, same_draws
-from lightning_ddp_losses.losses.reduction import has_per_anchor
 from lightning_ddp_losses.losses.refusals import no_ring, not_exact, refuse_tiles, refuse_unfit
 from lightning_ddp_losses.losses.rows import Meeting, combined, elements_value, rows_value, tiled_value
-from lightning_ddp_losses.losses.table import MODES, Mode, allowed_modes, few_rows
 from lightning_ddp_losses.losses.tiled import plan_of
 from lightning_ddp_losses.losses.torch_losses import torch_share
 from lightning_ddp_losses.losses.whole_call import WholeCall
-
-__all__ = ["GlobalBatchLoss"]
 
 _VIEWS = ("embeddings", "ref_emb")  # what SelfSupervisedLoss takes, in this order
 _QUEUED = ("embeddings", "labels", "indices_tuple", "enqueue_mask")  # what CrossBatchMemory takes
 _PML = (pml.BaseMetricLossFunction, pml.BaseLossWrapper, pml.MultipleLosses)
 
 
-class GlobalBatchLoss(OfGroup, nn.Module):
+class GlobalBatchLoss(WithProcessGroup, nn.Module):
     """A loss over the rows of all ranks.
 
     Equivalent to: ``loss(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process.
@@ -111,7 +110,7 @@ class GlobalBatchLoss(OfGroup, nn.Module):
         self._fingerprint = ""
         self._draws = Draws()
         self._told = False
-        self._coefficients = CoefficientWatch()
+        self._coefficients = UpstreamGradWatch()
         self._reading = inputs.ValueReading()
         self._is_pml = isinstance(loss, _PML)
         memories = [m for m in loss.modules() if isinstance(m, pml.CrossBatchMemory)]
@@ -157,9 +156,9 @@ class GlobalBatchLoss(OfGroup, nn.Module):
         try:
             self._check(args, kwargs)
         except InputError as error:
-            frames.fail_together(error, self._title, group=self._group)
-        value = graph.run_wide(self, self._forward, args, kwargs)
-        graph.note_global_value(value)
+            handshake.raise_on_all_ranks(error, self._title, group=self._group)
+        value = autograd_graph.run_full_precision(self, self._forward, args, kwargs)
+        autograd_graph.remember_global_value(value)
         return value if self.backward == "sum" else self._coefficients.watch(value, group=self._group)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -170,7 +169,7 @@ class GlobalBatchLoss(OfGroup, nn.Module):
         modes = self.exact_modes()
         mode = modes[0] if self.mode == "auto" else self.mode
         if mode not in modes:
-            frames.fail_together(not_exact(self._title, mode, modes), self._title, group=self._group)
+            handshake.raise_on_all_ranks(not_exact(self._title, mode, modes), self._title, group=self._group)
         try:
             if self._is_pml:
                 return self._pml(mode, by_name(self._title, self._names(args), args, kwargs))
@@ -178,7 +177,7 @@ class GlobalBatchLoss(OfGroup, nn.Module):
                 return self._torch_elements(args, kwargs)
             return self._whole(args, kwargs)
         except Exception as error:  # what all ranks raise alike passes through
-            frames.fail_together(error, self._title, group=self._group)
+            handshake.raise_on_all_ranks(error, self._title, group=self._group)
 
     # ------------------------------------------------------------------ PML
 
@@ -202,11 +201,11 @@ class GlobalBatchLoss(OfGroup, nn.Module):
         def backward(counts: dict[str, list[int]]) -> Backward:
             return "sum" if mode == "rows" and not self._few(counts) else self.backward
 
-        def gather(batches: dict[str, Tensor]) -> Bundle:
+        def gather(batches: dict[str, Tensor]) -> GatheredBatch:
             # in a ring all ranks' labels, and no more than the number of their rows
             return self._gather(batches, backward, counted=("embeddings",) if ring else ())
 
-        call = PMLCall(self.loss, given, gather, groups.rank(self._group))
+        call = PMLCall(self.loss, given, gather, process_groups.rank(self._group))
         self._warn_identities(call)
         fits = fits and not self._few(call.counts)
         plan = plan_of(self.loss) if fits else None
@@ -240,10 +239,15 @@ class GlobalBatchLoss(OfGroup, nn.Module):
 
     def _warn_identities(self, call: PMLCall) -> None:
         """Hand-made labels of self-supervised use collide between ranks; all ranks see it, rank 0 says so, once."""
-        if self._told or self._draws.number > 3 or "labels" not in call.given or groups.world_size(self._group) == 1:
+        if (
+            self._told
+            or self._draws.number > 3
+            or "labels" not in call.given
+            or process_groups.world_size(self._group) == 1
+        ):
             return
         self._told = call.ranks_with_local_identities() > 1
-        if self._told and groups.rank(self._group) == 0:
+        if self._told and process_groups.rank(self._group) == 0:
             warnings.warn(
                 f"{self._title}: several ranks hand in the same labels 0, 1, 2, ...: rows of different ranks count as the same "
                 "identity. If each row is its own identity, pass the second view as ref_emb and labels=None.",
@@ -253,7 +257,7 @@ class GlobalBatchLoss(OfGroup, nn.Module):
     # ------------------------------------------------------------------ others
 
     def _torch_elements(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        share = torch_share(self.loss, args, kwargs, groups.world_size(self._group))
+        share = torch_share(self.loss, args, kwargs, process_groups.world_size(self._group))
         first = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
         return combined(self.loss, [share], first, Meeting(self._title, self._frame_of, self._group), empty=math.nan)
 
@@ -265,16 +269,18 @@ class GlobalBatchLoss(OfGroup, nn.Module):
 
     def _on_all_rows(self, seed: int, batches: Iterable[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The loss itself, on the rows of all ranks."""
-        with graph.on_all_rows(), same_draws(self.loss, seed, batches):
+        with autograd_graph.inside_global_batch(), same_draws(self.loss, seed, batches):
             value = self.loss(*args, **kwargs)
         if self.queue_position is not None:
             self.queue_position.note()
         return value
 
-    def _gather(self, batches: dict[str, Tensor], backward: Backward | Choice, counted: Sequence[str] = ()) -> Bundle:
-        extra, agreed = self._draws.next(), self._agreed()
-        return gather_bundle(
-            self._title, batches, agreed, backward=backward, extra=extra, counted=counted, group=self._group
+    def _gather(
+        self, batches: dict[str, Tensor], backward: Backward | Choice, counted: Sequence[str] = ()
+    ) -> GatheredBatch:
+        extra, must_match = self._draws.next(), self._agreed()
+        return gather_batch(
+            self._title, batches, must_match, backward=backward, extra=extra, counted=counted, group=self._group
         )
 
     def _frame_of(self, like: Tensor) -> dict[str, object]:
@@ -283,12 +289,12 @@ class GlobalBatchLoss(OfGroup, nn.Module):
     def _agreed(self) -> dict[str, object]:
         if not self._fingerprint:
             self._fingerprint = digest(self.loss)
-        agreed: dict[str, object] = {"mode": self.mode, "backward": self.backward, "gather": self.gather}
-        agreed["configuration"] = self._fingerprint
+        must_match: dict[str, object] = {"mode": self.mode, "backward": self.backward, "gather": self.gather}
+        must_match["configuration"] = self._fingerprint
         if self.backward == "own_slice":
             noted = self._coefficients.take()
-            agreed["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted
-        return agreed
+            must_match["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted
+        return must_match
 
     @property
     def _title(self) -> str:

@@ -8,9 +8,7 @@ import torch
 from pytorch_metric_learning.losses import CrossBatchMemory
 from torch import nn
 
-from lightning_ddp_losses.errors import InputError, format_error
-
-__all__ = ["QueuePosition"]
+from lightning_ddp_losses.errors import InputError
 
 
 class QueuePosition(nn.Module):
@@ -34,12 +32,10 @@ class QueuePosition(nn.Module):
         for memory in self.memories:
             if rows > memory.memory_size:
                 raise InputError(
-                    format_error(
-                        f"{title}: memory_size",
-                        expected=f"at least the global batch of {rows} rows",
-                        got=memory.memory_size,
-                        fix="The memory takes the rows of all ranks; raise memory_size.",
-                    ),
+                    f"{title}: memory_size",
+                    expected=f"at least the global batch of {rows} rows",
+                    got=memory.memory_size,
+                    fix="The memory takes the rows of all ranks; raise memory_size.",
                     collective=True,
                 )
 

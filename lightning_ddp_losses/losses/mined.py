@@ -10,9 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.errors import InputError, format_error
-
-__all__ = ["counts_of", "weights_of"]
+from lightning_ddp_losses.errors import InputError
 
 
 def counts_of(indices_tuple: Sequence[Tensor], rows: int, *, only_anchors: bool, title: str) -> Tensor:
@@ -28,21 +26,17 @@ def counts_of(indices_tuple: Sequence[Tensor], rows: int, *, only_anchors: bool,
         InputError: for an index of a row that is not there, or another number of index tensors.
     """
     if len(indices_tuple) not in (3, 4):
-        raise InputError(
-            format_error(f"{title}: indices_tuple", expected="3 or 4 index tensors", got=len(indices_tuple))
-        )
+        raise InputError(f"{title}: indices_tuple", expected="3 or 4 index tensors", got=len(indices_tuple))
     picked = (
         indices_tuple if not only_anchors else indices_tuple[0::2] if len(indices_tuple) == 4 else indices_tuple[:1]
     )
     index = torch.cat([part.reshape(-1) for part in picked])
     if index.numel() and (int(index.min()) < 0 or int(index.max()) >= rows):
         raise InputError(
-            format_error(
-                f"{title}: indices_tuple",
-                expected=f"0 to {rows - 1}, the rows of this call",
-                got=f"{int(index.min())} to {int(index.max())}",
-                fix="Mine the embeddings that the loss gets.",
-            )
+            f"{title}: indices_tuple",
+            expected=f"0 to {rows - 1}, the rows of this call",
+            got=f"{int(index.min())} to {int(index.max())}",
+            fix="Mine the embeddings that the loss gets.",
         )
     return torch.bincount(index.to(torch.int64), minlength=rows)
 

@@ -8,18 +8,17 @@ import torch
 from pytorch_metric_learning.miners import BaseMiner
 from torch import nn
 
-from lightning_ddp_losses import frames, graph, groups
-from lightning_ddp_losses.bundles import gather_bundle
-from lightning_ddp_losses.configuration import digest
-from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.groups import Group, OfGroup
-from lightning_ddp_losses.losses.pml_call import PML_NAMES, GlobalTuples, PMLCall, by_name
+from lightning_ddp_losses.core import autograd_graph
+from lightning_ddp_losses.core.configuration import digest
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.gathered_batch import gather_batch
+from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.losses.gathered_call import PML_NAMES, GlobalTuples, PMLCall, by_name
 from lightning_ddp_losses.losses.randomness import Draws, same_draws
 
-__all__ = ["GlobalBatchMiner"]
 
-
-class GlobalBatchMiner(OfGroup, nn.Module):
+class GlobalBatchMiner(WithProcessGroup, nn.Module):
     """A pytorch-metric-learning miner over the global batch.
 
     Equivalent to: ``miner(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process.
@@ -46,7 +45,7 @@ class GlobalBatchMiner(OfGroup, nn.Module):
         super().__init__()
         if not isinstance(miner, BaseMiner):
             raise ConfigurationError(
-                format_error("GlobalBatchMiner: miner", expected="a miner of pytorch-metric-learning", got=repr(miner))
+                "GlobalBatchMiner: miner", expected="a miner of pytorch-metric-learning", got=repr(miner)
             )
         self.miner = miner
         self._group = group
@@ -56,7 +55,7 @@ class GlobalBatchMiner(OfGroup, nn.Module):
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
         """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""
-        return graph.run_wide(self, self._forward, args, kwargs)  # type: ignore[no-any-return]
+        return autograd_graph.run_full_precision(self, self._forward, args, kwargs)  # type: ignore[no-any-return]
 
     def _forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
@@ -66,12 +65,12 @@ class GlobalBatchMiner(OfGroup, nn.Module):
             call = PMLCall(
                 self.miner,
                 by_name(title, names, args, kwargs),
-                lambda batches: gather_bundle(
+                lambda batches: gather_batch(
                     title, batches, {"configuration": self._fingerprint}, extra=self._draws.next(), group=self._group
                 ),
-                groups.rank(self._group),
+                process_groups.rank(self._group),
             )
             with same_draws(self.miner, call.seed, call.arguments.values()):
                 return GlobalTuples.of(self.miner(**call.arguments), call.total_rows)
         except Exception as error:  # what all ranks raise alike passes through
-            frames.fail_together(error, title, group=self._group)
+            handshake.raise_on_all_ranks(error, title, group=self._group)

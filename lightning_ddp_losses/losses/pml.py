@@ -12,10 +12,8 @@ from pytorch_metric_learning import distances, reducers
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
-from lightning_ddp_losses.losses.reduction import can_split
-from lightning_ddp_losses.losses.table import Mode
-
-__all__ = ["anchor_tuples", "elements", "partners", "row_elements", "rows_are_exact", "tuples_suffice"]
+from lightning_ddp_losses.losses.partial_sums import can_split
+from lightning_ddp_losses.losses.pml_registry import Mode
 
 Indices = tuple[Tensor, ...]
 

@@ -11,9 +11,7 @@ from pytorch_metric_learning import distances, losses, reducers, regularizers
 from pytorch_metric_learning.utils import common_functions as c_f
 from torch import Tensor, nn
 
-from lightning_ddp_losses.bundles import Bundle
-
-__all__ = ["Draws", "may_draw", "same_draws", "shared_seed"]
+from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 
 _DRAW = struct.Struct("<QQ")
 # of pytorch-metric-learning (PML) and torch, by exact class: a subclass, a miner or a module or function of somebody else may draw
@@ -79,7 +77,7 @@ class Draws:
         return _DRAW.pack(torch.initial_seed() % (1 << 63), self.number)
 
 
-def shared_seed(bundle: Bundle) -> int:
+def shared_seed(bundle: GatheredBatch) -> int:
     """Rank 0's seed for this call."""
     base, draws = _DRAW.unpack(bundle.extras[0])
     return int((base * 1_000_003 + draws) % (1 << 63))

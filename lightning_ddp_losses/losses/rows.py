@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ddp_losses import frames, groups
-from lightning_ddp_losses.collectives import own_slices_with_grad
-from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.distributed.raw_collectives import ring_rows
 from lightning_ddp_losses.losses import pml as pml_rows
-from lightning_ddp_losses.losses.pml_call import PMLCall
-from lightning_ddp_losses.losses.reduction import (
+from lightning_ddp_losses.losses.gathered_call import PMLCall
+from lightning_ddp_losses.losses.partial_sums import (
     Count,
     Row,
     Share,
@@ -30,12 +31,9 @@ from lightning_ddp_losses.losses.reduction import (
     unpack_shares,
     weigh,
 )
-from lightning_ddp_losses.losses.row_tiles import RowTiles, parts_of
-from lightning_ddp_losses.losses.statistics import record_norms, record_reduction, wants_counts
+from lightning_ddp_losses.losses.recorded_stats import record_norms, record_reduction, wants_counts
+from lightning_ddp_losses.losses.row_chunks import RowTiles, parts_of
 from lightning_ddp_losses.losses.tiled import Plan, TiledCall
-from lightning_ddp_losses.messages import around
-
-__all__ = ["Meeting", "combined", "elements_value", "rows_value", "tiled_value"]
 
 
 @dataclass(frozen=True)
@@ -49,17 +47,19 @@ class Meeting:
     """
 
     title: str
-    agreed: Callable[[Tensor], dict[str, object]]
+    must_match: Callable[[Tensor], dict[str, object]]
     group: Group
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return groups.world_size(self.group)
+        return process_groups.world_size(self.group)
 
-    def meet(self, like: Tensor, payload: bytes, frame_bytes: int | None = None) -> list[bytes]:
+    def meet(self, like: Tensor, payload: bytes, handshake_bytes: int | None = None) -> list[bytes]:
         """All ranks' payloads."""
-        return frames.exchange(self.title, self.agreed(like), payload, frame_bytes=frame_bytes, group=self.group)
+        return handshake.all_gather(
+            self.title, self.must_match(like), payload, handshake_bytes=handshake_bytes, group=self.group
+        )
 
 
 def elements_value(loss: Any, embeddings: Tensor, labels: Tensor | None, meeting: Meeting) -> Tensor:
@@ -106,16 +106,18 @@ def tiled_value(
         tile_bytes: The most that a tile may take; None: a default.
         ring: Rows are passed on from rank to rank; the gathered ones are empty.
     """
-    rows, pass_on = call.given["embeddings"], None
+    rows, ring_send = call.given["embeddings"], None
     if ring:
-        pass_on = partial(_around, counts=call.counts["embeddings"], group=meeting.group)
-    tiled = TiledCall(loss, plan, call, symmetric=symmetric, world=meeting.world, tile_bytes=tile_bytes, around=pass_on)
-    frame_bytes = frames.FRAME_BYTES + tiled.room()
+        ring_send = partial(_around, counts=call.counts["embeddings"], group=meeting.group)
+    tiled = TiledCall(
+        loss, plan, call, symmetric=symmetric, world=meeting.world, tile_bytes=tile_bytes, around=ring_send
+    )
+    handshake_bytes = handshake.HANDSHAKE_BYTES + tiled.room()
     try:
         payload = tiled.forward()
     except Exception as error:
-        frames.fail_together(error, meeting.title, frame_bytes=frame_bytes, group=meeting.group)
-    graph, value, table = tiled.value(meeting.meet(rows, payload, frame_bytes))
+        handshake.raise_on_all_ranks(error, meeting.title, handshake_bytes=handshake_bytes, group=meeting.group)
+    graph, value, table = tiled.value(meeting.meet(rows, payload, handshake_bytes))
     _record(loss, plan.formula.sub_losses, table)
     if not ring:
         record_norms(loss.distance, call.arguments["embeddings"], call.references)
@@ -153,4 +155,4 @@ def _embedding_term(loss: Any, call: PMLCall, meeting: Meeting, *, symmetric: bo
 
 
 def _around(rows: Tensor, *, counts: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:
-    return around(rows, counts, group)
+    return ring_rows(rows, counts, group)

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from lightning_ddp_losses.losses import pml as pml_rows
-from lightning_ddp_losses.losses.reduction import Share, can_split, split
-from lightning_ddp_losses.losses.table import Mode
+from lightning_ddp_losses.losses.partial_sums import Share, can_split, split
+from lightning_ddp_losses.losses.pml_registry import Mode
 from lightning_ddp_losses.losses.torch_losses import torch_share
-
-__all__ = ["check_separable"]
 
 _HALVES = ((0, 5), (5, 12))  # unequal on purpose
 

@@ -12,15 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses import frames
-from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.first_order import first_order_only
-from lightning_ddp_losses.groups import Group
-from lightning_ddp_losses.losses.columns import Block, Columns, Products, Tile
-from lightning_ddp_losses.losses.reduction import Share, combine, pack_shares, unpack_shares
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.losses.column_blocks import Block, Columns, Products, Tile
+from lightning_ddp_losses.losses.partial_sums import Share, combine, pack_shares, unpack_shares
 from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss
-
-__all__ = ["SigLipLoss"]
 
 
 class SigLipLoss(TwoTowerLoss):
@@ -76,11 +74,9 @@ class SigLipLoss(TwoTowerLoss):
         super().__init__(normalize=normalize, tile_bytes=tile_bytes, gather=gather, group=group)
         if init_temperature <= 0 or (max_scale is not None and max_scale <= 0):
             raise ConfigurationError(
-                format_error(
-                    "SigLipLoss",
-                    expected="init_temperature > 0, max_scale > 0 or None",
-                    got=f"{init_temperature}, {max_scale}",
-                )
+                "SigLipLoss",
+                expected="init_temperature > 0, max_scale > 0 or None",
+                got=f"{init_temperature}, {max_scale}",
             )
         self._start_scale(init_temperature, max_scale)
         self.logit_bias = nn.Parameter(torch.tensor(float(init_bias)))
@@ -93,7 +89,7 @@ class SigLipLoss(TwoTowerLoss):
         given = (columns, self.tile_bytes, images, texts, self._scale(), self.logit_bias)
         total: Tensor = _PairSum.apply(*given)  # type: ignore[no-untyped-call]
         shares = [Share(total, float(len(images)))]
-        payloads = frames.exchange("SigLipLoss: sum", {}, pack_shares(shares), group=self._group)
+        payloads = handshake.all_gather("SigLipLoss: sum", {}, pack_shares(shares), group=self._group)
         return combine(shares, unpack_shares(payloads), self._group)
 
 
@@ -115,7 +111,7 @@ class _PairSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    @first_order_only("SigLipLoss")
+    @once_differentiable_strict("SigLipLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         images, texts, scale, bias = ctx.saved_tensors
         d_images, d_bias, wanted = torch.zeros_like(images), torch.zeros_like(bias), ctx.needs_input_grad[3]

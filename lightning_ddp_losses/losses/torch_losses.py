@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.errors import InputError, format_error
-from lightning_ddp_losses.losses.reduction import Share
-
-__all__ = ["torch_share"]
+from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.losses.partial_sums import Share
 
 # divided by the weights of the targets that count; LinearCrossEntropyLoss is new in torch 2.13
 _CLASS_INDEX = (nn.CrossEntropyLoss, nn.NLLLoss, getattr(nn, "LinearCrossEntropyLoss", nn.CrossEntropyLoss))
@@ -52,12 +50,10 @@ def _refuse_crossed(loss: Any, given: list[Tensor], values: Tensor) -> None:
     rows = [t for t in given if t.shape[0] == given[0].shape[0]]
     if len({t.ndim for t in rows}) > 1:
         raise InputError(
-            format_error(
-                f"{type(loss).__name__}: shapes",
-                expected="rows along the same dimension in every argument",
-                got=", ".join(str(tuple(t.shape)) for t in given),
-                fix="Give them the same shape (target.unsqueeze(1), or input.squeeze(1)).",
-            )
+            f"{type(loss).__name__}: shapes",
+            expected="rows along the same dimension in every argument",
+            got=", ".join(str(tuple(t.shape)) for t in given),
+            fix="Give them the same shape (target.unsqueeze(1), or input.squeeze(1)).",
         )
 
 

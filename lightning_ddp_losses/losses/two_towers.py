@@ -14,20 +14,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses import frames, graph
-from lightning_ddp_losses.bundles import gather_bundle
-from lightning_ddp_losses.coefficient import CoefficientWatch
+from lightning_ddp_losses.core import autograd_graph
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.gathered_batch import gather_batch
+from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
+from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
-from lightning_ddp_losses.groups import Group, OfGroup
-from lightning_ddp_losses.losses.columns import Columns, Gathered, Ring
+from lightning_ddp_losses.losses.column_blocks import Columns, Gathered, Ring
 from lightning_ddp_losses.losses.refusals import refuse_gather
-
-__all__ = ["TILE_BYTES", "TwoTowerLoss"]
 
 TILE_BYTES = 2 << 20
 
 
-class TwoTowerLoss(OfGroup, nn.Module):
+class TwoTowerLoss(WithProcessGroup, nn.Module):
     """The call of a two-tower loss: checks, what all ranks agree on, precision; ``_evaluate`` is the subclass's.
 
     Args:
@@ -42,13 +41,11 @@ class TwoTowerLoss(OfGroup, nn.Module):
     def __init__(self, *, normalize: bool, tile_bytes: int, gather: Literal["all", "ring"], group: Group) -> None:
         super().__init__()
         if not isinstance(tile_bytes, int) or tile_bytes < 64:
-            raise ConfigurationError(
-                format_error(f"{type(self).__name__}: tile_bytes", expected="at least 64", got=repr(tile_bytes))
-            )
+            raise ConfigurationError(f"{type(self).__name__}: tile_bytes", expected="at least 64", got=repr(tile_bytes))
         refuse_gather(type(self).__name__, gather)
         self.normalize, self.tile_bytes, self.gather = normalize, tile_bytes, gather
         self._group = group
-        self._coefficients = CoefficientWatch()
+        self._coefficients = UpstreamGradWatch()
 
     def _start_scale(self, init_temperature: float, max_scale: float | None) -> None:
         self.max_scale = max_scale
@@ -77,9 +74,9 @@ class TwoTowerLoss(OfGroup, nn.Module):
         try:
             self._check(images, texts, extra_texts, queue)
         except InputError as error:
-            frames.fail_together(error, type(self).__name__, group=self._group)
-        value: Tensor = graph.run_wide(self, self._forward, (images, texts, extra_texts, queue), {})
-        graph.note_global_value(value)
+            handshake.raise_on_all_ranks(error, type(self).__name__, group=self._group)
+        value: Tensor = autograd_graph.run_full_precision(self, self._forward, (images, texts, extra_texts, queue), {})
+        autograd_graph.remember_global_value(value)
         watched: Tensor = self._coefficients.watch(value, group=self._group)
         return watched
 
@@ -90,7 +87,7 @@ class TwoTowerLoss(OfGroup, nn.Module):
         own = {"texts": texts} if extra is None else {"texts": texts, "extra_texts": extra}
         products = (images * texts).sum(1).detach()
         queue = None if queue is None else queue.detach()
-        agreed = {
+        must_match = {
             "gather": self.gather,
             "options": self.extra_repr(),
             "queue": "none" if queue is None else f"{tuple(queue.shape)} {queue.dtype}",
@@ -99,10 +96,10 @@ class TwoTowerLoss(OfGroup, nn.Module):
         ring = self.gather == "ring"
         given = own if ring else {**own, "products with their own text": products}
         trained = torch.is_grad_enabled() and any(t.requires_grad for t in (images, *self.parameters()))
-        bundle = gather_bundle(
+        bundle = gather_batch(
             type(self).__name__,
             given,
-            agreed,
+            must_match,
             extra=bytes([trained]) if ring else b"",
             counted=own if ring else (),
             group=self._group,
@@ -115,8 +112,8 @@ class TwoTowerLoss(OfGroup, nn.Module):
             raise InputError(text, collective=True)
         if not ring:
             return self._evaluate(columns, images, _joined(came), bundle.tensors[-1])
-        images = graph.join_graph(images, any(flag[0] for flag in bundle.extras))
-        texts = graph.join_graph(_joined(list(own.values())), any(t.requires_grad for t in came))
+        images = autograd_graph.match_requires_grad(images, any(flag[0] for flag in bundle.extras))
+        texts = autograd_graph.match_requires_grad(_joined(list(own.values())), any(t.requires_grad for t in came))
         return self._evaluate(columns, images, texts, products)
 
     def _evaluate(self, columns: Columns, images: Tensor, texts: Tensor, products: Tensor) -> Tensor:
@@ -137,24 +134,20 @@ class TwoTowerLoss(OfGroup, nn.Module):
                 continue
             if not isinstance(tensor, Tensor) or tensor.ndim != 2 or not tensor.is_floating_point():
                 got: Any = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise InputError(format_error(f"{title}: {name}", expected="floating (n, D)", got=got))
+                raise InputError(f"{title}: {name}", expected="floating (n, D)", got=got)
             if tensor.shape[1] != images.shape[1]:
                 raise InputError(
-                    format_error(
-                        f"{title}: {name}",
-                        expected=f"{images.shape[1]} columns, as the images have",
-                        got=tensor.shape[1],
-                        fix="Project both towers to one embedding size.",
-                    )
+                    f"{title}: {name}",
+                    expected=f"{images.shape[1]} columns, as the images have",
+                    got=tensor.shape[1],
+                    fix="Project both towers to one embedding size.",
                 )
         if len(images) != len(texts):
             raise InputError(
-                format_error(
-                    f"{title}: rows",
-                    expected="as many texts as images",
-                    got=f"{len(images)} images, {len(texts)} texts",
-                    fix="Row i of one tower belongs to row i of the other; more negatives go to extra_texts.",
-                )
+                f"{title}: rows",
+                expected="as many texts as images",
+                got=f"{len(images)} images, {len(texts)} texts",
+                fix="Row i of one tower belongs to row i of the other; more negatives go to extra_texts.",
             )
 
 

@@ -7,12 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ddp_losses import numerics
-from lightning_ddp_losses.bundles import Bundle
-from lightning_ddp_losses.errors import InputError, format_error
+from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
+from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.losses.randomness import shared_seed
-
-__all__ = ["WholeCall"]
 
 
 class WholeCall:
@@ -41,7 +39,7 @@ class WholeCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         batch_dims: Mapping[int | str, int | None],
-        gather: Callable[[dict[str, Tensor]], Bundle],
+        gather: Callable[[dict[str, Tensor]], GatheredBatch],
     ) -> None:
         named: dict[int | str, Any] = dict(enumerate(args))
         named.update(kwargs)
@@ -63,12 +61,10 @@ class WholeCall:
 
 
 def _refuse_nested(title: str, name: int | str, value: Any) -> None:
-    if any(t.ndim for t in numerics.tensors_in(value)):
+    if any(t.ndim for t in precision.tensors_in(value)):
         raise InputError(
-            format_error(
-                f"{title}: argument {name}",
-                expected="a tensor",
-                got=f"a {type(value).__name__} of tensors, whose rows would stay on this rank",
-                fix=f"Pass the tensors one by one, or say that they are no batches: batch_dims={{{name!r}: None}}.",
-            )
+            f"{title}: argument {name}",
+            expected="a tensor",
+            got=f"a {type(value).__name__} of tensors, whose rows would stay on this rank",
+            fix=f"Pass the tensors one by one, or say that they are no batches: batch_dims={{{name!r}: None}}.",
         )

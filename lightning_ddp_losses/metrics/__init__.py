@@ -7,7 +7,7 @@ W * dL/ds_r through its own state and nothing through the others', which are con
 into L on every rank.
 """
 
-from lightning_ddp_losses.metrics.convert import differentiable
+from lightning_ddp_losses.metrics.conversion import differentiable
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric
 
 __all__ = ["DifferentiableMetric", "differentiable"]

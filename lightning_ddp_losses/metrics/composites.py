@@ -16,12 +16,10 @@ from torchmetrics.metric import CompositionalMetric
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper, MultitaskWrapper, Running
 from torchmetrics.wrappers.transformations import MetricInputTransformer
 
-from lightning_ddp_losses import numerics
-from lightning_ddp_losses.errors import ConfigurationError, format_error
+from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.metrics.coroutines import Call, Request, Stages, answer, run, together
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric
-from lightning_ddp_losses.metrics.stages import Call, Request, Stages, answer, run, together
-
-__all__ = ["COMPOSITES", "Composite", "DifferentiableCollection"]
 
 
 class Composite:
@@ -83,7 +81,7 @@ class Composite:
         requests = [Request(leaf, leaf._outgoing(leaf._shared.rows)) for leaf in waiting]
         replies = answer(f"{self._title()}, compute", requests)
         for leaf, values in zip(waiting, replies, strict=True):
-            leaf._cache = {n: numerics.map_tensors(Tensor.detach, v) for n, v in leaf._states().items()}
+            leaf._cache = {n: precision.map_tensors(Tensor.detach, v) for n, v in leaf._states().items()}
             leaf._put(dict(zip(leaf._defaults, values, strict=True)))
             leaf._is_synced, leaf._to_sync = True, False
         return waiting
@@ -107,7 +105,7 @@ class _Composition(Composite):
         if a is None or (b is None and isinstance(self.metric_b, Metric)):
             return None
         value = self.op(a) if b is None else self.op(a, b)  # type: ignore[attr-defined]
-        self._forward_cache = numerics.map_tensors(Tensor.detach, value)
+        self._forward_cache = precision.map_tensors(Tensor.detach, value)
         return value
 
 
@@ -130,7 +128,7 @@ class _MinMax(Composite):
         low = torch.where(value < self.min_val.to(value.device), value, self.min_val.to(value))  # type: ignore[has-type]
         self.max_val, self.min_val = high.detach(), low.detach()
         answer = {"raw": value, "max": high, "min": low}
-        self._forward_cache = numerics.map_tensors(Tensor.detach, answer)
+        self._forward_cache = precision.map_tensors(Tensor.detach, answer)
         return answer
 
 
@@ -229,12 +227,10 @@ class DifferentiableCollection(Composite):
         for name, member in members.items():
             if not isinstance(member, (DifferentiableMetric, Composite)):
                 raise ConfigurationError(
-                    format_error(
-                        f"{type(self).__name__}: `{name}`",
-                        expected="a differentiable metric",
-                        got=f"a plain {type(member).__name__}, added later",
-                        fix="Add differentiable(metric).",
-                    )
+                    f"{type(self).__name__}: `{name}`",
+                    expected="a differentiable metric",
+                    got=f"a plain {type(member).__name__}, added later",
+                    fix="Add differentiable(metric).",
                 )
 
 

@@ -9,12 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses import frames
-from lightning_ddp_losses.errors import RankMismatchError, format_error
-from lightning_ddp_losses.groups import Group
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.errors import RankMismatchError
 from lightning_ddp_losses.metrics.layout import State
-
-__all__ = ["agree_in_full"]
 
 
 def agree_in_full(
@@ -34,7 +32,9 @@ def agree_in_full(
             [s.name, getattr(s.reduce, "__qualname__", "none"), s.kind, *_told(s.value), s.untouched] for s in states
         ],
     }
-    everyone = [json.loads(p) for p in frames.exchange(f"{title}, in full", {}, json.dumps(own).encode(), group=group)]
+    everyone = [
+        json.loads(p) for p in handshake.all_gather(f"{title}, in full", {}, json.dumps(own).encode(), group=group)
+    ]
     for what in ("configuration", "device"):
         if len({ranks[what] for ranks in everyone}) > 1:
             told = _differing([ranks[what] for ranks in everyone])
@@ -71,12 +71,10 @@ def _as_default(title: str, state: State, dtype: torch.dtype, shape: tuple[int, 
         return state.value.to(dtype).expand(shape).contiguous()
     except RuntimeError:
         raise RankMismatchError(
-            format_error(
-                f"{title}: state `{state.name}`",
-                expected=f"a default that fits the other ranks' shape {shape}",
-                got=f"{tuple(state.value.shape)} on a rank without data",
-                fix="Give every rank data before compute.",
-            )
+            f"{title}: state `{state.name}`",
+            expected=f"a default that fits the other ranks' shape {shape}",
+            got=f"{tuple(state.value.shape)} on a rank without data",
+            fix="Give every rank data before compute.",
         ) from None
 
 
@@ -94,4 +92,4 @@ def _differing(texts: Sequence[str]) -> list[str]:
 
 
 def _refuse(what: str, expected: str, told: Sequence[str], fix: str) -> None:
-    raise RankMismatchError(format_error(what, expected=expected, ranks=told, fix=fix), collective=True)
+    raise RankMismatchError(what, expected=expected, ranks=told, fix=fix, collective=True)

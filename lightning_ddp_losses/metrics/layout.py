@@ -24,9 +24,7 @@ import torch
 from torch import Tensor
 from torchmetrics.utilities.data import dim_zero_cat
 
-from lightning_ddp_losses.errors import RankMismatchError, format_error
-
-__all__ = ["Kind", "Layout", "Region", "Slot", "State", "lay_out", "pieces_of", "table_of_contents"]
+from lightning_ddp_losses.errors import RankMismatchError
 
 Kind = Literal["stack", "rows", "list"]
 Slot = tuple[int, int]  # first byte and number of bytes
@@ -224,12 +222,10 @@ def _common(title: str, name: str, lists: Sequence[Sequence[Entry]]) -> tuple[to
             for entries in lists
         ]
         raise RankMismatchError(
-            format_error(
-                f"{title}: state `{name}`",
-                expected="rows of one shape and dtype on every rank",
-                ranks=told,
-                fix="Call update with inputs of the same number of dimensions, width and dtype on every rank.",
-            ),
+            f"{title}: state `{name}`",
+            expected="rows of one shape and dtype on every rank",
+            ranks=told,
+            fix="Call update with inputs of the same number of dimensions, width and dtype on every rank.",
             collective=True,
         )
     return found.pop() if found else (torch.float32, ())

@@ -11,14 +11,13 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
-from lightning_ddp_losses import graph, groups, inputs, numerics
-from lightning_ddp_losses.configuration import configuration
-from lightning_ddp_losses.errors import ConfigurationError, format_error
+from lightning_ddp_losses.core import autograd_graph, inputs, precision
+from lightning_ddp_losses.core.configuration import configuration
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.metrics.coroutines import Request, Stages, answer, gather_inputs, gradient_is_wanted, run
 from lightning_ddp_losses.metrics.refusals import looks_at_whole_batch, refuse_options
-from lightning_ddp_losses.metrics.stages import Request, Stages, answer, gather_inputs, gradient_is_wanted, run
 from lightning_ddp_losses.metrics.states import Gather, MetricStates, Shared, detached
-
-__all__ = ["DifferentiableMetric"]
 
 
 class DifferentiableMetric(MetricStates):
@@ -108,7 +107,7 @@ class DifferentiableMetric(MetricStates):
 
     def _stages(self, *args: Any, **kwargs: Any) -> Stages:
         """One forward: update on the batch alone, meet, compute, and only then add the batch to what was there."""
-        shared, given = self._shared, numerics.tensors_in((args, kwargs))
+        shared, given = self._shared, precision.tensors_in((args, kwargs))
         self._prepare(given)
         meets = self._meets
         if meets and shared.gather == "inputs":
@@ -148,19 +147,17 @@ class DifferentiableMetric(MetricStates):
     def _returned(self, value: Any, *, wanted: bool, meets: bool) -> Any:
         """Check, watch and note a value that is about to leave."""
         shared = self._shared
-        if wanted and shared.expects_gradient and not any(t.requires_grad for t in numerics.tensors_in(value)):
+        if wanted and shared.expects_gradient and not any(t.requires_grad for t in precision.tensors_in(value)):
             raise ConfigurationError(
-                format_error(
-                    f"{self._title()}: value",
-                    expected="a gradient, as an input asks for one",
-                    got="none, in one process either: it is computed from ranks, counts or decisions",
-                    fix="Log it without gradient: differentiable(metric, without_gradient='keep').",
-                )
+                f"{self._title()}: value",
+                expected="a gradient, as an input asks for one",
+                got="none, in one process either: it is computed from ranks, counts or decisions",
+                fix="Log it without gradient: differentiable(metric, without_gradient='keep').",
             )
-        self._forward_cache = numerics.map_tensors(Tensor.detach, value)
+        self._forward_cache = precision.map_tensors(Tensor.detach, value)
         if meets:
-            for tensor in numerics.tensors_in(value):
-                graph.note_global_value(tensor)
+            for tensor in precision.tensors_in(value):
+                autograd_graph.remember_global_value(tensor)
             value = shared.coefficients.watch(value, group=self.process_group)
         return value
 
@@ -181,7 +178,7 @@ class DifferentiableMetric(MetricStates):
 
     def _update_stages(self, *args: Any, **kwargs: Any) -> Stages:
         shared = self._shared
-        self._prepare(numerics.tensors_in((args, kwargs)))
+        self._prepare(precision.tensors_in((args, kwargs)))
         if shared.gather == "inputs" and self._meets:
             args, kwargs = yield from gather_inputs(self, self._title(), args, kwargs)
         self._enable_grad = shared.keep_graph and torch.is_grad_enabled()
@@ -203,8 +200,8 @@ class DifferentiableMetric(MetricStates):
             if self._shared.inside or self._computed is not None:
                 return plain(*args, **kwargs)
             meets = self._meets and self._to_sync
-            dtype = numerics.compute_dtype(numerics.tensors_in(self._states()))
-            with numerics.full_precision(dtype, [self.device.type]):
+            dtype = precision.compute_dtype(precision.tensors_in(self._states()))
+            with precision.full_precision(dtype, [self.device.type]):
                 value = plain(*args, **kwargs)
             if self._shared.keep_graph:
                 self._put(detached(self._states()))
@@ -238,7 +235,7 @@ class DifferentiableMetric(MetricStates):
             return
         refuse_options(self, type(self).__name__, self._shared.gather, dist_sync_fn=dist_sync_fn)
         self._cache = detached(self._states())
-        alone = groups.world_size(process_group or self.process_group) == 1
+        alone = process_groups.world_size(process_group or self.process_group) == 1
         if not alone and self._shared.gather == "states":  # else every rank has them already
             self._sync_dist(process_group=process_group)
         self._is_synced = True
@@ -277,7 +274,7 @@ class DifferentiableMetric(MetricStates):
     def _meets(self) -> bool:
         """Whether there are other ranks to meet."""
         available = self.distributed_available_fn
-        return bool(available is None or available()) and groups.world_size(self.process_group) > 1
+        return bool(available is None or available()) and process_groups.world_size(self.process_group) > 1
 
     def told(self) -> str:
         """What came back into its values in backward since it was last asked, as text."""

@@ -11,9 +11,7 @@ from typing import Any
 
 from torchmetrics import Metric
 
-from lightning_ddp_losses.errors import ConfigurationError, format_error
-
-__all__ = ["WITHOUT_GRADIENT", "looks_at_whole_batch", "reason_against", "refuse_options"]
+from lightning_ddp_losses.errors import ConfigurationError
 
 _OWN = ("torchmetrics.metric", "lightning_ddp_losses.metrics")
 _IN_PLACE = "torchmetrics changes in place what backward needs, which fails"
@@ -85,42 +83,32 @@ def refuse_options(
     """
     what = f"differentiable {title}"
     if gather not in ("auto", "states", "inputs"):
-        raise ConfigurationError(
-            format_error(f"{what}: gather", expected="'auto', 'states' or 'inputs'", got=repr(gather))
-        )
+        raise ConfigurationError(f"{what}: gather", expected="'auto', 'states' or 'inputs'", got=repr(gather))
     if not on_step:
         raise ConfigurationError(
-            format_error(
-                f"{what}: dist_sync_on_step",
-                expected="True",
-                got="False, which gives the gradient of this rank's rows alone",
-                fix="Leave it out; use torchmetrics' own class for a value per rank.",
-            )
+            f"{what}: dist_sync_on_step",
+            expected="True",
+            got="False, which gives the gradient of this rank's rows alone",
+            fix="Leave it out; use torchmetrics' own class for a value per rank.",
         )
     if metric.compute_on_cpu:
         raise ConfigurationError(
-            format_error(
-                f"{what}: compute_on_cpu",
-                expected="False, with dist_sync_on_step as a loss",
-                got="True, which takes the states of each step from their device",
-                fix="Leave it out, or call differentiable on a metric that is made without it.",
-            )
+            f"{what}: compute_on_cpu",
+            expected="False, with dist_sync_on_step as a loss",
+            got="True, which takes the states of each step from their device",
+            fix="Leave it out, or call differentiable on a metric that is made without it.",
         )
     if metric.dist_sync_fn is not None or dist_sync_fn is not None:
         raise ConfigurationError(
-            format_error(
-                f"{what}: dist_sync_fn",
-                expected="None",
-                got=f"{metric.dist_sync_fn or dist_sync_fn!r}",
-                fix="Leave it out: the states of all ranks travel in one exchange; process_group= says among whom.",
-            )
+            f"{what}: dist_sync_fn",
+            expected="None",
+            got=f"{metric.dist_sync_fn or dist_sync_fn!r}",
+            fix="Leave it out: the states of all ranks travel in one exchange; process_group= says among whom.",
         )
     if any("_sync_dist" in vars(cls) and not cls.__module__.startswith(_OWN) for cls in type(metric).__mro__):
         raise ConfigurationError(
-            format_error(
-                f"{what}: _sync_dist",
-                expected="torchmetrics' own",
-                got="an override, whose exchange is not known here",
-                fix="Declare the states with add_state and a reduction.",
-            )
+            f"{what}: _sync_dist",
+            expected="torchmetrics' own",
+            got="an override, whose exchange is not known here",
+            fix="Declare the states with add_state and a reduction.",
         )

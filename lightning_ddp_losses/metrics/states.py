@@ -13,12 +13,10 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-from lightning_ddp_losses import numerics
-from lightning_ddp_losses.coefficient import CoefficientWatch
-from lightning_ddp_losses.configuration import configuration
+from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core.configuration import configuration
+from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.metrics.layout import State
-
-__all__ = ["Gather", "MetricStates", "Shared", "States", "detached"]
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
@@ -43,7 +41,7 @@ class Shared:
     gather: Gather = "states"
     keep_graph: bool = False
     expects_gradient: bool = True
-    coefficients: CoefficientWatch = field(default_factory=CoefficientWatch)
+    coefficients: UpstreamGradWatch = field(default_factory=UpstreamGradWatch)
     configuration: str = ""
     rows: int = 0
     ends: dict[str, list[int]] = field(default_factory=dict)
@@ -70,7 +68,7 @@ class MetricStates(Metric):
         shared = self._shared
         shared.configuration = shared.configuration or configuration(self)
         own = self.parameters() if self._parameters or self._modules else ()
-        dtype = numerics.compute_dtype([*own, *given])
+        dtype = precision.compute_dtype([*own, *given])
         for name, default in self._defaults.items():
             if isinstance(default, Tensor) and default.is_floating_point():
                 wide = torch.promote_types(dtype, default.dtype)
@@ -122,9 +120,9 @@ class MetricStates(Metric):
         # of its own: they are changed in place
         own = {name: list(v) if isinstance(v, list) else v.clone() for name, v in self._states().items()}
         self._put(own)
-        before = {id(t) for t in numerics.tensors_in(self._states())}
+        before = {id(t) for t in precision.tensors_in(self._states())}
         self.update(*args, **kwargs)
-        return numerics.map_tensors(lambda t: t if id(t) in before else t.detach(), self._states())  # type: ignore[no-any-return]
+        return precision.map_tensors(lambda t: t if id(t) in before else t.detach(), self._states())  # type: ignore[no-any-return]
 
     def _reduce_states(self, incoming_state: dict[str, Any]) -> None:
         means = {name: getattr(self, name) for name in self._means()}
@@ -148,7 +146,7 @@ class MetricStates(Metric):
         state = super().__getstate__()
         state.pop("_plain_update", None)
         for name in (*self._defaults, "_forward_cache", "_computed"):
-            state[name] = numerics.map_tensors(lambda t: t if t.is_leaf else t.detach(), state[name])
+            state[name] = precision.map_tensors(lambda t: t if t.is_leaf else t.detach(), state[name])
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -170,4 +168,4 @@ def _own(value: Any) -> Any:
 
 def detached(states: States) -> States:
     """The states without their graph, in the same memory."""
-    return {name: numerics.map_tensors(Tensor.detach, value) for name, value in states.items()}
+    return {name: precision.map_tensors(Tensor.detach, value) for name, value in states.items()}

@@ -8,31 +8,27 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_ddp_losses.errors import ConfigurationError, format_error
+from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers.randomness import SEEDS, nested
-
-__all__ = ["check_rows", "check_seed", "checked_sampler"]
 
 
 def check_rows(what: str, size: object) -> None:
     """Refuse a batch size that is given and is no positive number."""
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise ConfigurationError(format_error(what, expected="a positive number of rows", got=repr(size)))
+        raise ConfigurationError(what, expected="a positive number of rows", got=repr(size))
 
 
 def check_seed(what: str, seed: object) -> None:
     """Refuse a seed that is given and that not every generator takes."""
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < SEEDS):
-        raise ConfigurationError(format_error(what, expected=f"a whole number from 0 to {SEEDS - 1}", got=repr(seed)))
+        raise ConfigurationError(what, expected=f"a whole number from 0 to {SEEDS - 1}", got=repr(seed))
 
 
 def checked_sampler(sampler: Any) -> Any:
     """``sampler``, if it is one over the whole data set and knows its length."""
 
     def refuse(got: str, fix: str) -> ConfigurationError:
-        return ConfigurationError(
-            format_error("GlobalBatchSampler", expected="a sampler with a length", got=got, fix=fix)
-        )
+        return ConfigurationError("GlobalBatchSampler", expected="a sampler with a length", got=got, fix=fix)
 
     name = type(sampler).__name__
     if not isinstance(sampler, Iterable) or isinstance(sampler, (Dataset, DataLoader, str, bytes, dict)):

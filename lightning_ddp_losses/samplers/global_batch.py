@@ -22,11 +22,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from lightning_ddp_losses import groups
-from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.samplers.draws import GlobalDraw
-
-__all__ = ["GlobalBatchSampler", "GlobalBatches"]
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.samplers.seeded_draw import GlobalDraw
 
 
 class GlobalBatchSampler(DistributedSampler[Any]):
@@ -82,12 +80,10 @@ class GlobalBatchSampler(DistributedSampler[Any]):
     ) -> None:
         if isinstance(sampler, BatchSampler):
             raise ConfigurationError(
-                format_error(
-                    "GlobalBatchSampler as sampler=",
-                    expected="a sampler of indices",
-                    got=type(sampler).__name__,
-                    fix="Write DataLoader(batch_sampler=GlobalBatchSampler.batches(sampler)).",
-                )
+                "GlobalBatchSampler as sampler=",
+                expected="a sampler of indices",
+                got=type(sampler).__name__,
+                fix="Write DataLoader(batch_sampler=GlobalBatchSampler.batches(sampler)).",
             )
         self.local_batch_size = local_batch_size
         self._draw = GlobalDraw(sampler, local_batch_size=local_batch_size or 0, drop_last=drop_last, seed=seed)
@@ -113,7 +109,7 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         return self._draw.rows()
 
     def _ask_groups(self) -> None:
-        self.num_replicas, self.rank = groups.world_size(), groups.rank()
+        self.num_replicas, self.rank = process_groups.world_size(), process_groups.rank()
 
     @staticmethod
     def batches(
@@ -139,22 +135,18 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         if type(sampler) is BatchSampler:
             if global_batch_size is not None or drop_last:
                 raise ConfigurationError(
-                    format_error(
-                        "GlobalBatchSampler.batches of a BatchSampler",
-                        expected="no global_batch_size or drop_last beside its own",
-                        got=f"global_batch_size={global_batch_size}, drop_last={drop_last}",
-                        fix="Set them on one of the two.",
-                    )
+                    "GlobalBatchSampler.batches of a BatchSampler",
+                    expected="no global_batch_size or drop_last beside its own",
+                    got=f"global_batch_size={global_batch_size}, drop_last={drop_last}",
+                    fix="Set them on one of the two.",
                 )
             sampler, global_batch_size, drop_last = sampler.sampler, sampler.batch_size, sampler.drop_last
         elif global_batch_size is None and drop_last:
             raise ConfigurationError(
-                format_error(
-                    "drop_last of GlobalBatchSampler.batches",
-                    expected="False where the sampler makes the batches",
-                    got=True,
-                    fix="Leave it to the sampler.",
-                )
+                "drop_last of GlobalBatchSampler.batches",
+                expected="False where the sampler makes the batches",
+                got=True,
+                fix="Leave it to the sampler.",
             )
         draw = GlobalDraw(sampler, global_batch_size=global_batch_size, drop_last=drop_last, seed=seed)
         return GlobalBatches(draw, batch_size=_CarriedSize.of(draw), drop_last=drop_last)
@@ -186,12 +178,10 @@ class GlobalBatches(BatchSampler):
         draw = getattr(batch_size, "draw", None)
         if not isinstance(draw, GlobalDraw):
             raise ConfigurationError(
-                format_error(
-                    "batch_size of GlobalBatches",
-                    expected="what GlobalBatchSampler.batches gave it",
-                    got=repr(batch_size),
-                    fix="Write GlobalBatchSampler.batches(sampler, global_batch_size).",
-                )
+                "batch_size of GlobalBatches",
+                expected="what GlobalBatchSampler.batches gave it",
+                got=repr(batch_size),
+                fix="Write GlobalBatchSampler.batches(sampler, global_batch_size).",
             )
         if draw.drop_last and not drop_last:
             draw = draw.keeping_last()

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Sampler
 
-__all__ = ["nested", "put_back", "seeded"]
-
 SEEDS = 1 << 32  # numpy takes no larger seed
 _SHUFFLED = ("labels", "fixed_set_of_triplets")  # of MPerClassSampler (a list) and FixedSetOfTriplets (an array)
 PML = "pytorch_metric_learning.utils.common_functions"

@@ -11,9 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_ddp_losses.strategies.adoption import NAME
-from lightning_ddp_losses.strategies.divided import DividedWeights
-
-__all__ = ["AdoptingStrategy"]
+from lightning_ddp_losses.strategies.sharded_ddp import DividedWeights
 
 
 class AdoptingStrategy(DividedWeights):

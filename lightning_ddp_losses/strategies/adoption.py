@@ -15,16 +15,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_ddp_losses import frames, transport
-from lightning_ddp_losses.errors import HiddenLossError, format_error
-from lightning_ddp_losses.sharding import shard_of
-from lightning_ddp_losses.strategies import wrapping
-from lightning_ddp_losses.strategies.discovery import FoundLoss
+from lightning_ddp_losses.distributed import handshake, raw_collectives
+from lightning_ddp_losses.distributed.shard import shard_of
+from lightning_ddp_losses.errors import HiddenLossError
+from lightning_ddp_losses.strategies import ddp_setup
 from lightning_ddp_losses.strategies.hidden import Hidden, find_hidden
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
 from lightning_ddp_losses.strategies.precision import PrecisionKeeper
-from lightning_ddp_losses.strategies.shards import divide
-
-__all__ = ["NAME", "adopt", "as_losses", "find"]
+from lightning_ddp_losses.strategies.sharded_parameters import divide
 
 NAME = "_adopted_losses"
 
@@ -44,8 +42,8 @@ def find(trainer: pl.Trainer, module: nn.Module, optimizers: Iterable[Optimizer]
     hidden = find_hidden(module, optimizers, elsewhere)
     named = [f"{type(m).__name__} at {path}" for path, m in hidden.optimised.items()]
     refused = hidden.loose if adopt else named + hidden.loose
-    agreed = {"modules to adopt": "; ".join(named) or "none"} if adopt else {}
-    everyone = [json.loads(p) for p in frames.exchange("hidden losses", agreed, json.dumps(refused).encode())]
+    must_match = {"modules to adopt": "; ".join(named) or "none"} if adopt else {}
+    everyone = [json.loads(p) for p in handshake.all_gather("hidden losses", must_match, json.dumps(refused).encode())]
     if any(everyone):
         raise _refusal(everyone, adopt=adopt)
     return hidden
@@ -75,7 +73,7 @@ def adopt(
     module.add_module(NAME, adopted)
     if ddp is not None:  # it reads the buffers of the live module anew each step
         ddp.parameters_to_ignore |= {f"{NAME}.{name}" for name, _ in adopted.named_buffers()}
-    transport.broadcast_([tensor for _, tensor in wrapping.named_tensors(adopted) if shard_of(tensor) is None])
+    raw_collectives.broadcast_([tensor for _, tensor in ddp_setup.named_tensors(adopted) if shard_of(tensor) is None])
     rank_zero_info(f"Adopted as submodules: {', '.join(hidden.optimised)}.")
     return adopted
 
@@ -99,12 +97,10 @@ def _refusal(everyone: list[list[str]], *, adopt: bool) -> HiddenLossError:
             "nn.ModuleDict for several), or pass DDPLossStrategy(adopt=True)."
         )
     return HiddenLossError(
-        format_error(
-            "parameters in an optimizer",
-            expected="parameters of registered submodules",
-            got="; ".join(everyone[0]) if same else None,
-            ranks=None if same else ["; ".join(own) or "none hidden" for own in everyone],
-            fix=fix,
-        ),
+        "parameters in an optimizer",
+        expected="parameters of registered submodules",
+        got="; ".join(everyone[0]) if same else None,
+        ranks=None if same else ["; ".join(own) or "none hidden" for own in everyone],
+        fix=fix,
         collective=True,
     )

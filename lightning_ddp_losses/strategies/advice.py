@@ -8,10 +8,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_ddp_losses import graph
+from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.errors import format_error
-
-__all__ = ["Advice"]
 
 
 class Advice:
@@ -47,7 +45,7 @@ class Advice:
             return  # Lightning reduces integers of its own, lengths of data
         if tensor.device.type != "cpu" or tensor == 0:
             return
-        values = [v for v in graph.global_values() if v.device.type == "cpu"]
+        values = [v for v in autograd_graph.global_values() if v.device.type == "cpu"]
         if any(torch.equal(tensor, value.to(tensor)) for value in values):
             self._waste = True
             rank_zero_warn("A logged value is a global loss already, equal on every rank: leave out sync_dist=True.")

@@ -21,19 +21,17 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses import coefficient, failing, groups, transport
-from lightning_ddp_losses.errors import ConfigurationError, format_error
-from lightning_ddp_losses.strategies import adoption, layer_sync, wrapping
+from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives, upstream_grad
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.strategies import adoption, ddp_setup, layer_sync
 from lightning_ddp_losses.strategies.adopting import AdoptingStrategy
 from lightning_ddp_losses.strategies.advice import Advice
-from lightning_ddp_losses.strategies.discovery import FoundLoss, find_losses, is_loss
-from lightning_ddp_losses.strategies.globalise import globalised
-from lightning_ddp_losses.strategies.guard import HiddenSentinel, LossGuard
+from lightning_ddp_losses.strategies.global_batch_option import globalised
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss
+from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
+from lightning_ddp_losses.strategies.loss_reducer import LossReducer
 from lightning_ddp_losses.strategies.precision import PrecisionKeeper
-from lightning_ddp_losses.strategies.reduction import LossReducer
 from lightning_ddp_losses.strategies.reshuffle import refuse_other_batches, warn_if_reshuffled
-
-__all__ = ["DDPLossStrategy"]
 
 
 class DDPLossStrategy(AdoptingStrategy):
@@ -90,25 +88,25 @@ class DDPLossStrategy(AdoptingStrategy):
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__(adopt=adopt, sharded_checkpoints=sharded_checkpoints, **ddp_kwargs)
-        self._ddp_kwargs = wrapping.without_defaults(self._ddp_kwargs)
+        self._ddp_kwargs = ddp_setup.without_defaults(self._ddp_kwargs)
         if not isinstance(losses, str) and not (
             isinstance(losses, Sequence) and all(isinstance(name, str) for name in losses)
         ):
             raise ConfigurationError(
-                format_error("losses", expected="'auto', a list of names, or a regular expression", got=repr(losses))
+                "losses", expected="'auto', a list of names, or a regular expression", got=repr(losses)
             )
         self._selection = losses if isinstance(losses, str) else list(losses)
         self._check_calls = check_calls
-        self._reduce_dtype = wrapping.as_dtype(loss_reduce_dtype)
+        self._reduce_dtype = ddp_setup.as_dtype(loss_reduce_dtype)
         if global_batch not in (False, "auto"):
-            raise ConfigurationError(format_error("global_batch", expected="False or 'auto'", got=repr(global_batch)))
+            raise ConfigurationError("global_batch", expected="False or 'auto'", got=repr(global_batch))
         self._global_batch = global_batch
         self._reset()
 
     def _reset(self) -> None:
         self._losses: list[FoundLoss] = []
-        self._guards: list[LossGuard] = []
-        self._sentinels: list[HiddenSentinel] = []
+        self._guards: list[LossForwardPatch] = []
+        self._sentinels: list[UnregisteredLossPatch] = []
         self._reducer: LossReducer | None = None
         self._precision = PrecisionKeeper()
         self._blocked = False
@@ -136,11 +134,11 @@ class DDPLossStrategy(AdoptingStrategy):
 
     def setup_environment(self) -> None:
         """Start the process group; ours follow its time-out."""
-        external = groups.is_distributed()
+        external = process_groups.is_distributed()
         super().setup_environment()
-        groups.set_timeout(self._timeout)
+        process_groups.set_timeout(self._timeout)
         if not external:
-            atexit.register(groups.close, world=True)
+            atexit.register(process_groups.close, world=True)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Find the losses, wrap the rest of the module, synchronise both."""
@@ -153,8 +151,8 @@ class DDPLossStrategy(AdoptingStrategy):
             self._losses = find_losses(module, self._selection)
             self.meet_shards()  # before their values are remembered
             for part in module.modules():
-                if isinstance(part, groups.OfGroup):
-                    part.know_group()  # a rank may fail before it has ever used it
+                if isinstance(part, process_groups.WithProcessGroup):
+                    part.create_internal_groups()  # a rank may fail before it has ever used it
             self._precision.remember([loss.module for loss in self._losses])
             super().setup(trainer)
             refuse_nan = getattr(self.precision_plugin, "scaler", None) is None
@@ -162,11 +160,13 @@ class DDPLossStrategy(AdoptingStrategy):
             if fitting:
                 self._meet_hidden(trainer)
             self._guards = [
-                LossGuard(loss, refuse_nan=refuse_nan, whole=globalised(loss, module) if self._global_batch else None)
+                LossForwardPatch(
+                    loss, refuse_nan=refuse_nan, whole=globalised(loss, module) if self._global_batch else None
+                )
                 for loss in self._losses
             ]
-            for stand_in in (*self._guards, *self._sentinels):
-                stand_in.install()
+            for patch in (*self._guards, *self._sentinels):
+                patch.install()
             if fitting:
                 assert self._reducer is not None
                 self._reducer.watch(self._guards)
@@ -184,15 +184,15 @@ class DDPLossStrategy(AdoptingStrategy):
             super().configure_ddp()
             return
         module = self._module
-        wrapping.compare_names(module)
-        plan = wrapping.plan(module, self._losses)
+        ddp_setup.compare_names(module)
+        plan = ddp_setup.plan(module, self._losses)
         if plan.reduced:  # else DDP would refuse the module
-            with wrapping.ignoring(module, plan.ignored):
+            with ddp_setup.ignoring(module, plan.ignored):
                 super().configure_ddp()
         if self._ddp_kwargs.get("init_sync", True):
             buffers = self._ddp_kwargs.get("broadcast_buffers", True) is not False
-            transport.broadcast_([t for t in plan.unsynchronised if buffers or isinstance(t, nn.Parameter)])
-        first_bucket = wrapping.first_bucket(plan.reduced, self._ddp_kwargs)
+            raw_collectives.broadcast_([t for t in plan.unsynchronised if buffers or isinstance(t, nn.Parameter)])
+        first_bucket = ddp_setup.first_bucket(plan.reduced, self._ddp_kwargs)
         self._reducer = LossReducer(module, plan.reduced, sorted(plan.theirs), self._reduce_dtype, first_bucket)
         for loss in self._losses:
             if loss.learnable and not loss.owned:
@@ -201,7 +201,7 @@ class DDPLossStrategy(AdoptingStrategy):
     def _meet_hidden(self, trainer: pl.Trainer) -> None:
         hidden = adoption.find(trainer, self._module, self.optimizers, adopt=self._adopt)
         self._sentinels = [
-            HiddenSentinel(module, path, lambda: self._in_training_step)
+            UnregisteredLossPatch(module, path, lambda: self._in_training_step)
             for path, module in hidden.idle.items()
             if is_loss(module)
         ]
@@ -226,12 +226,12 @@ class DDPLossStrategy(AdoptingStrategy):
         """The module's training step; what fails on one rank ends all of them at the peers' next frame."""
         if self._reducer is None:
             return super().training_step(*args, **kwargs)
-        coefficient.expect_no_earlier()
+        upstream_grad.expect_no_earlier()
         self._count(True)
         try:
             with self._together("training_step"):
                 if self._ddp is None and self._synchronising:  # what DDP's forward does
-                    wrapping.broadcast_buffers(self._module, self._losses, self._ddp_kwargs)
+                    ddp_setup.broadcast_buffers(self._module, self._losses, self._ddp_kwargs)
                 return super().training_step(*args, **kwargs)
         finally:
             self._count(False)
@@ -310,12 +310,12 @@ class DDPLossStrategy(AdoptingStrategy):
         if training and self._check_calls and isinstance(exception, Exception):
             with contextlib.suppress(Exception):  # Lightning goes on with the exception itself
                 if not getattr(exception, "collective", False):
-                    failing.fail_on_all_ranks(exception, "training")
+                    handshake.raise_in_all_groups(exception, "training")
 
     def teardown(self) -> None:
         """Give the module back as it came."""
-        for stand_in in (*self._guards, *self._sentinels):
-            stand_in.remove()
+        for patch in (*self._guards, *self._sentinels):
+            patch.remove()
         if self._reducer is not None:
             self._reducer.unwatch()
         module = self.lightning_module
@@ -337,6 +337,6 @@ class DDPLossStrategy(AdoptingStrategy):
             yield
         except Exception as error:
             if where == "training_step" and not self._check_calls:
-                failing.tell_parts(error, where)
+                handshake.notify_subgroups(error, where)
                 raise  # the world opens no frame in which it could be told
-            failing.fail_on_all_ranks(error, where)
+            handshake.raise_in_all_groups(error, where)

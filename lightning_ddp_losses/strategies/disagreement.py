@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from lightning_ddp_losses import frames
+from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
-
-__all__ = ["missing_calls", "partial_gradients", "refuse_other_coefficients"]
 
 
 def missing_calls(missing: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> LossCallError:
@@ -23,7 +21,9 @@ def missing_calls(missing: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -
 
 def partial_gradients(names: Sequence[str], flags: Sequence[int]) -> LossCallError:
     """The error for gradients that ranks hold differently. Communication: one frame, which all ranks come to."""
-    everyone = [json.loads(p) for p in frames.exchange("gradients that differ", {}, json.dumps(list(flags)).encode())]
+    everyone = [
+        json.loads(p) for p in handshake.all_gather("gradients that differ", {}, json.dumps(list(flags)).encode())
+    ]
     parts = []
     for name, column in zip(names, zip(*everyone, strict=True), strict=True):
         sparse = max(column) > 1
@@ -46,12 +46,10 @@ def refuse_other_coefficients(noted: Sequence[str]) -> None:
     """
     if len(set(noted)) > 1:
         raise RankMismatchError(
-            format_error(
-                "coefficients of global losses and metrics in this backward",
-                expected="the same on every rank, which holds the gradient for all of them",
-                ranks=noted,
-                fix="Multiply a global value by the same number on every rank; or give GlobalBatchLoss(backward='sum') where ranks shall "
-                "differ. Nothing was reduced.",
-            ),
+            "coefficients of global losses and metrics in this backward",
+            expected="the same on every rank, which holds the gradient for all of them",
+            ranks=noted,
+            fix="Multiply a global value by the same number on every rank; or give GlobalBatchLoss(backward='sum') where ranks shall "
+            "differ. Nothing was reduced.",
             collective=True,
         )

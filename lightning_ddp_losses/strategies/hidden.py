@@ -13,9 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.unregistered import unregistered_modules
-
-__all__ = ["Hidden", "find_hidden"]
+from lightning_ddp_losses.core.module_search import unregistered_modules
 
 
 @dataclass(frozen=True)

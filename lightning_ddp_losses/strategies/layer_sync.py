@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
 
-__all__ = ["fit_for", "meets_in_backward", "use_layer_sync"]
-
 _NOT_TORCHS = ("cpu", "mps")
 _exact: list[type[LayerSync]] = []
 

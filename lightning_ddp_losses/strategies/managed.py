@@ -9,12 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lightning_ddp_losses import frames
-from lightning_ddp_losses.errors import RankMismatchError, format_error
-from lightning_ddp_losses.sharding import shard_of
-from lightning_ddp_losses.transport import host_bytes
-
-__all__ = ["Managed", "ManagedParameters"]
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.raw_collectives import host_bytes
+from lightning_ddp_losses.distributed.shard import shard_of
+from lightning_ddp_losses.errors import RankMismatchError
 
 
 @dataclass(frozen=True)
@@ -90,16 +88,14 @@ class ManagedParameters:
     def admit(self, fresh: list[Managed]) -> None:
         """Take parameters that appeared after the wrap, if they are equal on all ranks. Communication: one frame."""
         own = [hashlib.sha256(host_bytes(m.parameter.cpu())).hexdigest() for m in fresh]
-        everyone = [json.loads(p) for p in frames.exchange("new parameters", {}, json.dumps(own).encode())]
+        everyone = [json.loads(p) for p in handshake.all_gather("new parameters", {}, json.dumps(own).encode())]
         differ = [m.name for m, column in zip(fresh, zip(*everyone, strict=True), strict=True) if len(set(column)) > 1]
         if differ:
             raise RankMismatchError(
-                format_error(
-                    "parameters created or replaced after the wrap",
-                    expected="equal values on all ranks",
-                    got=f"different values of {', '.join(f'`{name}`' for name in differ)}",
-                    fix="Create them in __init__ or configure_model, where they are broadcast, or from the same seed on every rank.",
-                ),
+                "parameters created or replaced after the wrap",
+                expected="equal values on all ranks",
+                got=f"different values of {', '.join(f'`{name}`' for name in differ)}",
+                fix="Create them in __init__ or configure_model, where they are broadcast, or from the same seed on every rank.",
                 collective=True,
             )
         self._known.update({m.name: m.parameter for m in fresh})

@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lightning_ddp_losses import coefficient, frames
+from lightning_ddp_losses.distributed import handshake, upstream_grad
 from lightning_ddp_losses.strategies.disagreement import missing_calls, refuse_other_coefficients
-from lightning_ddp_losses.strategies.discovery import FoundLoss
-
-__all__ = ["CallCount", "Calls", "Meeting", "Rider"]
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
 
 _CALL = struct.Struct("<IQ?")  # calls, rows, whether a gradient is there already
 _SIZE = struct.Struct("<I")
@@ -78,18 +76,18 @@ class Meeting:
         self,
         counts: Sequence[CallCount],
         has_grad: set[int],
-        agreed: Mapping[str, object],
+        must_match: Mapping[str, object],
         riders: Sequence[Rider] = (),
     ) -> None:
-        self._counts, self._riders, self._agreed = counts, riders, agreed
+        self._counts, self._riders, self._agreed = counts, riders, must_match
         own = b"".join(_CALL.pack(c.calls, c.rows, i in has_grad) for i, c in enumerate(counts))
         for rider in riders:
             ride = rider.measure()
             own += _SIZE.pack(len(ride)) + ride
         for count in counts:
             count.reset()
-        self._agreed, self._own = agreed, own
-        self._frame: frames.Exchange | None = None
+        self._agreed, self._own = must_match, own
+        self._frame: handshake.PendingHandshake | None = None
 
     @property
     def sent(self) -> bool:
@@ -98,9 +96,9 @@ class Meeting:
 
     def send(self, gradients: bytes = b"") -> None:
         """Let it leave, with the coefficients known by now."""
-        noted = coefficient.take_noted().encode()
+        noted = upstream_grad.take_noted().encode()
         own = self._own + _SIZE.pack(len(noted)) + noted + gradients
-        self._frame = frames.start("backward", self._agreed, own)
+        self._frame = handshake.start("backward", self._agreed, own)
 
     def arrived(self) -> bool:
         """Whether ``read`` would not wait."""
@@ -136,7 +134,7 @@ class Meeting:
     def _split(self, payload: bytes) -> tuple[bytes, list[bytes], bytes, bytes]:
         offset = _CALL.size * len(self._counts)
         own, rides = payload[:offset], []
-        for _ in (*self._riders, coefficient):
+        for _ in (*self._riders, upstream_grad):
             (size,) = _SIZE.unpack_from(payload, offset)
             start = offset + _SIZE.size
             offset = start + size

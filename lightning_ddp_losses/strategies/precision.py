@@ -7,8 +7,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PrecisionKeeper"]
-
 
 class PrecisionKeeper:
     """Remembers floating parameters and buffers, and restores those that came back in a lower precision."""

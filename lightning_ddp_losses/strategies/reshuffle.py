@@ -14,8 +14,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_ddp_losses.errors import ConfigurationError, format_error
 
-__all__ = ["refuse_other_batches", "reshuffled", "warn_if_reshuffled"]
-
 
 def reshuffled(dataloader: object, *, injecting: bool = True) -> str | None:
     """What Lightning did to the order of a structured sampler, as an error text; None where it left the order alone.
@@ -83,19 +81,15 @@ def refuse_other_batches(dataloader: object) -> None:
     size = getattr(dataloader.batch_sampler, "batch_size", None)
     if size != expected:
         raise ConfigurationError(
-            format_error(
-                f"batch_size of the DataLoader around {name}",
-                expected=f"{expected}, as in {name}(sampler, local_batch_size={expected})",
-                got=repr(size),
-                fix="Give both the same number of rows per rank.",
-            )
+            f"batch_size of the DataLoader around {name}",
+            expected=f"{expected}, as in {name}(sampler, local_batch_size={expected})",
+            got=repr(size),
+            fix="Give both the same number of rows per rank.",
         )
     if getattr(dataloader.batch_sampler, "drop_last", False) and not sampler.drop_last:
         raise ConfigurationError(
-            format_error(
-                f"drop_last of the DataLoader around {name}",
-                expected=f"drop_last=True on the {name}, which leaves out the same batch on every rank",
-                got="drop_last=True on the DataLoader alone",
-                fix=f"Write {name}(sampler, {expected}, drop_last=True).",
-            )
+            f"drop_last of the DataLoader around {name}",
+            expected=f"drop_last=True on the {name}, which leaves out the same batch on every rank",
+            got="drop_last=True on the DataLoader alone",
+            fix=f"Write {name}(sampler, {expected}, drop_last=True).",
         )

@@ -17,12 +17,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_ddp_losses import frames, groups, messages
-from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
-from lightning_ddp_losses.sharding import ClassShard, shard_of
-from lightning_ddp_losses.strategies.shards import Owners, Shards
-
-__all__ = ["REST", "ShardFiles", "is_sharded", "refuse_other_sizes"]
+from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
+from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
+from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.strategies.sharded_parameters import Owners, Shards
 
 REST = "rest.ckpt"
 _MARK = "class shard"
@@ -61,15 +59,13 @@ class ShardFiles:
         if not self._shards:
             return state
         parts = [name for name, p in self._shards.parameters.items() if _is_part(state.get(name), p)]
-        frames.exchange("saving a checkpoint", {"class shards that a callback replaced": ", ".join(parts)})
+        handshake.all_gather("saving a checkpoint", {"class shards that a callback replaced": ", ".join(parts)})
         if parts and self._sharded:
             raise ConfigurationError(
-                format_error(
-                    "sharded_checkpoints",
-                    expected="the module's own weights in the checkpoint",
-                    got=f"what a callback put in the place of {', '.join(parts)}",
-                    fix="Save ordinary checkpoints: DDPLossStrategy(sharded_checkpoints=False).",
-                ),
+                "sharded_checkpoints",
+                expected="the module's own weights in the checkpoint",
+                got=f"what a callback put in the place of {', '.join(parts)}",
+                fix="Save ordinary checkpoints: DDPLossStrategy(sharded_checkpoints=False).",
                 collective=True,
             )
         return {**state, **{name: self._out("", name, state[name]) for name in parts}}
@@ -107,7 +103,7 @@ class ShardFiles:
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         pieces = {key: self._whole_view(part, parameter) for key, (part, parameter) in self._pieces.items()}
-        group = groups.family().host if groups.is_distributed() else None
+        group = process_groups.internal_groups().host if process_groups.is_distributed() else None
         save(pieces, checkpoint_id=folder, process_group=group, no_dist=group is None)
         write_rest(folder / REST)
         self._pieces.clear()
@@ -129,7 +125,7 @@ class ShardFiles:
                 wanted[mark[_MARK]] = self._whole_view(part, parameter)
             parts[name] = part
         if wanted:
-            group = groups.family().host if groups.is_distributed() else None
+            group = process_groups.internal_groups().host if process_groups.is_distributed() else None
             load(wanted, checkpoint_id=Path(path), process_group=group, no_dist=group is None)
         return {**tree, **parts}
 
@@ -162,21 +158,19 @@ class ShardFiles:
         """This rank's part as a piece of the whole, for torch.distributed.checkpoint."""
         shard = shard_of(parameter)
         assert shard is not None
-        world = groups.world_size()
-        if not groups.is_distributed():
+        world = process_groups.world_size()
+        if not process_groups.is_distributed():
             return part
         if shard != ClassShard.of_rank(
-            shard.num_classes, world, groups.rank(), dim=shard.dim, per_class=shard.per_class
+            shard.num_classes, world, process_groups.rank(), dim=shard.dim, per_class=shard.per_class
         ):
             raise ConfigurationError(
-                format_error(
-                    "sharded_checkpoints",
-                    expected="classes divided over all ranks",
-                    got="classes divided over a part of them (group=...)",
-                    fix="Save ordinary checkpoints: DDPLossStrategy(sharded_checkpoints=False).",
-                )
+                "sharded_checkpoints",
+                expected="classes divided over all ranks",
+                got="classes divided over a part of them (group=...)",
+                fix="Save ordinary checkpoints: DDPLossStrategy(sharded_checkpoints=False).",
             )
-        mesh = DeviceMesh.from_group(groups.family().host, "cpu")
+        mesh = DeviceMesh.from_group(process_groups.internal_groups().host, "cpu")
         shape = torch.Size(shard.whole_shape(part))
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(part.cpu(), mesh, [Shard(shard.dim)], run_check=False, shape=shape, stride=stride)
@@ -187,7 +181,7 @@ def assemble(part: Tensor, shard: ClassShard, owners: Owners) -> Tensor:
 
     Communication: each rank sends its part to rank 0.
     """
-    shape, rank = shard.whole_shape(part), groups.rank()
+    shape, rank = shard.whole_shape(part), process_groups.rank()
     whole = torch.empty(shape, dtype=part.dtype, device=part.device if rank == 0 else "meta")
     for owner, block in owners:
         if rank not in (0, owner):
@@ -197,9 +191,9 @@ def assemble(part: Tensor, shard: ClassShard, owners: Owners) -> Tensor:
         if owner == 0:
             block.own_part(whole).copy_(part) if rank == 0 else None
         elif rank == owner:
-            messages.send(part, 0)
+            raw_collectives.send(part, 0)
         else:
-            block.own_part(whole).copy_(messages.receive(wanted, part, owner))
+            block.own_part(whole).copy_(raw_collectives.receive(wanted, part, owner))
     return whole
 
 
@@ -216,12 +210,10 @@ def refuse_other_sizes(module: nn.Module, state: Mapping[str, Any]) -> None:
         got = tuple(value["shape"]) if isinstance(value, Mapping) else tuple(value.shape)
         if got != shard.whole_shape(parameter):
             raise InputError(
-                format_error(
-                    f"checkpoint: {name}",
-                    expected=f"{shard.whole_shape(parameter)}, the whole of {shard.num_classes} classes",
-                    got=got,
-                    fix="Load a checkpoint of a loss with the same classes and embedding size; nothing was loaded.",
-                )
+                f"checkpoint: {name}",
+                expected=f"{shard.whole_shape(parameter)}, the whole of {shard.num_classes} classes",
+                got=got,
+                fix="Load a checkpoint of a loss with the same classes and embedding size; nothing was loaded.",
             )
 
 

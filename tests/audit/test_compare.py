@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.audit import records
+from lightning_ddp_losses.audit import rank_record
 from lightning_ddp_losses.audit.compare import compare, tolerances
-from lightning_ddp_losses.audit.records import Recording, Writer
+from lightning_ddp_losses.audit.rank_record import Recording, Writer
 from lightning_ddp_losses.audit.rows import MULTIPLE, Tolerances
 
 PAGE: dict[str, Any] = {"steps": 1, "owners": {"w": "encoder"}, "shards": {}}
@@ -57,7 +57,7 @@ CASES: dict[str, tuple[list[Tensor | None], Tensor | None, str, float | None, bo
 @pytest.mark.parametrize("piece", [3, 1 << 20])
 @pytest.mark.parametrize("name", CASES)
 def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, piece: int) -> None:
-    monkeypatch.setattr(records.Entry.pieces, "__defaults__", (piece,))
+    monkeypatch.setattr(rank_record.Entry.pieces, "__defaults__", (piece,))
     ranks, one, verdict, ratio, agree = CASES[name]
     found = compare(recording(tmp_path / "ranks", *ranks), recording(tmp_path / "one", one), Tolerances(1e-9))
     (row,) = found.rows

@@ -11,7 +11,7 @@ from pytorch_metric_learning.losses import CosFaceLoss
 from torch import Tensor, nn
 
 from lightning_ddp_losses import DDPChecks, ParameterSyncCheck
-from lightning_ddp_losses.sharding import ClassShard, tag_shard
+from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
 from tests.callbacks.harness import CLASSES, WIDTH, Case, Subject
 
 __all__ = ["CASES"]

@@ -10,7 +10,7 @@ from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor, nn
 
 from lightning_ddp_losses import GlobalBatchLoss
-from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad
+from lightning_ddp_losses.distributed.collectives import all_gather_with_grad, all_reduce_with_grad
 from tests.callbacks.harness import CLASSES, WIDTH, Case, Subject
 
 __all__ = ["CASES", "HEALTHY"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses import DDPChecks, ParameterSyncCheck
-from lightning_ddp_losses.callbacks.tracked import divide
+from lightning_ddp_losses.callbacks.replicated_parameters import divide
 from tests.callbacks.harness import Subject
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool

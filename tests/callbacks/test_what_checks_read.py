@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks import rows
-from lightning_ddp_losses.callbacks.batches import BUCKETS, SKETCH, Batches, row_hashes
-from lightning_ddp_losses.callbacks.tracked import Tracked
+from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, SKETCH, Batches, row_hashes
+from lightning_ddp_losses.callbacks.replicated_parameters import Tracked
 from lightning_ddp_losses.errors import InputError
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
@@ -119,14 +119,14 @@ def add_to_optimizer(module: Any, trainer: Any) -> None:
     trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
-def pass_on(module: Any, trainer: Any) -> None:
+def ring_send(module: Any, trainer: Any) -> None:
     """The last of a's parameters becomes the first of b's: the same objects in the same order."""
     bias = module.a._parameters.pop("bias")
     module.b._parameters = {"bias": bias, **module.b._parameters}
 
 
 @pytest.mark.parametrize(
-    "change", [replace, move, cast, reshape, freeze, add_module, add_to_optimizer, pass_on], ids=lambda c: c.__name__
+    "change", [replace, move, cast, reshape, freeze, add_module, add_to_optimizer, ring_send], ids=lambda c: c.__name__
 )
 def test_parameters_are_looked_up_again_when_something_changed(change: Callable[[Any, Any], None]) -> None:
     module: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, bias=False)})

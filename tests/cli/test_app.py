@@ -16,8 +16,8 @@ import yaml
 from torchmetrics import PearsonCorrCoef
 
 import lightning_ddp_losses
-from lightning_ddp_losses import groups
 from lightning_ddp_losses.cli import EmbeddingModule, RegressionModule, main
+from lightning_ddp_losses.distributed import process_groups
 
 CONFIGS = Path(lightning_ddp_losses.__file__).parents[1] / "configs"
 ARCFACE = CONFIGS / "digits_arcface.yaml"
@@ -33,7 +33,7 @@ def _leave_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     monkeypatch.setattr(sys, "argv", ["ddp-losses"])
     environment, state = dict(os.environ), torch.get_rng_state()
     yield
-    groups.close(world=True)
+    process_groups.close(world=True)
     os.environ.clear()
     os.environ.update(environment)
     torch.set_rng_state(state)

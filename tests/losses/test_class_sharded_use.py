@@ -16,7 +16,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss, ConfigurationError
-from lightning_ddp_losses.sharding import shard_of
+from lightning_ddp_losses.distributed.shard import shard_of
 from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, hard, judge, make, named, net, whole
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool

@@ -14,8 +14,9 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners, reducers
 from torch import Tensor, nn
 
-from lightning_ddp_losses import ClassShardedLoss, inputs
-from lightning_ddp_losses.collectives import all_gather_with_grad
+from lightning_ddp_losses import ClassShardedLoss
+from lightning_ddp_losses.core import inputs
+from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.losses import GlobalBatchLoss, check_separable, register_element_wise, register_row_separable
 from lightning_ddp_losses.losses.randomness import may_draw
 from tests.losses.cases import PML, classes

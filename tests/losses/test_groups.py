@@ -13,7 +13,7 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners, regularizers
 from torch import Tensor
 
-from lightning_ddp_losses import groups
+from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import RankMismatchError
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner
 from tests.losses.cases import PML
@@ -90,7 +90,7 @@ def in_group(case: Case, sizes: list[int], mode: str, group: dist.ProcessGroup) 
     net, loss = fresh(case)
     wrapped = GlobalBatchLoss(loss, **{**case.options, "mode": mode, "group": group})
     torch.manual_seed(SEED)
-    args, kwargs = case.give(net, own_rows(sizes, groups.rank(group)))
+    args, kwargs = case.give(net, own_rows(sizes, process_groups.rank(group)))
     value = wrapped(*args, **kwargs)
     value.backward()
     return {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
@@ -112,7 +112,7 @@ def assert_one_process(case: Case, results: Sequence[Results], splits: dict[str,
 def copied() -> list[float]:
     """What deep copies give, beside the originals: over the same group, with weights of their own."""
     group = own_group()
-    torch.manual_seed(3 + groups.rank(group))
+    torch.manual_seed(3 + process_groups.rank(group))
     rows, labels, found = torch.randn(4, DIM), torch.tensor([0, 1, 2, 3]), []
     torch.manual_seed(0)
     arcface = pml.ArcFaceLoss(num_classes=CLASSES, embedding_size=DIM)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
-from lightning_ddp_losses.collectives import all_gather_with_grad
+from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
 from tests.losses.harness import CLASSES, DIM, Net, global_rows, own_rows

@@ -21,12 +21,12 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ddp_losses.bundles import gather_bundle
+from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
-from lightning_ddp_losses.losses.pml_call import PMLCall
+from lightning_ddp_losses.losses.gathered_call import PMLCall
 from lightning_ddp_losses.losses.randomness import Draws
-from lightning_ddp_losses.losses.row_tiles import parts_of
+from lightning_ddp_losses.losses.row_chunks import parts_of
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 
@@ -320,7 +320,7 @@ def test_parts_are_ordinary_input_and_cover_all_rows() -> None:
     call = PMLCall(
         pml.CircleLoss(),
         {"embeddings": torch.randn(10, 3), "labels": labels},
-        lambda tensors: gather_bundle("a loss", tensors, {}, extra=Draws().next()),
+        lambda tensors: gather_batch("a loss", tensors, {}, extra=Draws().next()),
         0,
     )
     parts = parts_of(pml.CircleLoss(), call, 10 * 6 * 4)  # one row each, were it not for that

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torchmetrics as tm
 from torch import Tensor
 
-from lightning_ddp_losses.collectives import all_gather_with_grad
+from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.metrics import differentiable
 from tests.metrics.kinds import Ours
 from tests.rank_pool import RankPool

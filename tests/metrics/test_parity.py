@@ -18,11 +18,11 @@ def test_the_table_knows_every_class() -> None:
     assert not set(CASES) & (set(WITHOUT_GRADIENT) | set(NOT_FED))
 
 
-def differences(family: str, even: bool) -> dict[str, float]:
+def differences(internal_groups: str, even: bool) -> dict[str, float]:
     """Each case of a family by name: its difference from one process over the tolerance."""
     found = {}
     for name, cls in differentiable_classes().items():
-        if name in CASES and cls.__module__.split(".")[1] == family:
+        if name in CASES and cls.__module__.split(".")[1] == internal_groups:
             for index, case in enumerate(CASES[name]):
                 found[f"{name} {index}"] = compare(case, even)
     return found
@@ -31,7 +31,9 @@ def differences(family: str, even: bool) -> dict[str, float]:
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_value_and_gradient_are_those_of_one_process(pool: RankPool, family: str, world_size: int, even: bool) -> None:
-    for found in pool.run(world_size, differences, family, even, seconds=60):
+def test_value_and_gradient_are_those_of_one_process(
+    pool: RankPool, internal_groups: str, world_size: int, even: bool
+) -> None:
+    for found in pool.run(world_size, differences, internal_groups, even, seconds=60):
         assert found
         assert {name: off for name, off in found.items() if not off < 1} == {}

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from lightning_ddp_losses import ClassShardedLoss, groups
+from lightning_ddp_losses import ClassShardedLoss
+from lightning_ddp_losses.distributed import process_groups
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
@@ -28,7 +29,7 @@ class InAList(Job):
     distributed = True
 
     def build(self, loss: str) -> None:
-        with mock.patch.object(groups, "is_distributed", return_value=self.distributed):
+        with mock.patch.object(process_groups, "is_distributed", return_value=self.distributed):
             self.losses = [ClassShardedLoss(make_loss(loss))]
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.strategies.reduction import LossReducer
+from lightning_ddp_losses.strategies.loss_reducer import LossReducer
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, fit, fit_alone

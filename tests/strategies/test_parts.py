@@ -11,7 +11,8 @@ import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
-from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, groups
+from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss
+from lightning_ddp_losses.distributed import process_groups
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Task
 from tests.rank_pool import RankPool
@@ -101,7 +102,7 @@ def fail_then_leave(make: type[Job], loss: str) -> None:
         fit_parts(make, loss)
     dist.barrier()
     begun = time.perf_counter()
-    groups.close(world=True)
+    process_groups.close(world=True)
     gc.collect()
     raise TimeoutError(time.perf_counter() - begun)
 

@@ -15,8 +15,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
-from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, groups
-from lightning_ddp_losses.sharding import ClassShard, tag_shard
+from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches
 from tests.rank_pool import RankPool
@@ -149,7 +150,7 @@ class Built(Sharded):
     """Made before the ranks exist, as a script makes its module."""
 
     def build(self, loss: str) -> None:
-        with mock.patch.object(groups, "is_distributed", return_value=False):
+        with mock.patch.object(process_groups, "is_distributed", return_value=False):
             self.loss = ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=5, embedding_size=TASK.dim, seed=1).double()
         assert self.loss.weight.numel() == 0
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lightning_ddp_losses import frames
-from lightning_ddp_losses.strategies import reduction
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.strategies import loss_reducer
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, Strategy, fit, fit_alone
@@ -22,19 +22,19 @@ from tests.strategies.test_manual import TwoForwardsThenTwoBackwards
 
 
 def fit_large(make: Callable[[], Job], strategy: Strategy | None = None, **options: Any) -> dict[str, Tensor]:
-    before, reduction.LARGE_BYTES = reduction.LARGE_BYTES, 0
+    before, loss_reducer.LARGE_BYTES = loss_reducer.LARGE_BYTES, 0
     try:
         return fit(make, strategy, **options)
     finally:
-        reduction.LARGE_BYTES = before
+        loss_reducer.LARGE_BYTES = before
 
 
 def fit_packed(make: Callable[[], Job], strategy: Strategy | None = None, **options: Any) -> dict[str, Tensor]:
-    before, frames.room = frames.room, lambda group=None: 0
+    before, handshake.room = handshake.room, lambda group=None: 0
     try:
         return fit(make, strategy, **options)
     finally:
-        frames.room = before
+        handshake.room = before
 
 
 WAYS = pytest.mark.parametrize("run", [fit_large, fit_packed], ids=["large", "packed"])

@@ -13,17 +13,15 @@ import torch
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
-from lightning_ddp_losses.errors import InputError, format_error
-from lightning_ddp_losses.graph import join_graph
-from lightning_ddp_losses.losses.pml_call import PMLCall
-from lightning_ddp_losses.losses.reduction import ROW_BYTES, Count, Row, pack_row, unpack_shares, weigh
+from lightning_ddp_losses.core.autograd_graph import match_requires_grad
+from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.losses.gathered_call import PMLCall
+from lightning_ddp_losses.losses.partial_sums import ROW_BYTES, Count, Row, pack_row, unpack_shares, weigh
+from lightning_ddp_losses.losses.tiled.accumulators import Total
+from lightning_ddp_losses.losses.tiled.evaluator import Block, Passes, tiled_value
 from lightning_ddp_losses.losses.tiled.geometry import Geometry, geometry_of
-from lightning_ddp_losses.losses.tiled.pairs import LabelPairs, Pairs, TripletTuples, TuplePairs
-from lightning_ddp_losses.losses.tiled.passes import Block, Passes, tiled_value
 from lightning_ddp_losses.losses.tiled.plan import Plan
-from lightning_ddp_losses.losses.tiled.reducing import Total
-
-__all__ = ["TiledCall"]
+from lightning_ddp_losses.losses.tiled.tiles import LabelPairs, Pairs, TripletTuples, TuplePairs
 
 _WIDEST = 3  # the most statistics that a formula keeps
 
@@ -70,7 +68,7 @@ class TiledCall:
             This rank's payload.
         """
         loss, call = self._loss, self._call
-        embeddings = join_graph(call.given["embeddings"], call.arguments["embeddings"].requires_grad)
+        embeddings = match_requires_grad(call.given["embeddings"], call.arguments["embeddings"].requires_grad)
         geometry = geometry_of(loss.distance, call.references.shape[0])
         self._rows = geometry.prepare(embeddings)
         formula = self._plan.formula(loss, self._plan.reductions, embeddings.shape[0], self._rows)
@@ -158,11 +156,9 @@ class TiledCall:
             pairs = TuplePairs(tuples, labels.shape[0], columns, self._rows.dtype, once=once)
             if once and pairs.contradict():
                 raise InputError(
-                    format_error(
-                        f"{type(self._loss).__name__}: indices_tuple",
-                        expected="each pair to be either positive or negative",
-                        got="a pair that is both",
-                    )
+                    f"{type(self._loss).__name__}: indices_tuple",
+                    expected="each pair to be either positive or negative",
+                    got="a pair that is both",
                 )
             return pairs
         kind = torch.promote_types(labels.dtype, references.dtype)

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.losses.tiled.accumulators import PairSums, Reduction, Total
 from lightning_ddp_losses.losses.tiled.formula import Formula, at_positives
-from lightning_ddp_losses.losses.tiled.reducing import PairSums, Reduction, Total
 from lightning_ddp_losses.losses.tiled.tile import Tile
-
-__all__ = ["Contrastive"]
 
 
 class Contrastive(Formula):

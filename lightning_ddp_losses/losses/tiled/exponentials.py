@@ -12,8 +12,6 @@ from torch import Tensor
 
 from lightning_ddp_losses.losses.tiled.tile import Tile
 
-__all__ = ["RowLogSumExp", "SoftSlope"]
-
 
 class RowLogSumExp:
     """log sum exp of each row, added up tile by tile.

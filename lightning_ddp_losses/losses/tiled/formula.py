@@ -14,10 +14,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_ddp_losses.losses.tiled.reducing import Reduction, Total
+from lightning_ddp_losses.losses.tiled.accumulators import Reduction, Total
 from lightning_ddp_losses.losses.tiled.tile import Listed, Tile
-
-__all__ = ["Formula", "at_positives"]
 
 
 class Formula:

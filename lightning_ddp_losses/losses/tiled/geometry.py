@@ -12,8 +12,6 @@ import torch
 from pytorch_metric_learning import distances
 from torch import Tensor
 
-__all__ = ["Dot", "Euclid", "Geometry", "geometry_of"]
-
 _DIRECT = 25  # torch.cdist subtracts row by row up to so many rows on either side, and multiplies matrices beyond
 
 

@@ -10,13 +10,11 @@ from pytorch_metric_learning import distances
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
+from lightning_ddp_losses.losses.tiled.accumulators import Reduction, reduction_of
 from lightning_ddp_losses.losses.tiled.contrastive import Contrastive
 from lightning_ddp_losses.losses.tiled.formula import Formula
-from lightning_ddp_losses.losses.tiled.reducing import Reduction, reduction_of
-from lightning_ddp_losses.losses.tiled.softmax import MultiSimilarity, NTXent, SupCon
+from lightning_ddp_losses.losses.tiled.pair_losses import MultiSimilarity, NTXent, SupCon
 from lightning_ddp_losses.losses.tiled.triplets import Triplets
-
-__all__ = ["TILED", "Plan", "plan_of"]
 
 TILED: dict[type[nn.Module], type[Formula]] = {
     pml.ContrastiveLoss: Contrastive,

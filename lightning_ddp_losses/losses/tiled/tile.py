@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Listed", "Tile"]
-
 
 class Listed(NamedTuple):
     """Pairs one by one.

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.losses.tiled.accumulators import PairSums, Reduction, Total
 from lightning_ddp_losses.losses.tiled.formula import Formula
-from lightning_ddp_losses.losses.tiled.reducing import PairSums, Reduction, Total
 from lightning_ddp_losses.losses.tiled.tile import Tile
-
-__all__ = ["Triplets"]
 
 _SORT_FROM = 12  # positives of a row, from which sorting it is cheaper
 

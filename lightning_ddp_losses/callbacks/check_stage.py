@@ -1,0 +1,27 @@
+"""The moments of a run at which checks measure and judge."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Moment(str, Enum):
+    """When checks measure and judge."""
+
+    BEFORE_WRAP = "before the wrap"
+    TRAIN_START = "start of training"
+    EPOCH_START = "start of an epoch"
+    BEFORE_BACKWARD = "before backward"
+    AFTER_STEP = "after the optimizer step"
+    VALIDATION_START = "start of validation"
+    TRAIN_EPOCH_END = "end of an epoch"
+    VALIDATION_EPOCH_END = "end of the validation epoch"
+    VALIDATION_END = "end of validation"
+    SAVE = "saving a checkpoint"
+    LOAD = "loading a checkpoint"
+    TRAIN_END = "end of training"
+
+    @property
+    def repeats_every_step(self) -> bool:
+        """Whether ``every_n_steps`` applies."""
+        return self in (Moment.BEFORE_BACKWARD, Moment.AFTER_STEP)

@@ -1,0 +1,85 @@
+"""A stand-in for one method of one module: what surrounds a call for the length of a fit, without a change of the module's type.
+
+It sits in the instance under the method's name: attributes, parameter names, hooks and ``isinstance`` stay those of the plain
+module. A copy or a pickle of the module carries the plain method again.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+from torch import nn
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def eager(function: F) -> F:
+    """Run the function itself outside torch.compile; what it calls may still be compiled."""
+    return cast("F", torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
+
+
+def eager_recursive(function: F) -> F:
+    """Run the function, and whatever it calls, outside torch.compile."""
+    return cast("F", torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+
+
+def _plain_method(module: nn.Module, name: str) -> Callable[..., Any]:
+    return types.MethodType(getattr(type(module), name), module)
+
+
+class MethodPatch:
+    """Installs, removes and copies cleanly; a subclass says what a call does.
+
+    Args:
+        module: Whose method it stands in for.
+        name: The method.
+
+    Attributes:
+        synchronises: Whether what the method returns depends on the rows of all ranks.
+    """
+
+    synchronises: ClassVar[bool] = False
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self._name = name
+        self._original: Callable[..., Any] | None = module.__dict__.get(name)
+
+    def install(self) -> None:
+        """Take the method's place."""
+        self.module.__dict__[self._name] = self
+
+    def remove(self) -> None:
+        """Give the place back, unless somebody else has taken it since."""
+        if self.module.__dict__.get(self._name) is self:
+            del self.module.__dict__[self._name]
+            if self._original is not None:
+                self.module.__dict__[self._name] = self._original
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The method as it was."""
+        if self._original is not None:
+            return self._original(*args, **kwargs)
+        return getattr(type(self.module), self._name)(self.module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return _plain_method(copy.deepcopy(self.module, memo), self._name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _plain_method, (self.module, self._name)
+
+
+class ForwardPatch(MethodPatch):
+    """A stand-in for ``forward``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, "forward")
+
+
+def synchronises(module: nn.Module) -> bool:
+    """Whether a stand-in of this package computes the module's forward over the rows of all ranks."""
+    return bool(getattr(module.__dict__.get("forward"), "synchronises", False))

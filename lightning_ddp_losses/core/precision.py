@@ -1,0 +1,125 @@
+"""In which precision a loss computes: never below float32, never below its parameters or inputs.
+
+Autocast halves the products inside a loss; pytorch-metric-learning then assigns its weight in the dtype of the embeddings,
+for good. So a loss runs with autocast off, in ``promote(float32, parameters, inputs)``, and its parameters keep the dtype
+they have: where that is lower, the loss sees casts of them for the length of the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def compute_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """``promote(float32, ...)`` over the floating tensors; integers, booleans and complex numbers have no say."""
+    dtype = torch.float32
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def is_full(dtype: torch.dtype, device_types: Iterable[str], tensors: Iterable[Tensor]) -> bool:
+    """Whether nothing stands in the way of ``dtype``: no autocast, no low default dtype, no floating tensor of another."""
+    return (
+        torch.get_default_dtype().itemsize >= torch.float32.itemsize
+        and not any(torch.is_autocast_enabled(device_type) for device_type in device_types)
+        and all(tensor.dtype == dtype or not tensor.is_floating_point() for tensor in tensors)
+    )
+
+
+def parameters_of(module: nn.Module) -> list[Tensor]:
+    """All parameters, one that is held twice perhaps twice: in a tenth of the time of ``module.parameters()``."""
+    found, stack = list[Tensor](), [module]
+    while stack:
+        inner = stack.pop()
+        found += [parameter for parameter in inner._parameters.values() if parameter is not None]
+        stack += [child for child in inner._modules.values() if child is not None]
+    return found
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists and dicts, in order."""
+    found, stack = list[Tensor](), [tree]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            stack += item[::-1]
+        elif isinstance(item, dict):
+            stack += reversed(item.values())
+    return found
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """The same nest of tuples, lists and dicts with ``function`` of each tensor in its place."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, item) for item in tree))
+    if type(tree) in (tuple, list):
+        return type(tree)(map_tensors(function, item) for item in tree)
+    if type(tree) is dict:
+        return {key: map_tensors(function, item) for key, item in tree.items()}
+    return tree
+
+
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """The same nest with its floating tensors in ``dtype``; one tensor that appears twice stays one tensor.
+
+    (A loss may ask whether ``ref_emb is embeddings``.)
+    """
+    done: dict[int, Tensor] = {}
+
+    def cast(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        if id(tensor) not in done:
+            done[id(tensor)] = tensor.to(dtype)
+        return done[id(tensor)]
+
+    return map_tensors(cast, tree)
+
+
+@contextlib.contextmanager
+def full_precision(dtype: torch.dtype, device_types: Iterable[str]) -> Iterator[None]:
+    """Autocast off, and torch's default dtype not below ``dtype``, for the length of the block."""
+    default = torch.get_default_dtype()
+    wide = torch.promote_types(default, dtype)
+    with contextlib.ExitStack() as stack:
+        for device_type in set(device_types):
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        if default.itemsize < torch.float32.itemsize:
+            torch.set_default_dtype(wide)
+            stack.callback(torch.set_default_dtype, default)
+        yield
+
+
+@contextlib.contextmanager
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Let ``module`` see its lower floating parameters in ``dtype``; gradients reach the parameters themselves.
+
+    Whatever the module assigns to ``parameter.data`` inside the block touches the cast only.
+    """
+    low = [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype
+    ]
+    cast: dict[int, Tensor] = {}
+    try:
+        for owner, name, parameter in low:
+            # a registered slot only takes a Parameter by assignment; the module reads whatever lies in it
+            owner._parameters[name] = cast.setdefault(id(parameter), parameter.to(dtype))  # type: ignore[assignment]
+        yield
+    finally:
+        for owner, name, parameter in low:
+            owner._parameters[name] = parameter

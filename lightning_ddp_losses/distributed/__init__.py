@@ -1,0 +1,1 @@
+"""What the ranks do together, over public ``torch.distributed``: groups, handshakes, collectives, shards, fingerprints."""

@@ -1,0 +1,322 @@
+"""Collectives that autograd sees through, for rows that may differ per rank, usable with or without Lightning.
+
+torch's own differentiable collectives are deprecated, die on uneven rows and hide their scale. Ours open with a frame
+(`frames`), so that ranks that disagree get the same error, and say which gradient they give.
+
+Legend: ``W`` ranks, ``B`` rows on this rank (may differ), ``G`` their sum. Backward, for an upstream gradient g_s on each
+rank s:
+
+| function | forward | ``backward="sum"`` | ``backward="own_slice"`` (every rank holds the same g) |
+|---|---|---|---|
+| ``all_gather_with_grad`` | (B, ...) -> (G, ...) in rank order | own rows of sum_s g_s, 1 collective | own rows of g, times W, none |
+| ``all_reduce_with_grad`` | sum_s x_s | sum_s g_s, 1 collective | g times W, none |
+| ``reduce_scatter_with_grad`` | (G, ...) -> own rows of sum_s x_s | all rows of g in rank order, 1 collective | - |
+
+Both give the derivative of the SUM over ranks of what the ranks back-propagate; DDP's mean over ranks then divides by W.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.core.autograd_graph import match_requires_grad
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.distributed.raw_collectives import all_gather_rows, reduce_scatter_rows, sum_over_ranks
+from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
+
+Backward = Literal["sum", "own_slice"]
+
+_ROWS = struct.Struct("<q?")
+
+
+def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backward = "sum") -> Tensor:
+    """Rows of all ranks, concatenated along dim 0 in rank order.
+
+    Equivalent to: ``torch.cat([x_0, x_1, ..., x_{W-1}])`` in one process.
+
+    Args:
+        tensor: (B, ...) of any dtype; B may differ per rank and be 0, the other dimensions and the dtype may not. A 0-dim
+            tensor counts as one row.
+        group: Process group; None is the world. Without torch.distributed the tensor itself comes back.
+        backward: ``"sum"``: each rank receives its own rows of the sum over ranks of their gradients, right for any use.
+            ``"own_slice"``: each rank receives its own rows of its own gradient, times W; right when every rank computes
+            the same value from the gathered rows, and costs nothing.
+
+    Returns:
+        (G, ...), equal on every rank.
+
+    Communication:
+        Forward one frame and one gather of W x max(B) rows per rank. Backward one exchange of G rows per rank
+        (``"sum"``), or none (``"own_slice"``). If any rank needs the gradient, all ranks must run backward under "sum".
+
+    Raises:
+        RankMismatchError: on every rank, when ranks disagree on dtype, width, number of dimensions or ``backward``.
+    """
+    _check("all_gather_with_grad", tensor, backward, group)
+    if process_groups.world_size(group) == 1:
+        return tensor.reshape(1) if tensor.ndim == 0 else tensor
+    rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
+    counts, grad = _agree_rows("all_gather_with_grad", rows, rows.shape[0], backward, group)
+    rows = match_requires_grad(rows, grad)
+    gathered: Tensor = _AllGather.apply(rows, counts, group, backward)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backward = "sum") -> Tensor:
+    """Sum over ranks, element by element.
+
+    Equivalent to: ``torch.stack([x_0, ..., x_{W-1}]).sum(0)`` in one process.
+
+    Args:
+        tensor: Any shape and dtype, equal on all ranks.
+        group: Process group; None is the world.
+        backward: As in ``all_gather_with_grad``: ``"sum"`` of the ranks' gradients, or W times this rank's own where all
+            ranks back-propagate the same.
+
+    Returns:
+        The sum, same shape, equal on every rank.
+
+    Communication:
+        Forward one frame and one all-reduce; backward one all-reduce (``"sum"``) or none.
+
+    Raises:
+        RankMismatchError: on every rank, when shapes, dtypes or ``backward`` differ.
+    """
+    _check("all_reduce_with_grad", tensor, backward, group)
+    if process_groups.world_size(group) == 1:
+        return tensor
+    _, grad = _agree_rows("all_reduce_with_grad", tensor, None, backward, group)
+    reduced: Tensor = _AllReduce.apply(match_requires_grad(tensor, grad), group, backward)  # type: ignore[no-untyped-call]
+    return reduced
+
+
+def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: Group = None) -> Tensor:
+    """This rank's rows of the sum over ranks.
+
+    Equivalent to: ``torch.stack([x_0, ..., x_{W-1}]).sum(0).split(rows_of_each_rank)[rank]`` in one process.
+
+    Args:
+        tensor: (G, ...), same shape and dtype on all ranks.
+        rows: Rows that this rank keeps; over all ranks they must sum to G. None: G / W each.
+        group: Process group; None is the world.
+
+    Returns:
+        (rows, ...), different on each rank.
+
+    Communication:
+        Forward one frame and one exchange of G rows; backward one gather of G rows.
+
+    Raises:
+        RankMismatchError: on every rank, when shapes or dtypes differ.
+        InputError: on every rank, when the rows do not sum to G.
+    """
+    _check("reduce_scatter_with_grad", tensor, "sum", group)
+    _check_rows(tensor, rows, group)
+    world = process_groups.world_size(group)
+    total = tensor.shape[0]
+    own = total // world if rows is None else rows
+    counts, grad = [own], tensor.requires_grad
+    if world > 1:
+        counts, grad = _agree_rows("reduce_scatter_with_grad", tensor, own, "sum", group, same_shape=True)
+    if sum(counts) != total or min(counts) < 0:
+        raise InputError(
+            "reduce_scatter_with_grad: rows",
+            expected=f"non-negative numbers that sum to the {total} rows of the tensor",
+            ranks=counts,
+            fix="Pass rows= on every rank, or a first dimension that the number of ranks divides.",
+            collective=True,
+        )
+    if world == 1:
+        return tensor
+    scattered: Tensor = _ReduceScatter.apply(match_requires_grad(tensor, grad), counts, group)  # type: ignore[no-untyped-call]
+    return scattered
+
+
+def own_slices_with_grad(
+    whole: Sequence[Tensor],
+    own: Sequence[Tensor],
+    places: Sequence[tuple[int, int | None, int]],
+    *,
+    group: Group = None,
+) -> tuple[Tensor, ...]:
+    """Tensors that are gathered already, as if ``backward="own_slice"`` had gathered them.
+
+    Args:
+        whole: Rows of all ranks, floating; without a graph.
+        own: This rank's tensors, with theirs.
+        places: For each of ``own``: which of ``whole`` it lies in, its first row there and its rows; None: it is all of it.
+        group: Process group; None is the world.
+
+    Returns:
+        ``whole``, in the graph of ``own``.
+
+    Communication: none.
+    """
+    world = process_groups.world_size(group)
+    joined: tuple[Tensor, ...] = _OwnSlices.apply(whole, places, world, *own)  # type: ignore[no-untyped-call]
+    return joined
+
+
+Grads = tuple[Tensor | None, ...]
+
+_OF_ONE_RANK = "Penalise the gradient of what each rank computes by itself (the encoder's, a plain loss's), not of a value over all ranks."
+
+
+def once_differentiable_strict(
+    what: str, *, linear: bool = False
+) -> Callable[[Callable[..., Grads]], Callable[..., Grads]]:
+    """For the ``backward`` of an autograd function, which saves what its result depends on: to differentiate that result is an error.
+
+    torch's ``once_differentiable`` says so only where the gradient that comes in has a graph. Below the end of a loss it has none, and
+    what comes out then passes for a constant.
+
+    Args:
+        what: How the message names it.
+        linear: The function is linear: where the gradient that comes in is a constant, so is what comes out.
+    """
+
+    def decorate(backward: Callable[..., Grads]) -> Callable[..., Grads]:
+        @functools.wraps(backward)
+        def wrapped(ctx: Any, *grads: Tensor | None) -> Grads:
+            with torch.no_grad():
+                found = backward(ctx, *grads)
+            if not torch.is_grad_enabled() or (linear and not any(g is not None and g.requires_grad for g in grads)):
+                return found
+            return forbid_second_derivative(found, (*grads, *ctx.saved_tensors), what, _OF_ONE_RANK)
+
+        return wrapped
+
+    return decorate
+
+
+def forbid_second_derivative(gradients: Grads, depends_on: Grads, what: str, fix: str) -> Grads:
+    """The same gradients; to differentiate them is an error.
+
+    Args:
+        gradients: What a ``backward`` computed without a graph, with ``create_graph=True``.
+        depends_on: What they are a function of, with its graph.
+        what: How the message names it.
+        fix: What to do.
+    """
+    return tuple(None if g is None else _Once.apply(g, what, fix, *depends_on) for g in gradients)  # type: ignore[no-untyped-call]
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, what: str, fix: str, *depends_on: Tensor | None) -> Tensor:
+        ctx.what, ctx.fix = what, fix
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        raise ConfigurationError(
+            f"second derivative of {ctx.what}",
+            expected="first derivatives only",
+            got="a backward through a gradient made with create_graph=True",
+            fix=ctx.fix,
+        )
+
+
+class _OwnSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, whole: Sequence[Tensor], places: Sequence[tuple[int, int | None, int]], world: int, *own: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.places, ctx.world, ctx.shapes = places, world, [tensor.shape for tensor in own]
+        ctx.set_materialize_grads(False)
+        return tuple(whole)
+
+    @staticmethod
+    @once_differentiable_strict("rows of all ranks", linear=True)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        found: list[Tensor | None] = [None, None, None]
+        for (index, start, rows), shape in zip(ctx.places, ctx.shapes, strict=True):
+            grad = grads[index]
+            if grad is not None:
+                grad = grad if start is None else grad.narrow(0, start, rows)
+                grad = (grad * ctx.world).reshape(shape)
+            found.append(grad)
+        return tuple(found)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: list[int], group: Group, backward: Backward) -> Tensor:
+        ctx.counts, ctx.group, ctx.mode = counts, group, backward
+        return all_gather_rows(rows, counts, group)
+
+    @staticmethod
+    @once_differentiable_strict("rows of all ranks", linear=True)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        if ctx.mode == "sum":
+            return reduce_scatter_rows(grad, ctx.counts, ctx.group), None, None, None
+        rank = process_groups.rank(ctx.group)
+        own = grad.narrow(0, sum(ctx.counts[:rank]), ctx.counts[rank])
+        return own * len(ctx.counts), None, None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, backward: Backward) -> Tensor:
+        ctx.group, ctx.mode = group, backward
+        return sum_over_ranks(tensor, group)
+
+    @staticmethod
+    @once_differentiable_strict("rows of all ranks", linear=True)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.mode == "sum":
+            return sum_over_ranks(grad, ctx.group), None, None
+        return grad * process_groups.world_size(ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, counts: list[int], group: Group) -> Tensor:
+        ctx.counts, ctx.group = counts, group
+        return reduce_scatter_rows(tensor, counts, group)
+
+    @staticmethod
+    @once_differentiable_strict("rows of all ranks", linear=True)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather_rows(grad, ctx.counts, ctx.group), None, None
+
+
+def _check(what: str, tensor: object, backward: str, group: Group) -> None:
+    if not isinstance(tensor, Tensor):
+        error = format_error(
+            what, expected="a torch.Tensor", got=type(tensor).__name__, fix="Pass one tensor per call."
+        )
+        handshake.raise_on_all_ranks(InputError(error), what, group=group)
+    if backward not in ("sum", "own_slice"):
+        error = format_error(f"{what}: backward", expected="'sum' or 'own_slice'", got=repr(backward))
+        handshake.raise_on_all_ranks(InputError(error), what, group=group)
+
+
+def _check_rows(tensor: Tensor, rows: object, group: Group) -> None:
+    what, got = "reduce_scatter_with_grad", None
+    if tensor.ndim == 0:
+        got = format_error(f"{what}: tensor", expected="rows along dim 0", got="a 0-dim tensor", fix="Reshape it.")
+    elif rows is not None and (not isinstance(rows, int) or isinstance(rows, bool)):
+        got = format_error(f"{what}: rows", expected="an int or None", got=repr(rows))
+    if got is not None:
+        handshake.raise_on_all_ranks(InputError(got), what, group=group)
+
+
+def _agree_rows(
+    what: str, tensor: Tensor, rows: int | None, backward: str, group: Group, *, same_shape: bool = False
+) -> tuple[list[int], bool]:
+    """Open the frame of a collective: rows of each rank, and whether any rank needs the gradient."""
+    free = rows is not None and not same_shape
+    shape = ("rows", *tensor.shape[1:]) if free else tuple(tensor.shape)
+    must_match = {"shape": str(shape), "dtype": tensor.dtype, "device": tensor.device.type, "backward": backward}
+    needs = tensor.requires_grad and torch.is_grad_enabled()
+    payloads = handshake.all_gather(what, must_match, _ROWS.pack(rows or 0, needs), group=group)
+    everyone = [_ROWS.unpack(p) for p in payloads]
+    return [r for r, _ in everyone], any(g for _, g in everyone)

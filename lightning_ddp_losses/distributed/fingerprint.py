@@ -1,0 +1,111 @@
+"""A 64-bit fingerprint of a tensor's bits: two ranks hold the same tensor exactly when their fingerprints agree.
+
+A sum or a norm misses swaps, sign flips and +d/-d pairs. On the host the bytes are hashed where they lie by XXH3, at about the
+speed of reading them; its value depends on nothing but the bytes. Tensors on an accelerator are hashed there: each
+64-bit word is added to its own upper part, which moves the signs in its upper half down (as multiples of 2**63 an even number
+of flips there would cancel), then multiplied with odd 64-bit weights, one by its place in the row of ``ROW_WORDS`` and one
+by the row. That is arithmetic on integers modulo 2**64: no order of addition, chunk or kernel changes the result.
+
+The two ways give different numbers, so ranks compare tensors on devices of one kind.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import xxhash
+from torch import Tensor
+
+from lightning_ddp_losses.distributed.raw_collectives import as_bytes, host_memory
+
+Started: TypeAlias = "int | Tensor"
+"""A fingerprint; on an accelerator one that may still be on its way (0-dim int64)."""
+
+ROW_WORDS = 1024
+CHUNK_ROWS = 1 << 12  # 32 MiB: few kernels, little memory
+_UPPER = 31  # an odd distance from 32 and 16: lanes of a word do not cancel each other's signs
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """The fingerprint of one dense tensor of any dtype, as a signed 64-bit number.
+
+    Elements count in logical order (strides do not), with their dtype's bits. Shape and dtype are not part of it: compare them
+    beside it.
+    """
+    return int(start(tensor))
+
+
+def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
+    """The fingerprints of several tensors; an accelerator is waited for once."""
+    return finish([start(t) for t in tensors])
+
+
+def start(tensor: Tensor) -> Started:
+    """As ``fingerprint``, without waiting for an accelerator."""
+    plain = tensor.resolve_neg()
+    return hash_bytes(host_memory(plain)) if plain.device.type == "cpu" else _on_device(as_bytes(plain))
+
+
+def finish(started: Sequence[Started]) -> list[int]:
+    """The numbers."""
+    waiting = [each for each in started if isinstance(each, Tensor)]
+    if len({t.device for t in waiting}) == 1:
+        arrived = iter(torch.stack(waiting).tolist())
+        return [next(arrived) if isinstance(each, Tensor) else each for each in started]
+    return [int(each) for each in started]
+
+
+def hash_bytes(data: object) -> int:
+    """A signed 64-bit hash of a buffer."""
+    value: int = xxhash.xxh3_64_intdigest(data)  # type: ignore[arg-type]
+    return value - (1 << 64) if value >> 63 else value
+
+
+def hash_rows(rows: Iterable[Any], seeds: Iterable[int]) -> list[int]:
+    """An unsigned 64-bit hash of each row's memory, by a seed for each: the hash of the row's earlier part, or 0."""
+    return list(map(xxhash.xxh3_64_intdigest, rows, seeds))
+
+
+def combine(values: Sequence[int]) -> int:
+    """One number for several, by their order; 0 for none."""
+    return hash_bytes(array("q", values)) if values else 0
+
+
+@torch.no_grad()
+def _on_device(data: Tensor) -> Tensor:
+    """(n,) uint8 -> one int64, with torch's own operations."""
+    words = _as_words(data)
+    weights, total = _weights(ROW_WORDS, 0, data.device), torch.zeros((), dtype=torch.int64, device=data.device)
+    by_row = _weights(max(len(words), 1), 1, data.device)
+    for chunk, rows in zip(words.split(CHUNK_ROWS), by_row.split(CHUNK_ROWS), strict=True):  # type: ignore[no-untyped-call]
+        mixed = torch.bitwise_right_shift(chunk, _UPPER).add_(chunk).mul_(weights)
+        total += mixed.sum(1).mul_(rows[: len(chunk)]).sum()
+    return total
+
+
+def _as_words(data: Tensor) -> Tensor:
+    """Bytes -> (rows, ROW_WORDS) int64: the memory itself where it is made of whole, aligned rows, else a copy with zeros behind."""
+    missing = -data.numel() % (8 * ROW_WORDS)
+    if missing or data.storage_offset() % 8:
+        data = torch.cat([data, data.new_zeros(missing)])
+    return data.view(torch.int64).view(-1, ROW_WORDS)
+
+
+def _weights(number: int, stream: int, device: torch.device) -> Tensor:
+    size = max(ROW_WORDS, 1 << (number - 1).bit_length())  # few different sizes: they stay cached
+    return _cached_weights(size, stream, device)[:number]
+
+
+@functools.cache
+def _cached_weights(number: int, stream: int, device: torch.device) -> Tensor:
+    """Odd 64-bit numbers with mixed bits for each index: the same on every device and release of torch (no generator is asked)."""
+    bits = torch.arange(1, number + 1, dtype=torch.int64, device=device)
+    bits = bits * 2 + (stream << 40) + 1
+    for multiplier in (-7046029254386353131, -4658895280553007687, -7723592293110705685):
+        bits = bits ^ bits.bitwise_right_shift(29)
+        bits = bits * multiplier
+    return (bits ^ bits.bitwise_right_shift(32)).bitwise_or_(1)

@@ -1,0 +1,271 @@
+"""The only place that asks torch.distributed for ranks, and the owner of our process groups.
+
+Ours never meet the model's collectives: a user's group (or the world) gets a *family* of groups made together at first
+use, so that ranks at different places of the program still create the same ones. Without torch.distributed the world is
+one process of rank 0.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ddp_losses.errors import ConfigurationError
+
+Group: TypeAlias = "dist.ProcessGroup | None"
+"""A process group of torch.distributed; None is the world."""
+
+
+class WithProcessGroup:
+    """For a module over a process group, ``_group``: a deep copy is over the same group, which cannot be copied itself."""
+
+    _group: Group
+
+    def create_internal_groups(self) -> None:
+        """Make our groups over its ranks now and not at first use. Communication: as ``internal_groups``."""
+        internal_groups(self._group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        kind = getattr(dist, "ProcessGroup", ())
+        memo.update((id(value), value) for value in vars(self).values() if isinstance(value, kind))
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(vars(self), memo))
+        return copied
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """Our groups over the ranks of one user group.
+
+    Attributes:
+        frames: gloo on the CPU, for host metadata: every collective of losses, metrics and the strategy opens here.
+        host: gloo, for CPU tensors that follow an agreed frame.
+        device: the backend of the user's group, for tensors on an accelerator; ``host`` itself where that is gloo.
+        gradients: gloo, for the losses' gradients on the CPU alone: they may travel while other collectives run.
+        checks: gloo, for checks alone, so that a check never meets a loss.
+        ranks: the global ranks of the members, in group order.
+        notes: what a module keeps for as long as these groups live, under a key of its own.
+    """
+
+    frames: dist.ProcessGroup
+    host: dist.ProcessGroup
+    device: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+    checks: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    notes: dict[Any, Any] = field(default_factory=dict)
+
+    def payload(self, tensor: Tensor) -> dist.ProcessGroup:
+        """The group that carries ``tensor``."""
+        return self.host if tensor.device.type == "cpu" else self.device
+
+
+_AVAILABLE = dist.is_available()
+_families: dict[tuple[int, ...], ProcessGroups] = {}
+_of_group: dict[Group, ProcessGroups] = {}
+_replica_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_world: dist.ProcessGroup | None = None  # the default group that _families belong to
+_timeout: timedelta | None = None
+_close_registered = False
+
+
+def is_distributed() -> bool:
+    """Whether a default process group exists in this process."""
+    return _default() is not None
+
+
+def rank(group: Group = None) -> int:
+    """This process's rank in ``group`` (None: the world); 0 without torch.distributed."""
+    world = _default()
+    if world is None:
+        return 0
+    return world.rank() if group is None else dist.get_rank(group)
+
+
+def world_size(group: Group = None) -> int:
+    """Number of processes in ``group`` (None: the world); 1 without torch.distributed."""
+    world = _default()
+    if world is None:
+        return 1
+    return world.size() if group is None else dist.get_world_size(group)
+
+
+def _default() -> Group:
+    """The world's group; None without torch.distributed. Asked many times in a step, and torch's own questions take their time."""
+    return dist.group.WORLD if _AVAILABLE else None
+
+
+def members(group: Group = None) -> tuple[int, ...]:
+    """Global ranks of the members, in group order; (0,) without torch.distributed."""
+    if not is_distributed():
+        return (0,)
+    return tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+
+
+def set_timeout(timeout: timedelta | None) -> None:
+    """How long our groups made from now on wait for a peer (None: torch's own default)."""
+    global _timeout  # noqa: PLW0603 - one setting per process, like the groups themselves
+    _timeout = timeout
+
+
+def subgroup_of_size(size: int) -> Group:
+    """The group of this rank and its neighbours: ranks 0 to size - 1, size to 2 size - 1, ...; size must divide the world.
+
+    Communication: a rendezvous of the world for each group; every rank must take part.
+    """
+    mine: Group = None
+    for first in range(0, world_size(), size):
+        group = dist.new_group(list(range(first, first + size)), timeout=_timeout or _world_timeout())
+        if first <= rank() < first + size:
+            mine = group
+    return mine
+
+
+def internal_groups(group: Group = None) -> ProcessGroups:
+    """Our groups over the members of ``group``; made at first use.
+
+    Communication: at first use only, up to five rendezvous through the store; every member must take part. A gloo group that is a
+        part of the world serves for everything itself.
+    """
+    global _world, _close_registered  # noqa: PLW0603 - the cache belongs to the process's default group
+    world = dist.group.WORLD
+    if world is not _world:  # torch.distributed was initialised anew: the old groups went with it
+        _forget()
+        _world = world
+    if group in _of_group:
+        return _of_group[group]
+    ranks = tuple(dist.get_process_group_ranks(group if group is not None else world))
+    if ranks not in _families:
+        if not _close_registered:
+            atexit.register(close)
+            _close_registered = True
+        _families[ranks] = _make(ranks, group)
+    _of_group[group] = _families[ranks]
+    return _of_group[group]
+
+
+def replica_group(group: Group) -> Group:
+    """The ranks that stand where this one stands in their own part of the world (its replicas, where each part holds the same).
+
+    Args:
+        group: This rank's part; None is the world.
+
+    Returns:
+        Their group; ``group`` itself where it is the whole world.
+
+    Raises:
+        ConfigurationError: on every rank, when the parts do not divide the world evenly.
+
+    Communication: at first use, one gather of small objects and the making of as many groups as a part has ranks; every rank of the
+        world takes part.
+    """
+    if group is None or len(dist.get_process_group_ranks(group)) == world_size():
+        return group
+    ranks = tuple(dist.get_process_group_ranks(group))
+    channel = internal_groups().frames
+    if ranks not in _replica_groups:
+        everyone: list[tuple[int, ...]] = [()] * world_size()
+        dist.all_gather_object(everyone, ranks, group=channel)
+        parts = sorted(set(everyone))
+        if sorted(r for part in parts for r in part) != list(range(world_size())) or len({len(p) for p in parts}) > 1:
+            raise ConfigurationError(
+                "group",
+                expected="parts of equal size that together are all ranks",
+                ranks=[str(list(part)) for part in everyone],
+                fix="torch.distributed.new_subgroups(group_size) makes such parts.",
+                collective=True,
+            )
+        for column in zip(*parts, strict=True):
+            made = dist.new_group(list(column), timeout=_timeout or _world_timeout())
+            if rank() in column:
+                _replica_groups[ranks] = made
+    return _replica_groups[ranks]
+
+
+def parts() -> list[Group]:
+    """The groups for frames over parts of the world that this rank has used so far."""
+    if not is_distributed() or dist.group.WORLD is not _world:
+        return []
+    return [ours.frames for ranks, ours in sorted(_families.items()) if len(ranks) < world_size()]
+
+
+def _make(ranks: tuple[int, ...], group: Group) -> ProcessGroups:
+    only_gloo = dist.get_backend(group) == "gloo"
+    whole = len(ranks) == dist.get_world_size()
+    if only_gloo and not whole:
+        # the rest of the world is not here to make new groups, and torch names a group made by its members alone by how
+        # many each of them knows: where parts of the world overlap, the names part and the members never meet
+        assert group is not None
+        return ProcessGroups(group, group, group, group, group, ranks)
+
+    def new(backend: str | None) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(
+            None if whole else list(ranks),
+            timeout=_timeout or _world_timeout(),
+            backend=backend,
+            # members of a part of the world must not wait for the rest of it
+            use_local_synchronization=not whole,
+        )
+        return group
+
+    frames, host, gradients, checks = new("gloo"), new("gloo"), new("gloo"), new("gloo")
+    return ProcessGroups(frames, host, host if only_gloo else new(None), gradients, checks, ranks)
+
+
+def _world_timeout() -> timedelta | None:
+    # new_group does not inherit the world's time-out; where this torch does not show it, its default stands
+    with contextlib.suppress(AttributeError, RuntimeError):
+        world = dist.group.WORLD
+        assert world is not None
+        options = world._get_backend(torch.device("cpu")).options
+        return timedelta(seconds=options._timeout.total_seconds())
+    return None
+
+
+def join(file: str, rank: int, world_size: int, *, backend: str, timeout: timedelta) -> None:
+    """Enter a world of processes on this machine that meet through a file: no port, no environment variable.
+
+    Args:
+        file: A path that all of them can write; it must not exist before.
+        rank: This process's.
+        world_size: How many processes come.
+        backend: The world's.
+        timeout: How long to wait for a peer, here and in every collective.
+    """
+    store = dist.FileStore(file, world_size)  # type: ignore[attr-defined]
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def close(*, world: bool = False) -> None:
+    """Destroy our process groups; with ``world`` the default group too. Safe to call twice, and at exit.
+
+    gloo's threads may abort the interpreter if they are still alive when it ends.
+    """
+    global _world  # noqa: PLW0603
+    if is_distributed() and dist.group.WORLD is _world:
+        for ours in _families.values():
+            made = {ours.frames, ours.host, ours.device, ours.gradients, ours.checks}
+            if len(made) == 1:
+                continue  # the user's own
+            for group in made:
+                # a peer that died before us has taken its side of the connection along
+                with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+                    dist.destroy_process_group(group)
+    _forget()
+    _world = None
+    if world and is_distributed():
+        dist.destroy_process_group()
+
+
+def _forget() -> None:
+    for known in (_families, _of_group, _replica_groups):
+        known.clear()

@@ -1,0 +1,105 @@
+"""The tag on a parameter whose rows differ by rank by design.
+
+A class-sharded loss sets it; the strategy reads it (no mean over ranks, no first broadcast) and so do the checks (ranks
+are expected to differ). What two sides share lives here, below both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+_ATTRIBUTE = "_ddp_losses_shard"
+
+
+@dataclass(frozen=True)
+class ClassShard:
+    """The block of classes that this rank holds of a parameter.
+
+    Attributes:
+        start: First class held, counted over all ranks.
+        stop: One past the last class held.
+        num_classes: Number of classes over all ranks.
+        dim: Dimension of the parameter that counts classes.
+        per_class: Entries along it for each class (sub-centers).
+    """
+
+    start: int
+    stop: int
+    num_classes: int
+    dim: int = 0
+    per_class: int = 1
+
+    @classmethod
+    def of_rank(cls, num_classes: int, world: int, rank: int, *, dim: int = 0, per_class: int = 1) -> ClassShard:
+        """Consecutive blocks of equal size, the last ones smaller or empty: how ``torch.chunk`` and ``DTensor`` divide."""
+        size = -(-num_classes // world)
+        start, stop = (min(i * size, num_classes) for i in (rank, rank + 1))
+        return cls(start, stop, num_classes, dim, per_class)
+
+    @property
+    def classes(self) -> int:
+        """Number of classes held."""
+        return self.stop - self.start
+
+    def whole_shape(self, held: Tensor) -> tuple[int, ...]:
+        """Shape of the whole of which ``held`` is this block."""
+        shape = list(held.shape)
+        shape[self.dim] = self.num_classes * self.per_class
+        return tuple(shape)
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        """This block of the whole, a view."""
+        return whole.narrow(self.dim, self.start * self.per_class, self.classes * self.per_class)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop <= self.num_classes:
+            raise ValueError(
+                f"ClassShard: expected 0 <= start <= stop <= num_classes, "
+                f"got start={self.start}, stop={self.stop}, num_classes={self.num_classes}"
+            )
+
+
+@runtime_checkable
+class Shardable(Protocol):
+    """A module that divides its parameters over the ranks once these exist."""
+
+    def shard_classes(self) -> None:
+        """Divide, if that is not done yet; the parameters stay the same objects. Every rank of the group takes part."""
+
+    def attach(self, optimizer: Any) -> None:
+        """Let the optimizer step only what a step has touched."""
+
+
+class _ShardParameter(nn.Parameter):
+    """A parameter whose tag goes along into copies: an untagged copy of a shard would be averaged away."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ShardParameter:
+        copied: _ShardParameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        setattr(copied, _ATTRIBUTE, shard_of(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (self.data, self.requires_grad, shard_of(self))
+
+
+def _rebuild(data: Tensor, requires_grad: bool, shard: ClassShard) -> _ShardParameter:
+    parameter = _ShardParameter(data, requires_grad)
+    setattr(parameter, _ATTRIBUTE, shard)
+    return parameter
+
+
+def tag_shard(parameter: nn.Parameter, shard: ClassShard) -> None:
+    """Mark ``parameter`` as this rank's block of a larger one; copies and pickles of it are marked too."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = _ShardParameter
+    setattr(parameter, _ATTRIBUTE, shard)
+
+
+def shard_of(parameter: Tensor) -> ClassShard | None:
+    """The block that ``parameter`` is, None for a parameter that all ranks hold whole."""
+    shard = getattr(parameter, _ATTRIBUTE, None)
+    assert shard is None or isinstance(shard, ClassShard)
+    return shard

@@ -1,0 +1,277 @@
+"""Batch norm over the rows of all ranks, as a function: statistics of the group, and their gradient.
+
+Legend: ``W`` ranks, ``C`` channels, ``n`` values per channel on this rank (may differ, may be 0), ``N`` their sum over ranks. With m
+and v the mean and the biased variance of a channel over all N values, x^ = (x - m) / sqrt(v + eps), y = w x^ + b:
+
+* The ranks' (n, mean, M2), M2 the sum of squared deviations, are merged by Chan's formula:
+  M2 = sum_r M2_r + n_r (mean_r - m)^2. (A sum of squares would lose the variance where the mean is large.)
+* dL/dx = w / sqrt(v + eps) (dy - sum dy / N - x^ sum(dy x^) / N), both sums over all ranks: the derivative of the SUM over ranks
+  of what they back-propagate. dL/dw and dL/db stay each rank's own share. DDP's mean over ranks then divides by W.
+
+The passes over the activations are torch's own kernels, on any device. Nothing here is below float32.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.collectives import forbid_second_derivative
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, sum_over_ranks
+from lightning_ddp_losses.errors import InputError, RankMismatchError
+
+_HEAD = struct.Struct("<q?")  # values per channel, whether the gradient of the input is needed
+_LABEL_BYTES = 64
+
+
+class TooFewValuesError(InputError, ValueError):
+    """One value per channel over the whole group: what one process refuses, with the same words."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Who normalises together, and who meets before they do.
+
+    Attributes:
+        group: Whose rows are normalised together.
+        meeting: The group of the frames: where parts of it normalise apart, all of them still hear of each other's errors.
+        part: Ranks in each part of the meeting; None: all are one part.
+    """
+
+    group: Group = None
+    meeting: Group = None
+    part: int | None = None
+
+    def parts(self) -> list[range]:
+        """The parts of the meeting, as ranks of it."""
+        world = process_groups.world_size(self.meeting)
+        step = self.part or world
+        return [range(first, first + step) for first in range(0, world, step)]
+
+    def own_part(self) -> range:
+        """The part with this rank in it."""
+        rank = process_groups.rank(self.meeting)
+        return next(part for part in self.parts() if rank in part)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one layer, the same on every rank.
+
+    Attributes:
+        title: The layer, as messages name it.
+        number: Counts the layer's calls.
+        scope: Whose rows are normalised together.
+    """
+
+    title: str
+    number: int
+    scope: Scope
+
+    def __str__(self) -> str:
+        return f"{self.title} call {self.number}"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of one channel each, over all ranks; equal on every rank, bit for bit.
+
+    Attributes:
+        total: N.
+        mean: (C,).
+        var: (C,), biased: what normalises.
+        unbiased: (C,): what the running average takes.
+        in_backward: Whether any rank needs the gradient of its input, so that all meet in backward.
+    """
+
+    total: int
+    mean: Tensor
+    var: Tensor
+    unbiased: Tensor
+    in_backward: bool
+
+
+def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
+    """Statistics of the concatenated batch.
+
+    Args:
+        call: Which call this is.
+        x: (B, C, ...), any floating dtype; B and the dimensions after C may differ per rank.
+        settings: What else must be equal on all ranks.
+
+    Raises:
+        RankMismatchError: on every rank, when channels, dtype, device, settings or the place in the program differ.
+        TooFewValuesError: on every rank, for one value per channel over all ranks of a part.
+
+    Communication: one frame; one gather of 2 C numbers per rank where they do not fit into it (``frames.room``), or may not.
+    """
+    count, channels = x.numel() // max(1, x.shape[1]), x.shape[1]
+    mean, squares = _local(x, count)
+    head = _HEAD.pack(count, x.requires_grad and torch.is_grad_enabled())
+    must_match = {
+        "channels": channels,
+        "dtype": f"{str(x.dtype).removeprefix('torch.')} {x.device.type}",
+        "gradients": torch.is_grad_enabled(),
+        "settings": settings,
+    }
+    # an accelerator would have to be waited for; what is only for one part is not sent to all
+    in_frame = x.device.type != "cuda" and call.scope.part is None
+    both = torch.cat([mean, squares])
+    own = head + (both.cpu().numpy().tobytes() if in_frame else b"")
+    payloads = handshake.all_gather(str(call), must_match, own, group=call.scope.meeting)
+    counts, needs = zip(*(_HEAD.unpack_from(p) for p in payloads), strict=True)
+    if any(sum(counts[rank] for rank in part) == 1 for part in call.scope.parts()):
+        raise _too_few(call, x, counts)
+    if in_frame:
+        table = torch.frombuffer(bytearray(b"".join(p[_HEAD.size :] for p in payloads)), dtype=both.dtype)
+    else:
+        table = both.new_empty(process_groups.world_size(call.scope.group) * both.numel())
+        gather(table, both, group=group_for(both, call.scope.group))
+    return _merge([counts[rank] for rank in call.scope.own_part()], table, x, any(needs))
+
+
+def _merge(counts: list[int], table: Tensor, x: Tensor, in_backward: bool) -> Statistics:
+    """Chan's formula over all ranks at once, in float64."""
+    means, squares = table.view(len(counts), 2, -1).double().unbind(1)
+    rows = torch.tensor(counts, dtype=torch.float64, device=table.device)[:, None]
+    total = sum(counts)
+    mean = (rows * means).sum(0) / max(1, total)
+    squared = (squares + rows * (means - mean).square()).sum(0)
+    biased, unbiased = squared / max(1, total), squared / max(1, total - 1)
+    mean, biased, unbiased = (t.to(x.device, table.dtype) for t in (mean, biased, unbiased))
+    return Statistics(total, mean, biased, unbiased, in_backward)
+
+
+def normalise(
+    call: Call, x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """The rows normalised: weight (x - mean) / sqrt(var + eps) + bias, in the dtype and memory format of ``x``.
+
+    Gradient: of the sum over ranks of what they back-propagate; the parameters receive this rank's share.
+
+    Communication: none; in backward one gather of 2 C numbers per rank, if any rank needs the gradient of its input.
+    """
+    if statistics.in_backward and torch.is_grad_enabled() and not x.requires_grad:
+        x = x.detach().requires_grad_()  # this rank's share of the sums is needed elsewhere
+    y: Tensor = _Normalise.apply(x, weight, bias, statistics, eps, call)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _local(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Mean and M2 of each channel of this rank's rows, at least float32."""
+    zeros = x.new_zeros(x.shape[1], dtype=_wide(x.dtype))
+    if count == 0:
+        return zeros, zeros
+    # the running averages that it also computes are nobody's; their dtype makes it accumulate in theirs
+    mean, var = torch.batch_norm_update_stats(x.detach(), zeros.clone(), zeros.clone(), 0.0)
+    return mean, var * count
+
+
+def _shape(x: Tensor) -> list[int]:
+    return [1, -1] + [1] * (x.ndim - 2)
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics, eps: float, call: Call
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.statistics, ctx.eps, ctx.call = statistics, eps, call
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if statistics.in_backward:
+            ctx.awaited_by_peers = str(call)
+        return _affine(x, weight, bias, statistics, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        with torch.no_grad():
+            found = _gradients(ctx, grad, x, weight)
+        if torch.is_grad_enabled():  # create_graph=True: the result depends on all of this, and on the peers
+            found = forbid_second_derivative(found, (grad, x, weight), str(ctx.call), _PENALTY)
+        return (*found, None, None, None)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics, eps: float) -> Tensor:
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    wide = _wide(x.dtype)
+    weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
+    return torch.native_batch_norm(x, weight, bias, statistics.mean, statistics.var, False, 0.0, eps)[0]
+
+
+def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
+    statistics, wide = ctx.statistics, _wide(x.dtype)
+    if x.is_contiguous() and not grad.is_contiguous():  # a gradient that is one number expanded is slow to read
+        grad = grad.contiguous()
+    own_dyx, own_dy = _sums(grad, x, statistics, ctx.eps)
+    of_weight = own_dyx.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
+    of_bias = own_dy.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+    if not statistics.in_backward:
+        return None, of_weight, of_bias
+    dyx, dy = (_sum_over_ranks(torch.cat([own_dyx, own_dy]), ctx.call) / statistics.total).chunk(2)
+    if not ctx.needs_input_grad[0]:
+        return None, of_weight, of_bias
+    scale = (statistics.var + ctx.eps).rsqrt()
+    scale = scale if weight is None else scale * weight.to(wide)
+    of_x = _affine(x.to(wide), -scale * dyx, -scale * dy, statistics, ctx.eps)
+    of_x.addcmul_(grad.to(wide), scale.view(_shape(x)))
+    return of_x.to(x.dtype), of_weight, of_bias
+
+
+def _sums(grad: Tensor, x: Tensor, statistics: Statistics, eps: float) -> tuple[Tensor, Tensor]:
+    """sum(dy x^) and sum(dy) of this rank's rows."""
+    if x.numel() == 0:
+        return torch.zeros_like(statistics.mean), torch.zeros_like(statistics.mean)
+    ones = torch.ones_like(statistics.mean)
+    # the backward of evaluation mode, where mean and variance are given: its weight and bias gradients are these sums
+    _, dyx, dy = torch.ops.aten.native_batch_norm_backward(
+        grad, x, ones, statistics.mean, statistics.var, None, None, False, eps, [False, True, True]
+    )
+    return dyx, dy
+
+
+def _sum_over_ranks(own: Tensor, call: Call) -> Tensor:
+    """The sum over ranks, in rank order; who came from another layer is told, where the layers' sizes are equal."""
+    if own.device.type == "cuda":
+        return sum_over_ranks(own, call.scope.group)
+    label = str(call).encode()[-_LABEL_BYTES:].rjust(_LABEL_BYTES)
+    mine = torch.frombuffer(bytearray(label + own.cpu().numpy().tobytes()), dtype=torch.uint8)
+    everyone = mine.new_empty(process_groups.world_size(call.scope.group) * mine.numel())
+    gather(everyone, mine, group=group_for(mine, call.scope.group))
+    rows = everyone.view(-1, mine.numel())
+    labels = [row[:_LABEL_BYTES].numpy().tobytes().decode(errors="replace").strip() for row in rows]
+    if len(set(labels)) > 1:
+        raise RankMismatchError(
+            "backward of batch norm",
+            expected="the same layer on every rank",
+            ranks=labels,
+            fix="Use the output of every batch norm in the loss of every rank (times 0 where it should not count).",
+            collective=True,
+        )
+    return rows[:, _LABEL_BYTES:].contiguous().view(own.dtype).sum(0).to(own.device)
+
+
+_PENALTY = "Put this layer into evaluation mode for the penalty, or use a norm without batch statistics there (group norm, layer norm)."
+
+
+def _too_few(call: Call, x: Tensor, counts: tuple[int, ...]) -> TooFewValuesError:
+    size = torch.Size([1, x.shape[1]] + [1] * (x.ndim - 2))
+    one_process = f"Expected more than 1 value per channel when training, got input size {size}"
+    return TooFewValuesError(
+        f"{one_process} over all ranks, in {call}",
+        ranks=[f"{n} value{'s' * (n != 1)} per channel" for n in counts],
+        fix="Give the group two rows at least (drop_last=True), or put the layer into evaluation mode.",
+        collective=True,
+    )

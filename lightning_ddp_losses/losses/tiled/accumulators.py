@@ -1,0 +1,216 @@
+"""pytorch-metric-learning's reducers on row sums: what a tile may forget once its elements are added up.
+
+Legend: ``B`` rows on this rank. A pair's loss counts with a weight (how often a miner names it; 1 or 0 without a miner). After a row is
+complete only three numbers of it are left: the sum of what passes the reducer's threshold, its number, and the number of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from pytorch_metric_learning import reducers
+from pytorch_metric_learning.reducers.per_anchor_reducer import aggregation_func
+from torch import Tensor
+
+from lightning_ddp_losses.losses.tiled.tile import Tile
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reducer as data.
+
+    Attributes:
+        low: Elements must be larger; None: no lower limit.
+        high: Elements must be smaller; None: no upper limit.
+        plain_sum: Nothing is divided.
+        weights: (classes,), by the anchor's label; None: 1.
+        per_anchor: Pairs are averaged within their anchor first; all else then concerns the anchors.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    plain_sum: bool = False
+    weights: Tensor | None = None
+    per_anchor: bool = False
+
+    @property
+    def selects(self) -> bool:
+        """Whether some elements may not pass."""
+        return self.low is not None or self.high is not None
+
+    def passing(self, values: Tensor) -> Tensor:
+        """1 for the elements that pass, else 0."""
+        gate = torch.ones_like(values, dtype=torch.bool)
+        if self.low is not None:
+            gate &= values > self.low
+        if self.high is not None:
+            gate &= values < self.high
+        return gate.to(values.dtype)
+
+
+@dataclass(frozen=True)
+class Total:
+    """This rank's part of a sub-loss.
+
+    Attributes:
+        total: S_r, the sum of what passes.
+        divisor: n_r, its number; None where nothing is divided.
+        passed: Its number.
+        elements: How many elements there are, passing or not.
+        above_low: How many pass the lower limit.
+        pairs: How many pairs there are.
+    """
+
+    total: float
+    divisor: float | None
+    passed: float
+    elements: float
+    above_low: float
+    pairs: float
+
+
+def reduction_of(reducer: Any, name: str) -> Reduction | None:
+    """The reducer of sub-loss ``name`` as data; None for one that tiles do not know."""
+    cls, found = type(reducer), None
+    if cls is reducers.MultipleReducers:
+        known = name in reducer.reducers
+        found = reduction_of(reducer.reducers[name] if known else reducer.default_reducer, name)
+    elif cls is reducers.PerAnchorReducer and reducer.aggregation_func is aggregation_func:
+        inner = reduction_of(reducer.reducer, name)
+        found = None if inner is None else replace(inner, per_anchor=True)
+    elif cls is reducers.MeanReducer:
+        found = Reduction()
+    elif cls is reducers.SumReducer:
+        found = Reduction(plain_sum=True)
+    elif cls in (reducers.ThresholdReducer, reducers.AvgNonZeroReducer):
+        found = Reduction(low=reducer.low, high=reducer.high)
+    elif cls is reducers.ClassWeightedReducer:
+        found = Reduction(weights=reducer.weights)
+    return found
+
+
+def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> tuple[Total, Tensor]:
+    """Reduce one loss per row.
+
+    Args:
+        reduction: ``per_anchor`` makes no difference here: rows are anchors.
+        losses: (B,).
+        labels: (B,), for class weights.
+
+    Returns:
+        The total, and (B,) how much each row's loss counts in S_r.
+    """
+    counts = torch.ones_like(losses)
+    above = float(losses.numel())
+    if reduction.selects:
+        counts = reduction.passing(losses)
+        above = float((losses > reduction.low).sum()) if reduction.low is not None else above
+    passed = float(counts.sum())
+    if reduction.weights is not None:
+        assert labels is not None
+        counts = reduction.weights.to(losses)[labels]
+    total = float((losses * counts).sum(dtype=torch.float64))
+    number = float(losses.numel())
+    return Total(total, None if reduction.plain_sum else passed, passed, number, above, number), counts
+
+
+class PairSums:
+    """Row sums of one sub-loss whose elements are pairs.
+
+    Args:
+        reduction: How they are reduced.
+        rows: B.
+        like: Gives dtype and device.
+    """
+
+    def __init__(self, reduction: Reduction, rows: int, like: Tensor) -> None:
+        self.reduction = reduction
+        self._by_pair = reduction.selects and not reduction.per_anchor
+        self._sum, self._passed, self._all, self._above = (like.new_zeros(rows) for _ in range(4))
+
+    def add(self, rows: slice, losses: Tensor, weights: Tensor) -> None:
+        """Add (T, C) losses, each counted with its weight."""
+        passed = self.gate(losses, weights)
+        self._all[rows] += weights.sum(1)
+        self._sum[rows] += (losses * passed).sum(1)
+        if self._by_pair:
+            self._passed[rows] += passed.sum(1)
+            if self.reduction.low is not None:
+                self._above[rows] += (weights * (losses > self.reduction.low)).sum(1)
+
+    def add_listed(self, rows: slice, owners: Tensor, losses: Tensor) -> Tensor:
+        """Add (n,) losses one by one to the tile's rows ``owners``; returns 1 for those that pass, else 0."""
+        ones = torch.ones_like(losses)
+        self._all[rows].index_add_(0, owners, ones)
+        if not self._by_pair:
+            self._sum[rows].index_add_(0, owners, losses)
+            return ones
+        passed = self.reduction.passing(losses)
+        self._sum[rows].index_add_(0, owners, losses * passed)
+        self._passed[rows].index_add_(0, owners, passed)
+        if self.reduction.low is not None:
+            self._above[rows].index_add_(0, owners, (losses > self.reduction.low).to(losses.dtype))
+        return passed
+
+    def add_negatives(self, tile: Tile, losses: Tensor) -> bool:
+        """Add the losses >= 0 of a tile's negatives, (T, C), 0 elsewhere.
+
+        Leaves in ``losses`` how often each counts that is above 0 and passes; returns whether there is any.
+        """
+        rows = tile.rows
+        self._all[rows] += tile.number_of_negatives()
+        plain = self._by_pair and self.reduction.low == 0 and self.reduction.high is None
+        if self._by_pair and not plain:
+            gate = tile.counted(self.reduction.passing(losses))
+            if self.reduction.low is not None:
+                self._above[rows] += tile.counted((losses > self.reduction.low).to(losses.dtype)).sum(1)
+            self._passed[rows] += gate.sum(1)
+            losses.mul_(gate)
+        elif tile.far is not None:
+            losses.mul_(tile.far)
+        total = losses.sum(1)
+        self._sum[rows] += total
+        if not bool(total.any()):
+            return False
+        losses.sign_()
+        if tile.far is not None:
+            losses.mul_(tile.far)
+        if plain:
+            number = losses.sum(1)  # counts several times faster than a comparison
+            self._passed[rows] += number
+            self._above[rows] += number
+        return True
+
+    def add_counted(self, rows: slice, total: Tensor, positive: Tensor, number: Tensor) -> None:
+        """Add (T,) sums of losses >= 0: how many of them are positive, and how many there are."""
+        self._all[rows] += number
+        self._sum[rows] += total
+        self._passed[rows] += positive
+        self._above[rows] += positive
+
+    def gate(self, losses: Tensor, weights: Tensor) -> Tensor:
+        """The weights of the pairs that pass."""
+        return weights * self.reduction.passing(losses) if self._by_pair else weights
+
+    def pass_as_one(self, losses: Tensor) -> Tensor:
+        """Overwrites losses >= 0: 1 where they are above 0 and pass, else 0."""
+        plain = not self._by_pair or (self.reduction.low == 0 and self.reduction.high is None)
+        gate = None if plain else self.reduction.passing(losses)
+        losses.sign_()
+        return losses if gate is None else losses.mul_(gate)
+
+    def close(self, labels: Tensor | None) -> tuple[Total, Tensor]:
+        """The total, and (B,) how much a passing pair of each row counts in S_r."""
+        if self.reduction.per_anchor:
+            number = self._all.clamp(min=1)
+            anchors, counts = reduce_rows(self.reduction, self._sum / number, labels)
+            return replace(anchors, pairs=float(self._all.sum(dtype=torch.float64))), counts / number
+        ones = torch.ones_like(self._sum)
+        counts = ones if self.reduction.weights is None or labels is None else self.reduction.weights.to(ones)[labels]
+        whole = float(self._all.sum(dtype=torch.float64))
+        passed = float(self._passed.sum(dtype=torch.float64)) if self._by_pair else whole
+        above = float(self._above.sum(dtype=torch.float64)) if self._by_pair else whole
+        total = float((self._sum * counts).sum(dtype=torch.float64))
+        return Total(total, None if self.reduction.plain_sum else passed, passed, whole, above, whole), counts

@@ -1,0 +1,205 @@
+"""`differentiable`: a metric that exists already, as one that can be trained on.
+
+A class gets a subclass of the same name that stands on ``DifferentiableMetric``, made once; an instance is copied and the
+copy becomes of that class. So ``isinstance`` of the original class holds, and names in results and plots stay.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import inspect
+from abc import ABCMeta
+from typing import Any, Literal, TypeVar, overload
+
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.metrics.composites import COMPOSITES, Composite
+from lightning_ddp_losses.metrics.metric import DifferentiableMetric
+from lightning_ddp_losses.metrics.refusals import reason_against
+from lightning_ddp_losses.metrics.states import Gather
+
+M = TypeVar("M", bound="Metric | MetricCollection")
+C = TypeVar("C", bound="type[Metric] | type[MetricCollection]")
+WithoutGradient = Literal["refuse", "keep"]
+
+
+@overload
+def differentiable(
+    metric: M, *, gather: Gather = ..., keep_graph: bool = ..., without_gradient: WithoutGradient = ...
+) -> M: ...
+@overload
+def differentiable(metric: C, *, without_gradient: WithoutGradient = ...) -> C: ...
+def differentiable(  # type: ignore[misc]
+    metric: Metric | MetricCollection | type[Metric] | type[MetricCollection],
+    *,
+    gather: Gather = "auto",
+    keep_graph: bool = False,
+    without_gradient: WithoutGradient = "refuse",
+) -> Metric:  # what it was given; a command line reads here that it makes metrics
+    """A differentiable form of a metric: its value over all ranks, with the gradient of one process.
+
+    Args:
+        metric: An instance (copied with configuration, states, device and dtype; parameters are shared), a class, a
+            ``MetricCollection``, a composition (``a + b``, ``2 * a``) or a wrapper (``MinMaxMetric``, ``MultioutputWrapper``,
+            ``ClasswiseWrapper``, ``Running``, ``MultitaskWrapper``, input transformers).
+        gather: As in ``DifferentiableMetric``.
+        keep_graph: As in ``DifferentiableMetric``.
+        without_gradient: ``"refuse"`` a metric that has no gradient in one process either; ``"keep"`` it, to be logged: its
+            value is synced like the others'.
+
+    Returns:
+        An instance for an instance, a class for a class; also an instance of the class that it was.
+
+    Communication: as ``DifferentiableMetric``; the members of a collection, composition or wrapper share one exchange.
+
+    Raises:
+        ConfigurationError: a metric that cannot be differentiated, by name and with the reason.
+
+    Example:
+        >>> import torch
+        >>> from torchmetrics import PearsonCorrCoef
+        >>> loss = 1 - differentiable(PearsonCorrCoef())
+        >>> loss(torch.tensor([0.1, 0.2, 0.9], requires_grad=True), torch.tensor([0.0, 0.5, 1.0])).backward()
+    """
+    if without_gradient not in ("refuse", "keep"):
+        raise ConfigurationError(
+            "differentiable: without_gradient", expected="'refuse' or 'keep'", got=repr(without_gradient)
+        )
+    keep = without_gradient == "keep"
+    if isinstance(metric, type) and issubclass(metric, (Metric, MetricCollection)):
+        _refuse(metric, keep)
+        return _class_of(metric)  # type: ignore[return-value]
+    if not isinstance(metric, (Metric, MetricCollection)):
+        raise ConfigurationError(
+            "differentiable",
+            expected="a metric or a collection of torchmetrics, or a class of them",
+            got=f"{type(metric).__name__}",
+            fix="Give it the metric that is inside.",
+        )
+    for part in _metrics_in(metric):
+        _refuse(type(part), keep)
+    copied = _copy(metric)
+    for part in _metrics_in(copied):
+        _convert(part, gather=gather, keep_graph=keep_graph, keep=keep)
+    return copied  # type: ignore[no-any-return]
+
+
+def _metrics_in(metric: nn.Module) -> list[nn.Module]:
+    return [m for m in nn.Module.modules(metric) if isinstance(m, (Metric, MetricCollection))]
+
+
+# ---------------------------------------------------------------------- classes
+
+
+class _Generated(ABCMeta):
+    """The class of generated classes: they are pickled as what they were made of."""
+
+
+def _reduce_class(cls: type) -> Any:
+    # a subclass of the user's is found by its name, as any class
+    return (_class_of, (cls.__dict__["_original"],)) if "_original" in cls.__dict__ else cls.__qualname__
+
+
+copyreg.pickle(_Generated, _reduce_class)
+_made: dict[type, type] = {}
+
+
+def _class_of(original: type) -> type:
+    """The differentiable subclass of a class; one that is differentiable itself stays."""
+    if issubclass(original, (DifferentiableMetric, Composite)):
+        return original
+    if original not in _made:
+        bases = (_base_for(original), original)
+        namespace = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "_original": original,
+        }
+        if issubclass(bases[0], Composite):
+            namespace["__init__"] = _composite_init(original)
+        _made[original] = _Generated(original.__name__, bases, namespace)
+    return _made[original]
+
+
+def _composite_init(original: type) -> Any:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original.__init__(self, *(_differentiable_in(a) for a in args), **_differentiable_in(kwargs))  # type: ignore[misc]
+
+    init.__signature__ = inspect.signature(original.__init__)  # type: ignore[attr-defined, misc]
+    return init
+
+
+def _differentiable_in(tree: Any) -> Any:
+    """The same nest, its metrics differentiable."""
+    if isinstance(tree, (Metric, MetricCollection)):
+        return differentiable(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_differentiable_in(item) for item in tree)
+    return {key: _differentiable_in(item) for key, item in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _base_for(original: type) -> type:
+    for kind, composite in COMPOSITES.items():
+        if issubclass(original, kind):
+            return composite
+    return DifferentiableMetric
+
+
+# ---------------------------------------------------------------------- instances
+
+
+def _copy(metric: Any) -> Any:
+    """A copy with its own states and the same parameters; what holds a graph is cut from it."""
+    memo: dict[int, Any] = {id(p): p for p in metric.parameters()}
+    for part in _metrics_in(metric):
+        kept = vars(part)
+        for tensor in precision.tensors_in(list(kept.values())):
+            if not tensor.is_leaf:
+                memo[id(tensor)] = tensor.detach()
+        group = kept.get("process_group")
+        memo[id(group)] = group  # a group of processes has no copy
+    return copy.deepcopy(metric, memo)
+
+
+def _convert(part: nn.Module, *, gather: Gather, keep_graph: bool, keep: bool) -> None:
+    """Make an instance one of the differentiable subclass of its class, in place."""
+    if isinstance(part, (DifferentiableMetric, Composite)):
+        return
+    cls = _class_of(type(part))
+    state = part.__dict__
+    part.__class__ = cls
+    if isinstance(part, DifferentiableMetric):
+        on_step = True  # False is torchmetrics' default, not the user's wish
+        part._become(gather=gather, keep_graph=keep_graph, on_step=on_step, expects_gradient=not keep)
+    if isinstance(part, Metric):
+        for name in ("update", "compute"):
+            state.pop(name, None)
+        part.update = part._wrap_update(part.update)  # type: ignore[method-assign]
+        part.compute = part._wrap_compute(part.compute)  # type: ignore[method-assign]
+
+
+def _refuse(cls: type, keep: bool) -> None:
+    """Refuse a class that has no gradient, or that does things of its own that are not known here."""
+    if issubclass(cls, (DifferentiableMetric, Composite)) or _base_for(cls) is not DifferentiableMetric:
+        return
+    reason = None if keep else reason_against(cls)  # type: ignore[arg-type]
+    if reason is not None:
+        raise ConfigurationError(
+            f"differentiable: {cls.__name__}",
+            expected="a metric with a gradient",
+            got=f"none, in one process either: {reason}",
+            fix="To log it beside others: differentiable(metric, without_gradient='keep').",
+        )
+    own = next((c for c in cls.__mro__ if "forward" in vars(c)), Metric)
+    if own is not Metric:
+        raise ConfigurationError(
+            f"differentiable: {cls.__name__}",
+            expected="torchmetrics' own forward, or a wrapper that is known here",
+            got=f"the forward of {own.__name__}",
+            fix="Make the metric inside differentiable, or subclass DifferentiableMetric.",
+        )

@@ -1,0 +1,258 @@
+"""What one process would draw in an epoch, cut into this rank's share.
+
+Every rank draws all indices of the epoch from the same seed, the ranks compare what they drew in a frame, and each keeps
+its contiguous part of every batch. Drawing is cheap beside loading; what may not happen is that ranks draw differently.
+
+Legend: ``W`` ranks, ``G`` rows of a global batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import struct
+from array import array
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError
+from lightning_ddp_losses.samplers.arguments import check_rows, check_seed, checked_sampler
+from lightning_ddp_losses.samplers.randomness import SEEDS, nested, put_back, seeded
+
+Batches = list[list[Any]]
+
+_OFFER = struct.Struct("<Q16s")  # seed, digest of the draw that this rank still has
+_NONE = bytes(16)
+
+
+def share(rows: int, world_size: int, rank: int) -> slice:
+    """The rank's contiguous part of ``rows``; sizes differ by one at most, the larger parts first."""
+    each, extra = divmod(rows, world_size)
+    start = rank * each + min(rank, extra)
+    return slice(start, start + each + (rank < extra))
+
+
+class GlobalDraw:
+    """The batches of one process, dealt to the ranks; asks for rank and world size each time.
+
+    Args:
+        sampler: Yields indices, or batches where no size is given.
+        local_batch_size: G is W times this.
+        global_batch_size: G.
+        drop_last: Leave out a last batch of fewer than G rows.
+        seed: Epoch ``e`` is drawn from ``seed + e``; None: from rank 0's ``torch.initial_seed()``.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        *,
+        local_batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        drop_last: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        self.source = checked_sampler(sampler)
+        self.title = f"GlobalBatchSampler({type(sampler).__name__})"
+        self.local_batch_size = local_batch_size
+        self.global_batch_size = global_batch_size
+        check_rows(f"{self.title}: local_batch_size", local_batch_size)
+        check_rows(f"{self.title}: global_batch_size", global_batch_size)
+        check_seed(f"{self.title}: seed", seed)
+        self.drop_last = drop_last
+        self.seed = seed
+        self.epoch = 0
+        self._own_seed: int | None = None  # this rank's offer, kept so that all epochs start from one seed
+        self._turn = 0  # how often set_epoch was called
+        self._kept: tuple[tuple[int, int, int], bytes, Batches] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next (Lightning does)."""
+        self.epoch = epoch
+        self._turn += 1
+
+    def keeping_last(self) -> GlobalDraw:
+        """A twin that keeps the last batch."""
+        twin = copy.copy(self)
+        twin.drop_last, twin._kept = False, None
+        return twin
+
+    # ------------------------------------------------------------------ sizes, without drawing
+
+    def count(self) -> int:
+        """Number of batches, the same on every rank."""
+        G, rows = self._global_rows(), len(self.source)
+        if G is None:
+            return rows
+        full, rest = divmod(rows, G)
+        return full + bool(self._kept_rest(rest, full))
+
+    def rows(self) -> int:
+        """This rank's number of indices in an epoch (where a batch size is given)."""
+        G = self._global_rows()
+        assert G is not None
+        full, rest = divmod(len(self.source), G)
+        W, rank = process_groups.world_size(), process_groups.rank()
+        return sum(
+            n * len(range(size)[share(size, W, rank)]) for n, size in ((full, G), (1, self._kept_rest(rest, full)))
+        )
+
+    def _kept_rest(self, rest: int, batch: int) -> int:
+        if self.drop_last:
+            return 0
+        if rest:
+            self._refuse_small(rest, batch)
+        return rest
+
+    def _global_rows(self) -> int | None:
+        """G now; None where the sampler makes the batches."""
+        W = process_groups.world_size()
+        if self.local_batch_size is None:
+            G, meaning = self.global_batch_size, "global_batch_size"
+        else:
+            G, meaning = W * self.local_batch_size, f"{W} ranks * local_batch_size {self.local_batch_size}"
+        declared = getattr(self.source, "batch_size", None)
+        if G is not None and declared is not None and declared != G and hasattr(self.source, "m_per_class"):
+            fix = f"Give it batch_size={G}"
+            if self.local_batch_size is not None:
+                fix += f", or keep its batches of {declared}: batch_sampler=GlobalBatchSampler.batches(sampler, {declared})"
+                fix += " cuts them unevenly where the number of ranks does not divide them" if declared % W else ""
+            raise ConfigurationError(
+                f"batch_size of the {type(self.source).__name__}",
+                expected=f"{G} ({meaning})",
+                got=declared,
+                fix=f"{fix}.",
+            )
+        return G
+
+    def _refuse_small(self, rows: int, batch: int, *, collective: bool = False) -> None:
+        W = process_groups.world_size()
+        if rows < W:
+            own = self.global_batch_size is None and self.local_batch_size is None
+            fix = (
+                "Make all batches larger."
+                if own
+                else "Set drop_last=True to leave them out, or choose another batch size."
+            )
+            raise InputError(
+                f"{self.title}: rows of batch {batch}",
+                expected=f"at least one for each of {W} ranks",
+                got=rows,
+                fix=fix,
+                collective=collective,
+            )
+
+    # ------------------------------------------------------------------ drawing
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches():
+            yield from batch
+
+    def batches(self) -> Iterator[list[Any]]:
+        """This rank's part of each batch of the epoch.
+
+        An epoch that was read to its end is followed by the next one, unless ``set_epoch`` says otherwise.
+
+        Communication: two frames when the first batch is asked for; one where the epoch was drawn before.
+        """
+        epoch, turn = self.epoch, self._turn
+        try:
+            own = self._meet(epoch)
+        except Exception as error:
+            handshake.raise_on_all_ranks(error, f"{self.title}, epoch {epoch}")
+        yield from own
+        if turn == self._turn:
+            self.epoch = epoch + 1
+
+    def _meet(self, epoch: int) -> Batches:
+        W, rank = process_groups.world_size(), process_groups.rank()
+        place = (epoch, W, rank)
+        kept = self._kept if self._kept and self._kept[0] == place else (place, _NONE, [])
+        must_match = {
+            "epoch": epoch,
+            "seed": self.seed,
+            "global_batch_size": self._global_rows(),
+            "drop_last": self.drop_last,
+            "len": len(self.source),
+        }
+        offers = [
+            _OFFER.unpack(p) for p in handshake.all_gather(self.title, must_match, _OFFER.pack(self._offer(), kept[1]))
+        ]
+        digests = {digest for _, digest in offers}
+        if digests == {kept[1]} and kept[1] != _NONE:
+            # a second look at the same epoch: a sampler that shuffles in place would not draw the same again
+            return kept[2]
+        everything = self._draw(offers[0][0] + epoch, epoch)
+        digest = _digest(everything)
+        self._compare(handshake.all_gather(f"{self.title}: indices", {"epoch": epoch}, digest), epoch)
+        for number, batch in enumerate(everything):
+            self._refuse_small(len(batch), number, collective=True)
+        own = [batch[share(len(batch), W, rank)] for batch in everything]
+        self._kept = (place, digest, own)
+        return own
+
+    def _offer(self) -> int:
+        if self._own_seed is None:
+            self._own_seed = torch.initial_seed() % SEEDS if self.seed is None else self.seed
+        return self._own_seed
+
+    def _draw(self, seed: int, epoch: int) -> Batches:
+        for sampler in nested(self.source):
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+        with seeded(seed, self.source), put_back(self.source):
+            drawn = list(self.source)
+        G = self._global_rows()
+        if G is None:
+            return [self._batch(items) for items in drawn]
+        indices = [self._index(item) for item in drawn]
+        batches = [indices[start : start + G] for start in range(0, len(indices), G)]
+        if self.drop_last and batches and len(batches[-1]) < G:
+            batches.pop()
+        return batches
+
+    def _index(self, item: Any) -> Any:
+        if isinstance(item, list):
+            fix = "Leave global_batch_size out: batch_sampler=GlobalBatchSampler.batches(sampler)."
+            raise InputError(f"{self.title} with a batch size", expected="indices", got="batches", fix=fix)
+        return _plain(item)
+
+    def _batch(self, items: Any) -> list[Any]:
+        if isinstance(items, (str, bytes)) or not isinstance(items, Iterable) or getattr(items, "shape", None) == ():
+            fix = "Say how many indices make a batch: GlobalBatchSampler.batches(sampler, global_batch_size)."
+            raise InputError(f"{self.title} without a batch size", expected="batches", got="indices", fix=fix)
+        return [_plain(item) for item in items]
+
+    def _compare(self, digests: list[bytes], epoch: int) -> None:
+        if len(set(digests)) > 1:
+            raise RankMismatchError(
+                f"indices that {self.title} drew in epoch {epoch}",
+                expected="the same on every rank",
+                ranks=[f"digest {digest.hex()[:8]}" for digest in digests],
+                fix="Build the sampler from the same labels, weights and lengths on every rank, and let it draw from "
+                "torch's, numpy's or Python's global generator, or from one that is an attribute of the sampler.",
+                collective=True,
+            )
+
+
+def _plain(index: Any) -> Any:
+    try:
+        return operator.index(index)  # numpy's integers and 0-d tensors
+    except TypeError:
+        return index  # a key of a data set that is no sequence
+
+
+def _digest(batches: Batches) -> bytes:
+    seen = blake2b(digest_size=16)
+    for batch in batches:
+        try:
+            data = array("q", batch).tobytes()
+        except (TypeError, OverflowError):
+            data = repr(batch).encode()
+        seen.update(len(data).to_bytes(8, "little") + data)
+    return seen.digest()

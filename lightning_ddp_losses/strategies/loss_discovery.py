@@ -1,0 +1,168 @@
+"""Which submodules of a LightningModule are losses, and which parameters are theirs alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pytorch_metric_learning.losses as pml
+import torchmetrics
+from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
+from torch import nn
+from torch.nn.modules.loss import _Loss
+
+from lightning_ddp_losses.errors import ConfigurationError
+
+Selection = str | Sequence[str]
+T = TypeVar("T", bound=type)
+
+_loss_types: list[type] = [
+    BaseMetricLossFunction,
+    pml.CrossBatchMemory,
+    pml.MultipleLosses,
+    pml.SelfSupervisedLoss,
+    _Loss,
+    nn.AdaptiveLogSoftmaxWithLoss,
+]
+
+
+@dataclass(frozen=True)
+class FoundLoss:
+    """A loss and its place.
+
+    Attributes:
+        name: Path from the LightningModule (``loss``, ``heads.arc``).
+        module: The module that is called; for a compiled loss the compiled wrapper.
+        learnable: Whether it has parameters.
+        owned: Whether the strategy reduces its parameters; False without parameters, and for a loss that shares one with
+            the model.
+    """
+
+    name: str
+    module: nn.Module
+    learnable: bool
+    owned: bool
+
+    @property
+    def sees_global_batch(self) -> bool:
+        """Whether the loss itself evaluates the rows of all ranks."""
+        return bool(getattr(unwrap(self.module), "sees_global_batch", False))
+
+    @property
+    def title(self) -> str:
+        """Class and path, for messages."""
+        return f"{type(unwrap(self.module)).__name__} `{self.name}`"
+
+
+def register_loss_type(cls: T) -> T:
+    """Let the strategy treat every instance of ``cls`` as a loss (usable as a class decorator).
+
+    Example:
+        >>> @register_loss_type
+        ... class CenterLoss(torch.nn.Module): ...
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ConfigurationError("register_loss_type", expected="a subclass of torch.nn.Module", got=repr(cls))
+    if cls not in _loss_types:
+        _loss_types.append(cls)
+    return cls
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile``'s wrapper, or the module itself."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def is_loss(module: nn.Module) -> bool:
+    """Whether ``module`` is of a loss type, or a metric with trainable parameters."""
+    inner = unwrap(module)
+    if isinstance(inner, torchmetrics.Metric):
+        return any(p.requires_grad for p in inner.parameters())
+    return isinstance(inner, tuple(_loss_types))
+
+
+def find_losses(root: nn.Module, losses: Selection = "auto") -> list[FoundLoss]:
+    """Losses under ``root``, outermost first, each module once, in the order of ``named_modules``.
+
+    Args:
+        root: The LightningModule.
+        losses: ``"auto"``: by type. A list: exactly these paths. Another string: a regular expression that must match
+            a whole path; it takes modules with parameters of any type.
+
+    Raises:
+        ConfigurationError: a name that matches nothing (with the names that exist), or a named module without parameters.
+    """
+    if losses == "auto":
+        return _describe(root, list(_outermost(root, lambda _, module: is_loss(module))))
+    if isinstance(losses, str):
+        try:
+            pattern = re.compile(losses)
+        except re.error as error:
+            raise ConfigurationError(
+                "losses", expected="'auto', a list of names, or a regular expression", got=f"{losses!r}: {error}"
+            ) from None
+        found = list(_outermost(root, lambda n, m: bool(pattern.fullmatch(n)) and _has_parameters(m)))
+        if not found:
+            raise _no_match(root, f"the regular expression {losses!r}")
+        return _describe(root, found)
+    modules = dict(root.named_modules(remove_duplicate=False))
+    for name in losses:
+        if name not in modules or name == "":
+            raise _no_match(root, f"{name!r}")
+        if not _has_parameters(modules[name]):
+            raise ConfigurationError(
+                "losses",
+                expected="modules with parameters",
+                got=f"{name!r} ({type(modules[name]).__name__}), which has none",
+                fix="Leave it out: there is nothing to synchronise in it.",
+            )
+    names = set(losses)
+    return _describe(root, list(_outermost(root, lambda n, _: n in names)))
+
+
+def _outermost(root: nn.Module, matches: Callable[[str, nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    seen = {id(root)}
+    stack = [(name, child) for name, child in root.named_children()][::-1]
+    while stack:
+        name, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if matches(name, module):
+            seen.update(id(inner) for inner in module.modules())
+            yield name, module
+        else:
+            stack += [(f"{name}.{n}", child) for n, child in module.named_children()][::-1]
+
+
+def _describe(root: nn.Module, found: list[tuple[str, nn.Module]]) -> list[FoundLoss]:
+    inside = {id(inner) for _, module in found for inner in module.modules()}
+    outside = {id(p) for m in root.modules() if id(m) not in inside for p in m.parameters(recurse=False)}
+    described = []
+    for name, module in found:
+        parameters = list(module.parameters())
+        shares = any(id(p) in outside for p in parameters)
+        described.append(FoundLoss(name, module, bool(parameters), bool(parameters) and not shares))
+    return described
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _no_match(root: nn.Module, got: str) -> ConfigurationError:
+    exist = [
+        f"{name} ({type(unwrap(m)).__name__})"
+        for name, m in _outermost(root, lambda _, m: is_loss(m))
+        if _has_parameters(m)
+    ]
+    others = [f"{name} ({type(m).__name__})" for name, m in root.named_children() if _has_parameters(m)]
+    return ConfigurationError(
+        "losses",
+        expected="names of modules under the LightningModule",
+        got=f"{got}, which matches none",
+        fix=f"Learnable losses that exist: {', '.join(exist) or 'none'}. Children with parameters: {', '.join(others) or 'none'}.",
+    )

@@ -1,0 +1,249 @@
+"""Collectives against one process: values bit for bit, gradients exactly (the numbers are small integers in any dtype)."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ddp_losses.distributed import collectives
+from tests.counting import CountCollectives
+from tests.rank_pool import RankPool
+
+ROWS = {
+    "even": lambda w: [3] * w,
+    "uneven": lambda w: [4, 1, 2][:w],
+    "one rank empty": lambda w: [2, 0, 3][:w],
+    "first rank empty": lambda w: [0, 3, 1][:w],
+    "all empty": lambda w: [0] * w,
+}
+WIDTHS = [(), (5,), (2, 3), (2, 0)]
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [*FLOATS, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool, torch.complex64]
+
+
+def whole(rows: int, width: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    low = 0 if dtype in (torch.uint8, torch.bool) else -4
+    return torch.randint(low, 2 if dtype == torch.bool else 5, (rows, *width), generator=generator).to(dtype)
+
+
+def parts(rows: list[int]) -> list[slice]:
+    return [slice(end - count, end) for end, count in zip(accumulate(rows), rows, strict=True)]
+
+
+def assert_equal(got: Tensor | None, expected: Tensor) -> None:
+    assert got is not None
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    assert torch.equal(got, expected), f"got {got.tolist()}, expected {expected.tolist()}"
+
+
+def gather_and_differentiate(rows: list[int], width: tuple[int, ...], dtype: torch.dtype, backward: str) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    data, own = whole(sum(rows), width, dtype, 0), parts(rows)[rank]
+    local = data[own].clone()
+    kept = local.clone()
+    grads = dtype.is_floating_point
+    local.requires_grad_(grads)
+    gathered = collectives.all_gather_with_grad(local, backward=backward)
+    assert_equal(gathered, data)
+    assert gathered.requires_grad == grads
+    assert_equal(local.detach(), kept)
+    if grads:
+        weights = [whole(sum(rows), width, dtype, 1 + (s if backward == "sum" else 0)) for s in range(world)]
+        (gathered * weights[rank]).sum().backward()
+        # one process: the sum over ranks of what they back-propagate
+        assert_equal(local.grad, torch.stack(weights).double().sum(0)[own].to(dtype))
+
+
+@pytest.mark.parametrize("backward", ["sum", "own_slice"])
+@pytest.mark.parametrize("width", WIDTHS, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_gather(pool: RankPool, world_size: int, rows: str, width: tuple[int, ...], backward: str) -> None:
+    for dtype in DTYPES:
+        pool.run(world_size, gather_and_differentiate, ROWS[rows](world_size), width, dtype, backward)
+
+
+def reduce_and_differentiate(shape: tuple[int, ...], dtype: torch.dtype, backward: str) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    data = whole(world, shape, dtype, 0)
+    local = data[rank].clone().requires_grad_(dtype.is_floating_point)
+    total = collectives.all_reduce_with_grad(local, backward=backward)
+    assert_equal(total.detach(), data.sum(0).to(dtype))
+    assert_equal(local.detach(), data[rank])
+    if dtype.is_floating_point:
+        weights = [whole(1, shape, dtype, 1 + (s if backward == "sum" else 0))[0] for s in range(world)]
+        (total * weights[rank]).sum().backward()
+        assert_equal(local.grad, torch.stack(weights).sum(0))
+
+
+@pytest.mark.parametrize("backward", ["sum", "own_slice"])
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (0,), (2, 3, 2)], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_reduce(pool: RankPool, world_size: int, shape: tuple[int, ...], backward: str) -> None:
+    for dtype in [*FLOATS, torch.int64, torch.int32, torch.uint8]:
+        pool.run(world_size, reduce_and_differentiate, shape, dtype, backward)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.complex64], ids=str)
+def test_all_reduce_takes_any_dtype(pool: RankPool, dtype: torch.dtype) -> None:
+    pool.run(2, reduce_and_differentiate, (3,), dtype, "sum")
+
+
+def scatter_and_differentiate(rows: list[int], width: tuple[int, ...], dtype: torch.dtype, say_rows: bool) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    own = parts(rows)[rank]
+    data = torch.stack([whole(sum(rows), width, dtype, s) for s in range(world)])
+    local = data[rank].clone().requires_grad_(dtype.is_floating_point)
+    mine = collectives.reduce_scatter_with_grad(local, rows[rank] if say_rows else None)
+    assert_equal(mine.detach(), data.sum(0)[own].to(dtype))
+    assert_equal(local.detach(), data[rank])
+    if dtype.is_floating_point:
+        weight = whole(sum(rows), width, dtype, 7)  # of all rows: each rank back-propagates its own of them
+        (mine * weight[own]).sum().backward()
+        assert_equal(local.grad, weight)
+
+
+@pytest.mark.parametrize("width", WIDTHS, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_reduce_scatter(pool: RankPool, world_size: int, rows: str, width: tuple[int, ...]) -> None:
+    for dtype in [*FLOATS, torch.int64]:
+        pool.run(world_size, scatter_and_differentiate, ROWS[rows](world_size), width, dtype, True)
+        if rows == "even":
+            pool.run(world_size, scatter_and_differentiate, ROWS[rows](world_size), width, dtype, False)
+
+
+def scalars() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    scalar = torch.tensor(float(rank), dtype=torch.float64, requires_grad=True)
+    gathered = collectives.all_gather_with_grad(scalar)
+    assert_equal(gathered.detach(), torch.arange(world, dtype=torch.float64))
+    (gathered * torch.arange(1.0, 1 + world)).sum().backward()
+    assert_equal(scalar.grad, torch.tensor(world * (1.0 + rank), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_gather_takes_a_0_dim_tensor_as_a_row(pool: RankPool, world_size: int) -> None:
+    pool.run(world_size, scalars)
+
+
+def halves_are_summed_in_float32() -> None:
+    rank = dist.get_rank()
+    share = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)[rank]  # bfloat16 steps give 256, the sum is 258
+    assert collectives.all_reduce_with_grad(share).item() == 258
+    assert [part.item() for part in collectives.reduce_scatter_with_grad(share.expand(3).contiguous())] == [258]
+    row = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    (collectives.all_gather_with_grad(row) * share).sum().backward()
+    assert row.grad is not None
+    assert row.grad.item() == 258
+
+
+def test_half_precision_is_summed_in_float32(pool: RankPool) -> None:
+    pool.run(3, halves_are_summed_in_float32)
+
+
+def awkward_inputs() -> None:
+    rank = dist.get_rank()
+    data = whole(4, (6,), torch.float64, 0)
+    for view in (data.T, data[:, ::2], data[:1].expand(3, 6), data.flip(0)):
+        local = (view + rank).detach().as_strided(view.shape, (view + rank).stride()).requires_grad_()
+        gathered = collectives.all_gather_with_grad(local[1:])
+        assert_equal(gathered.detach(), torch.cat([view[1:], view[1:] + 1]))
+        gathered.T.reshape(-1)[::2].sum().backward()  # a gradient that is a strided view
+        assert_equal(local.grad[:1], torch.zeros_like(local[:1]))  # type: ignore[index]
+    turned = torch.arange(6.0).reshape(2, 3).T.requires_grad_(False)
+    assert_equal(collectives.all_reduce_with_grad(turned), 2 * turned)
+    assert_equal(collectives.reduce_scatter_with_grad(turned, 1 + rank), 2 * turned[[slice(0, 1), slice(1, 3)][rank]])
+
+
+def test_views_and_strided_gradients(pool: RankPool) -> None:
+    pool.run(2, awkward_inputs)
+
+
+def grad_on_one_rank(owner: int, backward: Any) -> Tensor | None:
+    local = torch.full((2, 2), float(dist.get_rank()), requires_grad=dist.get_rank() == owner)
+    gathered = collectives.all_gather_with_grad(local, backward=backward)
+    assert gathered.requires_grad
+    gathered.sum().backward()
+    return local.grad
+
+
+@pytest.mark.parametrize("backward", ["sum", "own_slice"])
+@pytest.mark.parametrize("owner", [0, 2])
+def test_a_gradient_that_one_rank_needs_reaches_it(pool: RankPool, owner: int, backward: str) -> None:
+    grads = pool.run(3, grad_on_one_rank, owner, backward)
+    for rank, grad in enumerate(grads):
+        if rank == owner:
+            assert_equal(grad, torch.full((2, 2), 3.0))
+        else:
+            assert grad is None
+
+
+def without_grad() -> None:
+    local = torch.ones(2, 2, requires_grad=True)
+    with torch.no_grad():
+        assert not collectives.all_gather_with_grad(local).requires_grad
+        assert not collectives.all_reduce_with_grad(local).requires_grad
+    assert not collectives.all_gather_with_grad(local.detach()).requires_grad
+    with torch.inference_mode():
+        assert collectives.all_gather_with_grad(local.detach()).shape == (2 * dist.get_world_size(), 2)
+
+
+def test_no_graph_where_none_is_asked_for(pool: RankPool) -> None:
+    pool.run(2, without_grad)
+
+
+def counted(name: str, backward: str, *, uneven: bool) -> tuple[int, int]:
+    rows = 2 + (dist.get_rank() if uneven else 0)
+    local = torch.ones(rows, 3, requires_grad=True)
+    collectives.all_reduce_with_grad(torch.ones(()))  # groups are made at first use
+    with CountCollectives() as counter:
+        if name == "reduce_scatter_with_grad":
+            local = torch.ones(4, 3, requires_grad=True)
+            out = collectives.reduce_scatter_with_grad(local, [1, 3][dist.get_rank()] if uneven else None)
+        else:
+            out = getattr(collectives, name)(local, backward=backward)
+        forward = len(counter.take())
+        out.sum().backward()
+        return forward, len(counter.take())
+
+
+@pytest.mark.parametrize(
+    ("name", "backward", "uneven", "expected"),
+    [
+        ("all_gather_with_grad", "sum", False, (2, 1)),  # a frame and a gather; one exchange back
+        ("all_gather_with_grad", "sum", True, (2, 1)),
+        ("all_gather_with_grad", "own_slice", False, (2, 0)),
+        ("all_gather_with_grad", "own_slice", True, (2, 0)),
+        ("all_reduce_with_grad", "sum", False, (2, 1)),
+        ("all_reduce_with_grad", "own_slice", False, (2, 0)),
+        ("reduce_scatter_with_grad", "sum", False, (2, 1)),
+        ("reduce_scatter_with_grad", "sum", True, (2, 1)),
+    ],
+)
+def test_number_of_collectives(
+    pool: RankPool, name: str, backward: str, uneven: bool, expected: tuple[int, int]
+) -> None:
+    assert pool.run(2, counted, name, backward, uneven=uneven) == [expected, expected]
+    alone = pool.run(1, counted, name, backward, uneven=False)
+    assert alone == [(0, 0)], "a world of one communicates nothing"
+
+
+def without_distributed() -> None:
+    local = torch.ones(2, 3, requires_grad=True)
+    assert_equal(collectives.all_gather_with_grad(local).detach(), torch.ones(2, 3))
+    assert_equal(collectives.all_gather_with_grad(torch.tensor(2.0)), torch.tensor([2.0]))
+    assert_equal(collectives.reduce_scatter_with_grad(local, 2).detach(), torch.ones(2, 3))
+    collectives.all_reduce_with_grad(local).sum().backward()
+    assert_equal(local.grad, torch.ones(2, 3))
+
+
+def test_without_torch_distributed_the_world_is_one_process(pool: RankPool) -> None:
+    pool.run(1, without_distributed, distributed=False)

@@ -1,0 +1,197 @@
+"""Collectives in use: hand-written DDP loops against one process, parts of the world, and ranks that disagree."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp_losses.distributed.collectives import (
+    all_gather_with_grad,
+    all_reduce_with_grad,
+    reduce_scatter_with_grad,
+)
+from lightning_ddp_losses.errors import DDPLossError
+from tests.oracle import Encoder, Task, assert_close, batches, cuts
+from tests.rank_pool import RankPool
+
+TASK = Task(steps=3)
+
+
+def batchwise(embeddings: Tensor, labels: Tensor) -> Tensor:
+    """A loss that no split of the batch gives: supervised contrastive, the anchor's own place masked."""
+    normed = nn.functional.normalize(embeddings)
+    logits = (normed @ normed.T / 0.2).fill_diagonal_(-torch.inf)
+    same = (labels[:, None] == labels[None]).double().fill_diagonal_(0)
+    log_probability = logits.log_softmax(1).masked_fill(same == 0, 0)
+    return -(log_probability.sum(1) / same.sum(1).clamp(min=1)).mean()
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(3)
+    return Encoder(TASK).double()
+
+
+def loop(model: nn.Module, part: slice, gather: Callable[[Tensor], Tensor]) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    values = []
+    for features, labels in batches(TASK):
+        loss = batchwise(gather(model(features[part])), gather(labels[part]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        values.append(loss.item())
+    return values
+
+
+def ddp_loop(even: bool, backward: str) -> tuple[list[float], dict[str, Tensor]]:
+    part = cuts(TASK.rows, dist.get_world_size(), even=even)[dist.get_rank()]
+    model = DistributedDataParallel(encoder())
+    values = loop(model, part, lambda rows: all_gather_with_grad(rows, backward=backward))
+    return values, dict(model.module.state_dict())
+
+
+@pytest.mark.parametrize("backward", ["sum", "own_slice"])
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_hand_written_ddp_loop_is_one_process(pool: RankPool, world_size: int, even: bool, backward: str) -> None:
+    alone = encoder()
+    expected = loop(alone, slice(None), lambda rows: rows)
+    for values, state in pool.run(world_size, ddp_loop, even, backward):
+        assert values == pytest.approx(expected, rel=1e-9)
+        assert_close(state, alone.state_dict())
+
+
+def sum_over_anchors(even: bool) -> dict[str, Tensor]:
+    """The rows mode by hand: each rank back-propagates W times its own anchors' share."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    part = cuts(TASK.rows, world, even=even)[rank]
+    features, labels = batches(TASK)[0]
+    model = DistributedDataParallel(encoder())
+    own = nn.functional.normalize(model(features[part]))
+    everyone, all_labels = all_gather_with_grad(own), all_gather_with_grad(labels[part])
+    share = ((own @ everyone.T).exp() * (labels[part][:, None] != all_labels)).sum()
+    total = all_reduce_with_grad(share.detach())
+    (world * share).backward()
+    grads = {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}
+    return {**grads, "value": total}
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_sum_over_anchors_gathers_its_gradient_back(pool: RankPool, world_size: int, even: bool) -> None:
+    features, labels = batches(TASK)[0]
+    alone = encoder()
+    rows = nn.functional.normalize(alone(features))
+    value = ((rows @ rows.T).exp() * (labels[:, None] != labels)).sum()
+    value.backward()
+    expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    for got in pool.run(world_size, sum_over_anchors, even):
+        assert_close(got, {**expected, "value": value})
+
+
+def in_a_part_of_the_world() -> list[float]:
+    rank = dist.get_rank()
+    pair = dist.new_group([0, 2])
+    everyone = all_gather_with_grad(torch.tensor([float(rank)]))
+    if rank == 1:
+        assert everyone.tolist() == [0, 1, 2]
+        return []
+    local = torch.full((1 + rank, 1), float(rank), requires_grad=True)
+    gathered = all_gather_with_grad(local, group=pair)
+    total = all_reduce_with_grad(torch.tensor(1.0 + rank), group=pair)
+    (gathered * (1 + rank)).sum().backward()
+    assert local.grad is not None
+    assert local.grad.flatten().tolist() == [4.0] * (1 + rank)
+    reduced = reduce_scatter_with_grad(torch.ones(2, 1), group=pair)
+    return [*gathered.flatten().tolist(), total.item(), *reduced.flatten().tolist()]
+
+
+def test_a_group_that_is_a_part_of_the_world(pool: RankPool) -> None:
+    assert pool.run(3, in_a_part_of_the_world, fresh=True) == [[0, 2, 2, 2, 4, 2], [], [0, 2, 2, 2, 4, 2]]
+
+
+def several_gathers_one_backward() -> None:
+    rank = dist.get_rank()
+    first, second = (torch.full((1 + rank, 2), 1.0, requires_grad=True) for _ in range(2))
+    a, b = all_gather_with_grad(first), all_gather_with_grad(second)
+    again = all_gather_with_grad(first * 2)
+    ((a + 3 * b).sum() + again.sum() * (rank + 1)).backward()
+    assert first.grad is not None
+    assert second.grad is not None
+    assert first.grad.unique().tolist() == [2 + 2 * 3]  # W from the first gather, 2 * (1 + 2) from the third
+    assert second.grad.unique().tolist() == [6]
+
+
+def test_several_gathers_before_one_backward(pool: RankPool) -> None:
+    pool.run(2, several_gathers_one_backward)
+
+
+MISMATCHES: dict[str, Callable[[int], object]] = {
+    "width": lambda r: all_gather_with_grad(torch.ones(2, 3 + r)),
+    "a large width": lambda r: all_gather_with_grad(torch.ones(2, 3 if r else 30_000)),
+    "number of dimensions": lambda r: all_gather_with_grad(torch.ones([(2, 3), (6,), (1, 2, 3)][r])),
+    "dtype": lambda r: all_gather_with_grad(torch.ones(2, 3, dtype=torch.float64 if r else torch.float32)),
+    "dtype of equal size": lambda r: all_gather_with_grad(torch.ones(2, dtype=torch.int32 if r else torch.float32)),
+    "backward": lambda r: all_gather_with_grad(torch.ones(2, 3), backward="own_slice" if r else "sum"),
+    "operation": lambda r: (all_reduce_with_grad if r else all_gather_with_grad)(torch.ones(2, 3)),
+    "scatter and gather": lambda r: (reduce_scatter_with_grad if r else all_gather_with_grad)(torch.ones(6, 3)),
+    "call number": lambda r: (
+        [all_gather_with_grad(torch.ones(2)) for _ in range(2 - (r == 0)) if all_reduce_with_grad(torch.ones(())) > 0]
+        + [all_reduce_with_grad(torch.ones(7))]
+    ),
+    "shape of a reduction": lambda r: all_reduce_with_grad(torch.ones(3 + r)),
+    "rows of a reduction": lambda r: reduce_scatter_with_grad(torch.ones(6 + 6 * (r == 1), 2)),
+    "rows that do not sum": lambda r: reduce_scatter_with_grad(torch.ones(6, 2), 2 + r),
+    "negative rows": lambda r: reduce_scatter_with_grad(torch.ones(6, 2), -1 if r else 7),
+    "rows nobody can divide": lambda r: reduce_scatter_with_grad(torch.ones(7, 2)),
+    "a scalar to scatter": lambda r: reduce_scatter_with_grad(torch.ones(())),
+    "no tensor on one rank": lambda r: all_gather_with_grad([1.0] if r == 1 else torch.ones(2)),
+    "no tensor anywhere": lambda r: all_reduce_with_grad(None),  # type: ignore[arg-type]
+    "unknown backward on one rank": lambda r: all_reduce_with_grad(torch.ones(2), backward="mean" if r == 1 else "sum"),
+    "rows that are no number": lambda r: reduce_scatter_with_grad(torch.ones(6, 2), "3" if r == 1 else None),
+}
+
+
+def disagree_then_go_on(case: str) -> tuple[str, str]:
+    rank = dist.get_rank()
+    try:
+        MISMATCHES[case](rank)
+    except DDPLossError as error:
+        caught = error
+    else:
+        raise AssertionError(f"{case}: no error on rank {rank}")
+    rows = torch.full((1 + rank, 2), float(rank), requires_grad=True)
+    gathered = all_gather_with_grad(rows)
+    gathered.sum().backward()
+    world = dist.get_world_size()
+    assert gathered[:, 0].tolist() == [float(r) for r in range(world) for _ in range(1 + r)]
+    assert copy.copy(rows.grad).unique().tolist() == [world]  # type: ignore[union-attr]
+    return type(caught).__name__, str(caught)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_ranks_that_disagree_get_the_same_error_and_go_on(pool: RankPool, case: str, world_size: int) -> None:
+    results = pool.run(world_size, disagree_then_go_on, case)
+    assert len(set(results)) == 1, results
+
+
+def test_the_error_names_what_differs_rank_by_rank(pool: RankPool) -> None:
+    kind, text = pool.run(2, disagree_then_go_on, "width")[0]
+    assert kind == "RankMismatchError"
+    assert "rank 0" in text
+    assert "rank 1" in text
+    assert "3" in text
+    assert "4" in text
+    _, text = pool.run(2, disagree_then_go_on, "dtype")[0]
+    assert "float32" in text
+    assert "float64" in text
+    _, text = pool.run(2, disagree_then_go_on, "operation")[0]
+    assert "all_reduce" in text
+    assert "all_gather" in text

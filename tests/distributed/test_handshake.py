@@ -1,0 +1,257 @@
+"""Frames: payloads of any length arrive; ranks that disagree, or fail alone, all raise the same error."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.errors import DDPLossError, InputError, RankMismatchError
+from tests.counting import CountCollectives
+from tests.rank_pool import RankPool
+
+SIZES = {
+    "nothing": [0, 0, 0],
+    "small": [3, 3, 3],
+    "one rank has nothing": [0, 5, 0],
+    "around one frame": [handshake.HANDSHAKE_BYTES - 60, handshake.HANDSHAKE_BYTES, handshake.HANDSHAKE_BYTES + 1],
+    "one rank's does not fit": [7, 100_000, 0],
+    "none fits": [5_000, 3_000, 4_000],
+}
+
+
+def swap(sizes: list[int]) -> int:
+    handshake.all_gather("warm up", {})
+    own = bytes([65 + dist.get_rank()]) * sizes[dist.get_rank()]
+    with CountCollectives() as counter:
+        payloads = handshake.all_gather("swap", {"epoch": 3, "name": "größe"}, own)
+    world = dist.get_world_size()
+    assert payloads == [bytes([65 + rank]) * sizes[rank] for rank in range(world)]
+    return len(counter.take())
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_payloads_of_any_length_arrive_in_rank_order(pool: RankPool, world_size: int, sizes: str) -> None:
+    used = SIZES[sizes][:world_size]
+    counts = pool.run(world_size, swap, used)
+    assert len(set(counts)) == 1
+    if world_size == 1:
+        assert counts == [0]
+    elif max(used) < 500:
+        assert counts[0] == 1
+    else:
+        assert counts[0] <= 2
+
+
+def every_payload_size_near_a_frame() -> None:
+    for size in range(handshake.HANDSHAKE_BYTES - 80, handshake.HANDSHAKE_BYTES + 8):
+        own = bytes([dist.get_rank() + 1]) * (size + dist.get_rank())
+        payloads = handshake.all_gather("edge", {}, own)
+        assert [len(p) for p in payloads] == [size + rank for rank in range(dist.get_world_size())]
+        assert payloads[dist.get_rank()] == own
+
+
+def test_the_edge_of_a_frame(pool: RankPool) -> None:
+    pool.run(2, every_payload_size_near_a_frame)
+
+
+def disagree(case: str) -> tuple[str, str, bool]:
+    rank = dist.get_rank()
+    try:
+        if case == "operation":
+            handshake.all_gather(f"loss {rank}", {})
+        elif case == "value":
+            handshake.all_gather("loss", {"margin": 0.5 + 0.1 * (rank == 1), "scale": 64})
+        elif case == "end of a long text":
+            handshake.all_gather("loss", {"names": "x" * 5000 + str(rank)})
+        elif case == "behind a long text":
+            handshake.all_gather("loss", {"configuration": "x" * 600, "width": 7 + rank})
+        elif case == "a missing value":
+            handshake.all_gather("loss", {"margin": 1} if rank else {})
+        elif case == "many bytes per character":
+            handshake.all_gather("loss", {"names": "é" * 223 + str(rank)})
+        elif case == "an awkward value":
+            handshake.all_gather("loss", {"text": f"a=b\nc=d{rank}"})
+        elif case == "a large payload on one side":
+            handshake.all_gather("loss", {"margin": rank}, bytes(9000 * rank))
+        else:
+            raise ValueError(case)
+    except DDPLossError as error:
+        assert handshake.all_gather("after", {}, b"ok") == [b"ok"] * dist.get_world_size()
+        return type(error).__name__, str(error), error.collective
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "operation",
+        "value",
+        "end of a long text",
+        "behind a long text",
+        "a missing value",
+        "many bytes per character",
+        "an awkward value",
+        "a large payload on one side",
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_disagree_raise_the_same_error(pool: RankPool, world_size: int, case: str) -> None:
+    results = pool.run(world_size, disagree, case)
+    assert len(set(results)) == 1, results
+    kind, text, collective = results[0]
+    assert kind == "RankMismatchError"
+    assert collective
+    assert all(f"rank {rank}" in text for rank in range(world_size))
+    if case == "value":
+        assert "margin" in text
+        assert "0.6" in text
+        assert "scale" not in text
+    if case == "behind a long text":
+        assert text.splitlines()[:3] == [
+            "loss: width: expected the same on every rank",
+            "  rank 0: width=7",
+            "  rank 1: width=8",
+        ]
+    if case == "end of a long text":
+        assert f"  rank 0: names=...{'x' * 40}0" in text.splitlines()
+
+
+def fail_on(failing: list[int], error: BaseException, recover: bool) -> tuple[str, str]:
+    caught: BaseException | None = None
+    try:
+        if dist.get_rank() in failing:
+            handshake.raise_on_all_ranks(error, "training_step")
+        handshake.all_gather("loss", {"rows": 3}, b"x" * 2000)
+    except Exception as met:
+        caught = met
+    assert caught is not None
+    if recover:
+        assert handshake.all_gather("after", {}, b"ok") == [b"ok"] * dist.get_world_size()
+    return type(caught).__name__, str(caught)
+
+
+@pytest.mark.parametrize("failing", [[0], [1], [2], [0, 2], [0, 1, 2]], ids=str)
+def test_an_error_of_ours_on_some_ranks_is_the_same_on_all(pool: RankPool, failing: list[int]) -> None:
+    results = pool.run(3, fail_on, failing, InputError("labels: expected 0..4, got 9"), True)
+    assert len(set(results)) == 1, results
+    kind, text = results[0]
+    assert kind == "InputError"
+    assert "labels: expected 0..4, got 9" in text
+    assert "training_step" in text
+
+
+def test_a_long_error_arrives_whole(pool: RankPool) -> None:
+    results = pool.run(2, fail_on, [1], InputError("long " * 2000 + "end"), True)
+    assert len(set(results)) == 1
+    assert "end" in results[0][1]
+
+
+def test_a_foreign_error_stays_itself_and_is_told_to_the_peers(pool: RankPool) -> None:
+    results = pool.run(3, fail_on, [1], ZeroDivisionError("division by zero"), True)
+    assert results[1] == ("ZeroDivisionError", "division by zero")
+    assert results[0] == results[2]
+    kind, text = results[0]
+    assert kind == "PeerError"
+    assert "ZeroDivisionError" in text
+    assert "rank 1" in text
+
+
+def different_errors() -> tuple[str, str]:
+    rank = dist.get_rank()
+    own = [InputError("labels"), RankMismatchError("widths"), InputError("labels")][rank]
+    try:
+        handshake.raise_on_all_ranks(own, "training_step")
+    except DDPLossError as error:
+        return type(error).__name__, str(error)
+
+
+def test_different_errors_make_one_that_holds_all(pool: RankPool) -> None:
+    results = pool.run(3, different_errors)
+    assert len(set(results)) == 1
+    assert "labels" in results[0][1]
+    assert "widths" in results[0][1]
+
+
+def test_alone_an_error_is_raised_as_it_is(pool: RankPool) -> None:
+    assert pool.errors(1, fail_on, [0], KeyboardInterrupt("stop"), False)[0].type == "KeyboardInterrupt"
+    assert pool.run(1, fail_on, [0], InputError("x"), True) == [("InputError", "x")]
+
+
+def skipped_call() -> tuple[str, str]:
+    try:
+        if dist.get_rank() != 1:
+            handshake.all_gather("loss 'arcface'", {"rows": "?"})
+        handshake.all_gather("backward", {"step": 0})
+    except RankMismatchError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("no error")
+
+
+def test_a_rank_that_skipped_a_call_meets_its_peers_in_the_next_frame(pool: RankPool) -> None:
+    results = pool.run(3, skipped_call)
+    assert len(set(results)) == 1
+    assert "arcface" in results[0][1]
+    assert "backward" in results[0][1]
+
+
+def follow_the_payloads(sizes: list[int]) -> list[tuple[int, int]]:
+    """(collectives, bytes sent) of each frame."""
+    found = []
+    for size in sizes:
+        with CountCollectives() as counter:
+            sending = handshake.start("follow", {}, bytes(size * (dist.get_rank() + 1)))
+            assert [len(p) for p in sending.finish()] == [size * (r + 1) for r in range(dist.get_world_size())]
+        found.append((len(counter.take()), sending.sent_bytes))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_frames_have_room_for_what_came_before(pool: RankPool, world_size: int) -> None:
+    pool.run(world_size, follow_the_payloads, [0] * 130)  # whatever other tests sent is forgotten
+    results = pool.run(world_size, follow_the_payloads, [10, 5_000, 5_000, 10, *[10] * 130, 5_000])
+    assert len({tuple(count for count, _ in rank) for rank in results}) == 1
+    for first, grows, fits, still, *small, again in results:
+        assert first == (1, handshake.HANDSHAKE_BYTES)
+        assert grows[0] == 2
+        assert fits[0] == 1
+        assert 5_000 * world_size < fits[1] < 1.5 * 5_000 * world_size
+        assert still == fits
+        assert small[-1] == (1, handshake.HANDSHAKE_BYTES)
+        assert again[0] == 2
+
+
+def test_a_payload_beyond_bounds_leaves_frames_small(pool: RankPool) -> None:
+    pool.run(2, follow_the_payloads, [0] * 130)
+    for found in pool.run(2, follow_the_payloads, [300_000, 300_000, 10]):
+        assert [count for count, _ in found] == [2, 2, 1]
+        assert found[-1][1] <= 256 << 10
+
+
+def overtake(fails: bool) -> list[bytes] | str:
+    rank = dist.get_rank()
+    first = handshake.start("first", {}, bytes(20_000))
+    try:
+        if fails and rank == 1:
+            handshake.raise_on_all_ranks(InputError("rank 1 met this"), "between two frames")
+        if not fails:
+            second = handshake.all_gather("second", {}, b"second")
+            assert second == [b"second"] * dist.get_world_size()
+        got = first.finish()
+        handshake.all_gather("third", {}, b"third")
+    except DDPLossError as error:
+        return str(error)
+    return got
+
+
+def test_a_frame_that_is_overtaken_arrives(pool: RankPool) -> None:
+    pool.run(2, follow_the_payloads, [0] * 130)
+    assert pool.run(2, overtake, False) == [[bytes(20_000)] * 2] * 2
+
+
+def test_a_rank_that_fails_while_a_long_frame_is_on_its_way(pool: RankPool) -> None:
+    pool.run(2, follow_the_payloads, [0] * 130)
+    one, other = pool.run(2, overtake, True)
+    assert one == other
+    assert "rank 1 met this" in one

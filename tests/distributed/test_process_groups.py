@@ -1,0 +1,148 @@
+"""Our process groups: made once, in the same order everywhere, apart from the model's, and gone when they should be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
+from tests.rank_pool import RankPool
+
+
+def ranks_and_sizes() -> tuple[bool, int, int]:
+    return process_groups.is_distributed(), process_groups.rank(), process_groups.world_size()
+
+
+def test_without_torch_distributed_the_world_is_rank_0_of_1(pool: RankPool) -> None:
+    assert ranks_and_sizes() == (False, 0, 1)
+    assert pool.run(1, ranks_and_sizes, distributed=False) == [(False, 0, 1)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rank_and_world_size_of_the_world(pool: RankPool, world_size: int) -> None:
+    assert pool.run(world_size, ranks_and_sizes) == [(True, rank, world_size) for rank in range(world_size)]
+
+
+def ranks_in_a_part() -> tuple[int, int] | None:
+    part = dist.new_group([2, 1])
+    if dist.get_rank() == 0:
+        return None
+    return process_groups.rank(part), process_groups.world_size(part)
+
+
+def test_rank_and_world_size_in_a_part_of_the_world(pool: RankPool) -> None:
+    results = pool.run(3, ranks_in_a_part, fresh=True)
+    assert results[0] is None
+    assert sorted(results[1:]) == [(0, 2), (1, 2)]
+
+
+def family_is_made_once() -> None:
+    first = process_groups.internal_groups()
+    assert process_groups.internal_groups() is first
+    assert process_groups.internal_groups(dist.group.WORLD) is first
+    ours = (first.frames, first.payload(torch.ones(1)), first.checks)
+    assert len({id(group) for group in (*ours, dist.group.WORLD)}) == 4, (
+        "each has its own group, apart from the model's"
+    )
+    assert all(dist.get_world_size(group) == dist.get_world_size() for group in ours)
+    assert dist.get_backend(first.frames) == dist.get_backend(first.checks) == "gloo"
+    assert first.ranks == tuple(range(dist.get_world_size()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_family_is_made_once_per_group(pool: RankPool, world_size: int) -> None:
+    pool.run(world_size, family_is_made_once, fresh=True)
+
+
+def close_and_go_on() -> None:
+    for _ in range(3):
+        assert all_gather_with_grad(torch.ones(1)).numel() == dist.get_world_size()
+        process_groups.close()
+        process_groups.close()
+        dist.barrier()  # the user's group is the user's
+    process_groups.internal_groups()
+    process_groups.close(world=True)
+    assert not dist.is_initialized()
+    process_groups.close(world=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_close_can_be_repeated_and_groups_come_back(pool: RankPool, world_size: int) -> None:
+    pool.run(world_size, close_and_go_on, fresh=True)
+    assert pool.run(world_size, ranks_and_sizes, fresh=True) == [(True, r, world_size) for r in range(world_size)]
+
+
+def gather_once() -> list[float]:
+    return all_gather_with_grad(torch.tensor([float(dist.get_rank())])).tolist()
+
+
+def test_a_new_process_group_brings_new_families(pool: RankPool) -> None:
+    for world_size in (2, 3, 1, 2):
+        expected = [float(rank) for rank in range(world_size)]
+        assert pool.run(world_size, gather_once, fresh=True) == [expected] * world_size
+
+
+def overlapping_parts() -> list[list[float]]:
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 2])]
+    rank, seen = dist.get_rank(), []
+    for members, pair in zip([(0, 1), (1, 2), (0, 2)], pairs, strict=True):
+        if rank in members:
+            seen.append(all_gather_with_grad(torch.tensor([float(rank)]), group=pair).tolist())
+    seen.append(gather_once())
+    return seen
+
+
+def test_overlapping_parts_of_the_world(pool: RankPool) -> None:
+    assert pool.run(3, overlapping_parts, fresh=True) == [
+        [[0, 1], [0, 2], [0, 1, 2]],
+        [[0, 1], [1, 2], [0, 1, 2]],
+        [[1, 2], [0, 2], [0, 1, 2]],
+    ]
+
+
+def wait_alone(seconds: float) -> float:
+    process_groups.set_timeout(timedelta(seconds=seconds))
+    process_groups.internal_groups()
+    if dist.get_rank() == 0:
+        all_gather_with_grad(torch.ones(1))
+    raise InterruptedError("rank 1 never came")
+
+
+def test_a_peer_that_never_comes_is_an_error_within_the_time_out(pool: RankPool) -> None:
+    errors = pool.errors(2, wait_alone, 2.0, fresh=True)
+    assert errors[0].seconds < 10
+    assert errors[1].type == "InterruptedError"
+    pool.run(2, reset_timeout)
+
+
+def reset_timeout() -> None:
+    process_groups.set_timeout(None)
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from lightning_ddp_losses.distributed.collectives import all_reduce_with_grad
+from lightning_ddp_losses.distributed import process_groups
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+process_groups.internal_groups()
+print(all_reduce_with_grad(torch.ones(2)).tolist())
+"""
+
+
+@pytest.mark.parametrize(
+    "end", ["", "dist.destroy_process_group()", "process_groups.close(world=True)", "raise SystemExit(0)"]
+)
+def test_a_process_ends_quietly_however_it_leaves_its_groups(end: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT + end], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[1.0, 1.0]"
+    assert "Traceback" not in done.stderr
+    assert "terminate" not in done.stderr
