@@ -30,6 +30,8 @@ LAYER_OF = {unit: number for number, (units, _) in enumerate(LAYERS) for unit in
 # names of torch, Lightning, torchmetrics and pytorch-metric-learning that are not public are read here alone; it imports them
 # inside functions, so that `core` needs torch only
 COMPAT = ROOT / "core" / "compat.py"
+# subclassing or overriding what a library keeps private: file, then the names it may use and why
+PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {}
 # two documented import paths for what lies below them
 THIN = {"collectives", "sharding"}
 FILES = sorted(ROOT.rglob("*.py"))
