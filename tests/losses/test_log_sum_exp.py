@@ -1,0 +1,73 @@
+"""The running log-sum-exp equals torch's, however the entries arrive."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
+
+ROWS, COLUMNS = 5, 12
+
+
+def entries(dtype: torch.dtype, size: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(ROWS, COLUMNS, generator=generator, dtype=dtype) * size
+    values[1] = -torch.inf  # a row without entries
+    values[2, :7] = -torch.inf  # and one whose first pieces have none
+    return values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1.0, 1e4])
+@pytest.mark.parametrize("width", [1, 5, COLUMNS])
+def test_pieces_are_the_whole(dtype: torch.dtype, size: float, width: int) -> None:
+    values, running = entries(dtype, size), RunningLogSumExp.empty(ROWS, torch.zeros((), dtype=dtype))
+    running.accumulate_(values[:, :0].clone())
+    for piece in values.split(width, 1):
+        for rows in (slice(0, 2), slice(2, ROWS)):
+            running.accumulate_(piece[rows].clone(), rows=rows)
+    torch.testing.assert_close(running.finalize(), values.logsumexp(1))
+    torch.testing.assert_close(running.finalize(slice(1, 3)), values.logsumexp(1)[1:3])
+    found = running.sum_exp > 0
+    torch.testing.assert_close((running.maximum + running.above_maximum())[found], values.logsumexp(1)[found])
+
+
+def test_weights_count_entries_several_times() -> None:
+    values, running = entries(torch.float64), RunningLogSumExp.empty(ROWS, torch.zeros((), dtype=torch.float64))
+    weights = torch.arange(COLUMNS).to(values) % 3
+    running.accumulate_(values.clone(), weights=weights.expand(ROWS, -1))
+    torch.testing.assert_close(running.finalize(), (values + weights.log()).logsumexp(1))
+
+
+def test_listed_entries_are_the_whole() -> None:
+    values, running = entries(torch.float64), RunningLogSumExp.empty(ROWS, torch.zeros((), dtype=torch.float64))
+    for rows in (slice(0, 3), slice(3, ROWS)):
+        owners, columns = torch.where(values[rows].isfinite())
+        running.accumulate_listed_(owners, values[rows][owners, columns], rows=rows)
+    torch.testing.assert_close(running.finalize(), values.logsumexp(1))
+
+
+def test_a_first_entry_counts_in_every_row() -> None:
+    values = entries(torch.float64)
+    running = RunningLogSumExp.of_one(ROWS, values, 0.3)
+    running.accumulate_(values.clone())
+    torch.testing.assert_close(running.finalize(), torch.cat([values, torch.full((ROWS, 1), 0.3)], 1).logsumexp(1))
+
+
+def test_merged_parts_are_the_whole() -> None:
+    values, parts = entries(torch.float64), []
+    for piece in values.split(5, 1):
+        parts.append(RunningLogSumExp.empty(ROWS, values))
+        parts[-1].accumulate_(piece.clone())
+    merged = RunningLogSumExp.merged(
+        torch.stack([part.maximum for part in parts]), torch.stack([part.sum_exp for part in parts])
+    )
+    torch.testing.assert_close(merged.finalize(), values.logsumexp(1))
+
+
+def test_one_entry_that_outweighs_all_others_leaves_exactly_nothing_above_it() -> None:
+    running = RunningLogSumExp.empty(1, torch.zeros(()))
+    running.accumulate_(torch.tensor([[0.0, -1000.0]]))
+    running.accumulate_(torch.tensor([[500.0, 100.0]]))
+    assert running.above_maximum().item() == 0.0
