@@ -2,17 +2,17 @@
 
 Autocast halves the products inside a loss; pytorch-metric-learning then assigns its weight in the dtype of the embeddings,
 for good. So a loss runs with autocast off, in ``promote(float32, parameters, inputs)``, and its parameters keep the dtype
-they have: where that is lower, the loss sees casts of them for the length of the call.
+they have: where that is lower, the loss sees casts of them for the length of the call. ``PrecisionKeeper`` keeps them out of a
+precision plugin's halving (``bf16-true``, ``16-true``).
 """
 
 from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
 import torch
 from torch import Tensor, nn
+from collections.abc import Iterable
 
 
 def compute_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
@@ -123,3 +123,26 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for owner, name, parameter in low:
             owner._parameters[name] = parameter
+
+
+class PrecisionKeeper:
+    """Remembers floating parameters and buffers, and restores those that came back in a lower precision."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def remember(self, modules: Iterable[nn.Module]) -> None:
+        """Note values and dtypes as they are now."""
+        self._before = [
+            (tensor, tensor.data)
+            for module in modules
+            for tensor in (*module.parameters(), *module.buffers())
+            if tensor.is_floating_point()
+        ]
+
+    def restore(self) -> None:
+        """Give back the remembered values wherever the dtype went down; a wider dtype stays."""
+        for tensor, before in self._before:
+            if torch.promote_types(tensor.dtype, before.dtype) != tensor.dtype:
+                tensor.data = before
+        self._before = []

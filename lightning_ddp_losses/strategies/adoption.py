@@ -19,9 +19,9 @@ from lightning_ddp_losses.distributed import handshake, raw_collectives
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import HiddenLossError
 from lightning_ddp_losses.strategies import ddp_setup
-from lightning_ddp_losses.strategies.hidden import Hidden, find_hidden
+from lightning_ddp_losses.core.module_search import Hidden, find_hidden
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
-from lightning_ddp_losses.strategies.precision import PrecisionKeeper
+from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.strategies.sharded_parameters import divide
 
 NAME = "_adopted_losses"

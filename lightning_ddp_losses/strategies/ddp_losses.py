@@ -30,7 +30,7 @@ from lightning_ddp_losses.strategies.global_batch_option import globalised
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer
-from lightning_ddp_losses.strategies.precision import PrecisionKeeper
+from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.strategies.reshuffle import refuse_other_batches, warn_if_reshuffled
 
 
