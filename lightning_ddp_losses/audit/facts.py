@@ -9,8 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_ddp_losses.core.forward_patch import synchronises
-from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.core.module_search import find_hidden
+from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.strategies.loss_discovery import find_losses, unwrap
 from lightning_ddp_losses.strategies.reshuffle import reshuffled
 

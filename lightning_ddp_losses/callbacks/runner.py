@@ -91,7 +91,7 @@ class Session:
     @property
     def synchronising(self) -> bool:
         """Whether the next backward reduces gradients: not on a step that only accumulates."""
-        ours = getattr(self.trainer.strategy, "_synchronising", None)
+        ours = getattr(self.trainer.strategy, "sync_gradients", None)
         if ours is not None:
             return bool(ours)
         return bool(getattr(self.trainer.strategy.model, "require_backward_grad_sync", True))
@@ -127,8 +127,8 @@ class Session:
                 self._watch(optimizer)
             if any(Moment.BEFORE_BACKWARD in c.moments for c in self.checks):
                 # under our strategy the checks before backward share its frame
-                ride_along = getattr(self.trainer.strategy, "ride_along", None)
-                self._rides = ride_along is not None and ride_along(self._ride, self._arrive)
+                attach_payload = getattr(self.trainer.strategy, "attach_payload", None)
+                self._rides = attach_payload is not None and attach_payload(self._ride, self._arrive)
         self.at(Moment.TRAIN_START)
 
     def batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -231,7 +231,7 @@ class Session:
             with contextlib.suppress(Exception):  # Lightning stops its clean-up where a hook raises
                 self.trainer._teardown()
             raise peer from exception
-        if hasattr(self.trainer.strategy, "ride_along") and isinstance(exception, Exception):
+        if hasattr(self.trainer.strategy, "attach_payload") and isinstance(exception, Exception):
             # peers that wait in a frame of the strategy's get it there; those that have heard of it open no more frames
             with contextlib.suppress(Exception):
                 handshake.raise_on_all_ranks(exception, "training", timeout=_FRAME_PATIENCE)

@@ -6,18 +6,18 @@ synchronise or save what is not registered. *Hidden* is what an optimizer holds 
 """
 
 from __future__ import annotations
+
 import contextlib
 import functools
 import types
-from collections.abc import Iterator, Mapping
-from typing import Any
-from torch import Tensor, nn
-from lightning_ddp_losses.core.forward_patch import MethodPatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ddp_losses.core.forward_patch import MethodPatch
 
 _MAX_OBJECTS = 20_000
 _MAX_DEPTH = 8

@@ -7,12 +7,13 @@ precision plugin's halving (``bf16-true``, ``16-true``).
 """
 
 from __future__ import annotations
+
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
 import torch
 from torch import Tensor, nn
-from collections.abc import Iterable
 
 
 def compute_dtype(tensors: Iterable[Tensor]) -> torch.dtype:

@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_ddp_losses.core.module_search import Hidden, find_hidden
+from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, raw_collectives
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import HiddenLossError
 from lightning_ddp_losses.strategies import ddp_setup
-from lightning_ddp_losses.core.module_search import Hidden, find_hidden
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
-from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.strategies.sharded_parameters import divide
 
 NAME = "_adopted_losses"

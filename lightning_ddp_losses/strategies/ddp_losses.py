@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives, upstream_grad
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies import adoption, ddp_setup, layer_sync
@@ -30,7 +31,6 @@ from lightning_ddp_losses.strategies.global_batch_option import globalised
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer
-from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.strategies.reshuffle import refuse_other_batches, warn_if_reshuffled
 
 
@@ -230,7 +230,7 @@ class DDPLossStrategy(AdoptingStrategy):
         self._count(True)
         try:
             with self._together("training_step"):
-                if self._ddp is None and self._synchronising:  # what DDP's forward does
+                if self._ddp is None and self.sync_gradients:  # what DDP's forward does
                     ddp_setup.broadcast_buffers(self._module, self._losses, self._ddp_kwargs)
                 return super().training_step(*args, **kwargs)
         finally:
@@ -239,7 +239,7 @@ class DDPLossStrategy(AdoptingStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Send the frame that meets the peers before a synchronising backward; the first gradient waits for theirs."""
         self.closure_loss = closure_loss
-        if self._reducer is not None and self._check_calls and self._synchronising:
+        if self._reducer is not None and self._check_calls and self.sync_gradients:
             self._reducer.open(self._module.global_step)
             if layer_sync.meets_in_backward(self._layer_sync):  # earlier than the first gradient
                 self._reducer.agree()
@@ -249,7 +249,7 @@ class DDPLossStrategy(AdoptingStrategy):
         """Reduce the losses' gradients."""
         super().post_backward(closure_loss)
         self.closure_loss = None
-        if self._reducer is not None and self._synchronising:
+        if self._reducer is not None and self.sync_gradients:
             calls = self._reducer.reduce()
             if calls is not None:
                 self._advice.uneven_rows(calls.uneven)
@@ -265,7 +265,7 @@ class DDPLossStrategy(AdoptingStrategy):
             self._blocked = before
 
     @property
-    def _synchronising(self) -> bool:
+    def sync_gradients(self) -> bool:
         return not self._blocked if self._ddp is None else bool(self._ddp.require_backward_grad_sync)
 
     @property
@@ -283,7 +283,7 @@ class DDPLossStrategy(AdoptingStrategy):
         self._advice.global_already(tensor)
         return super().reduce(tensor, group, reduce_op)
 
-    def ride_along(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> bool:
+    def attach_payload(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> bool:
         """Let a check's bytes travel in the frame before each synchronising backward of this fit.
 
         Args:
@@ -296,7 +296,7 @@ class DDPLossStrategy(AdoptingStrategy):
         """
         if self._reducer is None or not self._check_calls:
             return False
-        self._reducer.ride_along(measure, judge)
+        self._reducer.attach_payload(measure, judge)
         return True
 
     # ------------------------------------------------------------------ end

@@ -93,7 +93,7 @@ class LossReducer:
         upstream_grad.on_note(None)
         raw_collectives.on_wait(None)
 
-    def ride_along(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> None:
+    def attach_payload(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> None:
         """Let a check's bytes travel in each frame."""
         self._riders.append(Rider(measure, judge))
 

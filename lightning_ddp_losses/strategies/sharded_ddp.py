@@ -43,7 +43,7 @@ class DividedWeights(DDPStrategy):
         return False
 
     @property
-    def _synchronising(self) -> bool:
+    def sync_gradients(self) -> bool:
         return True
 
     def meet_shards(self) -> ShardFiles:
@@ -107,7 +107,7 @@ class DividedWeights(DDPStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Let a gradient that overflowed on one rank count on all."""
         super().post_backward(closure_loss)
-        if self._shards and self._synchronising and getattr(self.precision_plugin, "scaler", None) is not None:
+        if self._shards and self.sync_gradients and getattr(self.precision_plugin, "scaler", None) is not None:
             self._shards.share_overflow()
 
     def teardown(self) -> None:

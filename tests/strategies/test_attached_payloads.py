@@ -37,8 +37,8 @@ class Riders(Callback):
             self.seen.append(rows)
 
         self.rode = [
-            strategy.ride_along(lambda: own, judge),
-            strategy.ride_along(lambda: b"", lambda rows: None),
+            strategy.attach_payload(lambda: own, judge),
+            strategy.attach_payload(lambda: b"", lambda rows: None),
         ]
 
 
