@@ -266,6 +266,7 @@ class DDPLossStrategy(AdoptingStrategy):
 
     @property
     def sync_gradients(self) -> bool:
+        """Whether the next backward reduces gradients: not on a step that only accumulates."""
         return not self._blocked if self._ddp is None else bool(self._ddp.require_backward_grad_sync)
 
     @property

@@ -44,6 +44,7 @@ class DividedWeights(DDPStrategy):
 
     @property
     def sync_gradients(self) -> bool:
+        """Whether the next backward reduces gradients: not on a step that only accumulates."""
         return True
 
     def meet_shards(self) -> ShardFiles:
