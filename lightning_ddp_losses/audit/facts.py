@@ -11,8 +11,8 @@ from torch import nn
 from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.module_search import find_hidden
 from lightning_ddp_losses.distributed.shard import shard_of
+from lightning_ddp_losses.strategies.ddp_setup import describe_reshuffle
 from lightning_ddp_losses.strategies.loss_discovery import find_losses, unwrap
-from lightning_ddp_losses.strategies.reshuffle import reshuffled
 
 _LOSS_NAME = re.compile(r"(loss|criterion|proxy)(wrapper)?$", re.IGNORECASE)
 _ADOPTED = "_adopted_losses."
@@ -87,5 +87,5 @@ def describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "strategy": type(trainer.strategy).__name__,
         "sync_batchnorm": trainer._accelerator_connector._layer_sync is not None,
         "optimizers": [type(o).__name__ for o in trainer.optimizers],
-        "reshuffled": reshuffled(trainer.train_dataloader, injecting=injecting),
+        "reshuffled": describe_reshuffle(trainer.train_dataloader, injecting=injecting),
     }

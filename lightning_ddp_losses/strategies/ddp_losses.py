@@ -24,14 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives, upstream_grad
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies import adoption, ddp_setup, layer_sync
+from lightning_ddp_losses.strategies import adoption, ddp_setup
 from lightning_ddp_losses.strategies.adopting import AdoptingStrategy
 from lightning_ddp_losses.strategies.advice import Advice
+from lightning_ddp_losses.strategies.ddp_setup import refuse_other_batches, warn_of_reshuffle
 from lightning_ddp_losses.strategies.global_batch_option import globalised
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer
-from lightning_ddp_losses.strategies.reshuffle import refuse_other_batches, warn_if_reshuffled
 
 
 class DDPLossStrategy(AdoptingStrategy):
@@ -142,7 +142,7 @@ class DDPLossStrategy(AdoptingStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Find the losses, wrap the rest of the module, synchronise both."""
-        self._layer_sync = layer_sync.fit_for(self.root_device, self._layer_sync)
+        self._layer_sync = ddp_setup.choose_layer_sync(self.root_device, self._layer_sync)
         if self._plain:
             super().setup(trainer)
             return
@@ -216,7 +216,7 @@ class DDPLossStrategy(AdoptingStrategy):
         """Say when Lightning destroys a sampler's structure, and refuse a loader that a global sampler cannot serve."""
         if not self._plain and self._module._trainer is not None:
             injecting = self._module._trainer._accelerator_connector.use_distributed_sampler
-            warn_if_reshuffled(dataloader, injecting=injecting)
+            warn_of_reshuffle(dataloader, injecting=injecting)
             refuse_other_batches(dataloader)
         return super().process_dataloader(dataloader)
 
@@ -241,7 +241,7 @@ class DDPLossStrategy(AdoptingStrategy):
         self.closure_loss = closure_loss
         if self._reducer is not None and self._check_calls and self.sync_gradients:
             self._reducer.open(self._module.global_step)
-            if layer_sync.meets_in_backward(self._layer_sync):  # earlier than the first gradient
+            if ddp_setup.syncs_in_backward(self._layer_sync):  # earlier than the first gradient
                 self._reducer.agree()
         super().pre_backward(closure_loss)
 

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_ddp_losses.distributed import handshake, raw_collectives
 from lightning_ddp_losses.distributed.shard import shard_of
-from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError
+from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError, format_error
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
 
 IGNORE = "_ddp_params_and_buffers_to_ignore"
@@ -163,3 +167,102 @@ def compare_names(module: nn.Module) -> None:
         fix="Register submodules in a fixed order (sort names; no iteration over sets), with the same sizes on every rank.",
         collective=True,
     )
+
+
+def describe_reshuffle(dataloader: object, *, injecting: bool = True) -> str | None:
+    """What Lightning did to the order of a structured sampler, as an error text; None where it left the order alone.
+
+    Args:
+        dataloader: When Lightning has resolved samplers.
+        injecting: Lightning's ``use_distributed_sampler``; without it, a shuffle around a batch sampler is the user's own.
+    """
+    if not isinstance(dataloader, DataLoader):
+        return None
+    sampler, batch_sampler = dataloader.sampler, dataloader.batch_sampler
+    if isinstance(sampler, DistributedSamplerWrapper) and sampler.shuffle:
+        inner = getattr(sampler.dataset, "_sampler", sampler)
+        return _text(type(inner).__name__, "shuffled over all its batches", "global_batch_size")
+    if injecting and batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+        held = getattr(batch_sampler, "__dict__", {}).values()
+        if any(isinstance(value, DistributedSampler) and value.shuffle for value in held):
+            return _text(type(batch_sampler).__name__, "built anew around a shuffling DistributedSampler", "")
+    return None
+
+
+def warn_of_reshuffle(dataloader: object, *, injecting: bool = True) -> None:
+    """Warn on rank zero when Lightning replaced the order of a structured sampler.
+
+    Args:
+        dataloader: As ``Strategy.process_dataloader`` gets it, when Lightning has resolved samplers.
+        injecting: Lightning's ``use_distributed_sampler``.
+    """
+    text = describe_reshuffle(dataloader, injecting=injecting)
+    if text is not None:
+        rank_zero_warn(text)
+
+
+def _text(name: str, got: str, size: str) -> str:
+    arguments = ", ".join(filter(None, [f"{name}(...)", size]))
+    return format_error(
+        f"{name} under DDP",
+        expected="its own order",
+        got=f"{got} by Lightning, which destroys batches that belong together (M per class, hierarchical, weighted)",
+        fix=f"Write DataLoader(..., batch_sampler=GlobalBatchSampler.batches({arguments})), or set "
+        "Trainer(use_distributed_sampler=False) where the sampler itself gives each rank its own rows.",
+    )
+
+
+def refuse_other_batches(dataloader: object) -> None:
+    """Refuse a DataLoader whose batches are not those of its global sampler.
+
+    Such a sampler is known by its ``local_batch_size``; it cannot see what the DataLoader makes of its indices.
+
+    Args:
+        dataloader: As ``Strategy.process_dataloader`` gets it.
+
+    Raises:
+        ConfigurationError: another batch size, or ``drop_last`` on the DataLoader, which can leave ranks with different
+            numbers of batches.
+    """
+    if not isinstance(dataloader, DataLoader):
+        return
+    # under a batch sampler of its own, dataloader.sampler is torch's placeholder; in prediction the sampler is inside
+    sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
+    expected = getattr(sampler, "local_batch_size", None)
+    if expected is None or not isinstance(sampler, DistributedSampler):
+        return
+    name = type(sampler).__name__
+    size = getattr(dataloader.batch_sampler, "batch_size", None)
+    if size != expected:
+        raise ConfigurationError(
+            f"batch_size of the DataLoader around {name}",
+            expected=f"{expected}, as in {name}(sampler, local_batch_size={expected})",
+            got=repr(size),
+            fix="Give both the same number of rows per rank.",
+        )
+    if getattr(dataloader.batch_sampler, "drop_last", False) and not sampler.drop_last:
+        raise ConfigurationError(
+            f"drop_last of the DataLoader around {name}",
+            expected=f"drop_last=True on the {name}, which leaves out the same batch on every rank",
+            got="drop_last=True on the DataLoader alone",
+            fix=f"Write {name}(sampler, {expected}, drop_last=True).",
+        )
+
+
+_NOT_TORCHS = ("cpu", "mps")
+_exact: list[type[LayerSync]] = []
+
+
+def use_layer_sync(kind: type[LayerSync]) -> None:
+    """Say what synchronises batch norm on any device (``SyncBatchNorm``)."""
+    _exact[:] = [kind]
+
+
+def choose_layer_sync(device: torch.device, chosen: LayerSync | None) -> LayerSync | None:
+    """The plugin that Lightning chose, or the exact one where torch's would fail in the first training step."""
+    return _exact[0]() if type(chosen) is TorchSyncBatchNorm and device.type in _NOT_TORCHS else chosen
+
+
+def syncs_in_backward(chosen: LayerSync | None) -> bool:
+    """Whether layers will meet their peers during backward, so that what the ranks have to say must be said before."""
+    return isinstance(chosen, _exact[0])
