@@ -23,8 +23,7 @@ factor for its own parameters: every rank holds the full gradient and DDP's mean
 
 from lightning_ddp_losses.losses.class_sharded import ClassShardedLoss
 from lightning_ddp_losses.losses.clip import ClipLoss
-from lightning_ddp_losses.losses.global_batch import GlobalBatchLoss
-from lightning_ddp_losses.losses.miner import GlobalBatchMiner
+from lightning_ddp_losses.losses.global_batch import GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.losses.pml_registry import register_element_wise, register_row_separable
 from lightning_ddp_losses.losses.separable import check_separable
 from lightning_ddp_losses.losses.siglip import SigLipLoss

@@ -23,10 +23,9 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, format_error
 from lightning_ddp_losses.losses.class_heads import head_of, penalty_of
-from lightning_ddp_losses.losses.gathered_call import GlobalTuples
-from lightning_ddp_losses.losses.mined import counts_of, weights_of
+from lightning_ddp_losses.losses.gathered_call import GlobalTuples, miner_counts, miner_weights
+from lightning_ddp_losses.losses.global_batch import refuse_unfit
 from lightning_ddp_losses.losses.partial_fc import SampledClasses, refuse_options
-from lightning_ddp_losses.losses.refusals import refuse_unfit
 from lightning_ddp_losses.losses.sharded_softmax import Held, row_losses
 from lightning_ddp_losses.losses.sharded_weight import ClassWeight, empty_loss, refuse_joint_draws, weight_of
 
@@ -327,7 +326,7 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
             world = gather_batch(f"{self._title}: replicas", batches, {}, backward="own_slice", group=self._replicas)
             losses, all_labels, *named = world.tensors
         if named:
-            losses = losses * weights_of(named[0], losses.dtype)
+            losses = losses * miner_weights(named[0], losses.dtype)
         return self._reduce(losses, terms, counts, everyone, all_labels)
 
     def _gather(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> GatheredBatch:
@@ -351,7 +350,7 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
     def _counts(self, indices_tuple: Any, rows: int) -> Tensor:
         only_anchors = self._head.weight_name == "proxies"  # PML's ProxyNCA counts anchors alone
         try:
-            return counts_of(indices_tuple, rows, only_anchors=only_anchors, title=self._title)
+            return miner_counts(indices_tuple, rows, only_anchors=only_anchors, title=self._title)
         except InputError as error:
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
 

@@ -21,7 +21,13 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather, group_for
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.column_blocks import Block, Columns, Products, Ring
-from lightning_ddp_losses.losses.partial_sums import Share, for_mean_over_ranks, pack_shares, unpack_shares, weigh
+from lightning_ddp_losses.losses.partial_sums import (
+    PartialSum,
+    for_mean_over_ranks,
+    pack_partials,
+    scale_factors,
+    unpack_partials,
+)
 from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss
 
 
@@ -214,9 +220,9 @@ def _meet(columns: Columns, statistics: Tensor, share: Tensor, images: int) -> t
     group, world = columns.group, process_groups.world_size(columns.group)
     if isinstance(columns, Ring):  # each rank knows its own texts' losses
         losses = _losses(statistics)
-        shares = [Share((share + losses.sum()) / 2, images)]
-        value, _ = weigh(
-            unpack_shares(handshake.all_gather("ClipLoss: sum", {}, pack_shares(shares), group=group)), world
+        shares = [PartialSum((share + losses.sum()) / 2, images)]
+        value, _ = scale_factors(
+            unpack_partials(handshake.all_gather("ClipLoss: sum", {}, pack_partials(shares), group=group)), world
         )
         return losses, share.new_tensor(value)
     if world > 1:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from pytorch_metric_learning import distances, losses, reducers, regularizers
 from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning.utils import common_functions as c_f
 from torch import Tensor, nn
 
+from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses import pml as pml_rows
-from lightning_ddp_losses.losses.randomness import shared_seed
+from lightning_ddp_losses.losses import anchor_tuples as pml_rows
 
 PML_NAMES = ("embeddings", "labels", "indices_tuple", "ref_emb", "ref_labels", "enqueue_mask")
 _NO_IDENTITY = (pml.VICRegLoss, pml.SelfSupervisedLoss)
@@ -171,7 +175,7 @@ class PMLCall:
         """How many positive and negative pairs the labels of all ranks make."""
         labels, ref_labels = self.arguments["labels"], self.ref_labels
         assert ref_labels is not None
-        near = int(pml_rows.partners(labels, ref_labels).sum())
+        near = int(pml_rows.partner_counts(labels, ref_labels).sum())
         return near - len(labels) * (ref_labels is labels), len(labels) * len(ref_labels) - near
 
     def own_tuples(self, part: slice | None = None) -> tuple[Tensor, ...]:
@@ -182,7 +186,7 @@ class PMLCall:
         bound = (start, stop) if part is None else (start + part.start, start + part.stop)
         return pml_rows.anchor_tuples(self._inner, labels, ref_labels, bound, given, same=ref_labels is labels)
 
-    def partners(self) -> tuple[Tensor, Tensor]:
+    def partner_counts(self) -> tuple[Tensor, Tensor]:
         """(B,) each: positives and negatives of this rank's anchors."""
         labels, ref_labels = self.arguments["labels"], self.ref_labels
         assert ref_labels is not None
@@ -191,7 +195,7 @@ class PMLCall:
             anchors = [given[0], given[2 if len(given) == 4 else 0]]
             first, second = (torch.bincount(a, minlength=len(labels))[start:stop] for a in anchors)
             return first, second
-        near = pml_rows.partners(labels, ref_labels)[start:stop]
+        near = pml_rows.partner_counts(labels, ref_labels)[start:stop]
         return near - int(ref_labels is labels), len(ref_labels) - near
 
     def ranks_with_local_identities(self) -> int:
@@ -255,3 +259,164 @@ class PMLCall:
                 fix="Mine this rank's rows with the miner itself, or pass on what GlobalBatchMiner returns as it is.",
                 collective=True,
             )
+
+
+_DRAW = struct.Struct("<QQ")
+# of pytorch-metric-learning (PML) and torch, by exact class: a subclass, a miner or a module or function of somebody else may draw
+_NEVER_DRAW = {
+    cls
+    for package in (losses, distances, reducers, regularizers, nn.modules.loss)
+    for cls in vars(package).values()
+    if isinstance(cls, type) and cls not in (losses.ManifoldLoss, nn.TripletMarginWithDistanceLoss)
+} | {nn.ModuleDict, nn.ModuleList, nn.Softplus}
+
+
+def may_draw(loss: nn.Module) -> bool:
+    """Whether a call may draw random numbers; to save and restore generators takes as long as a small loss."""
+    stack = [loss]
+    while stack:
+        module = stack.pop()
+        if type(module) not in _NEVER_DRAW or vars(module).get("triplets_per_anchor", "all") != "all":
+            return True
+        stack += [child for child in module._modules.values() if child is not None]
+    return False
+
+
+@contextlib.contextmanager
+def same_draws(inner: nn.Module, seed: int, tensors: Iterable[object]) -> Iterator[None]:
+    """Seed torch's generators (CPU and the tensors' devices) and PML's numpy generator, and restore them.
+
+    Args:
+        inner: What is called; generators are left alone where it never draws.
+        seed: The same on every rank.
+        tensors: The call's inputs; their devices' generators are seeded too.
+    """
+    if not may_draw(inner):
+        yield
+        return
+    devices = {t.device for t in tensors if isinstance(t, Tensor) and t.device.type == "cuda"}
+    numpy_state = c_f.NUMPY_RANDOM.get_state()
+    indices = sorted(d.index or 0 for d in devices)
+    with torch.random.fork_rng(devices=indices):
+        # not torch.manual_seed: it seeds every device there is, and formats a stack trace for each kind that is not in use
+        torch.default_generator.manual_seed(seed)
+        for index in indices:
+            torch.cuda.default_generators[index].manual_seed(seed)
+        c_f.NUMPY_RANDOM.seed(seed % (1 << 32))
+        try:
+            yield
+        finally:
+            c_f.NUMPY_RANDOM.set_state(numpy_state)
+
+
+class Draws:
+    """Counts the calls of a module: each draws anew.
+
+    Attributes:
+        number: Calls so far.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def next(self) -> bytes:
+        """This rank's seed for one more call, to ride in a frame."""
+        self.number += 1
+        return _DRAW.pack(torch.initial_seed() % (1 << 63), self.number)
+
+
+def shared_seed(bundle: GatheredBatch) -> int:
+    """Rank 0's seed for this call."""
+    base, draws = _DRAW.unpack(bundle.extras[0])
+    return int((base * 1_000_003 + draws) % (1 << 63))
+
+
+def miner_counts(indices_tuple: Sequence[Tensor], rows: int, *, only_anchors: bool, title: str) -> Tensor:
+    """How often each of ``rows`` rows is named, int64.
+
+    Args:
+        indices_tuple: Triplets (anchor, positive, negative), or pairs (anchor, positive, anchor, negative).
+        rows: Number of rows that the indices count.
+        only_anchors: Count anchors alone.
+        title: For the message.
+
+    Raises:
+        InputError: for an index of a row that is not there, or another number of index tensors.
+    """
+    if len(indices_tuple) not in (3, 4):
+        raise InputError(f"{title}: indices_tuple", expected="3 or 4 index tensors", got=len(indices_tuple))
+    picked = (
+        indices_tuple if not only_anchors else indices_tuple[0::2] if len(indices_tuple) == 4 else indices_tuple[:1]
+    )
+    index = torch.cat([part.reshape(-1) for part in picked])
+    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= rows):
+        raise InputError(
+            f"{title}: indices_tuple",
+            expected=f"0 to {rows - 1}, the rows of this call",
+            got=f"{int(index.min())} to {int(index.max())}",
+            fix="Mine the embeddings that the loss gets.",
+        )
+    return torch.bincount(index.to(torch.int64), minlength=rows)
+
+
+def miner_weights(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """(G,) weights from the counts over all ranks."""
+    highest = counts.max()
+    return torch.where(highest > 0, counts.to(dtype) / highest.clamp(min=1), torch.ones((), dtype=dtype))
+
+
+class TensorCall:
+    """Gathers the arguments of a call; 0-dim tensors and what is no tensor stay as they are.
+
+    Args:
+        title: How messages name the loss.
+        args: What this rank gave, by position.
+        kwargs: The same by name.
+        batch_dims: By position or name, which dimension counts samples (0 where nothing is said); None: no batch.
+        gather: Gathers named batches along dim 0.
+
+    Attributes:
+        args: The arguments over all ranks.
+        kwargs: The same by name.
+        batches: Those that were gathered.
+        seed: For random draws, the same on every rank.
+
+    Raises:
+        InputError: for a batch inside a list, tuple or dict.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch_dims: Mapping[int | str, int | None],
+        gather: Callable[[dict[str, Tensor]], GatheredBatch],
+    ) -> None:
+        named: dict[int | str, Any] = dict(enumerate(args))
+        named.update(kwargs)
+        dims: dict[int | str, int] = {}
+        for name, value in named.items():
+            dim = batch_dims.get(name, 0)
+            if dim is None:
+                continue
+            if isinstance(value, (list, tuple, dict)):
+                _refuse_nested(title, name, value)
+            elif isinstance(value, Tensor) and value.ndim:
+                dims[name] = dim
+        bundle = gather({str(name): named[name].movedim(dim, 0) for name, dim in dims.items()})
+        for (name, dim), tensor in zip(dims.items(), bundle.tensors, strict=True):
+            named[name] = tensor.movedim(0, dim)
+        self.args = tuple(named[position] for position in range(len(args)))
+        self.kwargs = {name: named[name] for name in kwargs}
+        self.batches, self.seed = bundle.tensors, shared_seed(bundle)
+
+
+def _refuse_nested(title: str, name: int | str, value: Any) -> None:
+    if any(t.ndim for t in precision.tensors_in(value)):
+        raise InputError(
+            f"{title}: argument {name}",
+            expected="a tensor",
+            got=f"a {type(value).__name__} of tensors, whose rows would stay on this rank",
+            fix=f"Pass the tensors one by one, or say that they are no batches: batch_dims={{{name!r}: None}}.",
+        )

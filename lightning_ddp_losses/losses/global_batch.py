@@ -10,8 +10,14 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning.losses import CrossBatchMemory
+from pytorch_metric_learning.miners import BaseMiner
+from pytorch_metric_learning.reducers import DoNothingReducer
+from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 
 from lightning_ddp_losses.core import autograd_graph, inputs
 from lightning_ddp_losses.core.configuration import digest
@@ -20,18 +26,28 @@ from lightning_ddp_losses.distributed.collectives import Backward
 from lightning_ddp_losses.distributed.gathered_batch import Choice, GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
-from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses import pml as pml_rows
-from lightning_ddp_losses.losses.gathered_call import PML_NAMES, PMLCall, by_name
-from lightning_ddp_losses.losses.memory import QueuePosition
+from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.losses import anchor_tuples as pml_rows
+from lightning_ddp_losses.losses.evaluations import (
+    PartialsExchange,
+    elements_value,
+    reduce_partials,
+    rows_value,
+    tiled_value,
+)
+from lightning_ddp_losses.losses.gathered_call import (
+    PML_NAMES,
+    Draws,
+    GlobalTuples,
+    PMLCall,
+    TensorCall,
+    by_name,
+    same_draws,
+)
 from lightning_ddp_losses.losses.partial_sums import has_per_anchor
 from lightning_ddp_losses.losses.pml_registry import MODES, Mode, allowed_modes, few_rows
-from lightning_ddp_losses.losses.randomness import Draws, same_draws
-from lightning_ddp_losses.losses.refusals import no_ring, not_exact, refuse_tiles, refuse_unfit
-from lightning_ddp_losses.losses.rows import Meeting, combined, elements_value, rows_value, tiled_value
-from lightning_ddp_losses.losses.tiled import plan_of
-from lightning_ddp_losses.losses.torch_losses import torch_share
-from lightning_ddp_losses.losses.whole_call import WholeCall
+from lightning_ddp_losses.losses.tiled import TILED, plan_of
+from lightning_ddp_losses.losses.torch_losses import torch_partial_sum
 
 _VIEWS = ("embeddings", "ref_emb")  # what SelfSupervisedLoss takes, in this order
 _QUEUED = ("embeddings", "labels", "indices_tuple", "enqueue_mask")  # what CrossBatchMemory takes
@@ -190,7 +206,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         return PML_NAMES
 
     def _pml(self, mode: str, given: dict[str, Any]) -> Tensor:
-        meeting = Meeting(self._title, self._frame_of, self._group)
+        meeting = PartialsExchange(self._title, self._frame_of, self._group)
         if mode == "elements" and set(given) <= {"embeddings", "labels"} and self._has_rows(given):
             return elements_value(self.loss, given["embeddings"], given.get("labels"), meeting)
         fits = mode == "rows" and self._rows_fit(given)
@@ -257,12 +273,14 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     # ------------------------------------------------------------------ others
 
     def _torch_elements(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        share = torch_share(self.loss, args, kwargs, process_groups.world_size(self._group))
+        share = torch_partial_sum(self.loss, args, kwargs, process_groups.world_size(self._group))
         first = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        return combined(self.loss, [share], first, Meeting(self._title, self._frame_of, self._group), empty=math.nan)
+        return reduce_partials(
+            self.loss, [share], first, PartialsExchange(self._title, self._frame_of, self._group), empty=math.nan
+        )
 
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = WholeCall(self._title, args, kwargs, self.batch_dims, lambda given: self._gather(given, self.backward))
+        call = TensorCall(self._title, args, kwargs, self.batch_dims, lambda given: self._gather(given, self.backward))
         return self._on_all_rows(call.seed, call.batches, call.args, call.kwargs)
 
     # ------------------------------------------------------------------ shared
@@ -299,3 +317,193 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     @property
     def _title(self) -> str:
         return f"GlobalBatchLoss({type(self.loss).__name__})"
+
+
+_PML_GATHERS = (DistributedLossWrapper, DistributedMinerWrapper)
+
+
+def refuse_unfit(loss: nn.Module, mode: str, backward: str) -> None:
+    """Refuse what cannot be made global, by name.
+
+    Raises:
+        ConfigurationError: no module, an unknown mode, a reduction that happens later, a mode that is not exact for the loss.
+    """
+    if not isinstance(loss, nn.Module):
+        raise ConfigurationError("GlobalBatchLoss: loss", expected="a torch.nn.Module", got=repr(loss))
+    if mode not in ("auto", *MODES):
+        raise ConfigurationError("GlobalBatchLoss: mode", expected=f"'auto' or one of {MODES}", got=repr(mode))
+    if backward not in ("own_slice", "sum"):
+        raise ConfigurationError("GlobalBatchLoss: backward", expected="'own_slice' or 'sum'", got=repr(backward))
+    inner = [m for m in loss.modules() if isinstance(getattr(m, "reducer", None), DoNothingReducer)]
+    if inner:
+        raise ConfigurationError(
+            f"GlobalBatchLoss({type(loss).__name__}): reducer",
+            expected="one that returns a number",
+            got="DoNothingReducer, which returns a dict",
+            fix="Give the loss the reducer that you apply afterwards.",
+        )
+    _refuse_global_parts(loss)
+    if isinstance(loss, _Loss) and getattr(loss, "reduction", "mean") == "none":
+        raise ConfigurationError(
+            f"GlobalBatchLoss({type(loss).__name__}): reduction",
+            expected="'mean' or 'sum'",
+            got="'none'",
+            fix="What is reduced later cannot be made global here; let the loss reduce.",
+        )
+    if mode != "auto" and mode not in allowed_modes(loss):
+        raise not_exact(f"GlobalBatchLoss({type(loss).__name__})", mode, allowed_modes(loss))
+
+
+def _refuse_global_parts(loss: nn.Module) -> None:
+    """Rows that were gathered may not be gathered once more: every row would count W times."""
+    for name, module in loss.named_modules():
+        if getattr(module, "sees_global_batch", False) or isinstance(module, _PML_GATHERS):
+            raise ConfigurationError(
+                f"GlobalBatchLoss({type(loss).__name__})",
+                expected="losses and miners that look at the rows they are given",
+                got=f"{type(module).__name__}{f' in {name}' if name else ''}, which gathers the rows of all ranks by itself",
+                fix="Leave out one of the two wrappers.",
+            )
+
+
+def refuse_tiles(loss: nn.Module, mode: str, tile_bytes: int | None, gather: str) -> None:
+    """Refuse a tile of no size, and a ring that the loss cannot go round.
+
+    Raises:
+        ConfigurationError: with what, expected, got and what to do.
+    """
+    title = f"GlobalBatchLoss({type(loss).__name__})"
+    if tile_bytes is not None and (isinstance(tile_bytes, bool) or not isinstance(tile_bytes, int) or tile_bytes < 1):
+        raise ConfigurationError(
+            f"{title}: tile_bytes", expected="a positive number of bytes, or None", got=repr(tile_bytes)
+        )
+    refuse_gather(title, gather)
+    if gather == "ring":
+        plan = plan_of(loss) if mode in ("auto", "rows") and allowed_modes(loss)[0] == "rows" else None
+        if plan is None or not plan.symmetric or getattr(loss, "embedding_regularizer", None) is not None:
+            names = sorted(cls.__name__ for cls, formula in TILED.items() if formula.symmetric)
+            raise no_ring(
+                title, f"one of {', '.join(names)}, mode 'rows', without regulariser", "another configuration"
+            )
+
+
+def refuse_gather(title: str, gather: str) -> None:
+    """Refuse a way for rows to travel that is not known.
+
+    Raises:
+        ConfigurationError: with what, expected and got.
+    """
+    if gather not in ("all", "ring"):
+        raise ConfigurationError(f"{title}: gather", expected="'all' or 'ring'", got=repr(gather))
+
+
+def no_ring(title: str, expected: object, got: object) -> ConfigurationError:
+    """The error for rows that cannot be passed on."""
+    return ConfigurationError(f"{title}: gather='ring'", expected=expected, got=got, fix="Use gather='all'.")
+
+
+def not_exact(title: str, mode: str, modes: Sequence[str]) -> ConfigurationError:
+    """The error for a mode that is not exact for a loss."""
+    return ConfigurationError(
+        f"{title}: mode",
+        expected=f"one that is exact for this loss as configured: {', '.join(modes)}",
+        got=repr(mode),
+        fix="Use mode='auto', or declare the class with register_row_separable / register_element_wise.",
+    )
+
+
+class QueuePosition(nn.Module):
+    """Where the next row of a ``CrossBatchMemory`` goes; PML keeps it in plain attributes, which no checkpoint saves.
+
+    Args:
+        memories: Of one loss, in the order of its modules.
+    """
+
+    position: torch.Tensor
+    memories: list[CrossBatchMemory]
+
+    def __init__(self, memories: list[CrossBatchMemory]) -> None:
+        super().__init__()
+        self.__dict__["memories"] = memories  # no submodules: they are registered beside this one
+        self.register_buffer("position", torch.zeros(2 * len(memories), dtype=torch.int64))
+        self.register_load_state_dict_post_hook(_restore)  # type: ignore[no-untyped-call]
+
+    def check(self, rows: int, title: str) -> None:
+        """Refuse a global batch that a memory cannot hold."""
+        for memory in self.memories:
+            if rows > memory.memory_size:
+                raise InputError(
+                    f"{title}: memory_size",
+                    expected=f"at least the global batch of {rows} rows",
+                    got=memory.memory_size,
+                    fix="The memory takes the rows of all ranks; raise memory_size.",
+                    collective=True,
+                )
+
+    def note(self) -> None:
+        """Copy the memories' positions into the buffer."""
+        self.position.copy_(torch.tensor([n for m in self.memories for n in (m.queue_idx, int(m.has_been_filled))]))
+
+
+def _restore(module: nn.Module, _: Any) -> None:
+    assert isinstance(module, QueuePosition)
+    for memory, (index, filled) in zip(module.memories, module.position.view(-1, 2).tolist(), strict=True):
+        memory.queue_idx, memory.has_been_filled = index, bool(filled)
+
+
+class GlobalBatchMiner(WithProcessGroup, nn.Module):
+    """A pytorch-metric-learning miner over the global batch.
+
+    Equivalent to: ``miner(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process.
+
+    Args:
+        miner: Any miner of pytorch-metric-learning. A random one draws the same tuples on all ranks.
+        group: Process group; None is the world.
+
+    Returns:
+        From ``forward``: tuples of global row numbers, equal on every rank, for ``GlobalBatchLoss(..., indices_tuple=...)``.
+
+    Communication: one frame, and one gather of rows that are too many for it (``frames.room``); none in backward.
+
+    Example:
+        >>> import torch
+        >>> from pytorch_metric_learning.miners import MultiSimilarityMiner
+        >>> miner = GlobalBatchMiner(MultiSimilarityMiner())
+        >>> tuples = miner(torch.randn(4, 8), torch.tensor([0, 0, 1, 1]))
+    """
+
+    sees_global_batch = True
+
+    def __init__(self, miner: nn.Module, *, group: Group = None) -> None:
+        super().__init__()
+        if not isinstance(miner, BaseMiner):
+            raise ConfigurationError(
+                "GlobalBatchMiner: miner", expected="a miner of pytorch-metric-learning", got=repr(miner)
+            )
+        self.miner = miner
+        self._group = group
+        self._draws = Draws()
+        self._fingerprint = ""
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
+        """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""
+        return autograd_graph.run_full_precision(self, self._forward, args, kwargs)  # type: ignore[no-any-return]
+
+    def _forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
+        names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
+        title = f"GlobalBatchMiner({type(self.miner).__name__})"
+        self._fingerprint = self._fingerprint or digest(self.miner)
+        try:
+            call = PMLCall(
+                self.miner,
+                by_name(title, names, args, kwargs),
+                lambda batches: gather_batch(
+                    title, batches, {"configuration": self._fingerprint}, extra=self._draws.next(), group=self._group
+                ),
+                process_groups.rank(self._group),
+            )
+            with same_draws(self.miner, call.seed, call.arguments.values()):
+                return GlobalTuples.of(self.miner(**call.arguments), call.total_rows)
+        except Exception as error:  # what all ranks raise alike passes through
+            handshake.raise_on_all_ranks(error, title, group=self._group)

@@ -2,7 +2,7 @@
 
 A sub-loss is a sum of elements over a divisor: ``L = S / N`` with ``S = sum_r S_r`` and ``N = sum_r n_r``. Each rank
 back-propagates ``W * S_r / N``, so that DDP's mean over ranks gives the gradient of ``L``, and reports ``L``. What every rank
-computes whole (a regulariser of the replicated weight) back-propagates as it is.
+computes in full (a regulariser of the replicated weight) back-propagates as it is.
 
 | reducer of PML | S_r | n_r |
 |---|---|---|
@@ -33,10 +33,10 @@ from lightning_ddp_losses.distributed.process_groups import Group
 _SHARE = struct.Struct("<dd?dddd")
 
 
-ROW_BYTES = _SHARE.size
+STATS_BYTES = _SHARE.size
 
 
-class Count(NamedTuple):
+class ElementCounts(NamedTuple):
     """How many elements a sub-loss has.
 
     Attributes:
@@ -52,35 +52,35 @@ class Count(NamedTuple):
     pairs: float = 0.0
 
 
-NO_COUNT = Count()
+NO_COUNTS = ElementCounts()
 
 
-class Row(NamedTuple):
+class PartialStats(NamedTuple):
     """One sub-loss as a rank tells it."""
 
     total: float
     divisor: float
-    whole: bool
-    counted: Count
+    full: bool
+    counted: ElementCounts
 
 
 @dataclass(frozen=True)
-class Share:
+class PartialSum:
     """This rank's part of one sub-loss.
 
     Attributes:
-        total: S_r, 0-dim, with its graph; for ``whole`` the sub-loss itself.
+        total: S_r, 0-dim, with its graph; for ``full`` the sub-loss itself.
         divisor: n_r.
-        whole: Every rank computes the same complete value; nothing is divided or summed.
+        full: Every rank computes the same complete value; nothing is divided or summed.
         name: Of the sub-loss.
         count: For what pytorch-metric-learning records.
     """
 
     total: Tensor
     divisor: float
-    whole: bool = False
+    full: bool = False
     name: str = "loss"
-    count: Count = NO_COUNT
+    count: ElementCounts = NO_COUNTS
 
 
 def can_split(reducer: Any) -> bool:
@@ -107,7 +107,7 @@ def has_per_anchor(reducer: Any) -> bool:
 
 def split(
     reducer: Any, loss_dict: dict[str, Any], embeddings: Tensor, labels: Tensor | None, world: int
-) -> list[Share]:
+) -> list[PartialSum]:
     """One share per sub-loss of ``compute_loss``'s answer.
 
     Args:
@@ -126,55 +126,60 @@ def split(
     return shares
 
 
-def pack_shares(shares: Sequence[Share]) -> bytes:
+def pack_partials(shares: Sequence[PartialSum]) -> bytes:
     """What the peers need of them."""
-    return b"".join(pack_row(Row(float(s.total.detach()), s.divisor, s.whole, s.count)) for s in shares)
+    return b"".join(pack_stats(PartialStats(float(s.total.detach()), s.divisor, s.full, s.count)) for s in shares)
 
 
-def pack_row(row: Row) -> bytes:
-    """One sub-loss as ``ROW_BYTES`` bytes."""
+def pack_stats(row: PartialStats) -> bytes:
+    """One sub-loss as ``STATS_BYTES`` bytes."""
     return _SHARE.pack(*row[:3], *row.counted)
 
 
-def unpack_rows(payload: bytes) -> list[Row]:
+def unpack_stats(payload: bytes) -> list[PartialStats]:
     """Sub-losses of one rank."""
-    return [Row(total, divisor, whole, Count(*count)) for total, divisor, whole, *count in _SHARE.iter_unpack(payload)]
+    return [
+        PartialStats(total, divisor, full, ElementCounts(*count))
+        for total, divisor, full, *count in _SHARE.iter_unpack(payload)
+    ]
 
 
-def unpack_shares(payloads: Sequence[bytes]) -> list[list[Row]]:
+def unpack_partials(payloads: Sequence[bytes]) -> list[list[PartialStats]]:
     """Per rank, per sub-loss."""
-    return [unpack_rows(payload) for payload in payloads]
+    return [unpack_stats(payload) for payload in payloads]
 
 
-def counts_of(table: Sequence[Sequence[Row]]) -> list[Count]:
+def total_counts(table: Sequence[Sequence[PartialStats]]) -> list[ElementCounts]:
     """Per sub-loss, over all ranks."""
     out = []
     for column in zip(*table, strict=True):
-        ranks = [row.counted for row in (column[:1] if column[0].whole else column)]
-        out.append(Count(*(sum(numbers) for numbers in zip(*ranks, strict=True))))
+        ranks = [row.counted for row in (column[:1] if column[0].full else column)]
+        out.append(ElementCounts(*(sum(numbers) for numbers in zip(*ranks, strict=True))))
     return out
 
 
-def combine(shares: Sequence[Share], table: Sequence[Sequence[Row]], group: Group, *, empty: float = 0.0) -> Tensor:
+def global_loss(
+    shares: Sequence[PartialSum], table: Sequence[Sequence[PartialStats]], group: Group, *, empty: float = 0.0
+) -> Tensor:
     """The global loss: its value on every rank, W times this rank's share of its gradient.
 
     Args:
         shares: This rank's.
-        table: Every rank's, from ``unpack_shares``.
+        table: Every rank's, from ``unpack_partials``.
         group: Process group.
-        empty: As in ``weigh``.
+        empty: As in ``scale_factors``.
 
     Returns:
         0-dim, the same number on every rank.
     """
-    value, factors = weigh(table, process_groups.world_size(group), empty)
+    value, factors = scale_factors(table, process_groups.world_size(group), empty)
     graph = shares[0].total.new_zeros(())
     for share, factor in zip(shares, factors, strict=True):
         graph = graph + share.total * factor
-    return report(graph, value)
+    return value_with_grad(graph, value)
 
 
-def weigh(table: Sequence[Sequence[Row]], world: int, empty: float = 0.0) -> tuple[float, list[float]]:
+def scale_factors(table: Sequence[Sequence[PartialStats]], world: int, empty: float = 0.0) -> tuple[float, list[float]]:
     """The global loss, and what each rank's own share of each sub-loss is multiplied with before it is back-propagated.
 
     Args:
@@ -184,7 +189,7 @@ def weigh(table: Sequence[Sequence[Row]], world: int, empty: float = 0.0) -> tup
     """
     value, factors = 0.0, []
     for column in zip(*table, strict=True):
-        if column[0].whole:
+        if column[0].full:
             value += column[0].total
             factors.append(1.0)
             continue
@@ -194,7 +199,7 @@ def weigh(table: Sequence[Sequence[Row]], world: int, empty: float = 0.0) -> tup
     return value, factors
 
 
-def report(graph: Tensor, value: float) -> Tensor:
+def value_with_grad(graph: Tensor, value: float) -> Tensor:
     """``value``, whose gradient goes to ``graph``."""
     return _Report.apply(graph, value)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -216,13 +221,13 @@ class _Report(torch.autograd.Function):
         return grad, None
 
 
-def _share(reducer: Any, info: dict[str, Any], embeddings: Tensor, labels: Tensor | None, world: int) -> Share:
+def _share(reducer: Any, info: dict[str, Any], embeddings: Tensor, labels: Tensor | None, world: int) -> PartialSum:
     losses, indices, kind = info["losses"], info["indices"], info["reduction_type"]
     nothing = torch.sum(embeddings * 0)
     if not torch.is_tensor(losses):  # PML's zero loss is the number 0
-        return Share(nothing, 1.0 / world if type(reducer) is pml.SumReducer else 0.0)
+        return PartialSum(nothing, 1.0 / world if type(reducer) is pml.SumReducer else 0.0)
     if kind == "already_reduced":
-        return Share(losses.sum() + nothing, 1.0, whole=True, count=Count(1, 1, 1, 1))
+        return PartialSum(losses.sum() + nothing, 1.0, full=True, count=ElementCounts(1, 1, 1, 1))
     cls, number = type(reducer), len(losses)
     if cls is pml.PerAnchorReducer:
         if kind != "element":
@@ -245,7 +250,7 @@ def _share(reducer: Any, info: dict[str, Any], embeddings: Tensor, labels: Tenso
             above = float(_passing(losses, reducer.low, None).sum())
         losses = losses[_passing(losses, reducer.low, reducer.high)]
     divisor = float(losses.numel()) if divisor is None else divisor
-    return Share(losses.sum() + nothing, divisor, count=Count(number, divisor, above, number))
+    return PartialSum(losses.sum() + nothing, divisor, count=ElementCounts(number, divisor, above, number))
 
 
 def _passing(losses: Tensor, low: float | None, high: float | None) -> Tensor:

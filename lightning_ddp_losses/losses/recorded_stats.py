@@ -9,7 +9,7 @@ import torch
 from pytorch_metric_learning import reducers
 from torch import Tensor
 
-from lightning_ddp_losses.losses.partial_sums import Count
+from lightning_ddp_losses.losses.partial_sums import ElementCounts
 
 
 def wants_counts(loss: Any) -> bool:
@@ -27,7 +27,7 @@ def record_norms(distance: Any, embeddings: Tensor, references: Tensor) -> None:
         distance.set_default_stats(embeddings, references, *normalized)
 
 
-def record_reduction(reducer: Any, name: str, count: Count) -> None:
+def record_reduction(reducer: Any, name: str, count: ElementCounts) -> None:
     """Numbers of elements of sub-loss ``name``, on its reducer and those inside it."""
     for inner, elements in _chain(reducer, name, count):
         inner.reset_stats()
@@ -44,7 +44,7 @@ def record_reduction(reducer: Any, name: str, count: Count) -> None:
             inner.divisor = count.passed
 
 
-def _chain(reducer: Any, name: str, count: Count) -> Iterator[tuple[Any, float]]:
+def _chain(reducer: Any, name: str, count: ElementCounts) -> Iterator[tuple[Any, float]]:
     if isinstance(reducer, reducers.MultipleReducers):
         known = name in reducer.reducers
         reducer = reducer.reducers[name] if known else reducer.default_reducer

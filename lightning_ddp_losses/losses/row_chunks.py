@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
-from lightning_ddp_losses.losses import pml as pml_rows
+from lightning_ddp_losses.losses import anchor_tuples as pml_rows
 from lightning_ddp_losses.losses.gathered_call import PMLCall
-from lightning_ddp_losses.losses.partial_sums import Count, Share, split
+from lightning_ddp_losses.losses.partial_sums import ElementCounts, PartialSum, split
 
 PART_BYTES = 64 << 20
 """What a part may take where nobody says. Computing twice is only worth it where the whole would be large."""
@@ -33,7 +33,7 @@ def parts_of(loss: nn.Module, call: PMLCall, part_bytes: int | None) -> list[sli
         call: Its arguments.
         part_bytes: The most that a part may take, roughly; None: a default.
     """
-    near, far = call.partners()
+    near, far = call.partner_counts()
     rows, item = len(near), call.references.element_size()
     mean = float(near.double().mean()) if rows else 0.0
     negatives = float(far.double().mean()) if rows else 0.0
@@ -73,11 +73,11 @@ class RowTiles:
         self._loss, self._call, self._parts, self._world = loss, call, parts, world
 
     @torch.no_grad()
-    def forward(self) -> list[Share]:
+    def forward(self) -> list[PartialSum]:
         """Shares of the sub-losses, without graph."""
         embeddings, references = self._call.given["embeddings"].detach(), self._call.references.detach()
         parts = [self._shares(part, embeddings[part], references) for part in self._parts]
-        self._first_whole = [next((i for i, p in enumerate(parts) if p[k].whole), None) for k in range(len(parts[0]))]
+        self._first_whole = [next((i for i, p in enumerate(parts) if p[k].full), None) for k in range(len(parts[0]))]
         return [self._added([p[k] for p in parts], self._first_whole[k]) for k in range(len(parts[0]))]
 
     def value(self, factors: list[float], value: float) -> Tensor:
@@ -120,19 +120,19 @@ class RowTiles:
                         whole.add_(grad)
         return out
 
-    def _shares(self, part: slice, embeddings: Tensor, references: Tensor) -> list[Share]:
+    def _shares(self, part: slice, embeddings: Tensor, references: Tensor) -> list[PartialSum]:
         labels = self._call.own_labels
         labels = None if labels is None else labels[part]
         tuples = self._call.own_tuples(part)
         found = pml_rows.row_elements(self._loss, embeddings, labels, tuples, references, self._call.ref_labels)
         return split(self._loss.reducer, found, embeddings, labels, self._world * len(self._parts))
 
-    def _added(self, shares: list[Share], whole: int | None) -> Share:
+    def _added(self, shares: list[PartialSum], whole: int | None) -> PartialSum:
         if whole is not None:
             return shares[whole]
-        counted = Count(*(sum(numbers) for numbers in zip(*(s.count for s in shares), strict=True)))
+        counted = ElementCounts(*(sum(numbers) for numbers in zip(*(s.count for s in shares), strict=True)))
         total = torch.stack([share.total for share in shares]).sum()
-        return Share(total, sum(s.divisor for s in shares), name=shares[0].name, count=counted)
+        return PartialSum(total, sum(s.divisor for s in shares), name=shares[0].name, count=counted)
 
 
 class _Value(torch.autograd.Function):

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
-from lightning_ddp_losses.losses import pml as pml_rows
-from lightning_ddp_losses.losses.partial_sums import Share, can_split, split
+from lightning_ddp_losses.losses import anchor_tuples as pml_rows
+from lightning_ddp_losses.losses.partial_sums import PartialSum, can_split, split
 from lightning_ddp_losses.losses.pml_registry import Mode
-from lightning_ddp_losses.losses.torch_losses import torch_share
+from lightning_ddp_losses.losses.torch_losses import torch_partial_sum
 
 _HALVES = ((0, 5), (5, 12))  # unequal on purpose
 
@@ -57,7 +57,7 @@ def _holds(loss: nn.Module, embeddings: Tensor, labels: Tensor, mode: Mode, rtol
         return False  # it cannot be run on a part at all
     total, whole_terms = leaf.new_zeros(()), leaf.new_zeros(())
     for column in zip(*parts, strict=True):
-        if column[0].whole:
+        if column[0].full:
             whole_terms = whole_terms + column[0].total
             continue
         divisor = sum(share.divisor for share in column)
@@ -69,14 +69,14 @@ def _holds(loss: nn.Module, embeddings: Tensor, labels: Tensor, mode: Mode, rtol
     return all(_close(a, b, rtol) for a, b in pairs)
 
 
-def _part(loss: nn.Module, leaf: Tensor, labels: Tensor, bound: tuple[int, int], mode: Mode) -> list[Share]:
+def _part(loss: nn.Module, leaf: Tensor, labels: Tensor, bound: tuple[int, int], mode: Mode) -> list[PartialSum]:
     start, stop = bound
     own, own_labels = leaf[start:stop], labels[start:stop]
     if isinstance(loss, _Loss):
         if mode == "rows":
             raise ValueError("torch.nn losses have no anchors")
         target = leaf.detach().flip(0)[start:stop] if _wants_values(loss) else own_labels
-        return [torch_share(loss, (own, target), {}, len(_HALVES))]
+        return [torch_partial_sum(loss, (own, target), {}, len(_HALVES))]
     if not can_split(getattr(loss, "reducer", None)):
         raise ValueError("the reducer cannot be split")
     if mode == "elements":

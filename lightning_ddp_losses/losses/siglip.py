@@ -17,7 +17,7 @@ from lightning_ddp_losses.distributed.collectives import once_differentiable_str
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.column_blocks import Block, Columns, Products, Tile
-from lightning_ddp_losses.losses.partial_sums import Share, combine, pack_shares, unpack_shares
+from lightning_ddp_losses.losses.partial_sums import PartialSum, global_loss, pack_partials, unpack_partials
 from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss
 
 
@@ -88,9 +88,9 @@ class SigLipLoss(TwoTowerLoss):
     def _evaluate(self, columns: Columns, images: Tensor, texts: Tensor, products: Tensor) -> Tensor:
         given = (columns, self.tile_bytes, images, texts, self._scale(), self.logit_bias)
         total: Tensor = _PairSum.apply(*given)  # type: ignore[no-untyped-call]
-        shares = [Share(total, float(len(images)))]
-        payloads = handshake.all_gather("SigLipLoss: sum", {}, pack_shares(shares), group=self._group)
-        return combine(shares, unpack_shares(payloads), self._group)
+        shares = [PartialSum(total, float(len(images)))]
+        payloads = handshake.all_gather("SigLipLoss: sum", {}, pack_partials(shares), group=self._group)
+        return global_loss(shares, unpack_partials(payloads), self._group)
 
 
 class _PairSum(torch.autograd.Function):

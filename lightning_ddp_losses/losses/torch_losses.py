@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses.partial_sums import Share
+from lightning_ddp_losses.losses.partial_sums import PartialSum
 
 # divided by the weights of the targets that count; LinearCrossEntropyLoss is new in torch 2.13
 _CLASS_INDEX = (nn.CrossEntropyLoss, nn.NLLLoss, getattr(nn, "LinearCrossEntropyLoss", nn.CrossEntropyLoss))
 
 
-def torch_share(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any], world: int) -> Share:
+def torch_partial_sum(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any], world: int) -> PartialSum:
     """This rank's elements, summed, and what the global sum is to be divided by.
 
     Args:
@@ -34,13 +34,13 @@ def torch_share(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any], world:
         loss.reduction = reduction
     _refuse_crossed(loss, [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim], values)
     if reduction == "sum":
-        return Share(values.sum(), 1.0 / world)
+        return PartialSum(values.sum(), 1.0 / world)
     if reduction == "batchmean":
-        return Share(values.sum(), float(args[0].shape[0] if args else kwargs["input"].shape[0]))
+        return PartialSum(values.sum(), float(args[0].shape[0] if args else kwargs["input"].shape[0]))
     target = args[1] if len(args) > 1 else kwargs.get("target")
     if isinstance(loss, _CLASS_INDEX) and isinstance(target, Tensor) and not target.is_floating_point():
-        return Share(values.sum(), _weight_of(target, loss.weight, loss.ignore_index))
-    return Share(values.sum(), float(values.numel()))
+        return PartialSum(values.sum(), _weight_of(target, loss.weight, loss.ignore_index))
+    return PartialSum(values.sum(), float(values.numel()))
 
 
 def _refuse_crossed(loss: Any, given: list[Tensor], values: Tensor) -> None:

@@ -21,7 +21,7 @@ from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGr
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
 from lightning_ddp_losses.losses.column_blocks import Columns, Gathered, Ring
-from lightning_ddp_losses.losses.refusals import refuse_gather
+from lightning_ddp_losses.losses.global_batch import refuse_gather
 
 TILE_BYTES = 2 << 20
 

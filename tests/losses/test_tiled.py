@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
-from lightning_ddp_losses.losses.gathered_call import PMLCall
-from lightning_ddp_losses.losses.randomness import Draws
+from lightning_ddp_losses.losses.gathered_call import Draws, PMLCall
 from lightning_ddp_losses.losses.row_chunks import parts_of
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
@@ -326,7 +325,7 @@ def test_parts_are_ordinary_input_and_cover_all_rows() -> None:
     parts = parts_of(pml.CircleLoss(), call, 10 * 6 * 4)  # one row each, were it not for that
     assert [row for part in parts for row in range(part.start, part.stop)] == list(range(10))
     assert len(parts) > 1
-    near, far = call.partners()
+    near, far = call.partner_counts()
     assert all(near[part].sum() > 1 and far[part].sum() > 1 for part in parts)
 
 

@@ -16,7 +16,14 @@ from torch import Tensor
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.losses.gathered_call import PMLCall
-from lightning_ddp_losses.losses.partial_sums import ROW_BYTES, Count, Row, pack_row, unpack_shares, weigh
+from lightning_ddp_losses.losses.partial_sums import (
+    STATS_BYTES,
+    ElementCounts,
+    PartialStats,
+    pack_stats,
+    scale_factors,
+    unpack_partials,
+)
 from lightning_ddp_losses.losses.tiled.accumulators import Total
 from lightning_ddp_losses.losses.tiled.evaluator import Block, Passes, tiled_value
 from lightning_ddp_losses.losses.tiled.geometry import Geometry, geometry_of
@@ -59,7 +66,7 @@ class TiledCall:
         """Bytes that any rank's payload fits in; the same on all ranks."""
         rows = max(self._call.counts["embeddings"]) if self._symmetric else 0
         item: int = self._call.given["embeddings"].element_size()
-        return ROW_BYTES * len(self._plan.formula.sub_losses) + rows * _WIDEST * item
+        return STATS_BYTES * len(self._plan.formula.sub_losses) + rows * _WIDEST * item
 
     def forward(self) -> bytes:
         """Go over the tiles.
@@ -83,21 +90,24 @@ class TiledCall:
         )
         self._passes.release()
         ordinary = self._ordinary()
-        packed = [pack_row(self._row(total) if ordinary else Row(0.0, 0.0, False, Count())) for total in totals]
+        packed = [
+            pack_stats(self._row(total) if ordinary else PartialStats(0.0, 0.0, False, ElementCounts()))
+            for total in totals
+        ]
         if not self._symmetric:
             return b"".join(packed)
         return b"".join(packed) + self._stats.cpu().numpy().tobytes()
 
-    def value(self, payloads: Sequence[bytes]) -> tuple[Tensor, float, list[list[Row]]]:
+    def value(self, payloads: Sequence[bytes]) -> tuple[Tensor, float, list[list[PartialStats]]]:
         """What follows from all ranks' payloads.
 
         Returns:
             The loss with its graph, as a number, and each rank's sub-losses.
         """
         count = len(self._plan.formula.sub_losses)
-        size = count * ROW_BYTES
-        table = unpack_shares([p[:size] for p in payloads])
-        value, factors = weigh(table, self._world)
+        size = count * STATS_BYTES
+        table = unpack_partials([p[:size] for p in payloads])
+        value, factors = scale_factors(table, self._world)
         others = self._others([p[size:] for p in payloads]) if self._symmetric else None
         stats = self._stats
         assert stats is not None
@@ -178,9 +188,11 @@ class TiledCall:
             return False
         return max(positive, negative) > 1
 
-    def _row(self, total: Total) -> Row:
+    def _row(self, total: Total) -> PartialStats:
         divisor = 1.0 / self._world if total.divisor is None else total.divisor
-        return Row(total.total, divisor, False, Count(total.elements, total.passed, total.above_low, total.pairs))
+        return PartialStats(
+            total.total, divisor, False, ElementCounts(total.elements, total.passed, total.above_low, total.pairs)
+        )
 
     def _others(self, packed: Sequence[bytes]) -> Tensor:
         """(G, k) statistics in the order of the columns."""

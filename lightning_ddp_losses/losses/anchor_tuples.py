@@ -127,7 +127,7 @@ def tuples_suffice(
     if given is not None:
         parts = [_of_anchors(given, *bound) for bound in bounds]
         return all(min(len(index) for index in part) > 1 for part in parts)
-    near = partners(labels, ref_labels)
+    near = partner_counts(labels, ref_labels)
     for start, stop in bounds:
         p, n = near[start:stop] - int(same), len(ref_labels) - near[start:stop]
         if int(p.sum()) < 2 or int(n.sum()) < 2 or not bool(((p > 0) & (n > 0)).any()):
@@ -135,7 +135,7 @@ def tuples_suffice(
     return True
 
 
-def partners(labels: Tensor, ref_labels: Tensor) -> Tensor:
+def partner_counts(labels: Tensor, ref_labels: Tensor) -> Tensor:
     """(G,) how many references have each anchor's label."""
     _, kind = torch.unique(torch.cat([labels, ref_labels]), return_inverse=True)
     return torch.bincount(kind[len(labels) :], minlength=len(kind))[kind[: len(labels)]]

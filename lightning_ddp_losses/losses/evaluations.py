@@ -17,19 +17,19 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import ring_rows
-from lightning_ddp_losses.losses import pml as pml_rows
+from lightning_ddp_losses.losses import anchor_tuples as pml_rows
 from lightning_ddp_losses.losses.gathered_call import PMLCall
 from lightning_ddp_losses.losses.partial_sums import (
-    Count,
-    Row,
-    Share,
-    combine,
-    counts_of,
-    pack_shares,
-    report,
+    ElementCounts,
+    PartialStats,
+    PartialSum,
+    global_loss,
+    pack_partials,
+    scale_factors,
     split,
-    unpack_shares,
-    weigh,
+    total_counts,
+    unpack_partials,
+    value_with_grad,
 )
 from lightning_ddp_losses.losses.recorded_stats import record_norms, record_reduction, wants_counts
 from lightning_ddp_losses.losses.row_chunks import RowTiles, parts_of
@@ -37,7 +37,7 @@ from lightning_ddp_losses.losses.tiled import Plan, TiledCall
 
 
 @dataclass(frozen=True)
-class Meeting:
+class PartialsExchange:
     """Where the ranks tell each other their shares.
 
     Attributes:
@@ -62,16 +62,16 @@ class Meeting:
         )
 
 
-def elements_value(loss: Any, embeddings: Tensor, labels: Tensor | None, meeting: Meeting) -> Tensor:
+def elements_value(loss: Any, embeddings: Tensor, labels: Tensor | None, meeting: PartialsExchange) -> Tensor:
     """A loss that is a sum over samples, from this rank's rows alone."""
     # without rows, the terms that do not depend on them still count, once
     alone = embeddings.shape[0] or labels is not None
     found = pml_rows.elements(loss, embeddings, labels) if alone else {}
     shares = split(loss.reducer, found, embeddings, labels, meeting.world)
-    return combined(loss, shares, embeddings, meeting)
+    return reduce_partials(loss, shares, embeddings, meeting)
 
 
-def rows_value(loss: Any, call: PMLCall, meeting: Meeting, part_bytes: int | None) -> Tensor:
+def rows_value(loss: Any, call: PMLCall, meeting: PartialsExchange, part_bytes: int | None) -> Tensor:
     """A loss that is a sum over anchors, by PML's formula on this rank's."""
     embeddings, labels = call.given["embeddings"], call.own_labels
     parts = parts_of(loss, call, part_bytes)
@@ -84,16 +84,23 @@ def rows_value(loss: Any, call: PMLCall, meeting: Meeting, part_bytes: int | Non
     record_norms(getattr(loss, "distance", None), call.arguments["embeddings"], call.references)
     extra = _embedding_term(loss, call, meeting, symmetric=False)
     if extra is not None:
-        shares.append(Share(extra, 1.0, whole=True, name="embedding_reg_loss", count=Count(1, 1, 1, 1)))
+        shares.append(PartialSum(extra, 1.0, full=True, name="embedding_reg_loss", count=ElementCounts(1, 1, 1, 1)))
     if tiles is None:
-        return combined(loss, shares, embeddings, meeting)
-    value, factors = weigh(_met(loss, shares, embeddings, meeting), meeting.world)
+        return reduce_partials(loss, shares, embeddings, meeting)
+    value, factors = scale_factors(_met(loss, shares, embeddings, meeting), meeting.world)
     graph = tiles.value(factors[: len(factors) - (extra is not None)], value)
-    return graph if extra is None else report(graph + extra, value)
+    return graph if extra is None else value_with_grad(graph + extra, value)
 
 
 def tiled_value(
-    loss: Any, plan: Plan, call: PMLCall, meeting: Meeting, *, symmetric: bool, tile_bytes: int | None, ring: bool
+    loss: Any,
+    plan: Plan,
+    call: PMLCall,
+    meeting: PartialsExchange,
+    *,
+    symmetric: bool,
+    tile_bytes: int | None,
+    ring: bool,
 ) -> Tensor:
     """A loss that is a sum over anchors, in tiles of our own.
 
@@ -122,27 +129,29 @@ def tiled_value(
     if not ring:
         record_norms(loss.distance, call.arguments["embeddings"], call.references)
     extra = _embedding_term(loss, call, meeting, symmetric=symmetric)
-    return graph if extra is None else report(graph + extra, value + float(extra.detach()))
+    return graph if extra is None else value_with_grad(graph + extra, value + float(extra.detach()))
 
 
-def combined(loss: Any, shares: list[Share], like: Tensor, meeting: Meeting, *, empty: float = 0.0) -> Tensor:
+def reduce_partials(
+    loss: Any, shares: list[PartialSum], like: Tensor, meeting: PartialsExchange, *, empty: float = 0.0
+) -> Tensor:
     """The global loss from this rank's shares and the others'; ``empty``: what a mean over nothing is."""
-    return combine(shares, _met(loss, shares, like, meeting), meeting.group, empty=empty)
+    return global_loss(shares, _met(loss, shares, like, meeting), meeting.group, empty=empty)
 
 
-def _met(loss: Any, shares: list[Share], like: Tensor, meeting: Meeting) -> list[list[Row]]:
-    table = unpack_shares(meeting.meet(like, pack_shares(shares)))
+def _met(loss: Any, shares: list[PartialSum], like: Tensor, meeting: PartialsExchange) -> list[list[PartialStats]]:
+    table = unpack_partials(meeting.meet(like, pack_partials(shares)))
     _record(loss, [share.name for share in shares], table)
     return table
 
 
-def _record(loss: Any, names: Sequence[str], table: list[list[Row]]) -> None:
+def _record(loss: Any, names: Sequence[str], table: list[list[PartialStats]]) -> None:
     if wants_counts(loss):
-        for name, count in zip(names, counts_of(table), strict=True):
+        for name, count in zip(names, total_counts(table), strict=True):
             record_reduction(loss.reducer, name, count)
 
 
-def _embedding_term(loss: Any, call: PMLCall, meeting: Meeting, *, symmetric: bool) -> Tensor | None:
+def _embedding_term(loss: Any, call: PMLCall, meeting: PartialsExchange, *, symmetric: bool) -> Tensor | None:
     """The embedding regulariser: every rank computes it whole."""
     if getattr(loss, "embedding_regularizer", None) is None:
         return None
