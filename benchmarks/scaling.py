@@ -30,7 +30,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.distributed.handshake import HANDSHAKE_BYTES, exchange, room
+from lightning_ddp_losses.distributed.handshake import HANDSHAKE_BYTES, all_gather, inline_capacity
 
 __all__ = ["main"]
 
@@ -54,7 +54,7 @@ def scattered(world: int) -> int:
 
 def in_frame(rows_bytes: int) -> bool:
     """Whether this rank's rows travel in the frame, with a few bytes about them."""
-    return rows_bytes + 64 <= room()
+    return rows_bytes + 64 <= inline_capacity()
 
 
 def frame(rows_bytes: int) -> int:
@@ -165,7 +165,7 @@ def real(modes: list[str]) -> list[tuple[int, int, float]]:
     found = []
     for mode in modes:
         for _ in range(128):
-            exchange("frames forget what the mode before has sent", {})
+            all_gather("frames forget what the mode before has sent", {})
         found.append(measure(mode))
     return found
 

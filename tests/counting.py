@@ -15,7 +15,7 @@ __all__ = ["CountCollectives", "nothing_rides"]
 
 def nothing_rides() -> contextlib.AbstractContextManager[Any]:
     """Inside the block this rank takes no payload for small: all of them travel as those of large batches do."""
-    return mock.patch.object(handshake, "room", return_value=0)
+    return mock.patch.object(handshake, "inline_capacity", return_value=0)
 
 
 class CountCollectives(TorchDispatchMode):

@@ -26,8 +26,9 @@ from lightning_ddp_losses.callbacks.data_verdicts import (
     overlap,
 )
 from lightning_ddp_losses.callbacks.findings import Finding
-from lightning_ddp_losses.callbacks.local_findings import LocalFacts, digest
+from lightning_ddp_losses.callbacks.local_findings import LocalFacts
 from lightning_ddp_losses.callbacks.loss_observations import PositivePairs, local_contrastive, uses_foreign_gather
+from lightning_ddp_losses.distributed.fingerprint import hash_text
 
 _UNBOUNDED = 1 << 40
 _WITHOUT_PAIRS = 3  # steps in a row
@@ -123,7 +124,7 @@ class BatchCheck(RankCheck):
             sizes = own_data.sizes(trainer)
         batches = trainer.num_training_batches
         number = int(batches) if math.isfinite(batches) else -1
-        gathers = digest(uses_foreign_gather(module)) if uses_foreign_gather(module) else 0
+        gathers = hash_text(uses_foreign_gather(module)) if uses_foreign_gather(module) else 0
         row = [*self._facts.row(), number, *sizes, gathers, *self._batches.counts]
         # always of one length: the frame has its size before the first step
         return [*row, *(self._batches.sketch() + [0] * (SKETCH + 1))[: SKETCH + 1]]
@@ -139,7 +140,7 @@ class BatchCheck(RankCheck):
             self._facts.found += own_data.lonely_rows(trainer)
         last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         iterable = any(loaders.is_iterable(loader) for loader in found)
-        state = digest(repr(torch.get_rng_state().tolist())) if self.session.step < 2 else 0
+        state = hash_text(repr(torch.get_rng_state().tolist())) if self.session.step < 2 else 0
         batches = self._batches
         return [
             *self._facts.row(),

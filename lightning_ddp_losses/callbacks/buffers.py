@@ -17,10 +17,10 @@ from lightning_ddp_losses.callbacks.batch_norm import distances, hidden_norms, p
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, Batches
 from lightning_ddp_losses.callbacks.check_stage import Moment
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
-from lightning_ddp_losses.callbacks.local_findings import LocalFacts, digest
+from lightning_ddp_losses.callbacks.local_findings import LocalFacts
 from lightning_ddp_losses.callbacks.metric_states import compare_states, states_of
 from lightning_ddp_losses.callbacks.queues import Buffer, Place, places, remembering
-from lightning_ddp_losses.distributed.fingerprint import fingerprint
+from lightning_ddp_losses.distributed.fingerprint import fingerprint, hash_text
 
 _NOISE = 0.5  # standard deviations times the root of the rows
 _LOOK_AGAIN = 64  # steps; a large model takes a while to walk through
@@ -90,7 +90,7 @@ class BufferSyncCheck(RankCheck):
         if self._forwards[id(wrapped)] == 2:  # the broadcast comes after this hook
             norms = {id(b) for norm in plain_norms(wrapped).values() for b in norm.buffers()}
             values = [fingerprint(b) for b in wrapped.buffers() if id(b) not in norms]
-            self._before_second = digest(repr(values)) if values else 0
+            self._before_second = hash_text(repr(values)) if values else 0
 
     def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Read rows and labels, for the advice."""
@@ -119,12 +119,14 @@ class BufferSyncCheck(RankCheck):
                 self._looked = places(module)
             self._buffers = remembering(self._looked)
             pairs = [(name, *buffer.digests()) for name, buffer in self._buffers.items()]
-            return [len(pairs), digest(repr(pairs)) if pairs else 0]
+            return [len(pairs), hash_text(repr(pairs)) if pairs else 0]
         if moment in _METRICS:
             self._states = states_of(module)
             # an empty list of a state that is concatenated says nothing
-            codes = [0 if n < 0 and kind[0] is None else digest(repr((n, kind))) for n, *kind in self._states.values()]
-            return [digest(repr(list(self._states))), *codes]
+            codes = [
+                0 if n < 0 and kind[0] is None else hash_text(repr((n, kind))) for n, *kind in self._states.values()
+            ]
+            return [hash_text(repr(list(self._states))), *codes]
         batches = self.session.shared(Batches)
         channels = statistics(plain_norms(module))
         mean_rows = batches.total_rows / max(batches.number, 1)

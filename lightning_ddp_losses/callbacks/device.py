@@ -14,9 +14,10 @@ from torch import nn
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.check_stage import Moment
 from lightning_ddp_losses.callbacks.findings import Finding
-from lightning_ddp_losses.callbacks.local_findings import LocalFacts, digest
+from lightning_ddp_losses.callbacks.local_findings import LocalFacts
 from lightning_ddp_losses.callbacks.metric_states import metrics_of
 from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.fingerprint import hash_text
 
 
 def device_identity(device: torch.device) -> str:
@@ -74,7 +75,7 @@ class DeviceCheck(RankCheck):
         self._find_elsewhere(trainer, module, device)
         self._find_idle(trainer, device)
         identity = device_identity(device)
-        return [*self._facts.row(), digest(identity) if identity else 0]
+        return [*self._facts.row(), hash_text(identity) if identity else 0]
 
     def _find_parallel(self, module: nn.Module) -> None:
         held = [*module.named_modules(), *((k, v) for k, v in vars(module).items() if isinstance(v, nn.Module))]

@@ -20,7 +20,6 @@ from lightning_ddp_losses.callbacks import causes
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.check_stage import Moment
 from lightning_ddp_losses.callbacks.ddp_state import Wrap
-from lightning_ddp_losses.callbacks.digests import digest
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 from lightning_ddp_losses.callbacks.gradient_scale import probe
 from lightning_ddp_losses.callbacks.gradients import Gradients
@@ -28,6 +27,7 @@ from lightning_ddp_losses.callbacks.reach import Reach
 from lightning_ddp_losses.callbacks.replicated_parameters import Unit, divide, is_replicated
 from lightning_ddp_losses.callbacks.scale_verdict import scale_verdict
 from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.fingerprint import hash_lines
 
 _SHOWN = 6
 _ZERO_AT = (0, 3)  # steps at which a module's gradient must be zero to be called so: a zero start is no fault
@@ -157,7 +157,7 @@ class GradientFlowCheck(RankCheck):
     def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[int]:
         """Who is not reached; or fingerprints, absence, what is not finite and what is zero."""
         if moment == Moment.BEFORE_BACKWARD:
-            return [digest(self._missing), len(self._missing)]
+            return [hash_lines(self._missing), len(self._missing)]
         seen = self._seen = self._gradients
         self._gradients = Gradients()
         replicated = is_replicated(trainer)
@@ -166,7 +166,7 @@ class GradientFlowCheck(RankCheck):
         self._wild = [name for name, size in largest.items() if not size < float("inf")]
         return [
             len(self.session.stepped),
-            digest(seen.absent) if replicated else 0,
+            hash_lines(seen.absent) if replicated else 0,
             sum(name in awaited for name in seen.absent),
             seen.combined() if replicated else 0,
             len(self._wild),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.callbacks.replicated_parameters import Unit
-from lightning_ddp_losses.distributed.fingerprint import Started, combine, finish, start
+from lightning_ddp_losses.distributed.fingerprint import Started, combine, finish_fingerprints, start_fingerprint
 
 
 class Gradients:
@@ -29,7 +29,7 @@ class Gradients:
                 continue
             piece = unit.of(grad)
             self.units.append(unit)
-            self._prints.append(start(piece))
+            self._prints.append(start_fingerprint(piece))
             self._sizes.append(_largest(piece) if sizes or piece.device.type != "cpu" else _bound(piece))
 
     def note_absent(self, parameters: Mapping[str, Tensor]) -> None:
@@ -39,13 +39,13 @@ class Gradients:
     def values(self) -> dict[str, list[int]]:
         """Fingerprints by parameter."""
         found: dict[str, list[int]] = {}
-        for unit, value in zip(self.units, finish(self._prints), strict=True):
+        for unit, value in zip(self.units, finish_fingerprints(self._prints), strict=True):
             found.setdefault(unit.name, []).append(value)
         return found
 
     def combined(self) -> int:
         """One number of all fingerprints, by their order."""
-        return combine(finish(self._prints))
+        return combine(finish_fingerprints(self._prints))
 
     def largest(self) -> dict[str, float]:
         """The largest element of each gradient (without ``sizes`` some number); not finite where one is not."""

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from lightning_ddp_losses.callbacks.local_findings import digest
+from lightning_ddp_losses.distributed.fingerprint import hash_text
 
 _READ = 1 << 16  # indices of an order
 _DEPTH = 3
@@ -63,10 +63,10 @@ def drawn_order(loader: DataLoader[Any]) -> int:
         drawn = getattr(sampler.dataset, "_sampler_list", None)
         head = drawn[:_READ] if drawn else []
         if head and all(isinstance(index, int) for index in head) and len(set(head)) == len(head):
-            return digest(repr(head), 62)
+            return hash_text(repr(head), 62)
         return 0  # drawn with replacement, every rank's part is as good as another
     if type(sampler) is DistributedSampler and sampler.shuffle:
-        return digest(f"{sampler.seed} {sampler.epoch}", 62)
+        return hash_text(f"{sampler.seed} {sampler.epoch}", 62)
     return 0
 
 

@@ -12,14 +12,9 @@ from dataclasses import replace
 
 from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.core.faults import FAULTS
-from lightning_ddp_losses.distributed.fingerprint import hash_bytes
+from lightning_ddp_losses.distributed.fingerprint import hash_text
 
 _FIELDS = ("fault", "what", "expected", "name", "fix")
-
-
-def digest(text: str, bits: int = 63) -> int:
-    """A number that tells texts apart; never zero."""
-    return hash_bytes(text.encode()) & ((1 << bits) - 1) or 1
 
 
 class LocalFacts:
@@ -38,7 +33,7 @@ class LocalFacts:
         if not self.found:
             return [0, 0]
         mask = sum({1 << self._faults.index(f.fault) for f in self.found})
-        return [mask, digest(json.dumps([_fields(f) for f in self.found]))]
+        return [mask, hash_text(json.dumps([_fields(f) for f in self.found]))]
 
     def judge(self, table: Sequence[Sequence[int]]) -> list[Finding]:
         """Findings of all ranks, from their masks and digests (W, 2)."""

@@ -16,11 +16,11 @@ from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.check_stage import Moment
 from lightning_ddp_losses.callbacks.divisors import Term, terms
 from lightning_ddp_losses.callbacks.findings import Finding
-from lightning_ddp_losses.callbacks.local_findings import digest
 from lightning_ddp_losses.callbacks.logged import reduced_keys, watched
 from lightning_ddp_losses.callbacks.loss_observations import local_contrastive
 from lightning_ddp_losses.callbacks.loss_verdicts import different_keys, different_values, loss_meaning, without_loss
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.errors import DDPLossError
 
 FILE_NAME = "losses_by_rank.csv"
@@ -141,15 +141,15 @@ class LossCheck(RankCheck):
         if moment == Moment.BEFORE_BACKWARD:
             self._keys = reduced_keys(trainer)
             weights = [(t.weight, t.elements) for t in self._terms[:2]] + [(0.0, 0.0)] * 2
-            key = float(digest("; ".join(self._keys), _KEY_BITS))
+            key = float(hash_text("; ".join(self._keys), _KEY_BITS))
             row = [self._state, self._loss, float(self._bad), *weights[0], weights[1][0], key, float(self._zeros)]
             self._state, self._bad = 0.0, -1
             return row
         if moment == Moment.VALIDATION_EPOCH_END:
             self._keys = reduced_keys(trainer, validation=True)
-            return [float(digest("; ".join(self._keys), _KEY_BITS))]
+            return [float(hash_text("; ".join(self._keys), _KEY_BITS))]
         values = watched(trainer)
-        row = [float(digest("; ".join(values), _KEY_BITS))]
+        row = [float(hash_text("; ".join(values), _KEY_BITS))]
         for value in values.values():
             row += [float(value is not None), value or 0.0]
         return row

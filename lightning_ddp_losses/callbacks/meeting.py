@@ -50,7 +50,7 @@ class Meeting:
     def _await(self, frame: handshake.PendingHandshake) -> None:
         """Wait, first awake, and leave when a peer has failed: it will not come."""
         begun = time.perf_counter()
-        while not frame.arrived():
+        while not frame.is_completed():
             waited = time.perf_counter() - begun
             if waited < _AWAKE_SECONDS:
                 time.sleep(0)

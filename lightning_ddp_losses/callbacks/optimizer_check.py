@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.causes import FIXES, optimizer_settings
 from lightning_ddp_losses.callbacks.check_stage import Moment
-from lightning_ddp_losses.callbacks.digests import digest
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 from lightning_ddp_losses.callbacks.replicated_parameters import is_replicated, optimised
-from lightning_ddp_losses.distributed.fingerprint import combine, fingerprint, fingerprints
+from lightning_ddp_losses.distributed.fingerprint import combine, fingerprint, fingerprints, hash_lines
 
 _SHOWN = 6
 _WORDS = {
@@ -96,7 +95,7 @@ class OptimizerCheck(RankCheck):
             state = 0
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = 0.0 if scaler is None else float(scaler.get_scale())
-        settings = digest(map(str, optimizer_settings(self.session)))
+        settings = hash_lines(map(str, optimizer_settings(self.session)))
         return [*row, settings, *struct.unpack("<q", struct.pack("<d", scale)), state]
 
     def _still(self, trainer: pl.Trainer) -> int:

@@ -18,10 +18,9 @@ from lightning_ddp_losses.callbacks import causes
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.check_stage import Moment
 from lightning_ddp_losses.callbacks.ddp_state import Wrap
-from lightning_ddp_losses.callbacks.digests import digest
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 from lightning_ddp_losses.callbacks.replicated_parameters import Unit, divide, is_replicated, shards, tracked
-from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints
+from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, hash_lines
 
 _SHOWN = 6  # parameters named in one go
 
@@ -74,10 +73,10 @@ class ParameterSyncCheck(RankCheck):
             self.session.tracked() if moment == Moment.AFTER_STEP else tracked(trainer, module),
         )
         if moment == Moment.BEFORE_WRAP:
-            return [digest(_descriptions(module, self._seen, buffers=True))]
+            return [hash_lines(_descriptions(module, self._seen, buffers=True))]
         if self._seen is not before:
             self._divided = divide(self._seen, self.parts)
-            self._digest = digest(_descriptions(module, self._seen, buffers=False))
+            self._digest = hash_lines(_descriptions(module, self._seen, buffers=False))
         row = [self._digest]
         self._looked_at = self._due(moment)
         row.append(combine(fingerprints(unit.of(self._seen[unit.name]) for unit in self._looked_at)))

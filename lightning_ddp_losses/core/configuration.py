@@ -50,7 +50,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def digest(module: nn.Module) -> str:
+def configuration_digest(module: nn.Module) -> str:
     """The configuration's beginning, for reading, and a hash of all of it."""
     text = configuration(module)
     return f"{text[:160]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"

@@ -25,8 +25,8 @@ class ValueReading:
     def __init__(self) -> None:
         self._called = False
 
-    def due(self, tree: Any) -> bool:
-        """Whether this call's are; ``tree`` holds them."""
+    def next_call(self, tree: Any) -> bool:
+        """Note a call whose inputs are ``tree``, and say whether its values are looked at."""
         if self._called:
             return on_host(tree)
         self._called = True

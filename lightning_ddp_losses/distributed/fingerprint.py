@@ -36,21 +36,21 @@ def fingerprint(tensor: Tensor) -> int:
     Elements count in logical order (strides do not), with their dtype's bits. Shape and dtype are not part of it: compare them
     beside it.
     """
-    return int(start(tensor))
+    return int(start_fingerprint(tensor))
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
     """The fingerprints of several tensors; an accelerator is waited for once."""
-    return finish([start(t) for t in tensors])
+    return finish_fingerprints([start_fingerprint(t) for t in tensors])
 
 
-def start(tensor: Tensor) -> Started:
+def start_fingerprint(tensor: Tensor) -> Started:
     """As ``fingerprint``, without waiting for an accelerator."""
     plain = tensor.resolve_neg()
     return hash_bytes(host_memory(plain)) if plain.device.type == "cpu" else _on_device(as_bytes(plain))
 
 
-def finish(started: Sequence[Started]) -> list[int]:
+def finish_fingerprints(started: Sequence[Started]) -> list[int]:
     """The numbers."""
     waiting = [each for each in started if isinstance(each, Tensor)]
     if len({t.device for t in waiting}) == 1:
@@ -63,6 +63,17 @@ def hash_bytes(data: object) -> int:
     """A signed 64-bit hash of a buffer."""
     value: int = xxhash.xxh3_64_intdigest(data)  # type: ignore[arg-type]
     return value - (1 << 64) if value >> 63 else value
+
+
+def hash_text(text: str, bits: int = 63) -> int:
+    """An unsigned number of so many bits that tells texts apart; never 0."""
+    return hash_bytes(text.encode()) & ((1 << bits) - 1) or 1
+
+
+def hash_lines(lines: Iterable[str]) -> int:
+    """A signed 64-bit number for several lines of text; 0 for none at all."""
+    text = "\n".join(lines)
+    return hash_bytes(text.encode()) if text else 0
 
 
 def hash_rows(rows: Iterable[Any], seeds: Iterable[int]) -> list[int]:

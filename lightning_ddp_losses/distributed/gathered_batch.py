@@ -68,7 +68,7 @@ def gather_batch(
 
     Communication:
         Forward one frame, and one gather of all tensors' bytes where those of any rank are too many to ride in it (more than
-        ``frames.room``, or not on the CPU); one more gather at a size that the frames have not grown to yet. Backward none
+        ``handshake.inline_capacity``, or not on the CPU); one more gather at a size that the frames have not grown to yet. Backward none
         (``"own_slice"``), or one exchange per dtype that needs a gradient (``"sum"``).
 
     Raises:
@@ -81,9 +81,9 @@ def gather_batch(
     fixed = {name: f"{('rows', *t.shape[1:])} {t.dtype} {t.device.type}" for name, t in tensors.items()}
     needs = [t.requires_grad and torch.is_grad_enabled() for t in values]
     head = struct.Struct(f"<{len(values)}Q{len(values)}??I")
-    rides = head.size + len(extra) + sum(_aligned(t.nbytes) for t in values) <= handshake.room(group) and all(
-        t.device.type == "cpu" for t in values
-    )
+    rides = head.size + len(extra) + sum(_aligned(t.nbytes) for t in values) <= handshake.inline_capacity(
+        group
+    ) and all(t.device.type == "cpu" for t in values)
     own = head.pack(*(t.shape[0] for t in values), *needs, rides, len(extra)) + extra
     payloads = handshake.all_gather(
         what,

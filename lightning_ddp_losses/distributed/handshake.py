@@ -41,7 +41,7 @@ def all_gather(
     payload: bytes = b"",
     *,
     group: Group = None,
-    channel: ChannelName = "frames",
+    channel: ChannelName = "handshakes",
     handshake_bytes: int | None = None,
 ) -> list[bytes]:
     """Meet all ranks of ``group`` at this place and swap payloads.
@@ -74,7 +74,7 @@ def start(
     payload: bytes = b"",
     *,
     group: Group = None,
-    channel: ChannelName = "frames",
+    channel: ChannelName = "handshakes",
     handshake_bytes: int | None = None,
 ) -> PendingHandshake:
     """As ``all_gather``, in two halves: the frame leaves now, and ``finish`` waits for the others'."""
@@ -98,7 +98,7 @@ class PendingHandshake:
         """Bytes that this rank sends to each other."""
         return self._sending.bytes if self._sending is not None else 0
 
-    def arrived(self) -> bool:
+    def is_completed(self) -> bool:
         """Whether ``finish`` would not wait (for a payload longer than the frame it may)."""
         return self._sending is None or self._sending.work.is_completed()
 
@@ -110,12 +110,12 @@ class PendingHandshake:
         first = frames[0]
         if all(f.kind == AGREE and f.digest == first.digest and f.version == VERSION for f in frames):
             return [f.payload for f in frames]
-        raise _told(mismatch_error(frames), self._sending.channel)
+        raise _mark_received(mismatch_error(frames), self._sending.channel)
 
 
 def error_group(error: Exception) -> Group:
     """The group in whose frame this error was raised on all its members; None: in no frame."""
-    return getattr(error, "_heard_in", None)
+    return getattr(error, "_received_in", None)
 
 
 def raise_on_all_ranks(
@@ -146,7 +146,7 @@ def raise_on_all_ranks(
         raise error
     with contextlib.suppress(AttributeError):  # an exception class may forbid it
         error.collective = True  # type: ignore[attr-defined]
-    _told(error, Channel.of(group, "frames"))
+    _mark_received(error, Channel.of(group, "handshakes"))
     ours = isinstance(error, DDPLossError)
     text = str(error) if ours else f"{type(error).__name__}: {error}"
     report = json.dumps({"class": type(error).__name__ if ours else "", "text": text, "where": where})
@@ -157,19 +157,19 @@ def raise_on_all_ranks(
         raise error from None
     if not ours:
         raise error
-    raise _told(mismatch_error(frames), sending.channel) from error
+    raise _mark_received(mismatch_error(frames), sending.channel) from error
 
 
-def _told(error: E, channel: Channel) -> E:
+def _mark_received(error: E, channel: Channel) -> E:
     with contextlib.suppress(AttributeError):
-        error._heard_in = channel.group  # type: ignore[attr-defined]
+        error._received_in = channel.group  # type: ignore[attr-defined]
     return error
 
 
 # ---------- from sending.py
 
-ChannelName: TypeAlias = Literal["frames", "checks"]
-"""Which of our process groups carries a frame (``groups.ProcessGroups``)."""
+ChannelName: TypeAlias = Literal["handshakes", "checks"]
+"""Which of our process groups carries a frame (``process_groups.ProcessGroups``)."""
 
 HANDSHAKE_BYTES = 1024
 _TEXT_BYTES = 448  # at most; the rest of the frame is the payload's
@@ -180,7 +180,7 @@ _LARGEST_FRAME = 64 << 10
 _MEMORY = 64  # frames without a longer one after which the room for it goes
 
 
-def room(group: Group = None) -> int:
+def inline_capacity(group: Group = None) -> int:
     """Bytes of payload that are better sent in a frame than in a gather of their own; equal on all ranks."""
     return _room(process_groups.world_size(group)) - _HEADER.size - _TEXT_BYTES
 
@@ -249,7 +249,7 @@ class Sending:
         text: str,
         payload: bytes,
         group: Group,
-        channel: ChannelName = "frames",
+        channel: ChannelName = "handshakes",
         handshake_bytes: int | None = None,
         timeout: timedelta | None = None,
     ) -> None:
@@ -438,7 +438,7 @@ def notify_subgroups(error: Exception, where: str) -> bool:
 
     Communication: one frame for each part, not awaited.
     """
-    parts = process_groups.parts()
+    parts = process_groups.subgroups()
     text = "; ".join(f"rank {process_groups.rank()} failed in {where}: {type(error).__name__}: {error}".splitlines())
     for part in parts:
         if part is error_group(error):
@@ -452,12 +452,12 @@ def raise_in_all_groups(error: Exception, where: str) -> NoReturn:
     """Raise ``error`` on every rank: here, and at the next frame of each peer.
 
     Raises:
-        DDPLossError: as ``frames.raise_on_all_ranks``; a peer that heard of it in a part says so.
+        DDPLossError: as ``handshake.raise_on_all_ranks``; a peer that heard of it in a part says so.
 
     Communication: one frame of the world, one for each part.
     """
     if (
-        notify_subgroups(error, where) and error_group(error) is not process_groups.internal_groups().frames
+        notify_subgroups(error, where) and error_group(error) is not process_groups.internal_groups().handshakes
     ):  # all have heard what the world said
         with contextlib.suppress(AttributeError):  # an exception class may forbid it
             error.collective = False  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ class ProcessGroups:
     """Our groups over the ranks of one user group.
 
     Attributes:
-        frames: gloo on the CPU, for host metadata: every collective of losses, metrics and the strategy opens here.
+        handshakes: gloo on the CPU, for host metadata: every collective of losses, metrics and the strategy opens here.
         host: gloo, for CPU tensors that follow an agreed frame.
         device: the backend of the user's group, for tensors on an accelerator; ``host`` itself where that is gloo.
         gradients: gloo, for the losses' gradients on the CPU alone: they may travel while other collectives run.
@@ -55,7 +55,7 @@ class ProcessGroups:
         notes: what a module keeps for as long as these groups live, under a key of its own.
     """
 
-    frames: dist.ProcessGroup
+    handshakes: dist.ProcessGroup
     host: dist.ProcessGroup
     device: dist.ProcessGroup
     gradients: dist.ProcessGroup
@@ -63,7 +63,7 @@ class ProcessGroups:
     ranks: tuple[int, ...]
     notes: dict[Any, Any] = field(default_factory=dict)
 
-    def payload(self, tensor: Tensor) -> dist.ProcessGroup:
+    def for_tensor(self, tensor: Tensor) -> dist.ProcessGroup:
         """The group that carries ``tensor``."""
         return self.host if tensor.device.type == "cpu" else self.device
 
@@ -170,7 +170,7 @@ def replica_group(group: Group) -> Group:
     if group is None or len(dist.get_process_group_ranks(group)) == world_size():
         return group
     ranks = tuple(dist.get_process_group_ranks(group))
-    channel = internal_groups().frames
+    channel = internal_groups().handshakes
     if ranks not in _replica_groups:
         everyone: list[tuple[int, ...]] = [()] * world_size()
         dist.all_gather_object(everyone, ranks, group=channel)
@@ -190,11 +190,11 @@ def replica_group(group: Group) -> Group:
     return _replica_groups[ranks]
 
 
-def parts() -> list[Group]:
+def subgroups() -> list[Group]:
     """The groups for frames over parts of the world that this rank has used so far."""
     if not is_distributed() or dist.group.WORLD is not _world:
         return []
-    return [ours.frames for ranks, ours in sorted(_families.items()) if len(ranks) < world_size()]
+    return [ours.handshakes for ranks, ours in sorted(_families.items()) if len(ranks) < world_size()]
 
 
 def _make(ranks: tuple[int, ...], group: Group) -> ProcessGroups:
@@ -216,8 +216,8 @@ def _make(ranks: tuple[int, ...], group: Group) -> ProcessGroups:
         )
         return group
 
-    frames, host, gradients, checks = new("gloo"), new("gloo"), new("gloo"), new("gloo")
-    return ProcessGroups(frames, host, host if only_gloo else new(None), gradients, checks, ranks)
+    handshakes, host, gradients, checks = new("gloo"), new("gloo"), new("gloo"), new("gloo")
+    return ProcessGroups(handshakes, host, host if only_gloo else new(None), gradients, checks, ranks)
 
 
 def _world_timeout() -> timedelta | None:
@@ -253,7 +253,7 @@ def close(*, world: bool = False) -> None:
     global _world  # noqa: PLW0603
     if is_distributed() and dist.group.WORLD is _world:
         for ours in _families.values():
-            made = {ours.frames, ours.host, ours.device, ours.gradients, ours.checks}
+            made = {ours.handshakes, ours.host, ours.device, ours.gradients, ours.checks}
             if len(made) == 1:
                 continue  # the user's own
             for group in made:

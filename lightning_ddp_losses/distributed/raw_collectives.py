@@ -41,7 +41,7 @@ def group_for(tensor: Tensor, group: Group) -> dist.ProcessGroup:
     """The process group for a collective on ``tensor`` that starts now."""
     if _before_waiting is not None:
         _before_waiting()
-    return process_groups.internal_groups(group).payload(tensor)
+    return process_groups.internal_groups(group).for_tensor(tensor)
 
 
 def wait(work: dist.Work) -> None:

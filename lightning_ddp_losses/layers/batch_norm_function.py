@@ -109,7 +109,7 @@ def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
         RankMismatchError: on every rank, when channels, dtype, device, settings or the place in the program differ.
         TooFewValuesError: on every rank, for one value per channel over all ranks of a part.
 
-    Communication: one frame; one gather of 2 C numbers per rank where they do not fit into it (``frames.room``), or may not.
+    Communication: one frame; one gather of 2 C numbers per rank where they do not fit into it (``handshake.inline_capacity``), or may not.
     """
     count, channels = x.numel() // max(1, x.shape[1]), x.shape[1]
     mean, squares = _local(x, count)

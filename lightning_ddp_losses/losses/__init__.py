@@ -13,8 +13,8 @@ ways to evaluate a global loss L = S / N:
 Beside them: ``ClassShardedLoss``, whose class weight is divided over the ranks (``class_softmax``: statistics over each rank's classes
 make every row's loss known to all), and two-tower losses in tiles (``two_towers``).
 
-What is said to cost a frame and a gather costs the frame alone where the rows are few (``frames.room``, on the CPU): from the second call
-on they travel in it.
+What is said to cost a frame and a gather costs the frame alone where the rows are few (``handshake.inline_capacity``, on the CPU): from the
+second call on they travel in it.
 
 In ``rows`` and ``elements`` each rank back-propagates ``W * S_r / N`` and reports ``L`` (``reduction``); symmetric tiles give its rows W
 times their gradient of the whole ``L``, from one statistic per row of every rank. A ``replicated`` loss needs no

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
-from lightning_ddp_losses.core.configuration import digest
+from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group
@@ -297,7 +297,7 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
             width = self._whole_shape[1 - self._head.class_dim]
             inputs.check_embeddings(self._title, embeddings, width)
             if classified:
-                read = self._reading.due((embeddings, labels))
+                read = self._reading.next_call((embeddings, labels))
                 inputs.check_labels(self._title, labels, len(embeddings), self._classes, read_values=read)
             if classified and self.sampler is not None and self._attached is None and torch.is_grad_enabled():
                 raise ConfigurationError(
@@ -333,7 +333,7 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
         batches = {"embeddings": embeddings, "labels": labels}
         if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
             batches[_NAMED] = self._counts(indices_tuple, len(labels))
-        self._fingerprint = self._fingerprint or digest(self.loss)
+        self._fingerprint = self._fingerprint or configuration_digest(self.loss)
         must_match = {
             "classes": self._classes,
             "sampling": "none" if self._samples is None else f"{self._samples.rate} {self._samples.unbiased}",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from lightning_ddp_losses.core import autograd_graph, inputs
-from lightning_ddp_losses.core.configuration import digest
+from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import Backward
 from lightning_ddp_losses.distributed.gathered_batch import Choice, GatheredBatch, gather_batch
@@ -84,7 +84,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     Communication:
         ``elements`` 1 frame. ``replicated`` frame + gather, none in backward. ``rows`` frame + gather + frame; in backward none
         where ``evaluation`` is symmetric and the call has labels only, else 1. A ring: 2 frames, a gather of labels, and one (Contrastive)
-        to three times W - 1 messages. Few rows on the CPU (``frames.room``) need no gather: they travel in the frame from the
+        to three times W - 1 messages. Few rows on the CPU (``handshake.inline_capacity``) need no gather: they travel in the frame from the
         second call on.
 
     Raises:
@@ -178,7 +178,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         return value if self.backward == "sum" else self._coefficients.watch(value, group=self._group)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        read = self._reading.due((args, kwargs))
+        read = self._reading.next_call((args, kwargs))
         inputs.check_inputs(self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -306,7 +306,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _agreed(self) -> dict[str, object]:
         if not self._fingerprint:
-            self._fingerprint = digest(self.loss)
+            self._fingerprint = configuration_digest(self.loss)
         must_match: dict[str, object] = {"mode": self.mode, "backward": self.backward, "gather": self.gather}
         must_match["configuration"] = self._fingerprint
         if self.backward == "own_slice":
@@ -493,7 +493,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
     def _forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         title = f"GlobalBatchMiner({type(self.miner).__name__})"
-        self._fingerprint = self._fingerprint or digest(self.miner)
+        self._fingerprint = self._fingerprint or configuration_digest(self.miner)
         try:
             call = PMLCall(
                 self.miner,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core.configuration import digest
+from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
@@ -95,7 +95,11 @@ class ClassWeight(WithProcessGroup, nn.Module):
                 got=world,
                 fix="Save a checkpoint with the strategy, which holds the whole weight, and load it into a new loss.",
             )
-        must_match = {"classes": self._classes, "built": self._seed is not None, "configuration": digest(self.loss)}
+        must_match = {
+            "classes": self._classes,
+            "built": self._seed is not None,
+            "configuration": configuration_digest(self.loss),
+        }
         own = (self._seed or 0).to_bytes(8, "little")
         seeds = handshake.all_gather(f"{self._title} divides its classes", must_match, own, group=self._group)
         if self._classes < world:

@@ -46,8 +46,9 @@ def meet(
     Gradient: this rank's own states receive W times the gradient that comes back (which is the same on every rank).
 
     Communication:
-        One frame; when the bytes of a rank do not fit (``frames.room``), one all-reduce in place, on the device. One more gather at a
-        size that the frames have not grown to yet, and one more exchange where a rank without data holds a default of another shape.
+        One frame; when the bytes of a rank do not fit (``handshake.inline_capacity``), one all-reduce in place, on the device.
+        One more gather at a size that the frames have not grown to yet, and one more exchange where a rank
+        without data holds a default of another shape.
 
     Raises:
         RankMismatchError: on every rank, naming the state, when ranks disagree in a way that has no right result.
@@ -74,7 +75,7 @@ def meet(
     contents = table_of_contents(kinds, pieces).encode()
     weights = b"".join(_ROWS.pack(s.weight) for s in states if s.reduce is dim_zero_mean)
     head = _HEAD.size + len(contents) + len(weights)
-    inside = head + size <= handshake.room(group)
+    inside = head + size <= handshake.inline_capacity(group)
     payload = _HEAD.pack(digest, inside, len(contents)) + contents + weights
     payloads = handshake.all_gather(
         title, must_match, payload + _bytes_of(own, device) if inside else payload, group=group

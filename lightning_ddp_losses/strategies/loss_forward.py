@@ -67,7 +67,7 @@ class LossForwardPatch(ForwardPatch):
             self.calls += 1
             self.rows += inputs.num_rows(args, kwargs)
             self._await(precision.tensors_in((args, kwargs)))
-        read = self._reading.due((args, kwargs))
+        read = self._reading.next_call((args, kwargs))
         inputs.check_inputs(
             self._inner,
             self.loss.title,

@@ -124,7 +124,7 @@ class LossReducer:
             return False
         parameters = [m.parameter for m in managed]
         few = all(p.nbytes <= LARGE_BYTES for p in parameters)
-        return few and Passengers.size(parameters, self._wire_dtype(parameters)) <= handshake.room()
+        return few and Passengers.size(parameters, self._wire_dtype(parameters)) <= handshake.inline_capacity()
 
     def _leave(self) -> None:
         """Send the frame, if nothing that it takes along is still to come."""

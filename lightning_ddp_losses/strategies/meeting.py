@@ -102,7 +102,7 @@ class Meeting:
 
     def arrived(self) -> bool:
         """Whether ``read`` would not wait."""
-        return self._frame is not None and self._frame.arrived()
+        return self._frame is not None and self._frame.is_completed()
 
     def read(self) -> Calls:
         """Wait for the peers' frames.

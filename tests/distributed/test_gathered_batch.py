@@ -78,7 +78,7 @@ def sizes_that_change() -> list[tuple[int, int, int, int]]:
     world, rank, found = dist.get_world_size(), dist.get_rank(), []
     for _ in range(130):
         handshake.all_gather("whatever other tests sent is forgotten", {})
-    most = handshake.room() // 512  # rows
+    most = handshake.inline_capacity() // 512  # rows
     for call, count in enumerate([150, 150, 7, 0, 180, 100, most + 1, 200, 0, most + 40, 200, most // 2, most // 2]):
         sizes = [max(count - 3 * r, 0) if call % 2 else max(count - 3 * (world - 1 - r), 0) for r in range(world)]
         whole = torch.arange(sum(sizes) * 64, dtype=torch.float64).reshape(-1, 64)
@@ -88,7 +88,7 @@ def sizes_that_change() -> list[tuple[int, int, int, int]]:
         assert_equal(bundle.tensors[0].detach(), whole)
         bundle.tensors[0].sum().backward()
         assert_equal(local.grad, torch.full_like(local, world))
-        found.append((len(counter.names), max(sizes) * 512, min(sizes) * 512, handshake.room()))
+        found.append((len(counter.names), max(sizes) * 512, min(sizes) * 512, handshake.inline_capacity()))
     return found
 
 
@@ -109,7 +109,7 @@ def test_a_batch_size_that_changes_from_call_to_call(pool: RankPool, world_size:
 
 def far_too_many_on_one_rank() -> tuple[int, bool]:
     rank = dist.get_rank()
-    sizes = [3, handshake.room() // 8 + 1, 0][: dist.get_world_size()]
+    sizes = [3, handshake.inline_capacity() // 8 + 1, 0][: dist.get_world_size()]
     whole = torch.arange(sum(sizes))
     for _ in range(2):
         with CountCollectives() as counter:
@@ -124,5 +124,5 @@ def test_one_rank_has_too_many(pool: RankPool, world_size: int) -> None:
 
 def test_room_is_taken_from_all_ranks_alike() -> None:
     with mock.patch("lightning_ddp_losses.distributed.process_groups.world_size", side_effect=[2, 8, 1024]):
-        two, eight, many = (handshake.room() for _ in range(3))
+        two, eight, many = (handshake.inline_capacity() for _ in range(3))
     assert two > eight > many > 4096

@@ -93,7 +93,7 @@ def test_a_step_costs_what_the_table_says(pool: RankPool, name: str, rides: bool
 
 def count_wide(mode: str, bytes_over: int) -> list[int]:
     """Four rows of a rank whose bytes are so many more than go into a frame (of all ranks' embeddings and labels)."""
-    width = (handshake.room() + bytes_over) // 32
+    width = (handshake.inline_capacity() + bytes_over) // 32
     embeddings = torch.randn(4, width, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
     loss = GlobalBatchLoss(pml.SupConLoss(), mode=mode)  # type: ignore[arg-type]
     found = []

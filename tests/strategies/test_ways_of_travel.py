@@ -30,11 +30,11 @@ def fit_large(make: Callable[[], Job], strategy: Strategy | None = None, **optio
 
 
 def fit_packed(make: Callable[[], Job], strategy: Strategy | None = None, **options: Any) -> dict[str, Tensor]:
-    before, handshake.room = handshake.room, lambda group=None: 0
+    before, handshake.inline_capacity = handshake.inline_capacity, lambda group=None: 0
     try:
         return fit(make, strategy, **options)
     finally:
-        handshake.room = before
+        handshake.inline_capacity = before
 
 
 WAYS = pytest.mark.parametrize("run", [fit_large, fit_packed], ids=["large", "packed"])
