@@ -33,7 +33,7 @@ from lightning_ddp_losses.losses.partial_sums import (
 )
 from lightning_ddp_losses.losses.recorded_stats import record_norms, record_reduction, wants_counts
 from lightning_ddp_losses.losses.row_chunks import RowTiles, parts_of
-from lightning_ddp_losses.losses.tiled import Plan, TiledCall
+from lightning_ddp_losses.losses.tiled import TiledEvaluator, TiledPlan
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def rows_value(loss: Any, call: PMLCall, meeting: PartialsExchange, part_bytes: 
 
 def tiled_value(
     loss: Any,
-    plan: Plan,
+    plan: TiledPlan,
     call: PMLCall,
     meeting: PartialsExchange,
     *,
@@ -116,16 +116,16 @@ def tiled_value(
     rows, ring_send = call.given["embeddings"], None
     if ring:
         ring_send = partial(_around, counts=call.counts["embeddings"], group=meeting.group)
-    tiled = TiledCall(
-        loss, plan, call, symmetric=symmetric, world=meeting.world, tile_bytes=tile_bytes, around=ring_send
+    tiled = TiledEvaluator(
+        loss, plan, call, symmetric=symmetric, world=meeting.world, tile_bytes=tile_bytes, ring_rows=ring_send
     )
-    handshake_bytes = handshake.HANDSHAKE_BYTES + tiled.room()
+    handshake_bytes = handshake.HANDSHAKE_BYTES + tiled.payload_capacity()
     try:
         payload = tiled.forward()
     except Exception as error:
         handshake.raise_on_all_ranks(error, meeting.title, handshake_bytes=handshake_bytes, group=meeting.group)
     graph, value, table = tiled.value(meeting.meet(rows, payload, handshake_bytes))
-    _record(loss, plan.formula.sub_losses, table)
+    _record(loss, plan.pair_loss.sub_losses, table)
     if not ring:
         record_norms(loss.distance, call.arguments["embeddings"], call.references)
     extra = _embedding_term(loss, call, meeting, symmetric=symmetric)

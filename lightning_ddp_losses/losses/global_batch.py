@@ -46,7 +46,7 @@ from lightning_ddp_losses.losses.gathered_call import (
 )
 from lightning_ddp_losses.losses.partial_sums import has_per_anchor
 from lightning_ddp_losses.losses.pml_registry import MODES, Mode, allowed_modes, few_rows
-from lightning_ddp_losses.losses.tiled import TILED, plan_of
+from lightning_ddp_losses.losses.tiled import PAIR_LOSSES, tiled_plan
 from lightning_ddp_losses.losses.torch_losses import torch_partial_sum
 
 _VIEWS = ("embeddings", "ref_emb")  # what SelfSupervisedLoss takes, in this order
@@ -144,7 +144,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         ``"tiled, symmetric"``: tiles of our own; no collective in backward where the rows of one batch are compared without a miner's
         tuples. ``"tiled"``: the same with one. ``"row tiles"``: pytorch-metric-learning's own formula on a few anchors at a time.
         """
-        plan = plan_of(self.loss)
+        plan = tiled_plan(self.loss)
         if plan is None:
             return "row tiles"
         return "tiled, symmetric" if plan.symmetric else "tiled"
@@ -224,7 +224,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         call = PMLCall(self.loss, given, gather, process_groups.rank(self._group))
         self._warn_identities(call)
         fits = fits and not self._few(call.counts)
-        plan = plan_of(self.loss) if fits else None
+        plan = tiled_plan(self.loss) if fits else None
         if plan is not None and call.ref_labels is not None:
             symmetric = plan.is_symmetric(given)
             return tiled_value(
@@ -238,7 +238,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         return self._on_all_rows(call.seed, call.arguments.values(), (), call.arguments)  # type: ignore[no-any-return]
 
     def _is_symmetric(self, given: dict[str, Any]) -> bool:
-        plan = plan_of(self.loss)
+        plan = tiled_plan(self.loss)
         return plan is not None and plan.is_symmetric(given)
 
     def _has_rows(self, given: dict[str, Any]) -> bool:
@@ -379,9 +379,9 @@ def refuse_tiles(loss: nn.Module, mode: str, tile_bytes: int | None, gather: str
         )
     refuse_gather(title, gather)
     if gather == "ring":
-        plan = plan_of(loss) if mode in ("auto", "rows") and allowed_modes(loss)[0] == "rows" else None
+        plan = tiled_plan(loss) if mode in ("auto", "rows") and allowed_modes(loss)[0] == "rows" else None
         if plan is None or not plan.symmetric or getattr(loss, "embedding_regularizer", None) is not None:
-            names = sorted(cls.__name__ for cls, formula in TILED.items() if formula.symmetric)
+            names = sorted(cls.__name__ for cls, pair_loss in PAIR_LOSSES.items() if pair_loss.symmetric)
             raise no_ring(
                 title, f"one of {', '.join(names)}, mode 'rows', without regulariser", "another configuration"
             )

@@ -1,6 +1,16 @@
-"""Losses over the global batch in tiles: the value, gradient and statistics of pytorch-metric-learning, never a whole matrix of pairs."""
+"""Losses over the global batch in tiles: the value, gradient and statistics of pytorch-metric-learning, never a whole matrix of pairs.
 
-from lightning_ddp_losses.losses.tiled.call import TiledCall
-from lightning_ddp_losses.losses.tiled.plan import TILED, Plan, plan_of
+| file | what it holds |
+|---|---|
+| ``evaluator`` | which losses have tiles (``PAIR_LOSSES``); one call, there and back |
+| ``pair_losses`` | what a loss says about one tile (``PairLoss``); NT-Xent, SupCon, multi-similarity |
+| ``margin_losses`` | contrastive and triplet margin loss |
+| ``tiles`` | a tile: which entries are positives and negatives, distances and what they give back |
+| ``accumulators`` | pytorch-metric-learning's reducers on row sums |
 
-__all__ = ["TILED", "Plan", "TiledCall", "plan_of"]
+A new loss in tiles is one ``PairLoss`` and one row of ``PAIR_LOSSES``; its tests come from ``LOSSES`` in ``tests/losses/test_tiled.py``.
+"""
+
+from lightning_ddp_losses.losses.tiled.evaluator import PAIR_LOSSES, TiledEvaluator, TiledPlan, tiled_plan
+
+__all__ = ["PAIR_LOSSES", "TiledEvaluator", "TiledPlan", "tiled_plan"]

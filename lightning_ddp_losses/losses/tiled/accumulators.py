@@ -1,7 +1,10 @@
 """pytorch-metric-learning's reducers on row sums: what a tile may forget once its elements are added up.
 
-Legend: ``B`` rows on this rank. A pair's loss counts with a weight (how often a miner names it; 1 or 0 without a miner). After a row is
-complete only three numbers of it are left: the sum of what passes the reducer's threshold, its number, and the number of all.
+After a row is complete only three numbers of it are left: the sum of what passes the reducer's threshold, its number, and the number of
+all. Where a row's sum is one of exponentials, ``losses/log_sum_exp.py`` keeps it.
+
+Legend: ``B`` rows on this rank, ``T`` rows of a tile, ``C`` columns. A pair's loss counts with a weight (how often a miner names it; 1
+or 0 without a miner).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from pytorch_metric_learning import reducers
 from pytorch_metric_learning.reducers.per_anchor_reducer import aggregation_func
 from torch import Tensor
 
-from lightning_ddp_losses.losses.tiled.tile import Tile
+from lightning_ddp_losses.losses.tiled.tiles import Tile
 
 
 @dataclass(frozen=True)
@@ -40,18 +43,45 @@ class Reduction:
         """Whether some elements may not pass."""
         return self.low is not None or self.high is not None
 
+    @property
+    def selects_positive(self) -> bool:
+        """Whether an element passes if it is above 0."""
+        return self.low == 0 and self.high is None
+
     def passing(self, values: Tensor) -> Tensor:
-        """1 for the elements that pass, else 0."""
-        gate = torch.ones_like(values, dtype=torch.bool)
+        """Computes 1 for the elements that pass, else 0."""
+        passes = torch.ones_like(values, dtype=torch.bool)
         if self.low is not None:
-            gate &= values > self.low
+            passes &= values > self.low
         if self.high is not None:
-            gate &= values < self.high
-        return gate.to(values.dtype)
+            passes &= values < self.high
+        return passes.to(values.dtype)
+
+
+def reduction_of(reducer: Any, name: str) -> Reduction | None:
+    """Describes the reducer of sub-loss ``name``; None for one that tiles do not know."""
+    cls, found = type(reducer), None
+    if cls is reducers.MultipleReducers:
+        own = reducer.default_reducer
+        if name in reducer.reducers:
+            own = reducer.reducers[name]
+        found = reduction_of(own, name)
+    elif cls is reducers.PerAnchorReducer and reducer.aggregation_func is aggregation_func:
+        inner = reduction_of(reducer.reducer, name)
+        found = None if inner is None else replace(inner, per_anchor=True)
+    elif cls is reducers.MeanReducer:
+        found = Reduction()
+    elif cls is reducers.SumReducer:
+        found = Reduction(plain_sum=True)
+    elif cls in (reducers.ThresholdReducer, reducers.AvgNonZeroReducer):
+        found = Reduction(low=reducer.low, high=reducer.high)
+    elif cls is reducers.ClassWeightedReducer:
+        found = Reduction(weights=reducer.weights)
+    return found
 
 
 @dataclass(frozen=True)
-class Total:
+class LocalTotal:
     """This rank's part of a sub-loss.
 
     Attributes:
@@ -71,28 +101,8 @@ class Total:
     pairs: float
 
 
-def reduction_of(reducer: Any, name: str) -> Reduction | None:
-    """The reducer of sub-loss ``name`` as data; None for one that tiles do not know."""
-    cls, found = type(reducer), None
-    if cls is reducers.MultipleReducers:
-        known = name in reducer.reducers
-        found = reduction_of(reducer.reducers[name] if known else reducer.default_reducer, name)
-    elif cls is reducers.PerAnchorReducer and reducer.aggregation_func is aggregation_func:
-        inner = reduction_of(reducer.reducer, name)
-        found = None if inner is None else replace(inner, per_anchor=True)
-    elif cls is reducers.MeanReducer:
-        found = Reduction()
-    elif cls is reducers.SumReducer:
-        found = Reduction(plain_sum=True)
-    elif cls in (reducers.ThresholdReducer, reducers.AvgNonZeroReducer):
-        found = Reduction(low=reducer.low, high=reducer.high)
-    elif cls is reducers.ClassWeightedReducer:
-        found = Reduction(weights=reducer.weights)
-    return found
-
-
-def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> tuple[Total, Tensor]:
-    """Reduce one loss per row.
+def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> tuple[LocalTotal, Tensor]:
+    """Reduces one loss per row.
 
     Args:
         reduction: ``per_anchor`` makes no difference here: rows are anchors.
@@ -102,18 +112,20 @@ def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> 
     Returns:
         The total, and (B,) how much each row's loss counts in S_r.
     """
-    counts = torch.ones_like(losses)
-    above = float(losses.numel())
+    counts, number = torch.ones_like(losses), float(losses.numel())
+    above = number
     if reduction.selects:
         counts = reduction.passing(losses)
-        above = float((losses > reduction.low).sum()) if reduction.low is not None else above
+        if reduction.low is not None:
+            above = float((losses > reduction.low).sum())
     passed = float(counts.sum())
     if reduction.weights is not None:
+        # class weights weigh the sum and leave the divisor alone, as PML does
         assert labels is not None
         counts = reduction.weights.to(losses)[labels]
     total = float((losses * counts).sum(dtype=torch.float64))
-    number = float(losses.numel())
-    return Total(total, None if reduction.plain_sum else passed, passed, number, above, number), counts
+    divisor = None if reduction.plain_sum else passed
+    return LocalTotal(total, divisor, passed, number, above, number), counts
 
 
 class PairSums:
@@ -130,9 +142,9 @@ class PairSums:
         self._by_pair = reduction.selects and not reduction.per_anchor
         self._sum, self._passed, self._all, self._above = (like.new_zeros(rows) for _ in range(4))
 
-    def add(self, rows: slice, losses: Tensor, weights: Tensor) -> None:
-        """Add (T, C) losses, each counted with its weight."""
-        passed = self.gate(losses, weights)
+    def accumulate_(self, rows: slice, losses: Tensor, weights: Tensor) -> None:
+        """Adds (T, C) losses, each counted with its weight."""
+        passed = self.passing_weights(losses, weights)
         self._all[rows] += weights.sum(1)
         self._sum[rows] += (losses * passed).sum(1)
         if self._by_pair:
@@ -140,8 +152,8 @@ class PairSums:
             if self.reduction.low is not None:
                 self._above[rows] += (weights * (losses > self.reduction.low)).sum(1)
 
-    def add_listed(self, rows: slice, owners: Tensor, losses: Tensor) -> Tensor:
-        """Add (n,) losses one by one to the tile's rows ``owners``; returns 1 for those that pass, else 0."""
+    def accumulate_listed_(self, rows: slice, owners: Tensor, losses: Tensor) -> Tensor:
+        """Adds (n,) losses one by one to the tile's rows ``owners``; returns 1 for those that pass, else 0."""
         ones = torch.ones_like(losses)
         self._all[rows].index_add_(0, owners, ones)
         if not self._by_pair:
@@ -154,63 +166,70 @@ class PairSums:
             self._above[rows].index_add_(0, owners, (losses > self.reduction.low).to(losses.dtype))
         return passed
 
-    def add_negatives(self, tile: Tile, losses: Tensor) -> bool:
-        """Add the losses >= 0 of a tile's negatives, (T, C), 0 elsewhere.
+    def accumulate_negatives_(self, tile: Tile, losses: Tensor) -> bool:
+        """Adds the losses >= 0 of a tile's negatives, (T, C), 0 elsewhere.
 
         Leaves in ``losses`` how often each counts that is above 0 and passes; returns whether there is any.
         """
         rows = tile.rows
         self._all[rows] += tile.number_of_negatives()
-        plain = self._by_pair and self.reduction.low == 0 and self.reduction.high is None
-        if self._by_pair and not plain:
-            gate = tile.counted(self.reduction.passing(losses))
+        counts_positive = self._by_pair and self.reduction.selects_positive
+        # what does not pass becomes 0; under the usual reducer (average of the non-zero) it is 0 already
+        if self._by_pair and not counts_positive:
+            passing = tile.weight_negatives_(self.reduction.passing(losses))
             if self.reduction.low is not None:
-                self._above[rows] += tile.counted((losses > self.reduction.low).to(losses.dtype)).sum(1)
-            self._passed[rows] += gate.sum(1)
-            losses.mul_(gate)
-        elif tile.far is not None:
-            losses.mul_(tile.far)
+                self._above[rows] += tile.weight_negatives_((losses > self.reduction.low).to(losses.dtype)).sum(1)
+            self._passed[rows] += passing.sum(1)
+            losses.mul_(passing)
+        elif tile.negative_counts is not None:
+            losses.mul_(tile.negative_counts)
         total = losses.sum(1)
         self._sum[rows] += total
         if not bool(total.any()):
             return False
+        # from losses to how often they count
         losses.sign_()
-        if tile.far is not None:
-            losses.mul_(tile.far)
-        if plain:
+        if tile.negative_counts is not None:
+            losses.mul_(tile.negative_counts)
+        if counts_positive:
             number = losses.sum(1)  # counts several times faster than a comparison
             self._passed[rows] += number
             self._above[rows] += number
         return True
 
-    def add_counted(self, rows: slice, total: Tensor, positive: Tensor, number: Tensor) -> None:
-        """Add (T,) sums of losses >= 0: how many of them are positive, and how many there are."""
+    def accumulate_counted_(self, rows: slice, total: Tensor, positive: Tensor, number: Tensor) -> None:
+        """Adds (T,) sums of losses >= 0: how many of them are positive, and how many there are."""
         self._all[rows] += number
         self._sum[rows] += total
         self._passed[rows] += positive
         self._above[rows] += positive
 
-    def gate(self, losses: Tensor, weights: Tensor) -> Tensor:
-        """The weights of the pairs that pass."""
+    def passing_weights(self, losses: Tensor, weights: Tensor) -> Tensor:
+        """Computes the weights of the pairs that pass, 0 for the others."""
         return weights * self.reduction.passing(losses) if self._by_pair else weights
 
-    def pass_as_one(self, losses: Tensor) -> Tensor:
-        """Overwrites losses >= 0: 1 where they are above 0 and pass, else 0."""
-        plain = not self._by_pair or (self.reduction.low == 0 and self.reduction.high is None)
-        gate = None if plain else self.reduction.passing(losses)
-        losses.sign_()
-        return losses if gate is None else losses.mul_(gate)
+    def indicate_passing_(self, losses: Tensor) -> Tensor:
+        """Overwrites losses >= 0 with 1 where they are above 0 and pass, else 0; returns them."""
+        if not self._by_pair or self.reduction.selects_positive:
+            return losses.sign_()
+        passing = self.reduction.passing(losses)
+        return losses.sign_().mul_(passing)
 
-    def close(self, labels: Tensor | None) -> tuple[Total, Tensor]:
-        """The total, and (B,) how much a passing pair of each row counts in S_r."""
-        if self.reduction.per_anchor:
+    def finalize(self, labels: Tensor | None) -> tuple[LocalTotal, Tensor]:
+        """Computes the total, and (B,) how much a passing pair of each row counts in S_r."""
+        reduction = self.reduction
+        if reduction.per_anchor:
             number = self._all.clamp(min=1)
-            anchors, counts = reduce_rows(self.reduction, self._sum / number, labels)
+            anchors, counts = reduce_rows(reduction, self._sum / number, labels)
             return replace(anchors, pairs=float(self._all.sum(dtype=torch.float64))), counts / number
-        ones = torch.ones_like(self._sum)
-        counts = ones if self.reduction.weights is None or labels is None else self.reduction.weights.to(ones)[labels]
-        whole = float(self._all.sum(dtype=torch.float64))
-        passed = float(self._passed.sum(dtype=torch.float64)) if self._by_pair else whole
-        above = float(self._above.sum(dtype=torch.float64)) if self._by_pair else whole
+        counts = torch.ones_like(self._sum)
+        if reduction.weights is not None and labels is not None:
+            counts = reduction.weights.to(counts)[labels]
+        elements = float(self._all.sum(dtype=torch.float64))
+        passed = above = elements
+        if self._by_pair:
+            passed = float(self._passed.sum(dtype=torch.float64))
+            above = float(self._above.sum(dtype=torch.float64))
         total = float((self._sum * counts).sum(dtype=torch.float64))
-        return Total(total, None if self.reduction.plain_sum else passed, passed, whole, above, whole), counts
+        divisor = None if reduction.plain_sum else passed
+        return LocalTotal(total, divisor, passed, elements, above, elements), counts

@@ -1,256 +1,502 @@
-"""Passes over the tiles of a batch: forward adds rows up, backward computes each tile once more and pulls its slope back.
+"""The evaluation of a loss over pairs in tiles: which losses have one, and one call, there and back.
 
-Legend: ``B`` rows on this rank, ``G`` columns over all ranks, ``T`` rows of a tile, ``k`` statistics of a row. What is alive at a time: the
-embeddings, two or three tiles, k numbers per row. Three matrix products in all where the matrix is symmetric, four else; one less where
-a single tile takes it all, and where a tile's slope follows from the tile alone.
+Forward adds each row up, tile by tile, and keeps ``k`` numbers of it; one handshake gives every rank all ranks' sums and these numbers.
+Backward computes each tile once more and turns it into its gradient. What is alive at a time: the embeddings, two or three tiles, k
+numbers a row. Matrix products in all: three where the matrix is symmetric, four else; one less where a single tile takes it all, and
+where a tile's gradient follows from the tile alone.
+
+Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` columns over all ranks, ``D`` embedding size, ``T`` rows of a tile, ``k`` statistics
+of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from pytorch_metric_learning import distances
+from pytorch_metric_learning import losses as pml
+from torch import Tensor, nn
 
+from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses.tiled.accumulators import Total
-from lightning_ddp_losses.losses.tiled.formula import Formula
-from lightning_ddp_losses.losses.tiled.geometry import Euclid, Geometry
-from lightning_ddp_losses.losses.tiled.tile import Listed, Tile
-from lightning_ddp_losses.losses.tiled.tiles import Pairs
+from lightning_ddp_losses.losses.gathered_call import PMLCall
+from lightning_ddp_losses.losses.partial_sums import (
+    STATS_BYTES,
+    ElementCounts,
+    PartialStats,
+    pack_stats,
+    scale_factors,
+    unpack_partials,
+)
+from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal, Reduction, reduction_of
+from lightning_ddp_losses.losses.tiled.margin_losses import Contrastive, Triplets
+from lightning_ddp_losses.losses.tiled.pair_losses import MultiSimilarity, NTXent, PairLoss, SupCon
+from lightning_ddp_losses.losses.tiled.tiles import (
+    LabelPairs,
+    PairList,
+    Pairs,
+    Tile,
+    TripletTuples,
+    TuplePairs,
+    tile_distance,
+)
 
+PAIR_LOSSES: dict[type[nn.Module], type[PairLoss]] = {
+    pml.ContrastiveLoss: Contrastive,
+    pml.MultiSimilarityLoss: MultiSimilarity,
+    pml.NTXentLoss: NTXent,
+    pml.SignalToNoiseRatioContrastiveLoss: Contrastive,
+    pml.SupConLoss: SupCon,
+    pml.TripletMarginLoss: Triplets,
+}
+_DISTANCES = (
+    distances.CosineSimilarity,
+    distances.DotProductSimilarity,
+    distances.LpDistance,
+    distances.SNRDistance,
+)
+_REFERENCES = (("ref_emb", "embeddings"), ("ref_labels", "labels"))
+
+# Few rows have few classes, hence few columns with positives; too few read the columns too often, and small tiles are all overhead. On a
+# GPU tiles must be large to be worth a launch.
 _HOST_ROWS, _HOST_BYTES = 64, 512 << 10
 _DEVICE_BYTES, _DEVICE_TILES = 256 << 20, 8
+_MOST_STATS = 3  # the largest k of any pair loss
+
+RingRows = Callable[[Tensor], Iterator[tuple[int, Tensor]]]
+
+
+@dataclass(frozen=True)
+class TiledPlan:
+    """How a loss is evaluated in tiles.
+
+    Attributes:
+        pair_loss: The loss on tiles.
+        reductions: One per sub-loss.
+        symmetric: Between rows of one batch, the gradient of transposed entries needs no gradient from other ranks.
+    """
+
+    pair_loss: type[PairLoss]
+    reductions: tuple[Reduction, ...]
+    symmetric: bool
+
+    def is_symmetric(self, given: Mapping[str, Any]) -> bool:
+        """Tells whether a call with these arguments compares the rows of one batch with each other."""
+        if not self.symmetric or "indices_tuple" in given:
+            return False
+        if not isinstance(given.get("embeddings"), Tensor) or not isinstance(given.get("labels"), Tensor):
+            return False
+        return all(given.get(reference, given[own]) is given[own] for reference, own in _REFERENCES)
+
+
+def tiled_plan(loss: Any) -> TiledPlan | None:
+    """Plans how tiles evaluate a loss as it is configured; None: they do not."""
+    pair_loss = PAIR_LOSSES.get(type(loss))
+    if pair_loss is None or type(loss.distance) not in _DISTANCES or _learns(loss) or not pair_loss.supports(loss):
+        return None
+    reductions = []
+    for name in pair_loss.sub_losses:
+        reduction = reduction_of(loss.reducer, name)
+        if reduction is None or not pair_loss.supports_reduction(reduction):
+            return None
+        reductions.append(reduction)
+    symmetric = pair_loss.symmetric and type(loss.distance) is not distances.SNRDistance
+    return TiledPlan(pair_loss, tuple(reductions), symmetric)
+
+
+def _learns(loss: Any) -> bool:
+    """Tells whether someone made a temperature or margin a tensor, which may want a gradient; pair losses take numbers."""
+    held = [*loss.parameters(), *vars(loss).values(), *vars(loss.distance).values()]
+    return any(isinstance(value, Tensor) for value in held)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Columns that are here at a time.
+    """Columns that are here at a time: those of all ranks, or of one.
 
     Attributes:
-        columns: As the geometry keeps them, in the order of ``pairs``.
+        columns: As the distance keeps them, in the order of ``pairs``.
         pairs: Of this rank's rows and these columns.
         start: The first of them in the order of all columns.
-        whole: They are all there are.
+        complete: They are all there are.
     """
 
     columns: Tensor
     pairs: Pairs
     start: int = 0
-    whole: bool = False
+    complete: bool = False
 
 
-def rows_of_a_tile(device: torch.device, row_bytes: int, rows: int) -> int:
-    """How many rows a tile takes where nobody says.
-
-    Few rows have few classes, hence a narrow band; too few read the columns too often, and small tiles are all overhead. On a GPU tiles
-    must be large to be worth a launch.
-    """
-    if device.type == "cpu":
-        return max(_HOST_ROWS, _HOST_BYTES // row_bytes)
-    return max(_HOST_ROWS, min(_DEVICE_BYTES // row_bytes, -(-rows // _DEVICE_TILES)))
-
-
-class Passes:
-    """One evaluation of a loss.
+class TiledEvaluator:
+    """One call of a loss on tiles, from gathered rows to its value and gradient.
 
     Args:
-        formula: The loss.
-        geometry: Its distance.
-        rows: (B, D), prepared, without graph.
-        blocks: Goes through the columns once.
-        order: (B,) in which tiles take the rows; None: as they are.
+        loss: pytorch-metric-learning's.
+        plan: Its tiled evaluation.
+        call: The arguments over all ranks.
+        symmetric: Whether ``plan.is_symmetric``; the gathered rows then get no gradient.
+        world: W.
         tile_bytes: The most that a tile may take; None: a default.
+        ring_rows: Passes this rank's rows on and yields (rank, its rows) in turn, where they are not gathered; only if ``symmetric``.
     """
 
     def __init__(
         self,
-        formula: Formula,
-        geometry: Geometry,
-        rows: Tensor,
-        blocks: Callable[[], Iterator[Block]],
-        order: Tensor | None,
+        loss: Any,
+        plan: TiledPlan,
+        call: PMLCall,
+        *,
+        symmetric: bool,
+        world: int,
         tile_bytes: int | None,
+        ring_rows: RingRows | None = None,
     ) -> None:
-        self._formula, self._geometry, self._blocks, self._order = formula, geometry, blocks, order
-        self._rows = rows if order is None else rows[order]
-        self._tile_bytes = tile_bytes
+        self._loss, self._plan, self._call, self._symmetric, self._world = loss, plan, call, symmetric, world
+        self._tile_bytes, self._ring_rows = tile_bytes, ring_rows
+        self._columns: Tensor | None = None  # with their graph, where they want a gradient
         self._buffers: list[Tensor] = []
-        self._slopes: list[Tensor] = []
-        self._kept: Tile | None = None
+        self._kept_tile: Tile | None = None
+        self._sub_loss_grads: list[Tensor] = []
+
+    def payload_capacity(self) -> int:
+        """Computes bytes that any rank's payload fits in; the same on all ranks."""
+        rows = max(self._call.counts["embeddings"]) if self._symmetric else 0
+        item: int = self._call.given["embeddings"].element_size()
+        return STATS_BYTES * len(self._plan.pair_loss.sub_losses) + rows * _MOST_STATS * item
+
+    # ------------------------------------------------------------------ there
+
+    def forward(self) -> bytes:
+        """Goes over the tiles.
+
+        Returns:
+            This rank's payload: its sub-losses, and if ``symmetric`` its rows' statistics.
+        """
+        loss, call, plan = self._loss, self._call, self._plan
+        # this rank's rows as the distance compares them, with their graph
+        embeddings = match_requires_grad(call.given["embeddings"], call.arguments["embeddings"].requires_grad)
+        self._distance = tile_distance(loss.distance, call.references.shape[0])
+        self._rows = self._distance.prepare(embeddings)
+        self._pair_loss = plan.pair_loss(loss, plan.reductions, embeddings.shape[0], self._rows)
+        # the columns they are compared with, and in which order tiles take both
+        if self._ring_rows is None:
+            self._set_gathered_columns()
+        else:
+            self._set_ring_columns(self._ring_rows)
+        rows = self._rows.detach()
+        self._sorted_rows = rows if self._row_order is None else rows[self._row_order]
+        # sums over each row's entries
+        backward_comes = torch.is_grad_enabled() and (self._rows.requires_grad or self._columns is not None)
+        totals, self._row_stats = self._accumulate_tiles(backward_comes=backward_comes)
+        self._buffers.clear()  # no tile is alive between forward and backward
+        # what the other ranks need of them
+        packed = self._pack_totals(totals)
+        if self._symmetric:
+            packed += self._row_stats.cpu().numpy().tobytes()
+        return packed
+
+    def value(self, payloads: Sequence[bytes]) -> tuple[Tensor, float, list[list[PartialStats]]]:
+        """Computes what follows from all ranks' payloads.
+
+        Returns:
+            The loss with its graph, as a number, and each rank's sub-losses.
+        """
+        # the sub-losses of all ranks
+        size = len(self._plan.pair_loss.sub_losses) * STATS_BYTES
+        table = unpack_partials([payload[:size] for payload in payloads])
+        value, factors = scale_factors(table, self._world)
+        # the statistics of all columns' rows
+        column_stats = self._unpack_stats([payload[size:] for payload in payloads]) if self._symmetric else None
+
+        def backward(*, rows_wanted: bool, columns_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+            columns_grad = None
+            if columns_wanted and self._columns is not None:
+                columns_grad = torch.zeros_like(self._columns)
+            rows_grad = self._backward_tiles(column_stats, factors, columns_grad)
+            if columns_grad is not None:
+                columns_grad = _unsorted(columns_grad, self._column_order)
+            return rows_grad if rows_wanted else None, columns_grad
+
+        graph: Tensor = _TiledValue.apply(self._rows, self._columns, backward, value)  # type: ignore[no-untyped-call]
+        return graph, value, table
 
     @torch.no_grad()
-    def forward(self, labels: Tensor | None, *, backward_comes: bool, rows_only: bool) -> tuple[list[Total], Tensor]:
-        """Totals of the sub-losses, and (B, k) statistics in the order of this rank's rows.
-
-        Args:
-            labels: (B,) of this rank's rows.
-            backward_comes: What helps it may be kept or, where it is ``immediate``, computed now.
-            rows_only: It will ask for the gradient of the rows alone.
-        """
-        formula = self._formula
-        if formula.immediate and backward_comes and rows_only:
-            self._slopes = [torch.zeros_like(self._rows) for _ in formula.sub_losses]
+    def _accumulate_tiles(self, *, backward_comes: bool) -> tuple[list[LocalTotal], Tensor]:
+        """Lets the pair loss see each tile once; returns the sub-losses' totals, and (B, k) statistics in the order of the rows."""
+        pair_loss = self._pair_loss
+        if pair_loss.grad_in_forward and backward_comes and self._symmetric:
+            self._sub_loss_grads = [torch.zeros_like(self._sorted_rows) for _ in pair_loss.sub_losses]
         complete = False
         for block in self._blocks():
-            self._look(block, keep=backward_comes)
-            complete = block.whole
-        if formula.revisits and not complete:
-            self._look_again()
-        if labels is not None and self._order is not None:
-            labels = labels[self._order]
-        totals, stats = formula.close(labels)
-        return totals, self._unsorted(stats)
+            complete = block.complete
+            parts = list(self._row_slices(block))
+            for part in parts:
+                tile = self._tile(block, part)
+                if self._sub_loss_grads:
+                    self._accumulate_with_grads_(block, tile)
+                    continue
+                if backward_comes and complete and len(parts) == 1:
+                    # so small a batch need not be computed twice
+                    self._kept_tile = tile._replace(matrix=tile.matrix.clone())
+                if pair_loss.needs_second_pass and complete:
+                    # the tile's rows are complete at once, and its positives still here
+                    entries = tile.positive_entries()
+                    pair_loss.accumulate_(tile)
+                    pair_loss.accumulate_positives_(tile.rows, tile.positives, entries)
+                else:
+                    pair_loss.accumulate_(tile)
+        if pair_loss.needs_second_pass and not complete:
+            self._accumulate_positives_()
+        # reduce the rows
+        labels = self._call.own_labels
+        if labels is not None and self._row_order is not None:
+            labels = labels[self._row_order]
+        totals, stats = pair_loss.finalize(labels)
+        return totals, _unsorted(stats, self._row_order)
+
+    def _accumulate_with_grads_(self, block: Block, tile: Tile) -> None:
+        """Adds up a tile and the rows' gradient from it, where that needs no other tile."""
+        rows, scale = self._sorted_rows[tile.rows], self._pair_loss.scale
+        matrix_grads = self._pair_loss.accumulate_with_grads_(tile, self._buffer(1, tile.matrix.shape))
+        # a sub-loss without negatives that count has no second gradient
+        for rows_grad, (span, matrix_grad) in zip(self._sub_loss_grads, matrix_grads, strict=False):
+            matrix, columns = tile.matrix[:, span], block.columns[span]
+            rows_grad[tile.rows] += self._distance.vjp_(rows, columns, scale, matrix, matrix_grad, None)
+
+    def _accumulate_positives_(self) -> None:
+        """Goes through the positives once more, now that rows are complete."""
+        for block in self._blocks():
+            for part in self._row_slices(block):
+                tile = self._tile(block, part, block.pairs.positive_columns(part))
+                self._pair_loss.accumulate_positives_(tile.rows, tile.positives, tile.positive_entries())
+
+    # ------------------------------------------------------------------ and back
 
     @torch.no_grad()
-    def backward(
-        self, stats: Tensor, others: Tensor | None, factors: Sequence[float], to_columns: Tensor | None
+    def _backward_tiles(
+        self, column_stats: Tensor | None, factors: Sequence[float], columns_grad: Tensor | None
     ) -> Tensor:
-        """Gradient of the rows, (B, D).
+        """Computes the gradient of the rows, (B, D).
 
         Args:
-            stats: (B, k) as ``forward`` gave them.
-            others: (G, k) in the order of the columns; None: the gradient of this rank's share only.
+            column_stats: (G, k) in the order of the columns; None: the gradient of this rank's share only.
             factors: One per sub-loss.
-            to_columns: (G, D), to which the gradient of the columns is added, in their order; None: not wanted.
+            columns_grad: (G, D), to which the gradient of the columns is added, in their order; None: not wanted.
         """
-        formula, geometry = self._formula, self._geometry
-        if self._slopes:  # transposed entries have the same slope
-            grad = torch.zeros_like(self._rows)
-            for slope, factor in zip(self._slopes, factors, strict=True):
-                grad.add_(slope, alpha=2 * factor)
-            return self._unsorted(grad)
-        formula.ready(stats if self._order is None else stats[self._order], others, factors)
-        grad = torch.zeros_like(self._rows)
+        pair_loss, distance, stats = self._pair_loss, self._distance, self._row_stats
+        grad = torch.zeros_like(self._sorted_rows)
+        if self._sub_loss_grads:
+            # known since forward, but for the factors; transposed entries have the same gradient
+            for sub_loss_grad, factor in zip(self._sub_loss_grads, factors, strict=True):
+                grad.add_(sub_loss_grad, alpha=2 * factor)
+            return _unsorted(grad, self._row_order)
+        sorted_stats = stats if self._row_order is None else stats[self._row_order]
+        pair_loss.prepare_backward(sorted_stats, column_stats, factors)
         for block in self._blocks():
-            for part in self._parts(block):
-                tile, self._kept = self._kept or self._tile(block, part), None
+            for part in self._row_slices(block):
+                # distances, unless forward has kept its only tile
+                tile, self._kept_tile = self._kept_tile, None
+                if tile is None:
+                    tile = self._tile(block, part)
                 matrix = tile.matrix
-                if isinstance(geometry, Euclid):  # its slope divides by the distance
+                if distance.needs_matrix_in_vjp:
                     matrix = self._buffer(1, tile.matrix.shape).copy_(tile.matrix)
-                formula.slope(tile)
-                into = None if to_columns is None else to_columns[tile.columns]
-                grad[part] += geometry.pull(self._rows[part], block.columns, formula.scale, matrix, tile.matrix, into)
+                # from distances to their gradient, in place
+                pair_loss.grad_(tile)
+                # from distances to embeddings
+                tile_columns_grad = None if columns_grad is None else columns_grad[tile.columns]
+                rows = self._sorted_rows[part]
+                grad[part] += distance.vjp_(
+                    rows, block.columns, pair_loss.scale, matrix, tile.matrix, tile_columns_grad
+                )
         self._buffers.clear()
-        return self._unsorted(grad)
+        return _unsorted(grad, self._row_order)
 
-    def _look(self, block: Block, *, keep: bool) -> None:
-        """Let the formula see each tile once; rows are complete at once where there is no other block."""
-        formula, parts = self._formula, list(self._parts(block))
-        for part in parts:
-            tile = self._tile(block, part)
-            if self._slopes:
-                self._look_with_slopes(block, tile)
-                continue
-            if keep and block.whole and len(parts) == 1:  # so small a batch need not be computed twice
-                self._kept = tile._replace(matrix=tile.matrix.clone())
-            values = tile.positives()
-            formula.look(tile)
-            if formula.revisits and block.whole:
-                formula.look_again(tile.rows, tile.near, values)
+    # ------------------------------------------------------------------ columns
 
-    def _look_again(self) -> None:
-        """Go through the positives once more, now that rows are complete."""
-        for block in self._blocks():
-            for part in self._parts(block):
-                tile = self._tile(block, part, block.pairs.band(part))
-                self._formula.look_again(tile.rows, tile.near, tile.positives())
+    def _set_gathered_columns(self) -> None:
+        """Takes all columns as one block."""
+        references, distance = self._call.references, self._distance
+        prepared = distance.prepare(references.detach() if self._symmetric else references)
+        pairs = self._named_or_labelled_pairs(prepared.shape[0])
+        self._row_order, self._column_order = pairs.row_order, pairs.column_order
+        if prepared.requires_grad:
+            self._columns = prepared
+        columns = prepared.detach()
+        if self._column_order is not None:
+            columns = columns[self._column_order]
+        block = Block(distance.prepare_columns(columns), pairs, complete=True)
+        self._blocks: Callable[[], Iterator[Block]] = lambda: iter((block,))
 
-    def _look_with_slopes(self, block: Block, tile: Tile) -> None:
-        rows, scale = self._rows[tile.rows], self._formula.scale
-        slopes = self._formula.look_with_slopes(tile, self._buffer(1, tile.matrix.shape))
-        for grad, (span, slope) in zip(self._slopes, slopes, strict=False):
-            matrix = tile.matrix[:, span]
-            grad[tile.rows] += self._geometry.pull(rows, block.columns[span], scale, matrix, slope, None)
+    def _set_ring_columns(self, ring_rows: RingRows) -> None:
+        """Takes each rank's rows as a block, one after the other."""
+        labels, own_labels = self._call.arguments["labels"], self._call.own_labels
+        assert own_labels is not None
+        bounds, own_bound, rows = self._call.bounds(), self._call.bound, self._rows.detach()
+        pairs = []
+        for start, stop in bounds:
+            first = 0 if (start, stop) == own_bound else None
+            pairs.append(LabelPairs(own_labels, labels[start:stop], first))
+        self._row_order = pairs[0].row_order
+        orders = [pair.column_order + start for pair, (start, _) in zip(pairs, bounds, strict=True)]
+        self._column_order = torch.cat(orders)
 
-    def release(self) -> None:
-        """Free the tiles between forward and backward."""
-        self._buffers.clear()
+        def blocks() -> Iterator[Block]:
+            for rank, columns in ring_rows(rows):
+                prepared = self._distance.prepare_columns(columns[pairs[rank].column_order])
+                yield Block(prepared, pairs[rank], bounds[rank][0])
 
-    def _parts(self, block: Block) -> Iterator[slice]:
-        total = self._rows.shape[0]
+        self._blocks = blocks
+
+    def _named_or_labelled_pairs(self, columns: int) -> Pairs:
+        """Makes the pairs of this rank's rows and all columns: those of a miner, else those of the labels."""
+        call, once = self._call, self._plan.pair_loss.counts_pairs_once
+        labels, reference_labels = call.own_labels, call.ref_labels
+        assert labels is not None
+        assert reference_labels is not None
+        if "indices_tuple" not in call.arguments:
+            kind = torch.promote_types(labels.dtype, reference_labels.dtype)
+            first = call.bound[0] if reference_labels is call.arguments["labels"] else None
+            return LabelPairs(labels.to(kind), reference_labels.to(kind), first)
+        tuples = call.own_tuples()
+        if len(tuples) == 3 and isinstance(self._loss, pml.TripletMarginLoss):
+            return TripletTuples(tuples, labels.shape[0])
+        pairs = TuplePairs(tuples, labels.shape[0], columns, self._rows.dtype, once=once)
+        if once and pairs.contradict():
+            raise InputError(
+                f"{type(self._loss).__name__}: indices_tuple",
+                expected="each pair to be either positive or negative",
+                got="a pair that is both",
+            )
+        return pairs
+
+    # ------------------------------------------------------------------ tiles
+
+    def _row_slices(self, block: Block) -> Iterator[slice]:
+        """Cuts this rank's rows into tiles of one size against the columns of a block."""
+        total = self._sorted_rows.shape[0]
         if block.columns.shape[0] == 0:
             return
-        row_bytes = self._geometry.row_bytes(block.columns)
-        size = rows_of_a_tile(self._rows.device, row_bytes, total)
-        if self._tile_bytes is not None:
-            size = self._tile_bytes // row_bytes
-            if size == 0:
-                raise InputError(
-                    "tile_bytes",
-                    expected=f"room for one row against {block.columns.shape[0]} columns ({row_bytes} bytes)",
-                    got=self._tile_bytes,
-                    fix="Raise tile_bytes, or leave it out.",
-                )
-        size = -(-total // -(-total // size)) if total else size  # parts of one size
+        size = self._rows_that_fit(block)
+        if total == 0:
+            return
+        size = -(-total // -(-total // size))
         for start in range(0, total, size):
             yield slice(start, min(start + size, total))
 
+    def _rows_that_fit(self, block: Block) -> int:
+        row_bytes, total = self._distance.row_bytes(block.columns), self._sorted_rows.shape[0]
+        if self._tile_bytes is None:
+            if self._rows.device.type == "cpu":
+                return max(_HOST_ROWS, _HOST_BYTES // row_bytes)
+            return max(_HOST_ROWS, min(_DEVICE_BYTES // row_bytes, -(-total // _DEVICE_TILES)))
+        size: int = self._tile_bytes // row_bytes
+        if size == 0:
+            raise InputError(
+                "tile_bytes",
+                expected=f"room for one row against {block.columns.shape[0]} columns ({row_bytes} bytes)",
+                got=self._tile_bytes,
+                fix="Raise tile_bytes, or leave it out.",
+            )
+        return size
+
     def _tile(self, block: Block, part: slice, span: slice | None = None) -> Tile:
-        """A tile of all columns of a block, or of those in ``span``, among which all positives must be."""
-        pairs, start = block.pairs, 0 if span is None else span.start
-        columns = block.columns if span is None else block.columns[span]
+        """Computes a tile of all columns of a block, or of those in ``span``, among which all positives must be."""
+        pairs, columns, start = block.pairs, block.columns, 0
+        if span is not None:
+            columns, start = columns[span], span.start
         width = columns.shape[0]
         out = self._buffer(0, torch.Size((part.stop - part.start, width)))
-        matrix = self._geometry.matrix(self._rows[part], columns, self._formula.scale, out)
-        (owners, near), selves, band = pairs.near(part), pairs.selves(part), pairs.band(part)
-        near = near - start
-        if selves is not None:
-            selves = torch.arange(0, len(selves) * width, width, device=selves.device).add_(selves - start)
+        matrix = self._distance.matrix(self._sorted_rows[part], columns, self._pair_loss.scale, out)
+        owners, positives = pairs.positives(part)
+        positives = positives - start
+        # rows with themselves, as places in the flattened tile
+        self_pairs = pairs.self_pairs(part)
+        if self_pairs is not None:
+            row_starts = torch.arange(0, len(self_pairs) * width, width, device=self_pairs.device)
+            self_pairs = row_starts.add_(self_pairs - start)
+        positive_columns = pairs.positive_columns(part)
         return Tile(
             matrix,
             part,
             slice(block.start + start, block.start + start + width),
-            Listed(owners, near, owners * width + near),
-            selves,
-            pairs.far(part),
-            slice(band.start - start, band.stop - start),
+            PairList(owners, positives, owners * width + positives),
+            self_pairs,
+            pairs.negative_counts(part),
+            slice(positive_columns.start - start, positive_columns.stop - start),
             pairs.triplets(part),
         )
 
     def _buffer(self, index: int, shape: torch.Size) -> Tensor:
+        """Hands out memory that all tiles of a pass share."""
         while len(self._buffers) <= index:
             self._buffers.append(self._rows.new_empty(0))
         if self._buffers[index].numel() < shape.numel():
             self._buffers[index] = self._rows.new_empty(shape.numel())
         return self._buffers[index][: shape.numel()].view(shape)
 
-    def _unsorted(self, values: Tensor) -> Tensor:
-        if self._order is None:
-            return values
-        return torch.empty_like(values).index_copy_(0, self._order, values)
+    # ------------------------------------------------------------------ payloads
+
+    def _pack_totals(self, totals: Sequence[LocalTotal]) -> bytes:
+        stats = [PartialStats(0.0, 0.0, False, ElementCounts())] * len(totals)
+        if not self._is_zero_loss():
+            stats = [self._partial_stats(total) for total in totals]
+        return b"".join(pack_stats(partial) for partial in stats)
+
+    def _partial_stats(self, total: LocalTotal) -> PartialStats:
+        divisor = 1.0 / self._world if total.divisor is None else total.divisor
+        counts = ElementCounts(total.elements, total.passed, total.above_low, total.pairs)
+        return PartialStats(total.total, divisor, False, counts)
+
+    def _is_zero_loss(self) -> bool:
+        """Tells whether PML returns a zero at once, for want of pairs; the same on all ranks."""
+        if isinstance(self._loss, pml.TripletMarginLoss):
+            return False  # without triplets all totals are 0
+        tuples = self._call.arguments.get("indices_tuple")
+        if tuples is None:
+            positive, negative = self._call.pairs()
+        else:
+            positive, negative = len(tuples[1]), len(tuples[-1])
+        if isinstance(self._loss, pml.SupConLoss) and not (positive and negative):
+            return True
+        return max(positive, negative) <= 1
+
+    def _unpack_stats(self, packed: Sequence[bytes]) -> Tensor:
+        """Reads (G, k) statistics of all ranks' rows, in the order of the columns."""
+        width = self._row_stats.shape[1]
+        if width == 0:
+            return self._row_stats.new_empty((self._call.total_rows, 0))
+        data = bytearray(b"".join(packed))
+        stats = torch.frombuffer(data, dtype=self._row_stats.dtype) if data else self._row_stats.new_empty(0)
+        stats = stats.view(-1, width).to(self._row_stats.device)
+        return stats if self._column_order is None else stats[self._column_order]
 
 
-def tiled_value(
-    rows: Tensor,
-    columns: Tensor | None,
-    backward: Callable[[bool, bool], tuple[Tensor | None, Tensor | None]],
-    value: float,
-) -> Tensor:
-    """A number with a gradient of its own.
+class _TiledValue(torch.autograd.Function):
+    """The loss as a number, with the gradient of rows (B, D) and columns (G, D) or None that ``backward`` computes."""
 
-    Args:
-        rows: (B, D), with their graph.
-        columns: (G, D), with their graph; None: they need none.
-        backward: Whether rows and columns want a gradient -> their gradients.
-        value: The number.
-    """
-    return _Value.apply(rows, columns, backward, value)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _Value(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, columns: Tensor | None, backward: Any, value: float) -> Tensor:
-        ctx.pull = backward
+        ctx.backward_tiles = backward
         ctx.save_for_backward(rows, columns)
         return rows.new_full((), value)
 
     @staticmethod
     @once_differentiable_strict("GlobalBatchLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        wanted = ctx.needs_input_grad[:2]
-        own, others = ctx.pull(*wanted)
-        return None if own is None else own * grad, None if others is None else others * grad, None, None
+        rows_wanted, columns_wanted = ctx.needs_input_grad[:2]
+        rows_grad, columns_grad = ctx.backward_tiles(rows_wanted=rows_wanted, columns_wanted=columns_wanted)
+        rows_grad = None if rows_grad is None else rows_grad * grad
+        columns_grad = None if columns_grad is None else columns_grad * grad
+        return rows_grad, columns_grad, None, None
+
+
+def _unsorted(values: Tensor, order: Tensor | None) -> Tensor:
+    """Puts values back that were taken in ``order``; None: as they are."""
+    if order is None:
+        return values
+    return torch.empty_like(values).index_copy_(0, order, values)

@@ -1,176 +1,358 @@
-"""NT-Xent, supervised contrastive and multi-similarity loss on tiles: rows of exponentials, of which a log-sum-exp is kept.
+"""What a loss has to say about one tile (`PairLoss`), and the losses whose rows are sums of exponentials.
 
-Legend: ``s_ij`` the similarity of row i and column j over the temperature; ``l_i`` the log-sum-exp of row i.
+A pair loss reads tiles of the scaled matrix twice. In forward it adds up rows and keeps ``k`` numbers of each (a log-sum-exp, how
+much the row counts). In backward these are enough to turn a tile into its gradient; where the matrix is symmetric, the other ranks'
+numbers turn the same tile into the gradient of the transposed entries too, so no gradient has to travel.
+
+The softmax family is here (NT-Xent, supervised contrastive, multi-similarity), losses with a margin are in ``margin_losses``.
+
+Legend: ``T`` rows of a tile, ``C`` columns, ``n`` listed positives, ``B`` rows on this rank, ``G`` columns over all ranks, ``k``
+statistics of a row; ``s_ij`` the similarity of row i and column j over the temperature, ``l_i`` the log-sum-exp of row i.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.losses.tiled.accumulators import PairSums, Reduction, Total, reduce_rows
-from lightning_ddp_losses.losses.tiled.exponentials import RowLogSumExp, SoftSlope
-from lightning_ddp_losses.losses.tiled.formula import Formula, at_positives
-from lightning_ddp_losses.losses.tiled.tile import Listed, Tile
+from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
+from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal, PairSums, Reduction, reduce_rows
+from lightning_ddp_losses.losses.tiled.tiles import PairList, Tile
 
 
-class NTXent(Formula):
+class PairLoss:
+    """One loss on tiles.
+
+    Args:
+        loss: pytorch-metric-learning's, for its numbers.
+        reductions: One per sub-loss.
+        rows: B.
+        like: Gives dtype and device.
+
+    Attributes:
+        sub_losses: Their names.
+        width: k.
+        scale: By which the distances come multiplied.
+        needs_second_pass: The positives are needed once more, once all columns have been added up.
+        symmetric: Gradients of transposed entries follow from the statistics.
+        counts_pairs_once: A pair counts once, however often a miner names it.
+        grad_in_forward: A tile's gradient follows from the tile alone, but for one factor per sub-loss; it can be had in forward.
+    """
+
+    sub_losses: ClassVar[tuple[str, ...]] = ("loss",)
+    needs_second_pass: ClassVar[bool] = False
+    symmetric: ClassVar[bool] = True
+    counts_pairs_once: ClassVar[bool] = False
+    grad_in_forward: bool = False
+    width: int = 0
+    scale: float = 1.0
+
+    def __init__(self, loss: Any, reductions: Sequence[Reduction], rows: int, like: Tensor) -> None:
+        self.loss, self.reductions, self.rows, self.like = loss, reductions, rows, like
+        self.sign = -1.0 if loss.distance.is_inverted else 1.0  # of a distance: large is far
+
+    @classmethod
+    def supports(cls, loss: Any) -> bool:
+        """Tells whether the loss, as configured, is this pair loss."""
+        return True
+
+    @classmethod
+    def supports_reduction(cls, reduction: Reduction) -> bool:
+        """Tells whether a sub-loss may be reduced so."""
+        return True
+
+    def accumulate_(self, tile: Tile) -> None:
+        """Adds up the rows of a tile; overwrites its matrix."""
+        raise NotImplementedError
+
+    def accumulate_with_grads_(self, tile: Tile, buffer: Tensor) -> list[tuple[slice, Tensor]]:
+        """Does what ``accumulate_`` does, where ``grad_in_forward``; leaves the tile's matrix as it is.
+
+        Args:
+            tile: The tile.
+            buffer: Like the tile's matrix; overwritten.
+
+        Returns:
+            For each sub-loss the columns of the tile that have a gradient, and the derivative of the sub-loss's sum by them.
+        """
+        raise NotImplementedError
+
+    def accumulate_positives_(self, rows: slice, positives: PairList, entries: Tensor) -> None:
+        """Adds up what needs complete rows.
+
+        Args:
+            rows: Which rows.
+            positives: Their positives.
+            entries: (n,) of the matrix.
+        """
+
+    def finalize(self, labels: Tensor | None) -> tuple[list[LocalTotal], Tensor]:
+        """Reduces what was added up.
+
+        Args:
+            labels: (B,), in the tiles' order.
+
+        Returns:
+            One total per sub-loss, and (B, k) statistics.
+        """
+        raise NotImplementedError
+
+    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[float]) -> None:
+        """Takes in what ``grad_`` needs of all rows and columns.
+
+        Args:
+            row_stats: (B, k), in the tiles' order.
+            column_stats: (G, k), in the columns' order; None: only this rank's own entries are wanted.
+            factors: What each sub-loss's sum is multiplied with.
+        """
+        raise NotImplementedError
+
+    def grad_(self, tile: Tile) -> None:
+        """Overwrites a tile's matrix with its gradient (of the transposed entries too, after ``prepare_backward`` with both)."""
+        raise NotImplementedError
+
+
+def add_transposed(term: Callable[..., Tensor], tile: Tile, row_stats: Tensor, column_stats: Tensor | None) -> Tensor:
+    """Computes (n,): ``term`` of the positives' rows, plus that of their columns, whose rows contain the transposed entries.
+
+    Args:
+        term: Takes k statistics, (n,) each.
+        tile: The tile.
+        row_stats: (B, k).
+        column_stats: (G, k); None: the rows' terms only.
+    """
+    positives = tile.positives
+    total = term(*row_stats[tile.rows][positives.rows].unbind(1))
+    if column_stats is None:
+        return total
+    return total + term(*column_stats[tile.columns][positives.columns].unbind(1))
+
+
+class SoftmaxPairLoss(PairLoss):
+    """A loss whose rows are softmaxes: the first of its statistics is a row's log-sum-exp, the second how much the row counts."""
+
+    width = 3
+
+    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[float]) -> None:
+        factor = row_stats.new_tensor(self._stat_factors(factors[0]))
+        self._row_stats = row_stats * factor
+        self._column_stats = None if column_stats is None else column_stats * factor
+        self._softmax_grad = SoftmaxGrad(self._row_stats, self._column_stats)
+
+    def _stat_factors(self, factor: float) -> list[float]:
+        """Lists what each statistic is multiplied with: those that are weights, by the factor of the sum."""
+        return [1.0, factor, factor]
+
+
+class NTXent(SoftmaxPairLoss):
     """``-log r_ip`` over the positive pairs, ``r_ip = exp(s_ip) / (exp(s_ip) + sum over the negatives of exp(s_in))``.
 
-    Statistics of a row: l over its negatives, the sum over its positives of what they give to the negatives' slope, how much a pair
+    Statistics of a row: l over its negatives, the sum over its positives of what they give to the negatives' gradient, how much a pair
     counts.
     """
 
-    revisits = True
-    width = 3
+    needs_second_pass = True
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], rows: int, like: Tensor) -> None:
         super().__init__(loss, reductions, rows, like)
         self.scale = -self.sign / loss.temperature
-        self._negatives = RowLogSumExp(rows, like)
+        self._negatives = RunningLogSumExp.empty(rows, like)
         self._pairs = PairSums(reductions[0], rows, like)
-        self._pulls = like.new_zeros(rows)
+        self._softmax_weight = like.new_zeros(rows)
         self._tiny = torch.finfo(like.dtype).tiny  # what PML adds to r
 
-    def look(self, tile: Tile) -> None:
-        self._negatives.add(tile.rows, tile.keep_negatives(tile.matrix, -torch.inf), tile.far)
+    def accumulate_(self, tile: Tile) -> None:
+        negatives = tile.keep_negatives_(tile.matrix, -torch.inf)
+        self._negatives.accumulate_(negatives, rows=tile.rows, weights=tile.negative_counts)
 
-    def look_again(self, rows: slice, near: Listed, values: Tensor) -> None:
-        losses, slopes = self._pair(values, self._negatives.value(rows)[near.rows])
-        passing = self._pairs.add_listed(rows, near.rows, losses)
-        self._pulls[rows].index_add_(0, near.rows, slopes.mul_(passing))
+    def accumulate_positives_(self, rows: slice, positives: PairList, entries: Tensor) -> None:
+        lse = self._negatives.finalize(rows)[positives.rows]
+        losses, grads = self._pair(entries, lse)
+        passing = self._pairs.accumulate_listed_(rows, positives.rows, losses)
+        # each positive compares itself with all negatives of its row
+        self._softmax_weight[rows].index_add_(0, positives.rows, grads.mul_(passing))
 
-    def close(self, labels: Tensor | None) -> tuple[list[Total], Tensor]:
-        total, counts = self._pairs.close(labels)
-        return [total], torch.stack([self._negatives.value(), self._pulls * counts, counts], 1)
+    def finalize(self, labels: Tensor | None) -> tuple[list[LocalTotal], Tensor]:
+        total, counts = self._pairs.finalize(labels)
+        return [total], torch.stack([self._negatives.finalize(), self._softmax_weight * counts, counts], 1)
 
-    def ready(self, own: Tensor, others: Tensor | None, factors: Sequence[float]) -> None:
-        factor = own.new_tensor([1.0, factors[0], factors[0]])
-        self._own = own * factor
-        self._others = None if others is None else others * factor
-        self._soft = SoftSlope(self._own, self._others)
+    def grad_(self, tile: Tile) -> None:
+        entries = tile.positive_entries()
 
-    def slope(self, tile: Tile) -> None:
-        values = tile.positives()
+        def positive_grad(lse: Tensor, _: Tensor, count: Tensor) -> Tensor:
+            losses, grads = self._pair(entries, lse)
+            return self._pairs.passing_weights(losses, grads).mul(-count)
 
-        def term(level: Tensor, _: Tensor, count: Tensor) -> Tensor:
-            losses, slopes = self._pair(values, level)
-            return self._pairs.gate(losses, slopes).mul(-count)
+        # negatives: the softmax over the row's negatives, times the row's weight
+        tile.keep_negatives_(tile.matrix, -torch.inf)
+        self._softmax_grad.apply_(tile)
+        if tile.negative_counts is not None:
+            tile.matrix.mul_(tile.negative_counts)
+        # positives: each its own pair's
+        tile.add_at_positives_(add_transposed(positive_grad, tile, self._row_stats, self._column_stats))
 
-        tile.keep_negatives(tile.matrix, -torch.inf)
-        self._soft.apply(tile)
-        if tile.far is not None:
-            tile.matrix.mul_(tile.far)
-        tile.add_at_positives(at_positives(term, tile, self._own, self._others))
-
-    def _pair(self, values: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss of a pair, and minus its derivative by s_ip."""
-        above = values - level
-        # not torch.sigmoid: it ends where exp(-x) overflows, before r + tiny is tiny
+    def _pair(self, entries: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes the loss of each pair, and minus its derivative by s_ip."""
+        above = entries - lse
+        # r = sigmoid(above); not torch.sigmoid: it ends where exp(-x) overflows, before r + tiny is tiny
         smaller = above.abs().neg_().exp_()
-        whole = 1 / (1 + smaller)
-        smaller *= whole
-        low = above < 0
-        ratio = torch.where(low, smaller, whole)
+        larger = 1 / (1 + smaller)
+        smaller *= larger
+        is_low = above < 0
+        ratio = torch.where(is_low, smaller, larger)
+        # the loss -log(r + tiny), and (1 - r) r / (r + tiny)
         lifted = ratio + self._tiny
-        return lifted.log().neg_(), torch.where(low, whole, smaller).mul_(ratio).div_(lifted)
+        return lifted.log().neg_(), torch.where(is_low, larger, smaller).mul_(ratio).div_(lifted)
 
 
-class SupCon(Formula):
+class SupCon(SoftmaxPairLoss):
     """``l_i`` minus the mean of ``s_ip`` over the positives of each row; l over all its partners.
 
     Statistics of a row: l, how much the row counts, the same over its number of positives.
     """
 
-    width = 3
-    by_mask = True
+    counts_pairs_once = True
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], rows: int, like: Tensor) -> None:
         super().__init__(loss, reductions, rows, like)
         self.scale = -self.sign / loss.temperature
-        self._partners = RowLogSumExp(rows, like)
-        self._near, self._number = like.new_zeros(rows), like.new_zeros(rows)
+        self._partners = RunningLogSumExp.empty(rows, like)
+        self._positive_sum, self._number = like.new_zeros(rows), like.new_zeros(rows)
 
-    def look(self, tile: Tile) -> None:
-        rows, owners, values = tile.rows, tile.near.rows, tile.positives()
-        old = self._partners.top()[rows].clone()
-        self._partners.add(rows, tile.keep_partners(tile.matrix, -torch.inf))
-        top, number = self._partners.top()[rows], self._number[rows]
-        # positives are added up relative to the largest entry, so that one which outweighs all others gives a loss of exactly 0
-        near = torch.where(number > 0, (old - top) * number, 0).add_(self._near[rows])
-        self._near[rows] = near.index_add_(0, owners, values - top[owners])
-        number.index_add_(0, owners, torch.ones_like(values))
+    def accumulate_(self, tile: Tile) -> None:
+        rows, owners, entries = tile.rows, tile.positives.rows, tile.positive_entries()
+        old_maximum = self._partners.maximum[rows].clone()
+        # log-sum-exp over all partners
+        self._partners.accumulate_(tile.keep_partners_(tile.matrix, -torch.inf), rows=rows)
+        # sum of the positives relative to the row's largest entry, so that one which outweighs all others gives a loss of exactly 0
+        maximum, number = self._partners.maximum[rows], self._number[rows]
+        shifted = torch.where(number > 0, (old_maximum - maximum) * number, 0).add_(self._positive_sum[rows])
+        self._positive_sum[rows] = shifted.index_add_(0, owners, entries - maximum[owners])
+        # number of positives
+        number.index_add_(0, owners, torch.ones_like(entries))
 
-    def close(self, labels: Tensor | None) -> tuple[list[Total], Tensor]:
-        top, above = self._partners.relative()
-        number = self._number.clamp(min=1)
-        losses = torch.where(self._number > 0, above - self._near / number, 0)
+    def finalize(self, labels: Tensor | None) -> tuple[list[LocalTotal], Tensor]:
+        number, above = self._number.clamp(min=1), self._partners.above_maximum()
+        losses = torch.where(self._number > 0, above - self._positive_sum / number, 0)
         total, counts = reduce_rows(self.reductions[0], losses, labels)
         counts = counts * (self._number > 0)
-        return [total], torch.stack([top + above, counts, counts / number], 1)
+        return [total], torch.stack([self._partners.maximum + above, counts, counts / number], 1)
 
-    def ready(self, own: Tensor, others: Tensor | None, factors: Sequence[float]) -> None:
-        factor = own.new_tensor([1.0, factors[0], factors[0]])
-        self._own = own * factor
-        self._others = None if others is None else others * factor
-        self._soft = SoftSlope(self._own, self._others)
-
-    def slope(self, tile: Tile) -> None:
-        tile.keep_partners(tile.matrix, -torch.inf)
-        self._soft.apply(tile)
-        tile.add_at_positives(at_positives(lambda level, count, share: -share, tile, self._own, self._others))
+    def grad_(self, tile: Tile) -> None:
+        # all partners: the softmax of the row, times how much the row counts
+        tile.keep_partners_(tile.matrix, -torch.inf)
+        self._softmax_grad.apply_(tile)
+        # positives: less the row's count, spread over its positives
+        grads = add_transposed(lambda lse, count, share: -share, tile, self._row_stats, self._column_stats)
+        tile.add_at_positives_(grads)
 
 
-class MultiSimilarity(Formula):
+class MultiSimilarity(SoftmaxPairLoss):
     """``log(1 + sum exp(alpha (base - s_ip))) / alpha + log(1 + sum exp(beta (s_in - base))) / beta`` over positives and negatives.
 
-    The matrix comes times beta. Statistics of a row: both logarithms, how much the row counts.
+    The matrix comes times beta. Statistics of a row: the negatives' logarithm, how much the row counts, the positives' logarithm.
     """
 
-    width = 3
-    by_mask = True
+    counts_pairs_once = True
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], rows: int, like: Tensor) -> None:
         super().__init__(loss, reductions, rows, like)
         self.scale = -self.sign * loss.beta
         self._base = -self.sign * loss.beta * loss.base
         self._ratio = -loss.alpha / loss.beta
-        self._positives = RowLogSumExp(rows, like, first=0.0)
-        self._negatives = RowLogSumExp(rows, like, first=self._base)  # the 1 of the formula: exp(s - base) = 1
+        # the 1 of the formula is a first entry: exp(0), and exp(s - base) = 1 at s = base
+        self._positives = RunningLogSumExp.of_one(rows, like, 0.0)
+        self._negatives = RunningLogSumExp.of_one(rows, like, self._base)
 
     @classmethod
-    def takes(cls, loss: Any) -> bool:
+    def supports(cls, loss: Any) -> bool:
         return bool(loss.alpha > 0 and loss.beta > 0)
 
-    def look(self, tile: Tile) -> None:
-        self._positives.add_listed(tile.rows, tile.near.rows, self._lifted(tile.positives()))
-        self._negatives.add(tile.rows, tile.keep_negatives(tile.matrix, -torch.inf))
+    def accumulate_(self, tile: Tile) -> None:
+        exponents = self._exponents_(tile.positive_entries())
+        self._positives.accumulate_listed_(tile.positives.rows, exponents, rows=tile.rows)
+        self._negatives.accumulate_(tile.keep_negatives_(tile.matrix, -torch.inf), rows=tile.rows)
 
-    def close(self, labels: Tensor | None) -> tuple[list[Total], Tensor]:
-        near = self._positives.value()
-        top, above = self._negatives.relative()
-        losses = near / self.loss.alpha + (top - self._base + above) / self.loss.beta
+    def finalize(self, labels: Tensor | None) -> tuple[list[LocalTotal], Tensor]:
+        positive_lse = self._positives.finalize()
+        maximum, above = self._negatives.maximum, self._negatives.above_maximum()
+        losses = positive_lse / self.loss.alpha + (maximum - self._base + above) / self.loss.beta
         total, counts = reduce_rows(self.reductions[0], losses, labels)
-        return [total], torch.stack([top + above, counts, near], 1)
+        return [total], torch.stack([maximum + above, counts, positive_lse], 1)
 
-    def ready(self, own: Tensor, others: Tensor | None, factors: Sequence[float]) -> None:
-        factor = own.new_tensor([1.0, factors[0] / self.loss.beta, 1.0])
-        self._own = own * factor
-        self._others = None if others is None else others * factor
-        self._soft = SoftSlope(self._own, self._others)
+    def grad_(self, tile: Tile) -> None:
+        exponents = self._exponents_(tile.positive_entries())
 
-    def slope(self, tile: Tile) -> None:
-        values = self._lifted(tile.positives())
+        def positive_grad(_: Tensor, count: Tensor, positive_lse: Tensor) -> Tensor:
+            return (exponents - positive_lse).exp_().mul_(-count)
 
-        def term(_: Tensor, count: Tensor, near: Tensor) -> Tensor:
-            return (values - near).exp_().mul_(-count)
+        # negatives: their softmax; positives: theirs, of the opposite sign
+        tile.keep_negatives_(tile.matrix, -torch.inf)
+        self._softmax_grad.apply_(tile)
+        tile.add_at_positives_(add_transposed(positive_grad, tile, self._row_stats, self._column_stats))
 
-        tile.keep_negatives(tile.matrix, -torch.inf)
-        self._soft.apply(tile)
-        tile.add_at_positives(at_positives(term, tile, self._own, self._others))
+    def _stat_factors(self, factor: float) -> list[float]:
+        return [1.0, factor / self.loss.beta, 1.0]
 
-    def _lifted(self, positives: Tensor) -> Tensor:
-        return positives.sub_(self._base).mul_(self._ratio)
+    def _exponents_(self, entries: Tensor) -> Tensor:
+        """Overwrites entries of the matrix with ``alpha (base - s)``; returns them."""
+        return entries.sub_(self._base).mul_(self._ratio)
+
+
+class SoftmaxGrad:
+    """Gradient of rows of log-sum-exps: ``c_i exp(m_ij - l_i)``, plus ``c_j exp(m_ij - l_j)`` for the transposed entries.
+
+    Args:
+        row_stats: (B, 2 or more), l and c of the rows; where c is 0 or l is -inf (no entries), the term is 0.
+        column_stats: (G, 2 or more), of the columns; None: the rows' own term only.
+    """
+
+    def __init__(self, row_stats: Tensor, column_stats: Tensor | None) -> None:
+        lse, count = row_stats[:, 0], row_stats[:, 1]
+        self._row_lse, self._row_count = _without_silent_rows(lse, count), count
+        self._column_lse: Tensor | None = None
+        self._buffer: Tensor | None = None
+        self._shift: float | None = None
+        if column_stats is None:
+            return
+        column_lse, column_count = column_stats[:, 0], column_stats[:, 1]
+        self._column_lse, self._column_count = _without_silent_rows(column_lse, column_count), column_count
+        # One exponential instead of two, exp(m - shift) (c_i exp(shift - l_i) + c_j exp(shift - l_j)), where the log-sum-exps lie close
+        # enough for it. No entry is larger than the log-sum-exps of its row and of its column.
+        extremes = torch.cat([lse, column_lse, self._row_lse.neg(), self._column_lse.neg()])
+        if not extremes.numel():
+            highest = lowest = 0.0
+        else:
+            highest, lowest = (float(part.max()) for part in extremes.view(2, -1))
+        if math.isfinite(highest) and highest + lowest < 0.65 * math.log(torch.finfo(extremes.dtype).max):
+            self._shift = highest
+            self._row_factor = count * (highest - self._row_lse).exp_()
+            self._column_factor = column_count * (highest - self._column_lse).exp_()
+
+    def apply_(self, tile: Tile) -> None:
+        """Overwrites the tile's matrix with its gradient; -inf becomes 0."""
+        matrix, rows, columns = tile.matrix, tile.rows, tile.columns
+        if self._column_lse is None:
+            matrix.sub_(self._row_lse[rows, None]).exp_().mul_(self._row_count[rows, None])
+        elif self._shift is not None:
+            buffer = self._buffer_like(matrix)
+            factor = torch.add(self._row_factor[rows, None], self._column_factor[columns], out=buffer)
+            matrix.sub_(self._shift).exp_().mul_(factor)
+        else:
+            transposed = torch.sub(matrix, self._column_lse[columns], out=self._buffer_like(matrix))
+            transposed.exp_().mul_(self._column_count[columns])
+            matrix.sub_(self._row_lse[rows, None]).exp_().mul_(self._row_count[rows, None]).add_(transposed)
+
+    def _buffer_like(self, matrix: Tensor) -> Tensor:
+        if self._buffer is None or self._buffer.numel() < matrix.numel():
+            self._buffer = torch.empty_like(matrix)
+        return self._buffer.view(-1)[: matrix.numel()].view(matrix.shape)
+
+
+def _without_silent_rows(lse: Tensor, count: Tensor) -> Tensor:
+    """Makes inf of the log-sum-exp of rows that give no gradient: exp(m - inf) = 0."""
+    return lse.masked_fill((count == 0) | (lse == -torch.inf), torch.inf)

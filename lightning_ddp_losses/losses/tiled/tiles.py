@@ -1,48 +1,147 @@
-"""Which columns are positives and negatives of which rows, tile by tile, without a mask over the whole batch.
+"""Tiles of the matrix of pairs: which of their entries are positives and negatives, and their distances with what these give back.
 
-Legend: ``T`` rows of a tile, ``C`` columns, ``B`` rows on this rank, ``n`` positives of a tile's rows. Rows and columns are sorted by
-label: the positives of a row are then neighbours, and those of a tile's rows lie in one *band* of columns.
+Three concepts that only make sense together: a `Tile` (a few rows against columns), the pairs of a batch (`LabelPairs` where labels
+make them, `TuplePairs` and `TripletTuples` where a miner names them), and the `TileDistance`. No mask over the whole batch is ever
+made: rows and columns are sorted by label, so the positives of a row are neighbours, and those of a tile's rows lie in one range of
+columns.
+
+Legend: ``T`` rows of a tile, ``C`` columns, ``B`` rows on this rank, ``n`` positives of a tile's rows, ``D`` embedding size. A matrix
+comes multiplied by ``scale``, which a loss would otherwise have to do in one more pass over memory.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from pytorch_metric_learning import distances
 from torch import Tensor
+
+# torch.cdist subtracts row by row up to so many rows on either side, and multiplies matrices beyond (torch 2.13, measured 2026)
+_DIRECT_ROWS = 25
+
+
+class PairList(NamedTuple):
+    """Pairs one by one.
+
+    Attributes:
+        rows: (n,) of the tile, ascending.
+        columns: (n,) of the tile.
+        places: (n,) in the flattened tile.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    places: Tensor
+
+
+class Tile(NamedTuple):
+    """A few rows against columns.
+
+    Positives are few and listed, each as often as it counts. Negatives are many: all entries that are neither a positive nor of a row
+    with itself, once each, unless ``negative_counts`` says how often each counts.
+
+    Attributes:
+        matrix: (T, C), scaled distances, contiguous; belongs to whoever gets the tile, to overwrite.
+        rows: Which of this rank's rows.
+        columns: Which columns of the whole batch; a block of a ring, else all.
+        positives: The positive pairs.
+        self_pairs: (m,) places of rows with themselves, where they are among the columns.
+        negative_counts: (T, C) how often each entry counts as a negative; None: see above.
+        positive_columns: The columns that may have positives, counted in the tile.
+        triplets: (anchor, positive, negative) where a miner names them: anchors count the tile's rows; all else then means nothing.
+    """
+
+    matrix: Tensor
+    rows: slice
+    columns: slice
+    positives: PairList
+    self_pairs: Tensor | None
+    negative_counts: Tensor | None
+    positive_columns: slice
+    triplets: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def positive_entries(self) -> Tensor:
+        """Copies the entries of the positives, (n,)."""
+        return self.matrix.view(-1)[self.positives.places]
+
+    def add_at_positives_(self, values: Tensor) -> None:
+        """Adds (n,) values to the entries of the positives."""
+        self.matrix.view(-1).index_add_(0, self.positives.places, values)
+
+    def scatter_positives(self, values: Tensor) -> Tensor:
+        """Makes a matrix of (n,) values of the positives, (T, b) for the b columns of ``positive_columns``."""
+        out = values.new_zeros(self.matrix.shape[0], self.positive_columns.stop - self.positive_columns.start)
+        places = self.positives.rows * out.shape[1] + (self.positives.columns - self.positive_columns.start)
+        out.view(-1).index_add_(0, places, values)
+        return out
+
+    def keep_negatives_(self, values: Tensor, fill: float) -> Tensor:
+        """Overwrites with ``fill`` what is no negative in ``values``, (T, C); returns it."""
+        if self.negative_counts is not None:
+            return values.masked_fill_(self.negative_counts == 0, fill)
+        values.view(-1).index_fill_(0, self.positives.places, fill)
+        return self._fill_self_pairs_(values, fill)
+
+    def keep_partners_(self, values: Tensor, fill: float) -> Tensor:
+        """Overwrites with ``fill`` what is neither a negative nor a positive in ``values``, (T, C); returns it."""
+        if self.negative_counts is None:
+            return self._fill_self_pairs_(values, fill)
+        is_stranger = self.negative_counts == 0
+        is_stranger.view(-1).index_fill_(0, self.positives.places, 0)
+        return values.masked_fill_(is_stranger, fill)
+
+    def weight_negatives_(self, values: Tensor) -> Tensor:
+        """Multiplies ``values``, (T, C), by how often each entry counts as a negative; returns it."""
+        if self.negative_counts is None:
+            return self.keep_negatives_(values, 0)
+        return values.mul_(self.negative_counts)
+
+    def number_of_negatives(self) -> Tensor:
+        """Computes (T,), how many negatives each row has, each as often as it counts."""
+        if self.negative_counts is not None:
+            return self.negative_counts.sum(1)
+        number = self.matrix.new_full((self.matrix.shape[0],), self.matrix.shape[1])
+        number.index_add_(0, self.positives.rows, number.new_full(self.positives.rows.shape, -1))
+        return number if self.self_pairs is None else number.sub_(1)
+
+    def _fill_self_pairs_(self, values: Tensor, fill: float) -> Tensor:
+        if self.self_pairs is not None:
+            values.view(-1).index_fill_(0, self.self_pairs, fill)
+        return values
 
 
 class Pairs(Protocol):
-    """Positives and negatives."""
+    """Positives and negatives of this rank's rows, tile by tile."""
 
     @property
     def row_order(self) -> Tensor | None:
-        """(B,) in which order tiles take this rank's rows; None: as they are."""
+        """(B,), in which order tiles take this rank's rows; None: as they are."""
         ...
 
     @property
     def column_order(self) -> Tensor | None:
-        """(C,) in which order columns lie; None: as they are."""
+        """(C,), in which order columns lie; None: as they are."""
         ...
 
-    def band(self, rows: slice) -> slice:
-        """The columns among which all positives are."""
+    def positive_columns(self, rows: slice) -> slice:
+        """Tells the columns among which all positives are."""
         ...
 
-    def near(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """(n,) each: row, counted from the first and ascending, and column of each positive, as often as it counts."""
+    def positives(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Lists (n,) each: row, counted from the first and ascending, and column of each positive, as often as it counts."""
         ...
 
-    def selves(self, rows: slice) -> Tensor | None:
-        """(T,) the columns of the rows themselves, which are neither positives nor negatives; None: they are not there."""
+    def self_pairs(self, rows: slice) -> Tensor | None:
+        """Lists (T,) the columns of the rows themselves, which are neither positives nor negatives; None: they are not there."""
         ...
 
-    def far(self, rows: slice) -> Tensor | None:
-        """(T, C) how often each column counts as a negative; None: once, but for the positives and the rows themselves."""
+    def negative_counts(self, rows: slice) -> Tensor | None:
+        """Counts (T, C) how often each column is a negative; None: once, but for the positives and the rows themselves."""
         ...
 
     def triplets(self, rows: slice) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Triplets of the rows, where they are named one by one."""
+        """Lists the triplets of the rows, where they are named one by one."""
         ...
 
 
@@ -59,36 +158,39 @@ class LabelPairs:
     def __init__(self, labels: Tensor, column_labels: Tensor, first: int | None) -> None:
         if labels.dtype == torch.bool:  # which torch does not search
             labels, column_labels = labels.byte(), column_labels.byte()
+        # sorted by label, the positives of a row are the columns from the first to the last of its label
         labels, self.row_order = torch.sort(labels, stable=True)
         columns, self.column_order = torch.sort(column_labels, stable=True)
         self._starts = torch.searchsorted(columns, labels)
         stops = torch.searchsorted(columns, labels, right=True)
-        self._own: Tensor | None = None
+        self._own_columns: Tensor | None = None
         if first is not None:
+            # where sorting has put the column of each row itself
             places = torch.empty_like(self.column_order)
             places[self.column_order] = torch.arange(len(places), device=places.device)
-            self._own = places[first : first + len(labels)][self.row_order]
+            self._own_columns = places[first : first + len(labels)][self.row_order]
         self._number = stops - self._starts - int(first is not None)
         self._begin: list[int] = self._starts.tolist()
         self._end: list[int] = stops.tolist()
 
-    def band(self, rows: slice) -> slice:
+    def positive_columns(self, rows: slice) -> slice:
         return slice(self._begin[rows.start], self._end[rows.stop - 1])
 
-    def near(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def positives(self, rows: slice) -> tuple[Tensor, Tensor]:
         number, device = self._number[rows], self._number.device
-        total = sum(self._end[rows]) - sum(self._begin[rows]) - (self._own is not None) * len(number)
+        # its size is known on the host: a GPU need not be waited for
+        total = sum(self._end[rows]) - sum(self._begin[rows]) - (self._own_columns is not None) * len(number)
         owners = torch.arange(len(number), device=device).repeat_interleave(number, output_size=total)
         first = self._starts[rows] - number.cumsum(0) + number
         columns = torch.arange(total, device=device).add_(first[owners])
-        if self._own is not None:  # leave it out
-            columns += columns >= self._own[rows][owners]
+        if self._own_columns is not None:  # leave it out
+            columns += columns >= self._own_columns[rows][owners]
         return owners, columns
 
-    def selves(self, rows: slice) -> Tensor | None:
-        return None if self._own is None else self._own[rows]
+    def self_pairs(self, rows: slice) -> Tensor | None:
+        return None if self._own_columns is None else self._own_columns[rows]
 
-    def far(self, rows: slice) -> None:
+    def negative_counts(self, rows: slice) -> None:
         return None
 
     def triplets(self, rows: slice) -> None:
@@ -112,27 +214,30 @@ class TuplePairs:
 
     def __init__(self, tuples: tuple[Tensor, ...], rows: int, columns: int, dtype: torch.dtype, *, once: bool) -> None:
         anchors, positives, *rest = tuples
-        pairs = [(anchors, positives), (rest[0], rest[1]) if len(rest) == 2 else (anchors, rest[0])]
+        negative_anchors, negatives = (anchors, *rest) if len(rest) == 1 else rest
         self._columns, self._dtype = columns, dtype
-        places = [torch.sort(a * columns + others).values for a, others in pairs]
+        # places in the flattened matrix of all pairs, sorted, so that a tile's are neighbours
+        pairs = ((anchors, positives), (negative_anchors, negatives))
+        places = [torch.sort(own * columns + others).values for own, others in pairs]
         if once:
             places = [place[place.diff(prepend=place[:1] - 1) != 0] for place in places]
+        # where each row's begin, and where the last one's end
         ends = torch.arange(rows + 1, device=anchors.device) * columns
         self._starts: list[list[int]] = [torch.searchsorted(place, ends).tolist() for place in places]
         self._places = places
 
-    def band(self, rows: slice) -> slice:
+    def positive_columns(self, rows: slice) -> slice:
         return slice(0, self._columns)
 
-    def near(self, rows: slice) -> tuple[Tensor, Tensor]:
-        places = self._of(rows, 0)
+    def positives(self, rows: slice) -> tuple[Tensor, Tensor]:
+        places = self._places_in(rows, 0)
         return places // self._columns, places % self._columns
 
-    def selves(self, rows: slice) -> None:
+    def self_pairs(self, rows: slice) -> None:
         return None
 
-    def far(self, rows: slice) -> Tensor:
-        places = self._of(rows, 1)
+    def negative_counts(self, rows: slice) -> Tensor:
+        places = self._places_in(rows, 1)
         number = torch.zeros(rows.stop - rows.start, self._columns, dtype=self._dtype, device=places.device)
         ones = torch.ones((), dtype=self._dtype, device=places.device).expand(len(places))
         number.view(-1).index_add_(0, places, ones)
@@ -142,10 +247,11 @@ class TuplePairs:
         return None
 
     def contradict(self) -> bool:
-        """Whether a pair is named as a positive and as a negative."""
+        """Tells whether a pair is named as a positive and as a negative."""
         return bool(torch.isin(*self._places).any())
 
-    def _of(self, rows: slice, kind: int) -> Tensor:
+    def _places_in(self, rows: slice, kind: int) -> Tensor:
+        """Lists the places of positives (0) or negatives (1) in the flattened tile of some rows."""
         places, starts = self._places[kind], self._starts[kind]
         found: Tensor = places[starts[rows.start] : starts[rows.stop]] - rows.start * self._columns
         return found
@@ -165,18 +271,20 @@ class TripletTuples:
     def __init__(self, tuples: tuple[Tensor, ...], rows: int) -> None:
         self._anchors, order = torch.sort(tuples[0], stable=True)
         self._positives, self._negatives = tuples[1][order], tuples[2][order]
-        self._starts = _starts(self._anchors, rows)
+        # where each row's triplets begin, and where the last one's end
+        ends = torch.arange(rows + 1, device=self._anchors.device)
+        self._starts: list[int] = torch.searchsorted(self._anchors, ends).tolist()
 
-    def band(self, rows: slice) -> slice:
+    def positive_columns(self, rows: slice) -> slice:
         return slice(0, 0)
 
-    def near(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def positives(self, rows: slice) -> tuple[Tensor, Tensor]:
         return self._anchors[:0], self._anchors[:0]
 
-    def selves(self, rows: slice) -> None:
+    def self_pairs(self, rows: slice) -> None:
         return None
 
-    def far(self, rows: slice) -> None:
+    def negative_counts(self, rows: slice) -> None:
         return None
 
     def triplets(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,6 +292,142 @@ class TripletTuples:
         return self._anchors[part] - rows.start, self._positives[part], self._negatives[part]
 
 
-def _starts(anchors: Tensor, rows: int) -> list[int]:
-    """Where each row's tuples begin, and where the last one's end."""
-    return torch.searchsorted(anchors, torch.arange(rows + 1, device=anchors.device)).tolist()
+class TileDistance:
+    """Any distance of pytorch-metric-learning on tiles, by its own ``compute_mat`` and autograd.
+
+    Args:
+        distance: The loss's distance.
+
+    Attributes:
+        needs_matrix_in_vjp: ``vjp_`` reads the matrix itself beside its gradient.
+    """
+
+    needs_matrix_in_vjp: bool = False
+
+    def __init__(self, distance: Any) -> None:
+        self._distance = distance
+
+    def prepare(self, embeddings: Tensor) -> Tensor:
+        """Normalises (n, D) rows where the distance asks for it; keeps their graph."""
+        return self._distance.maybe_normalize(embeddings)  # type: ignore[no-any-return]
+
+    def prepare_columns(self, prepared: Tensor) -> Tensor:
+        """Makes what is kept of the columns, from what ``prepare`` returned."""
+        return prepared
+
+    def row_bytes(self, columns: Tensor) -> int:
+        """Computes how many bytes one row of a tile takes."""
+        row_bytes = columns.shape[0] * columns.element_size()
+        # PML's signal-to-noise distance subtracts row by row: (T, C, D)
+        return row_bytes * columns.shape[1] if type(self._distance) is distances.SNRDistance else row_bytes
+
+    def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
+        """Computes (T, C), ``scale`` times the distances, into ``out``."""
+        return torch.mul(self._compute(rows, columns), scale, out=out)
+
+    def vjp_(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        scale: float,
+        matrix: Tensor,
+        matrix_grad: Tensor,
+        columns_grad: Tensor | None,
+    ) -> Tensor:
+        """Computes the gradient of the rows from that of a matrix.
+
+        Args:
+            rows: (T, D).
+            columns: From ``prepare_columns``.
+            scale: As in ``matrix``.
+            matrix: (T, C), as ``matrix`` gave it, or as an earlier call left it; may be overwritten.
+            matrix_grad: (T, C), may be overwritten.
+            columns_grad: (C, D), to which the columns' gradient is added; None: not wanted.
+
+        Returns:
+            (T, D).
+        """
+        with torch.enable_grad():
+            row_leaf = rows.detach().requires_grad_()
+            column_leaf = columns.detach().requires_grad_(columns_grad is not None)
+            leaves = (row_leaf,) if columns_grad is None else (row_leaf, column_leaf)
+            grads = torch.autograd.grad(self._compute(row_leaf, column_leaf), leaves, matrix_grad * scale)
+        if columns_grad is not None:
+            columns_grad += grads[1]
+        return grads[0]
+
+    def _compute(self, rows: Tensor, columns: Tensor) -> Tensor:
+        matrix: Tensor = self._distance.compute_mat(rows, columns)
+        return matrix if self._distance.power == 1 else matrix**self._distance.power
+
+
+class DotProduct(TileDistance):
+    """Similarity as a product: two matrix products, nothing else."""
+
+    def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
+        return torch.mm(rows * scale, columns.T, out=out)
+
+    def vjp_(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        scale: float,
+        matrix: Tensor,
+        matrix_grad: Tensor,
+        columns_grad: Tensor | None,
+    ) -> Tensor:
+        if columns_grad is not None:
+            columns_grad.addmm_(matrix_grad.T, rows * scale)
+        return torch.mm(matrix_grad, columns).mul_(scale)
+
+
+class EuclideanDistance(TileDistance):
+    """Euclidean distance as torch computes it for many rows: the root of |x|^2 - 2xy + |y|^2, in one matrix product.
+
+    The columns carry (y, 1, |y|^2).
+    """
+
+    needs_matrix_in_vjp = True  # the root's derivative divides by the distance
+
+    def prepare_columns(self, prepared: Tensor) -> Tensor:
+        squares = prepared.square().sum(1, keepdim=True)
+        return torch.cat([prepared, torch.ones_like(squares), squares], 1)
+
+    def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
+        squares = rows.square().sum(1, keepdim=True)
+        extended = torch.cat([rows * -2, squares, torch.ones_like(squares)], 1)
+        torch.mm(extended, columns.T, out=out).clamp_min_(0).sqrt_()
+        return out if scale == 1 else out.mul_(scale)
+
+    def vjp_(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        scale: float,
+        matrix: Tensor,
+        matrix_grad: Tensor,
+        columns_grad: Tensor | None,
+    ) -> Tensor:
+        # gradient over |scale x distance|, 0 where points coincide; what is left of scale x scale has its sign
+        scaled_distance = matrix if scale > 0 else matrix.abs_()
+        ratio = matrix_grad.div_(torch.threshold_(scaled_distance, 0, torch.inf))
+        points, factor = columns[:, :-2], scale * abs(scale)
+        if columns_grad is not None:
+            columns_grad.addcmul_(points, ratio.sum(0).unsqueeze(1), value=factor).addmm_(ratio.T, rows, alpha=-factor)
+        return (rows * ratio.sum(1, keepdim=True)).sub_(torch.mm(ratio, points)).mul_(factor)
+
+
+def tile_distance(distance: Any, columns: int) -> TileDistance:
+    """Chooses how tiles of a distance are computed.
+
+    Args:
+        distance: One of pytorch-metric-learning's own.
+        columns: C; torch computes Euclidean distances of few rows another way.
+    """
+    cls = type(distance)
+    if distance.power == 1:
+        if cls in (distances.CosineSimilarity, distances.DotProductSimilarity):
+            return DotProduct(distance)
+        if cls is distances.LpDistance and distance.p == 2 and columns > _DIRECT_ROWS:
+            return EuclideanDistance(distance)
+    return TileDistance(distance)
