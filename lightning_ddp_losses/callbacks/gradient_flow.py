@@ -23,9 +23,9 @@ from lightning_ddp_losses.callbacks.ddp_state import Wrap
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 from lightning_ddp_losses.callbacks.gradient_scale import probe
 from lightning_ddp_losses.callbacks.gradients import Gradients
-from lightning_ddp_losses.callbacks.reach import Reach
 from lightning_ddp_losses.callbacks.replicated_parameters import Unit, divide, is_replicated
 from lightning_ddp_losses.callbacks.scale_verdict import scale_verdict
+from lightning_ddp_losses.core.autograd_graph import UnusedParameterFinder
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_lines
 
@@ -93,7 +93,7 @@ class GradientFlowCheck(RankCheck):
 
     def start_over(self) -> None:
         """Forget an earlier fit."""
-        self._reach = Reach()
+        self._unused = UnusedParameterFinder()
         self._gradients = Gradients()
         self._missing: list[str] = []
         self._loss: Tensor | None = None
@@ -120,7 +120,7 @@ class GradientFlowCheck(RankCheck):
         self._missing = []
         if self.session.synchronising and self._is_due():
             awaited = self.session.shared(Wrap).awaited()
-            self._missing = self._reach.missing(loss, awaited) if awaited else []
+            self._missing = self._unused.find(loss, awaited) if awaited else []
 
     def see_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
         """Look at the gradients that this step used."""

@@ -14,9 +14,8 @@ Legend: ``W`` ranks, ``v`` a random direction, ``g`` the gradient on one rank.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
-import random
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses.callbacks.meeting import Meeting
 from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core.autograd_graph import walk_graph
+from lightning_ddp_losses.core.random_state import global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.shard import shard_of
 
@@ -212,33 +213,23 @@ def _everywhere(meeting: Meeting, mine: bool) -> bool:
 
 def _is_multiple(value: Tensor, world: int) -> bool:
     """Whether the graph of the value begins with a product by W, among sums and products of numbers."""
-    stack, seen = [value.grad_fn], 0
-    while stack and seen < 64:
-        node = stack.pop()
-        seen += 1
-        if node is None:
-            continue
+    for node, _ in itertools.islice(walk_graph([value], through=_is_arithmetic), 64):
         factor = getattr(node, "_saved_other", None) if node.name().startswith(("Mul", "Div")) else None
         if isinstance(factor, Tensor) and factor.numel() == 1 and float(factor) in (float(world), 1 / world):
             return True
-        if node.name().startswith(("Mul", "Div", "Add", "Sub", "Neg", "Sum", "Mean", "Clone", "View", "ToCopy")):
-            stack += [child for child, _ in node.next_functions]
     return False
+
+
+def _is_arithmetic(node: Any) -> bool:
+    name: str = node.name()
+    return name.startswith(("Mul", "Div", "Add", "Sub", "Neg", "Sum", "Mean", "Clone", "View", "ToCopy"))
 
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Restore the random state of torch, Python and numpy."""
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.enable_grad():
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy:
-                numpy.random.set_state(numpy_state)
+    with preserve_random_state(global_generators([device])), torch.enable_grad():
+        yield
 
 
 class _Names(TorchDispatchMode):  # type: ignore[no-untyped-call]

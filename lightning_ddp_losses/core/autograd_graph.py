@@ -7,8 +7,9 @@ the result does not depend on is tied to it with a zero gradient.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -45,6 +46,67 @@ def remember_global_value(value: Any) -> None:
 def global_values() -> list[Tensor]:
     """The last few values that were global when they were made."""
     return list(_recent_global)
+
+
+def walk_graph(
+    roots: Iterable[Tensor], *, until: Iterable[Tensor] = (), through: Callable[[Any], bool] | None = None
+) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Visit the nodes of the autograd graph below some tensors, each once, breadth first.
+
+    A parameter's own node has no children and holds it as ``variable``; to ask the other nodes for a variable costs more than the rest
+    of the walk.
+
+    Args:
+        roots: Where the walk starts; those without a graph are left out.
+        until: Where it ends: the nodes of these tensors are not visited.
+        through: Whether to go on below a node; None: below all.
+
+    Returns:
+        Pairs of a node and its ``next_functions``.
+    """
+    seen = {tensor.grad_fn for tensor in until}
+    seen.add(None)
+    queue = []
+    for tensor in roots:
+        if tensor.grad_fn not in seen:
+            seen.add(tensor.grad_fn)
+            queue.append(tensor.grad_fn)
+    for node in queue:
+        children = node.next_functions  # type: ignore[union-attr]
+        yield node, children
+        if through is not None and not through(node):
+            continue
+        for child, _ in children:
+            if child not in seen:
+                seen.add(child)
+                queue.append(child)
+
+
+_TOP = 64  # nodes by which a graph is recognised
+
+
+class UnusedParameterFinder:
+    """Finds parameters that a loss will not reach in backward, before backward.
+
+    The whole graph is walked only when its part next to the loss has not been seen before: there losses and heads branch.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], frozenset[int]] = {}
+
+    def find(self, loss: Tensor, parameters: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of the parameters that backward from ``loss`` will not reach."""
+        if loss.grad_fn is None:
+            return list(parameters)
+        top = [type(node).__name__ for node, _ in itertools.islice(walk_graph([loss]), _TOP)]
+        key = (*top, len(parameters))
+        if key in self._known and self._known[key].issuperset(map(id, parameters.values())):
+            return []
+        # a graph not seen before, or the same beginning with another end
+        reached = self._known[key] = frozenset(
+            id(node.variable) for node, children in walk_graph([loss]) if not children and hasattr(node, "variable")
+        )
+        return [name for name, p in parameters.items() if id(p) not in reached]
 
 
 def run_full_precision(
@@ -104,19 +166,13 @@ def attach_zero_grad(result: Any, parameters: Sequence[Tensor], given: Sequence[
 
 
 def _not_reached(outputs: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Parameters that the outputs do not depend on, looking no further than the inputs."""
+    """Return the parameters that the outputs do not depend on, looking no further than the inputs."""
     missing = {id(p): p for p in parameters}
-    seen = {t.grad_fn for t in given if t.grad_fn is not None}
-    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    while stack and missing:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        below = node.next_functions
-        if not below:  # a parameter's own node is a leaf; to ask the others costs more than the rest of the search
+    for node, children in walk_graph(outputs, until=given):
+        if not children:
             missing.pop(id(getattr(node, "variable", None)), None)
-        stack += [child for child, _ in below if child is not None]
+            if not missing:
+                break
     return list(missing.values())
 
 

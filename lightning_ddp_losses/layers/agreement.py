@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
+from lightning_ddp_losses.core.autograd_graph import walk_graph
 from lightning_ddp_losses.core.forward_patch import MethodPatch
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
@@ -55,17 +56,11 @@ class BackwardMeeting(MethodPatch):
 
 def calls_in(loss: Tensor) -> list[str]:
     """The calls of synchronised layers in the graph of ``loss``, sorted."""
-    found, seen = [], set()
-    stack = [loss.grad_fn] if loss.grad_fn is not None else []
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    found = []
+    for node, _ in walk_graph([loss]):
         label = getattr(node, "awaited_by_peers", None)
         if label is not None:
             found.append(label)
-        stack += [child for child, _ in node.next_functions if child is not None]
     return sorted(found)
 
 

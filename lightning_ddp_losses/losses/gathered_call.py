@@ -14,6 +14,7 @@ from pytorch_metric_learning.utils import common_functions as c_f
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core.random_state import preserve_random_state, torch_generators
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.losses import anchor_tuples as pml_rows
@@ -294,19 +295,9 @@ def same_draws(inner: nn.Module, seed: int, tensors: Iterable[object]) -> Iterat
     if not may_draw(inner):
         yield
         return
-    devices = {t.device for t in tensors if isinstance(t, Tensor) and t.device.type == "cuda"}
-    numpy_state = c_f.NUMPY_RANDOM.get_state()
-    indices = sorted(d.index or 0 for d in devices)
-    with torch.random.fork_rng(devices=indices):
-        # not torch.manual_seed: it seeds every device there is, and formats a stack trace for each kind that is not in use
-        torch.default_generator.manual_seed(seed)
-        for index in indices:
-            torch.cuda.default_generators[index].manual_seed(seed)
-        c_f.NUMPY_RANDOM.seed(seed % (1 << 32))
-        try:
-            yield
-        finally:
-            c_f.NUMPY_RANDOM.set_state(numpy_state)
+    generators = torch_generators(t.device for t in tensors if isinstance(t, Tensor))
+    with preserve_random_state([*generators, c_f.NUMPY_RANDOM], seed=seed):
+        yield
 
 
 class Draws:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core.configuration import configuration_digest
+from lightning_ddp_losses.core.random_state import preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
@@ -272,8 +273,7 @@ def fill(
         whole_shape: Of the weight over all ranks.
     """
     per, dim = shard.per_class, shard.dim
-    state = torch.get_rng_state()
-    try:
+    with preserve_random_state([torch.default_generator]):
         for number in range(shard.start // BLOCK, -(-shard.stop // BLOCK)):
             first, last = number * BLOCK, min((number + 1) * BLOCK, shard.num_classes)
             shape = list(whole_shape)
@@ -285,8 +285,6 @@ def fill(
             low, high = max(first, shard.start), min(last, shard.stop)
             own = block.as_subclass(Tensor).narrow(dim, (low - first) * per, (high - low) * per)
             weight.narrow(dim, (low - shard.start) * per, (high - low) * per).copy_(own)
-    finally:
-        torch.set_rng_state(state)
 
 
 def _seed_of(seed: int, block: int) -> int:

@@ -1,27 +1,32 @@
-"""What one process would draw in an epoch, cut into this rank's share.
+"""What one process would draw in an epoch, cut into this rank's part of every batch.
 
-Every rank draws all indices of the epoch from the same seed, the ranks compare what they drew in a frame, and each keeps
-its contiguous part of every batch. Drawing is cheap beside loading; what may not happen is that ranks draw differently.
+Every rank draws all indices of the epoch from the same seed, the ranks compare what they drew in a handshake, and each keeps
+its contiguous part of every batch. Drawing is cheap beside loading; what may not happen is that ranks draw differently. So
+every generator that a sampler may use is seeded for the draw and put back afterwards: seeding them for training instead would
+give all ranks the same dropout.
 
 Legend: ``W`` ranks, ``G`` rows of a global batch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import operator
 import struct
+import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from hashlib import blake2b
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
+from lightning_ddp_losses.core.random_state import NUMPY_SEEDS, global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError
-from lightning_ddp_losses.samplers.arguments import check_rows, check_seed, checked_sampler
-from lightning_ddp_losses.samplers.randomness import SEEDS, nested, put_back, seeded
 
 Batches = list[list[Any]]
 
@@ -197,15 +202,16 @@ class GlobalDraw:
 
     def _offer(self) -> int:
         if self._own_seed is None:
-            self._own_seed = torch.initial_seed() % SEEDS if self.seed is None else self.seed
+            self._own_seed = torch.initial_seed() % NUMPY_SEEDS if self.seed is None else self.seed
         return self._own_seed
 
     def _draw(self, seed: int, epoch: int) -> Batches:
-        for sampler in nested(self.source):
+        for sampler in nested_samplers(self.source):
             set_epoch = getattr(sampler, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
-        with seeded(seed, self.source), put_back(self.source):
+        generators = [*global_generators(), *generators_of(self.source)]
+        with preserve_random_state(generators, seed=seed % NUMPY_SEEDS), preserve_shuffled(self.source):
             drawn = list(self.source)
         G = self._global_rows()
         if G is None:
@@ -256,3 +262,84 @@ def _digest(batches: Batches) -> bytes:
             data = repr(batch).encode()
         seen.update(len(data).to_bytes(8, "little") + data)
     return seen.digest()
+
+
+# ---------------------------------------------------------------------- what a sampler draws from
+
+PML = "pytorch_metric_learning.utils.common_functions"
+_SHUFFLED = ("labels", "fixed_set_of_triplets")  # of MPerClassSampler (a list) and FixedSetOfTriplets (an array)
+
+
+def nested_samplers(sampler: object) -> list[object]:
+    """Return ``sampler`` and the samplers that it holds, outermost first."""
+    found = [sampler]
+    for outer in found:
+        for value in getattr(outer, "__dict__", {}).values():
+            if isinstance(value, Sampler) and all(value is not other for other in found):
+                found.append(value)
+    return found
+
+
+def generators_of(sampler: object) -> list[Any]:
+    """Return whatever a sampler may draw from beside the global generators: PML's own, and all attributes of it and of those inside it."""
+    generators = [getattr(sys.modules.get(PML), "NUMPY_RANDOM", None)]
+    for owner in nested_samplers(sampler):
+        generators += getattr(owner, "__dict__", {}).values()
+    return generators
+
+
+@contextlib.contextmanager
+def preserve_shuffled(sampler: object) -> Iterator[None]:
+    """Undo what PML's samplers shuffle in place: an epoch is the same whether or not others were drawn before it."""
+    kept = []
+    for owner in nested_samplers(sampler):
+        if any(cls.__module__.startswith("pytorch_metric_learning.") for cls in type(owner).__mro__):
+            shuffled = [owner.__dict__[name] for name in _SHUFFLED if name in owner.__dict__]
+            kept += [(own, own.copy()) for own in shuffled]
+    try:
+        yield
+    finally:
+        for own, before in kept:
+            own[:] = before
+
+
+# ---------------------------------------------------------------------- what it can be built from
+
+
+def check_rows(what: str, size: object) -> None:
+    """Refuse a batch size that is given and is no positive number."""
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise ConfigurationError(what, expected="a positive number of rows", got=repr(size))
+
+
+def check_seed(what: str, seed: object) -> None:
+    """Refuse a seed that is given and that not every generator takes."""
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < NUMPY_SEEDS):
+        raise ConfigurationError(what, expected=f"a whole number from 0 to {NUMPY_SEEDS - 1}", got=repr(seed))
+
+
+def checked_sampler(sampler: Any) -> Any:
+    """``sampler``, if it is one over the whole data set and knows its length."""
+
+    def refuse(got: str, fix: str) -> ConfigurationError:
+        return ConfigurationError("GlobalBatchSampler", expected="a sampler with a length", got=got, fix=fix)
+
+    name = type(sampler).__name__
+    if not isinstance(sampler, Iterable) or isinstance(sampler, (Dataset, DataLoader, str, bytes, dict)):
+        raise refuse(name, "Give it what you would give to DataLoader(sampler=...) or DataLoader(batch_sampler=...).")
+    for inner in nested_samplers(sampler):
+        if isinstance(inner, DistributedSampler) or hasattr(getattr(inner, "batch_size", None), "draw"):
+            cut = type(inner).__name__
+            raise refuse(
+                f"{name}, which is cut by rank already"
+                if inner is sampler
+                else f"{name} around a {cut}, which is cut by rank already",
+                "Give it the sampler that one process would use, over the whole data set.",
+            )
+    try:
+        length = len(sampler) if isinstance(sampler, Sized) else None
+    except (TypeError, NotImplementedError):
+        length = None
+    if length is None or math.isinf(length):
+        raise refuse(f"{name} without one", "Give the sampler a finite __len__.")
+    return sampler
