@@ -103,7 +103,7 @@ class Uneven(Subject):
 
 
 def stop_early(sick: bool) -> list[Any]:
-    return [EarlyStopping("val_loss", timeout=3)]
+    return [EarlyStopping("val_loss", patience=3)]
 
 
 CASES = [
