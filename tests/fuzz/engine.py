@@ -1,0 +1,202 @@
+"""Runs drawn cases on the rank pool and compares them with one process."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
+from torch import Tensor
+
+from lightning_ddp_losses.errors import DDPLossError
+from tests.rank_pool import RankFailure, RankPool
+
+__all__ = ["Count", "Domain", "Finding", "NotDefined", "Refused", "examine", "explore", "leaf"]
+
+Found = dict[str, Tensor]
+TASK_SECONDS = 60.0  # ranks that have not answered by then hang
+
+
+class NotDefined(Exception):
+    """One process cannot compute this case either: there is nothing to compare with."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An error of the package in place of results: allowed where every rank raises the same."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One kind of case.
+
+    Attributes:
+        name: For tables and the command line.
+        cases: Draws a case: plain data with `ranks` (rows of each rank) and `dtype`.
+        on_rank: What a rank finds: names of per-rank tensors (`rank ...`), of sums over ranks (`sum ...`), of means over ranks (all
+            others, as DDP leaves gradients), and of values that every rank must hold (`value ...`).
+        alone: The same names in one process, without the package; `rank ...` as a list, one tensor per rank.
+    """
+
+    name: str
+    cases: SearchStrategy[Any]
+    on_rank: Callable[[Any], Found]
+    alone: Callable[[Any], dict[str, Any]]
+
+
+@dataclass
+class Count:
+    """What came of a domain's cases."""
+
+    exact: int = 0
+    refused: int = 0
+    not_defined: int = 0
+    texts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def cases(self) -> int:
+        return self.exact + self.refused + self.not_defined
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A case that is neither exact nor refused."""
+
+    domain: str
+    text: str
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    """A copy that collects a gradient."""
+    return tensor.detach().clone().requires_grad_()
+
+
+def guarded(on_rank: Callable[[Any], Found], case: Any) -> Found | Refused:
+    """What a rank finds, or the package's own error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return on_rank(case)
+        except DDPLossError as error:
+            return Refused(type(error).__name__, str(error))
+
+
+def examine(pool: RankPool, domain: Domain, case: Any) -> str:
+    """Judge one case: `exact`, `not defined`, or the text of the refusal; anything else is an AssertionError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            truth = domain.alone(case)
+        except NotDefined:
+            return "not defined"
+    found = pool.run(len(case.ranks), guarded, domain.on_rank, case, seconds=TASK_SECONDS)
+    refusals = [each for each in found if isinstance(each, Refused)]
+    if refusals:
+        assert len(set(found)) == 1, f"not the same error on all ranks: {[str(each)[:300] for each in found]}"
+        return f"{refusals[0].kind}: {refusals[0].text.splitlines()[0]}"
+    compare(found, truth, case.dtype)
+    return "exact"
+
+
+def compare(found: Sequence[Found], truth: dict[str, Any], dtype: str) -> None:
+    """Every tensor of one process, on the ranks."""
+    tolerance = {"float64": 1e-9, "float32": 2e-4}[dtype]
+    names = sorted(truth)
+    assert all(sorted(each) == names for each in found), f"expected {names}, got {[sorted(each) for each in found]}"
+    lines = []
+    largest = max(
+        map(norm, chain.from_iterable(t if isinstance(t, list) else [t] for t in truth.values())), default=1.0
+    )
+    for name in names:
+        pairs: list[tuple[str, Tensor, Tensor]]
+        if name.startswith("rank "):
+            pairs = [(f"{name} on rank {r}", each[name], truth[name][r]) for r, each in enumerate(found)]
+        elif name.startswith("value "):
+            pairs = [(f"{name} on rank {r}", each[name], truth[name]) for r, each in enumerate(found)]
+        else:
+            total = torch.stack([each[name].double() for each in found]).sum(0)
+            own = total if name.startswith("sum ") else total / len(found)
+            pairs = [(name, own, truth[name])]
+        # what cancels in a sum over rows is judged by the size of the rows
+        scale = max(max(norm(t) for _, _, t in pairs), 1e-2 * largest, 1e-3)
+        for title, got, expected in pairs:
+            off = difference(got.double(), expected.double())
+            if not off <= tolerance * scale:
+                lines.append(f"{title}: off by {off:.3g} of {scale:.3g}; got {short(got)}, expected {short(expected)}")
+    assert not lines, "\n".join(lines)
+
+
+def difference(got: Tensor, expected: Tensor) -> float:
+    """Norm of the difference; where one process has no finite number, the ranks must have none either."""
+    if got.shape != expected.shape:
+        return float("inf")
+    odd = ~expected.isfinite()
+    if not torch.equal(odd, ~got.isfinite()):
+        return float("inf")
+    return float((got - expected)[~odd].norm())
+
+
+def norm(tensor: Tensor) -> float:
+    return float(tensor.double().nan_to_num(0, 0, 0).norm())
+
+
+def short(tensor: Tensor) -> str:
+    values = tensor.flatten()[:6].tolist()
+    return f"{tuple(tensor.shape)} {[float(f'{value:.6g}') for value in values]}"
+
+
+def explore(
+    pool: RankPool,
+    domain: Domain,
+    *,
+    examples: int,
+    number: int,
+    count: Count,
+    shrink: bool = True,
+    until: float = float("inf"),
+) -> Finding | None:
+    """Examine some cases of one seed; the first that is wrong comes back, minimised."""
+
+    phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
+
+    @seed(number)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+        report_multiple_bugs=False,
+    )
+    @given(domain.cases)
+    def judge(case: Any) -> None:
+        if time.monotonic() > until:
+            return
+        try:
+            verdict = examine(pool, domain, case)
+        except (AssertionError, RankFailure) as error:
+            raise AssertionError(f"{error}\ncase: {case!r}") from None
+        if verdict == "exact":
+            count.exact += 1
+        elif verdict == "not defined":
+            count.not_defined += 1
+        else:
+            count.refused += 1
+            count.texts[verdict] += 1
+
+    try:
+        judge()
+    except AssertionError as error:
+        return Finding(domain.name, str(error))
+    return None

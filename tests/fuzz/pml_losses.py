@@ -1,0 +1,332 @@
+"""`GlobalBatchLoss` over pytorch-metric-learning: every loss x reducer x distance x regulariser x miner x option x way of calling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from pytorch_metric_learning import distances, miners, reducers, regularizers
+from pytorch_metric_learning import losses as pml
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ddp_losses import GlobalBatchLoss, GlobalBatchMiner
+from tests.fuzz.data import DTYPES, Rows, cut, global_rows, options, own, rows_strategy
+from tests.fuzz.engine import Domain, Found, NotDefined, leaf
+
+__all__ = ["DOMAIN"]
+
+# options by loss; None: the loss's own default
+LOSSES: dict[str, dict[str, list[Any]]] = {
+    "ArcFaceLoss": {"margin": [None, 5.0, 80.0], "scale": [None, 1.0, 16.0]},
+    "CosFaceLoss": {"margin": [None, 0.1], "scale": [None, 2.0]},
+    "LargeMarginSoftmaxLoss": {"margin": [None, 2, 3], "scale": [None, 2]},
+    "NormalizedSoftmaxLoss": {"temperature": [None, 0.5]},
+    "ProxyNCALoss": {"softmax_scale": [None, 4]},
+    "SoftTripleLoss": {"centers_per_class": [1, 2, 3], "la": [None, 2.0], "gamma": [None, 1.0], "margin": [None, 0.3]},
+    "SphereFaceLoss": {"margin": [None, 2], "scale": [None, 3]},
+    "SubCenterArcFaceLoss": {"margin": [None, 10.0], "scale": [None, 4.0], "sub_centers": [1, 2, 3]},
+    "AngularLoss": {"alpha": [None, 30]},
+    "CircleLoss": {"m": [None, 0.1], "gamma": [None, 4]},
+    "ContrastiveLoss": {"pos_margin": [None, 0.2, 0.9], "neg_margin": [None, 0.1, 2.0]},
+    "GeneralizedLiftedStructureLoss": {"neg_margin": [None, 0.3], "pos_margin": [None, 0.2]},
+    "MarginLoss": {"margin": [None, 1.0], "nu": [None, 0.2], "beta": [None, 0.4], "learn_beta": [None, True]},
+    "MultiSimilarityLoss": {"alpha": [None, 1], "beta": [None, 5], "base": [None, 0.1]},
+    "NTXentLoss": {"temperature": [None, 0.5, 1.0]},
+    "SignalToNoiseRatioContrastiveLoss": {"pos_margin": [None, 0.3], "neg_margin": [None, 3.0]},
+    "SupConLoss": {"temperature": [None, 0.5]},
+    "TripletMarginLoss": {"margin": [None, 1.0], "swap": [None, True], "smooth_loss": [None, True]},
+    "TupletMarginLoss": {"margin": [None, 20.0], "scale": [None, 4]},
+    "DynamicSoftMarginLoss": {},
+    "FastAPLoss": {"num_bins": [4, 10]},
+    "HistogramLoss": {"n_bins": [5, 20]},
+    "InstanceLoss": {"gamma": [None, 2]},
+    "IntraPairVarianceLoss": {},
+    "LiftedStructureLoss": {"neg_margin": [None, 0.3]},
+    "NCALoss": {"softmax_scale": [None, 3]},
+    "NPairsLoss": {},
+    "P2SGradLoss": {},
+    "PNPLoss": {"variant": ["Ds", "Dq", "Iu", "Ib", "O"]},
+    "ProxyAnchorLoss": {"margin": [None, 0.5], "alpha": [None, 4]},
+    "RankedListLoss": {"margin": [0.4, 1.0], "Tn": [1, 5]},
+    "SmoothAPLoss": {"temperature": [0.1]},
+    "ThresholdConsistentMarginLoss": {},
+    "VICRegLoss": {},
+}
+WITH_CLASSES = {
+    "ArcFaceLoss",
+    "CosFaceLoss",
+    "LargeMarginSoftmaxLoss",
+    "NormalizedSoftmaxLoss",
+    "P2SGradLoss",
+    "ProxyAnchorLoss",
+    "ProxyNCALoss",
+    "SoftTripleLoss",
+    "SphereFaceLoss",
+    "SubCenterArcFaceLoss",
+}
+# what pytorch-metric-learning 2.9 takes, as measured: other combinations are errors in one process
+COSINE_ONLY = {
+    "ArcFaceLoss",
+    "CircleLoss",
+    "CosFaceLoss",
+    "HistogramLoss",
+    "InstanceLoss",
+    "LargeMarginSoftmaxLoss",
+    "PNPLoss",
+    "SmoothAPLoss",
+    "SphereFaceLoss",
+    "SubCenterArcFaceLoss",
+    "ThresholdConsistentMarginLoss",
+    "TupletMarginLoss",
+}
+OWN_DISTANCE = {
+    "AngularLoss",
+    "DynamicSoftMarginLoss",
+    "FastAPLoss",
+    "SignalToNoiseRatioContrastiveLoss",
+    "SoftTripleLoss",
+    "VICRegLoss",
+}
+NO_REFERENCES = WITH_CLASSES | {
+    "DynamicSoftMarginLoss",
+    "FastAPLoss",
+    "HistogramLoss",
+    "InstanceLoss",
+    "NPairsLoss",
+    "PNPLoss",
+    "RankedListLoss",
+    "SmoothAPLoss",
+}
+NO_TUPLES = {"InstanceLoss", "P2SGradLoss", "PNPLoss", "RankedListLoss", "VICRegLoss"}
+NOT_PER_ANCHOR = {"AngularLoss", "LiftedStructureLoss", "MarginLoss", "TripletMarginLoss", "TupletMarginLoss"}
+RING = {"ContrastiveLoss", "MultiSimilarityLoss", "NTXentLoss", "SupConLoss"}
+REDUCERS = ["", "", "", "Mean", "Sum", "AvgNonZero", "Threshold", "PerAnchor", "ClassWeighted", "Divisor"]
+DISTANCES = ["", "", "", "Cosine", "Dot", "L2", "L1", "squared", "SNR"]
+MINERS = ["", "", "", "MultiSimilarity", "BatchHard", "PairMargin", "TripletMargin", "Angular", "BatchEasyHard"]
+REGULARIZERS = ["", "", "", "", "Lp", "ZeroMean", "CenterInvariant"]
+WAYS = ["plain", "plain", "plain", "no grad first", "twice", "summed twice", "retained", "checkpointed", "accumulated"]
+CHOICES: dict[str, list[Any]] = {
+    "reducer": REDUCERS,
+    "distance": DISTANCES,
+    "miner": MINERS,
+    "regularizer": REGULARIZERS,
+    "mode": [0, 0, 1, 2],
+    "tile_bytes": [None, None, 300, 1000],
+    "gather": ["all", "all", "ring"],
+    "references": ["none", "none", "none", "same labels", "other labels"],
+    "way": WAYS,
+    "dtype": ["float64", "float64", "float64", "float32"],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: Rows
+    loss: str
+    loss_options: tuple[tuple[str, Any], ...]
+    reducer: str
+    distance: str
+    miner: str
+    regularizer: str
+    mode: int
+    tile_bytes: int | None
+    gather: str
+    references: str
+    way: str
+    dtype: str
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.rows.ranks
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    name = draw(st.sampled_from(sorted(LOSSES)))
+    pick = {key: draw(st.sampled_from(values)) for key, values in CHOICES.items()}
+    if name in OWN_DISTANCE or (name in COSINE_ONLY and pick["distance"] != "Cosine"):
+        pick["distance"] = ""
+    if name in NO_REFERENCES:
+        pick["references"] = "none"
+    if name in NO_TUPLES:
+        pick["miner"] = ""
+    if (name in NOT_PER_ANCHOR and pick["reducer"] == "PerAnchor") or (
+        name != "MarginLoss" and pick["reducer"] == "Divisor"
+    ):
+        pick["reducer"] = "AvgNonZero"
+    if name == "VICRegLoss":
+        pick["regularizer"], pick["reducer"] = "", ""
+    if name not in RING or pick["references"] != "none" or pick["miner"]:
+        pick["gather"] = "all"
+    return Case(
+        rows=draw(rows_strategy()), loss=name, loss_options=tuple(sorted(options(draw, LOSSES[name]).items())), **pick
+    )
+
+
+def make_distance(name: str) -> Any:
+    return {
+        "Cosine": distances.CosineSimilarity,
+        "Dot": lambda: distances.DotProductSimilarity(normalize_embeddings=False),
+        "L2": lambda: distances.LpDistance(normalize_embeddings=False),
+        "L1": lambda: distances.LpDistance(p=1),
+        "squared": lambda: distances.LpDistance(power=2),
+        "SNR": distances.SNRDistance,
+    }[name]()
+
+
+def make_reducer(name: str, classes: int, dtype: torch.dtype) -> Any:
+    return {
+        "Mean": reducers.MeanReducer,
+        "Sum": reducers.SumReducer,
+        "AvgNonZero": reducers.AvgNonZeroReducer,
+        "Threshold": lambda: reducers.ThresholdReducer(low=0.1, high=5.0),
+        "PerAnchor": reducers.PerAnchorReducer,
+        "ClassWeighted": lambda: reducers.ClassWeightedReducer(torch.linspace(0.5, 2.0, classes, dtype=dtype)),
+        "Divisor": reducers.DivisorReducer,
+    }[name]()
+
+
+def make_loss(case: Case) -> nn.Module:
+    """The plain loss, the same in every process; `NotDefined` where it refuses its own options."""
+    given: dict[str, Any] = dict(case.loss_options)
+    dtype = DTYPES[case.dtype]
+    if case.loss in WITH_CLASSES:
+        width = "descriptors_dim" if case.loss == "P2SGradLoss" else "embedding_size"
+        given.update({"num_classes": case.rows.classes, width: case.rows.dim})
+    if case.reducer:
+        given["reducer"] = make_reducer(case.reducer, case.rows.classes, dtype)
+    if case.distance:
+        given["distance"] = make_distance(case.distance)
+    if case.regularizer:
+        given["embedding_regularizer"] = getattr(regularizers, f"{case.regularizer}Regularizer")()
+    torch.manual_seed(3)
+    try:
+        return getattr(pml, case.loss)(**given).to(dtype)  # type: ignore[no-any-return]
+    except (TypeError, AssertionError, ValueError, NotImplementedError) as error:
+        raise NotDefined from error
+
+
+def make_miner(case: Case) -> Any:
+    if not case.miner:
+        return None
+    return getattr(miners, f"{case.miner}Miner")()
+
+
+class Encoder(nn.Module):
+    """Scales and shifts each number by itself: equal rows stay equal to the last bit, on whatever rank they are."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, dim))
+        self.bias = nn.Parameter(torch.linspace(-0.2, 0.3, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.bias
+
+
+def make_encoder(case: Case) -> nn.Module:
+    return Encoder(case.rows.dim).to(DTYPES[case.dtype])
+
+
+def reference_labels(case: Case, labels: Tensor) -> Tensor:
+    return labels if case.references == "same labels" else (labels * 2 + 1) % case.rows.classes
+
+
+def call(case: Case, loss: Any, miner: Any, encoder: nn.Module, views: list[Tensor], labels: Tensor) -> Tensor:
+    """One evaluation; with references every label is given, as pytorch-metric-learning asks."""
+    embeddings = encoder(views[0])
+    more: dict[str, Tensor] = {}
+    if case.loss == "VICRegLoss":
+        return loss(embeddings, ref_emb=encoder(views[1]))  # type: ignore[no-any-return]
+    if case.references != "none":
+        more = {"ref_emb": encoder(views[1]), "ref_labels": reference_labels(case, labels)}
+    tuples = miner(embeddings, labels, **more) if miner is not None else None
+    return loss(embeddings, labels, tuples, **more)  # type: ignore[no-any-return]
+
+
+def run(case: Case, loss: Any, miner: Any, encoder: nn.Module, views: list[Tensor], labels: Tensor) -> Tensor:
+    """The drawn way of calling; the gradient of all of it lies in the leaves afterwards."""
+
+    def once() -> Tensor:
+        return call(case, loss, miner, encoder, views, labels)
+
+    if case.way == "no grad first":
+        with torch.no_grad():
+            once()
+    if case.way == "checkpointed":
+        value: Tensor = checkpoint(
+            lambda *leaves: call(case, loss, miner, encoder, list(leaves), labels), *views, use_reentrant=False
+        )
+    elif case.way == "summed twice":
+        value = once() + 0.5 * once()
+    else:
+        value = once()
+    if case.way == "retained":
+        value.backward(retain_graph=True)
+    value.backward()
+    if case.way == "twice":
+        once().backward()
+    if case.way == "accumulated":
+        (once() * 0.25).backward()
+    return value
+
+
+def results(value: Tensor, encoder: nn.Module, loss: nn.Module) -> Found:
+    found = {"value": value.detach()}
+    for name, parameter in encoder.named_parameters():
+        found[f"encoder {name}"] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    for (
+        name,
+        parameter,
+    ) in loss.named_parameters():  # a loss that is zero leaves its weight out of the graph in one process
+        found[f"loss {name}"] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return found
+
+
+def alone(case: Case) -> dict[str, Any]:
+    loss, encoder, miner = make_loss(case), make_encoder(case), make_miner(case)
+    data = global_rows(case.rows, DTYPES[case.dtype], views=2)
+    views = [leaf(data["view 0"]), leaf(data["view 1"])]
+    try:
+        value = run(case, loss, miner, encoder, views, data["labels"])
+    except Exception as error:
+        raise NotDefined from error
+    if not isinstance(value, Tensor) or value.ndim or not value.isfinite():
+        raise NotDefined
+    grads = [torch.zeros_like(view) if view.grad is None else view.grad for view in views]
+    found: dict[str, Any] = dict(results(value, encoder, loss))
+    if any(not grad.isfinite().all() for grad in [*grads, *found.values()]):
+        raise NotDefined
+    found["value v"] = found.pop("value")
+    for index, grad in enumerate(grads):
+        found[f"rank view {index}"] = cut(case.rows, grad)
+    return found
+
+
+def on_rank(case: Case) -> Found:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plain, encoder, miner = make_loss(case), make_encoder(case), make_miner(case)
+    allowed = GlobalBatchLoss(plain).exact_modes()
+    mode = allowed[case.mode % len(allowed)]
+    more: dict[str, Any] = {}
+    if mode == "rows" and case.tile_bytes is not None:
+        more["tile_bytes"] = case.tile_bytes
+    if mode == "rows" and case.gather == "ring":
+        more["gather"] = "ring"
+    loss = GlobalBatchLoss(plain, mode=mode, **more)
+    data = global_rows(case.rows, DTYPES[case.dtype], views=2)
+    labels = own(case.rows, data["labels"], rank)
+    views = [own(case.rows, data[f"view {view}"], rank).requires_grad_() for view in range(2)]
+    value = run(case, loss, GlobalBatchMiner(miner) if miner is not None else None, encoder, views, labels)
+    found = results(value, encoder, plain)
+    found["value v"] = found.pop("value")
+    for index, view in enumerate(views):
+        found[f"rank view {index}"] = torch.zeros_like(view) if view.grad is None else view.grad / world
+    return found
+
+
+DOMAIN = Domain("pml losses", cases(), on_rank, alone)
