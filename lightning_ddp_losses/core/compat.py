@@ -7,6 +7,7 @@ test lists them.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ DROPOUT_TYPES: tuple[type[nn.Module], ...] = (dropout._DropoutNd,)
 TORCH_LOSS_TYPES: tuple[type[nn.Module], ...] = (loss._Loss,)
 """The base of ``torch.nn``'s losses; torch has no public one."""
 
+DISABLED_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+"""What a subclass of Tensor takes as ``__torch_function__`` when its operations shall be plain ones; torch's documentation names it so."""
+
 
 def tensor_version(tensor: Tensor) -> int:
     """Return how often a tensor was written to in place; autograd's own counter, which has no public reader."""
@@ -41,6 +45,13 @@ def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the slots of a module's own parameters, which may be assigned a tensor for the length of a call."""
     return module._parameters
+
+
+def without_parameter(module: nn.Module, name: str) -> nn.Module:
+    """Return a shallow copy of a module that lacks one of its parameters; a copy shares its dict of slots, which has no public setter."""
+    bare = copy.copy(module)
+    bare._parameters = {key: value for key, value in module._parameters.items() if key != name}
+    return bare
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

@@ -1,7 +1,10 @@
-"""What each of pytorch-metric-learning's class-weight losses does with a block of classes: the logits before the softmax.
+"""What each of pytorch-metric-learning's (PML's) class-weight losses computes on a block of classes: logits, and a weight regulariser.
 
-All eight are ``logsumexp_j z_ij - z_iy`` for logits z that depend on one row and one class. They differ in the product of row and
-class, its scale, and what happens to the target's logit. The margin, the distance and the norms are PML's own functions.
+All eight losses are ``logsumexp_j z_ij - z_iy`` for logits z that depend on one row and one class. They differ in the product of row and
+class, its scale, and what happens to the target's logit; ``HEADS`` says which is which. The margin, the distance and the norms are PML's
+own functions (read in PML 2.9), so that a margin that PML mends is mended here.
+
+To add a loss: a row in ``HEADS``, and a subclass of ``Head`` where its logits are its own.
 
 Legend: ``G`` rows, ``D`` embedding size, ``c`` classes of a block, ``K`` weight rows per class (sub-centers), ``n`` targets.
 """
@@ -18,100 +21,65 @@ from torch import Tensor
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.partial_sums import can_split, split
 
-_MARGIN = (
-    pml.ArcFaceLoss,
-    pml.CosFaceLoss,
-    pml.LargeMarginSoftmaxLoss,
-    pml.SphereFaceLoss,
-    pml.SubCenterArcFaceLoss,
-)
-_SUPPORTED = (*_MARGIN, pml.NormalizedSoftmaxLoss, pml.ProxyNCALoss, pml.SoftTripleLoss)
-_DISTANCES = (
-    distances.CosineSimilarity,
-    distances.DotProductSimilarity,
-    distances.LpDistance,
-)
-
-
-def supported() -> list[str]:
-    """Names of the losses that have a head."""
-    return sorted(cls.__name__ for cls in _SUPPORTED)
-
-
-def head_of(loss: Any) -> Head:
-    """The head of a loss.
-
-    Raises:
-        ConfigurationError: for a class or a distance that has none (a subclass may compute something else).
-    """
-    if type(loss) not in _SUPPORTED:
-        raise ConfigurationError(
-            "ClassShardedLoss: loss",
-            expected=f"one of {', '.join(supported())}",
-            got=type(loss).__name__,
-            fix="Other losses run over the global batch in GlobalBatchLoss, with the whole weight on every rank.",
-        )
-    if type(loss.distance) not in _DISTANCES:
-        raise ConfigurationError(
-            f"ClassShardedLoss({type(loss).__name__}): distance",
-            expected=f"one of {', '.join(d.__name__ for d in _DISTANCES)}",
-            got=type(loss.distance).__name__,
-        )
-    return Head(loss)
+_DISTANCES = (distances.CosineSimilarity, distances.DotProductSimilarity, distances.LpDistance)
 
 
 class Head:
-    """The logits of one loss.
+    """Computes the logits of one loss, without a margin.
 
     Args:
-        loss: An instance of a supported class; its weight is not looked at.
+        loss: An instance of a class in ``HEADS``; its weight is not looked at.
 
     Attributes:
         weight_name: Name of the class weight in the loss.
         class_dim: Dimension of it that counts classes.
+        has_margin: The target's logit is a function of its own (``targets``), else the others' plus ``target_offset``.
         per_class: K.
-        has_margin: The target's logit is a function of its own, else the others' plus ``target_offset``.
-        target_offset: Added to the target's logit.
         is_cosine: Logits are products of scaled rows with weight rows of length one.
-        shown: What ``get_logits`` of the loss gives, over the logits of the softmax.
     """
+
+    weight_name = "W"
+    class_dim = 1
+    has_margin = False
+    _centers_option = "sub_centers"
+    _always_normalizes = False
+    _norm_of_weight_counts = False
+    _may_scale_rows = True
 
     def __init__(self, loss: Any) -> None:
         self._loss = loss
-        cls = type(loss)
-        self.weight_name = {pml.SoftTripleLoss: "fc", pml.ProxyNCALoss: "proxies"}.get(cls, "W")
-        self.class_dim = 0 if cls is pml.ProxyNCALoss else 1
-        self.per_class = int(getattr(loss, {pml.SoftTripleLoss: "centers_per_class"}.get(cls, "sub_centers"), 1))
-        self.has_margin = cls in _MARGIN
-        self.target_offset = -float(loss.la * loss.margin) if cls is pml.SoftTripleLoss else 0.0
-        self._norms_count = cls is pml.LargeMarginSoftmaxLoss
-        self.shown = 1 / self._constant() if cls in (pml.SoftTripleLoss, pml.ProxyNCALoss) else 1.0
-        dot = isinstance(loss.distance, distances.DotProductSimilarity) and loss.distance.power == 1
-        self._linear = dot and cls is not pml.SoftTripleLoss  # the scale may go to the rows, which are fewer
-        unit = loss.distance.p == 2 and (loss.distance.normalize_embeddings or cls is pml.NormalizedSoftmaxLoss)
-        self.is_cosine = self._linear and unit and self.per_class == 1 and not self._norms_count
+        self.per_class = int(getattr(loss, self._centers_option, 1))
+        distance = loss.distance
+        is_dot_product = isinstance(distance, distances.DotProductSimilarity) and distance.power == 1
+        self._scales_rows = is_dot_product and self._may_scale_rows  # rows are fewer than logits
+        has_unit_rows = distance.p == 2 and (distance.normalize_embeddings or self._always_normalizes)
+        is_plain = self.per_class == 1 and not self._norm_of_weight_counts
+        self.is_cosine = self._scales_rows and has_unit_rows and is_plain
+
+    @property
+    def constant_scale(self) -> float:
+        """What multiplies the logits of all rows."""
+        return float(self._loss.scale)
+
+    @property
+    def target_offset(self) -> float:
+        """What is added to the target's logit."""
+        return 0.0
+
+    @property
+    def output_scale(self) -> float:
+        """What ``get_logits`` of the loss gives, over the logits of the softmax."""
+        return 1.0
 
     def prepare(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows as they enter the product, (G, D), and what multiplies their logits, (G, 1) or (1, 1)."""
-        loss = self._loss
-        rows = loss.distance.maybe_normalize(embeddings)
-        if type(loss) is pml.SphereFaceLoss:
-            return rows, torch.norm(embeddings, p=2, dim=1, keepdim=True) * loss.scale
-        if self._norms_count:
-            return rows, loss.distance.get_norm(embeddings).unsqueeze(1) * loss.scale
-        return rows, rows.new_full((1, 1), self._constant())
-
-    def _constant(self) -> float:
-        loss = self._loss
-        sign = 1.0 if loss.distance.is_inverted else -1.0
-        if type(loss) is pml.NormalizedSoftmaxLoss:
-            return sign / float(loss.temperature)
-        if type(loss) is pml.ProxyNCALoss:
-            return sign * float(loss.softmax_scale)
-        return float(loss.la if type(loss) is pml.SoftTripleLoss else loss.scale)
+        """Return the rows as they enter the product, (G, D), and what multiplies their logits, (G, 1) or (1, 1)."""
+        rows = self._loss.distance.maybe_normalize(embeddings)
+        return rows, rows.new_full((1, 1), self.constant_scale)
 
     def logits(self, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-        """Logits of a block of classes, no margin in them.
+        """Compute the logits of a block of classes, no margin in them.
+
+        No step may keep its result for backward: the caller overwrites it.
 
         Args:
             rows: (G, D) from ``prepare``.
@@ -122,18 +90,28 @@ class Head:
             (G, c).
         """
         distance = self._loss.distance
-        product = distance.compute_mat(rows * scale if self._linear else rows, self._normalised(weight))
+        if self._scales_rows:
+            rows = rows * scale
+        product: Tensor = distance.compute_mat(rows, self.normalized(weight))
         if distance.power != 1:
             product = product**distance.power
-        if self.per_class > 1 or type(self._loss) is pml.SoftTripleLoss:
-            product = self._over_centers(product.view(len(rows), -1, self.per_class))
-        if self._norms_count:
-            product = product * distance.get_norm(weight).unsqueeze(0)
-        logits: Tensor = product if self._linear else product * scale
-        return logits
+        product = self.over_centers(product)
+        if not self._scales_rows:
+            product = product * scale
+        return product
+
+    def normalized(self, weight: Tensor) -> Tensor:
+        """Return weight rows as they enter the product."""
+        return self._loss.distance.maybe_normalize(weight)  # type: ignore[no-any-return]
+
+    def over_centers(self, product: Tensor) -> Tensor:
+        """Reduce (G, c * K) products with weight rows to (G, c) of classes: the best center's."""
+        if self.per_class == 1:
+            return product
+        return product.view(len(product), -1, self.per_class).max(2).values
 
     def targets(self, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-        """Logits of the target classes, with their margin.
+        """Compute the logits of the target classes, with their margin; for heads that have one.
 
         Args:
             rows: (n, D) from ``prepare``.
@@ -143,33 +121,36 @@ class Head:
         Returns:
             (n,).
         """
+        raise NotImplementedError
+
+    def angle_sum(self, is_local: Tensor) -> float:
+        """Return the sum of the angles, in degrees, between the rows marked and their targets; 0 unless the loss collects statistics."""
+        if not self._loss.collect_stats:
+            return 0.0
+        count = int(is_local.sum())
+        # PML keeps the mean of what ``targets`` was given last
+        return count * float(self._loss.avg_angle) if count else 0.0
+
+
+class MarginHead(Head):
+    """ArcFace, CosFace, SubCenterArcFace: PML puts a margin between a row and its own class."""
+
+    has_margin = True
+
+    def targets(self, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+        """Compute the cosine with the target's best center, PML's margin, the scale."""
         loss = self._loss
-        flat = self._normalised(weight.reshape(-1, weight.shape[2])).view_as(weight)
-        cosine = (rows.unsqueeze(1) * flat).sum(2)
+        # cosine with each center of the target class; the best one counts
+        flat = self.normalized(weight.reshape(-1, weight.shape[2]))
+        cosine = (rows.unsqueeze(1) * flat.view_as(weight)).sum(2)
         if loss.distance.power != 1:
             cosine = cosine**loss.distance.power
         cosine = cosine.max(1).values
+        # PML's margin, then the scale
         self._cast_constants(cosine)
         logit = loss.modify_cosine_of_target_classes(cosine)
-        if self._norms_count:
-            logit = logit * loss.distance.get_norm(weight[:, 0])
         scaled: Tensor = logit * scale.squeeze(1)
         return scaled
-
-    def angles(self, own: Tensor) -> float:
-        """Sum of the angles between the rows marked and their targets, in degrees, where the loss collects statistics."""
-        count = int(own.sum()) if self._loss.collect_stats else 0
-        return count * float(self._loss.avg_angle) if count else 0.0
-
-    def _normalised(self, weight: Tensor) -> Tensor:
-        distance = self._loss.distance
-        unit = distance.normalize if type(self._loss) is pml.NormalizedSoftmaxLoss else distance.maybe_normalize
-        return unit(weight)  # type: ignore[no-any-return]
-
-    def _over_centers(self, product: Tensor) -> Tensor:
-        if type(self._loss) is pml.SoftTripleLoss:
-            return (torch.softmax(product * self._loss.gamma, dim=2) * product).sum(2)
-        return product.max(2).values
 
     def _cast_constants(self, like: Tensor) -> None:
         # coefficients of the multiple-angle formula, which PML casts where it casts its weight
@@ -179,11 +160,148 @@ class Head:
                 setattr(self._loss, name, value.to(like))
 
 
-_BY_ROW = (regularizers.LpRegularizer, regularizers.ZeroMeanRegularizer)
+class SphereFaceHead(MarginHead):
+    """The length of a row counts, that of a weight row does not."""
+
+    def prepare(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Return unit rows, and their lengths times the scale."""
+        rows = self._loss.distance.maybe_normalize(embeddings)
+        return rows, torch.norm(embeddings, p=2, dim=1, keepdim=True) * self.constant_scale
+
+
+class LargeMarginHead(MarginHead):
+    """The lengths of both rows and weight rows count."""
+
+    _norm_of_weight_counts = True
+
+    def prepare(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Return unit rows, and their lengths times the scale."""
+        distance = self._loss.distance
+        rows = distance.maybe_normalize(embeddings)
+        return rows, distance.get_norm(embeddings).unsqueeze(1) * self.constant_scale
+
+    def logits(self, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+        """Multiply by the lengths of the weight rows."""
+        norms: Tensor = self._loss.distance.get_norm(weight)
+        return super().logits(rows, scale, weight) * norms.unsqueeze(0)
+
+    def targets(self, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+        """Multiply by the lengths of the weight rows."""
+        norms: Tensor = self._loss.distance.get_norm(weight[:, 0])
+        return super().targets(rows, scale, weight) * norms
+
+
+class NormalizedSoftmaxHead(Head):
+    """A temperature in place of a scale; weight rows have length one whatever the distance does."""
+
+    _always_normalizes = True
+
+    @property
+    def constant_scale(self) -> float:
+        """One over the temperature."""
+        return _sign(self._loss.distance) / float(self._loss.temperature)
+
+    def normalized(self, weight: Tensor) -> Tensor:
+        """Return weight rows of length one."""
+        return self._loss.distance.normalize(weight)  # type: ignore[no-any-return]
+
+
+class ProxyHead(Head):
+    """ProxyNCA: one proxy a class, row by row in memory; PML shows products without their scale."""
+
+    weight_name = "proxies"
+    class_dim = 0
+
+    @property
+    def constant_scale(self) -> float:
+        """PML's ``softmax_scale``."""
+        return _sign(self._loss.distance) * float(self._loss.softmax_scale)
+
+    @property
+    def output_scale(self) -> float:
+        """One over the scale: PML shows distances or similarities themselves."""
+        return 1 / self.constant_scale
+
+
+class SoftTripleHead(Head):
+    """Several centers a class, of which a softmax makes the mean; a margin that is a constant."""
+
+    weight_name = "fc"
+    _centers_option = "centers_per_class"
+    _may_scale_rows = False  # the softmax over centers is of products without scale
+
+    @property
+    def constant_scale(self) -> float:
+        """PML's ``la``."""
+        return float(self._loss.la)
+
+    @property
+    def target_offset(self) -> float:
+        """The margin, in units of the logits."""
+        return -float(self._loss.la * self._loss.margin)
+
+    @property
+    def output_scale(self) -> float:
+        """One over the scale: PML shows similarities themselves."""
+        return 1 / self.constant_scale
+
+    def over_centers(self, product: Tensor) -> Tensor:
+        """Return the mean over a class's centers, weighted by their softmax."""
+        product = product.view(len(product), -1, self.per_class)
+        share = torch.softmax(product * self._loss.gamma, dim=2)
+        return (share * product).sum(2)
+
+
+HEADS: dict[type, type[Head]] = {
+    pml.ArcFaceLoss: MarginHead,
+    pml.CosFaceLoss: MarginHead,
+    pml.LargeMarginSoftmaxLoss: LargeMarginHead,
+    pml.NormalizedSoftmaxLoss: NormalizedSoftmaxHead,
+    pml.ProxyNCALoss: ProxyHead,
+    pml.SoftTripleLoss: SoftTripleHead,
+    pml.SphereFaceLoss: SphereFaceHead,
+    pml.SubCenterArcFaceLoss: MarginHead,
+}
+"""The head of each loss whose classes can lie on different ranks."""
+
+
+def head_of(loss: Any) -> Head:
+    """Return the head of a loss.
+
+    Raises:
+        ConfigurationError: for a class or a distance that has none (a subclass may compute something else).
+    """
+    head = HEADS.get(type(loss))
+    if head is None:
+        supported = sorted(cls.__name__ for cls in HEADS)
+        raise ConfigurationError(
+            "ClassShardedLoss: loss",
+            expected=f"one of {', '.join(supported)}",
+            got=type(loss).__name__,
+            fix="Other losses run over the global batch in GlobalBatchLoss, with the whole weight on every rank.",
+        )
+    if type(loss.distance) not in _DISTANCES:
+        raise ConfigurationError(
+            f"ClassShardedLoss({type(loss).__name__}): distance",
+            expected=f"one of {', '.join(d.__name__ for d in _DISTANCES)}",
+            got=type(loss.distance).__name__,
+        )
+    return head(loss)
+
+
+def _sign(distance: Any) -> float:
+    """Return 1 for a similarity, -1 for a distance: the smaller, the more alike."""
+    return 1.0 if distance.is_inverted else -1.0
+
+
+# ---------------------------------------------------------------------- regularisers of the weight
+
+_ROW_REGULARIZERS = (regularizers.LpRegularizer, regularizers.ZeroMeanRegularizer)
+_CENTER_REGULARIZER = regularizers.SparseCentersRegularizer
 
 
 def penalty_of(loss: Any, per_class: int) -> ClassPenalty | None:
-    """The weight regulariser of a loss; None without one.
+    """Return the weight regulariser of a loss; None without one.
 
     Raises:
         ConfigurationError: for one that compares classes with each other, which lie on different ranks.
@@ -191,44 +309,54 @@ def penalty_of(loss: Any, per_class: int) -> ClassPenalty | None:
     regularizer = loss.weight_regularizer
     if not regularizer:
         return None
-    known = type(regularizer) in (*_BY_ROW, regularizers.SparseCentersRegularizer)
-    if not known or not can_split(regularizer.reducer) or isinstance(regularizer.reducer, reducers.PerAnchorReducer):
-        names = ", ".join(cls.__name__ for cls in (*_BY_ROW, regularizers.SparseCentersRegularizer))
+    known = (*_ROW_REGULARIZERS, _CENTER_REGULARIZER)
+    reducer = regularizer.reducer
+    is_sum_over_classes = can_split(reducer) and not isinstance(reducer, reducers.PerAnchorReducer)
+    if type(regularizer) not in known or not is_sum_over_classes:
+        names = ", ".join(cls.__name__ for cls in known)
         raise ConfigurationError(
             f"ClassShardedLoss({type(loss).__name__}): weight_regularizer",
             expected=f"a sum over classes ({names}) with a reducer that can be split",
-            got=f"{type(regularizer).__name__} with {type(regularizer.reducer).__name__}",
+            got=f"{type(regularizer).__name__} with {type(reducer).__name__}",
             fix="A regulariser that compares classes needs them all in one place: GlobalBatchLoss keeps the weight whole.",
         )
     return ClassPenalty(regularizer, float(loss.weight_reg_weight), per_class)
 
 
 class ClassPenalty:
-    """A regulariser on blocks of classes."""
+    """Evaluates a regulariser that is a sum over classes, block by block.
+
+    Args:
+        regularizer: PML's.
+        weight: What multiplies it in the loss.
+        per_class: K.
+    """
 
     def __init__(self, regularizer: Any, weight: float, per_class: int) -> None:
         self._regularizer, self._weight, self._per_class = regularizer, weight, per_class
 
     def __call__(self, block: Tensor) -> tuple[Tensor, float]:
-        """Summed terms of (c * K, D), and what they add to the divisor."""
-        if type(self._regularizer) is regularizers.SparseCentersRegularizer:
-            found = self._between_centers(block)
-        else:
-            found = self._regularizer.compute_loss(block)
-        share = split(self._regularizer.reducer, found, block, None, 1)[0]
+        """Return the summed terms of (c * K, D) weight rows, and what they add to the divisor."""
+        is_of_centers = type(self._regularizer) is _CENTER_REGULARIZER
+        evaluate = self._between_centers if is_of_centers else self._regularizer.compute_loss
+        elements = evaluate(block)
+        share = split(self._regularizer.reducer, elements, block, None, 1)[0]
         return share.total, share.divisor
 
     def value(self, terms: Tensor, divisor: Tensor) -> Tensor:
-        """The sub-loss, from the terms and divisors of all blocks of all ranks."""
+        """Return the sub-loss, from the terms and divisors of all blocks of all ranks."""
         if type(self._regularizer.reducer) is reducers.SumReducer:
             return terms * self._weight
         return terms / divisor.clamp(min=1) * self._weight
 
     def _between_centers(self, block: Tensor) -> dict[str, Any]:
-        """Pairs of centers of the same class, without PML's mask over all pairs of centers."""
-        unit = self._regularizer.distance.maybe_normalize(block).view(-1, self._per_class, block.shape[1])
-        pairs = torch.triu_indices(self._per_class, self._per_class, offset=1, device=block.device)
-        cosine = (unit @ unit.transpose(1, 2))[:, pairs[0], pairs[1]].reshape(-1) ** self._regularizer.distance.power
+        """Compare centers of the same class, without PML's mask over all pairs of centers."""
+        distance = self._regularizer.distance
+        # cosine of each pair of centers of a class
+        unit = distance.maybe_normalize(block).view(-1, self._per_class, block.shape[1])
+        first, second = torch.triu_indices(self._per_class, self._per_class, offset=1, device=block.device)
+        cosine = (unit @ unit.transpose(1, 2))[:, first, second].reshape(-1) ** distance.power
+        # their distance, as PML writes it
         terms = torch.sqrt(2.0 + torch.finfo(block.dtype).tiny - torch.clamp(2.0 * cosine, max=2))
         index = torch.arange(len(terms), device=block.device)
         info = {"losses": terms, "indices": index, "reduction_type": "element", "divisor": 2 * len(terms)}

@@ -1,7 +1,11 @@
-"""`ClassShardedLoss`: a classification loss whose class weight is divided over the ranks, evaluated chunk by chunk.
+"""`ClassShardedLoss`: a classification loss whose class weight is sharded over the ranks, evaluated chunk by chunk.
 
 A million classes of 128 numbers are half a gigabyte of weight and as much of gradient on every rank, and DDP sends all of it
 at every step. Here each rank holds C / W classes; what travels is embeddings and three numbers per row.
+
+The loss has its parts: a ``ShardedWeight`` (``sharded_weight``: which classes are here), a head (``class_heads``: PML's logits), a
+``ShardedSoftmax`` each call (``sharded_softmax``), and, with ``sample_rate`` below 1, a ``ClassSampler`` and a ``SampledRowOptimizer``
+(``partial_fc``).
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``D`` embedding size, ``C`` classes, ``c`` classes
 on this rank, ``K`` weight rows per class (sub-centers).
@@ -9,137 +13,33 @@ on this rank, ``K`` weight rows per class (sub-centers).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import autograd_graph, inputs, precision
+from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
-from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
+from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, format_error
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses.class_heads import head_of, penalty_of
 from lightning_ddp_losses.losses.gathered_call import GlobalTuples, miner_counts, miner_weights
 from lightning_ddp_losses.losses.global_batch import refuse_unfit
-from lightning_ddp_losses.losses.partial_fc import SampledClasses, refuse_options
-from lightning_ddp_losses.losses.sharded_softmax import Held, row_losses
-from lightning_ddp_losses.losses.sharded_weight import ClassWeight, empty_loss, refuse_joint_draws, weight_of
+from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
+from lightning_ddp_losses.losses.sharded_softmax import LocalClasses, RowLosses, ShardedSoftmax
+from lightning_ddp_losses.losses.sharded_weight import ShardedWeight, empty_loss, full_weight, refuse_joint_draws
 
 _NAMED = "rows named by the miner"  # how often
 _CHUNK_BYTES = 2 << 20  # of logits at a time: what a core's cache holds
+_MIN_CHUNK = 16  # classes
 
 
-if TYPE_CHECKING:
-    from lightning_ddp_losses.distributed.process_groups import Group
-    from lightning_ddp_losses.distributed.shard import ClassShard
-    from lightning_ddp_losses.losses.class_heads import Head
-    from lightning_ddp_losses.losses.sharded_softmax import Held
-
-
-class ClassLogits:
-    """What a class-sharded loss knows besides its loss."""
-
-    if TYPE_CHECKING:
-        _head: Head
-        _group: Group
-        _classes: int
-        _title: str
-        shard: ClassShard
-
-        def _prepare(self, embeddings: Tensor) -> None: ...
-        def _all_classes(self, rows: int, element_bytes: int, device: torch.device) -> Held: ...
-        def _weight_rows(self) -> Tensor: ...
-
-    @torch.no_grad()
-    def get_logits(self, embeddings: Tensor) -> Tensor:
-        """Logits of all classes, as the loss's own ``get_logits``: for few classes or few rows.
-
-        Args:
-            embeddings: (B, D).
-
-        Returns:
-            (B, C), for this rank's rows.
-
-        Communication: frame, gather of the embeddings, one exchange of G x c logits. Every rank must call it.
-        """
-        everyone, counts = self._gather_rows(embeddings)
-        parts = [logits for _, logits in self._blocks(everyone)]
-        own = torch.cat(parts, 1) if parts else everyone.new_zeros(len(everyone), 0)
-        if process_groups.world_size(self._group) == 1:
-            return own
-        rows = counts[process_groups.rank(self._group)]
-        sizes = self._classes_per_rank()
-        flat = raw_collectives.all_to_all(
-            [block.reshape(-1) for block in torch.split(own, counts)], [rows * n for n in sizes], self._group
-        )
-        return torch.cat([part.view(rows, n) for part, n in zip(flat, sizes, strict=True)], 1)
-
-    @torch.no_grad()
-    def predict(self, embeddings: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
-        """The k most likely classes of each row, best first.
-
-        Args:
-            embeddings: (B, D).
-            k: At most C; the same on every rank.
-
-        Returns:
-            Their logits (B, k) and their labels (B, k), for this rank's rows.
-
-        Communication: frame, gather of the embeddings, two exchanges of G x k numbers. Every rank must call it.
-        """
-        if not isinstance(k, int) or not 1 <= k <= self._classes:
-            error = format_error(f"{self._title}: k", expected=f"1 to {self._classes}", got=repr(k))
-            handshake.raise_on_all_ranks(InputError(error), self._title, group=self._group)
-        everyone, counts = self._gather_rows(embeddings, k)
-        best = everyone.new_full((len(everyone), k), -torch.inf)
-        labels = torch.full(best.shape, -1, dtype=torch.int64, device=best.device)
-        factor = self._head.shown
-        for start, shown in self._blocks(everyone):
-            logits = shown / factor
-            names = torch.arange(start, start + logits.shape[1], device=best.device).expand_as(logits)
-            best, place = torch.cat([best, logits], 1).topk(k, 1)
-            labels = torch.cat([labels, names], 1).gather(1, place)
-        if process_groups.world_size(self._group) > 1:
-            world, rows = process_groups.world_size(self._group), counts[process_groups.rank(self._group)]
-            found = []
-            for tensor in (best, labels):
-                parts = [block.reshape(-1) for block in torch.split(tensor, counts)]
-                found.append(
-                    torch.cat(
-                        [p.view(rows, k) for p in raw_collectives.all_to_all(parts, [rows * k] * world, self._group)], 1
-                    )
-                )
-            best, place = found[0].topk(k, 1)
-            labels = found[1].gather(1, place)
-        return best * factor, labels
-
-    def _gather_rows(self, embeddings: Tensor, k: int = 0) -> tuple[Tensor, list[int]]:
-        self._prepare(embeddings)
-        dtype = precision.compute_dtype([embeddings, self._weight_rows()])
-        bundle = gather_batch(
-            f"{self._title}: logits", {"embeddings": embeddings.to(dtype)}, {"k": k}, group=self._group
-        )
-        return bundle.tensors[0], bundle.counts[0]
-
-    def _blocks(self, everyone: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """First class and logits, as the loss shows them, of each chunk of the classes held."""
-        rows, scale = self._head.prepare(everyone)
-        held = self._all_classes(len(everyone), everyone.element_size(), everyone.device)
-        for start, _, block in held.chunks(self._weight_rows()):
-            with precision.full_precision(everyone.dtype, [everyone.device.type]):
-                logits = self._head.logits(rows, scale, block.to(everyone.dtype)) * self._head.shown
-            yield self.shard.start + start, logits
-
-    def _classes_per_rank(self) -> list[int]:
-        world = process_groups.world_size(self._group)
-        return [type(self.shard).of_rank(self._classes, world, rank).classes for rank in range(world)]
-
-
-class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
+class ClassShardedLoss(WithProcessGroup, nn.Module):
     """A loss with one weight row (or several) per class, each rank holding its own classes.
 
     Equivalent to: ``loss(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process that holds the whole
@@ -147,32 +47,36 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
     NormalizedSoftmaxLoss, ProxyNCALoss and SoftTripleLoss. The margin is theirs, and the gradient goes through it.
 
     The weight keeps its name and layout (``W`` (D, c K), ``fc``, ``proxies``). Ranks hold consecutive blocks of ``ceil(C / W)`` classes.
-    Made before the ranks exist, as in a LightningModule's ``__init__``, the loss is divided when they do: by
+    Made before the ranks exist, as in a LightningModule's ``__init__``, the loss is sharded when they do: by
     ``strategy="ddp_losses"``, or at the first call. In one process it is the chunked evaluation alone.
 
     Args:
         loss: An instance; its weight is copied from the group's rank 0 and sliced. ``build`` never holds the whole.
         chunk_size: Classes whose logits are alive at a time; None: as many as fit 2 MiB.
-        sample_rate: Below 1, a step looks at the batch's own classes and random others, this share of the held ones
+        sample_rate: Below 1, a step looks at the batch's own classes and random others, this share of the rank's classes
             (PartialFC's sampling). Rows not looked at keep weight and optimizer state: the optimizer must be attached
             (``attach``; the strategy does it). Its count of steps is the weight's as a whole.
         unbiased: Weigh the sampled negatives by one over their probability.
-        group: Process group that divides the classes; None is the world. Where it is a part (the ranks of a node), every part holds all
-            classes, the loss is still that of the rows of all ranks, and the weight's gradient is averaged over its replicas here.
+        group: Process group over which the classes are sharded; None is the world. Where it is a part (the ranks of a node), every part
+            holds all classes, the loss is still that of the rows of all ranks, and the weight's gradient is averaged over its replicas.
+
+    Attributes:
+        loss: PML's loss, without its weight, which is here.
+        sampler: Draws the classes of a step; None: all of them.
 
     Returns:
         From ``forward``: the global loss, 0-dim, equal on every rank; logging it needs no ``sync_dist``.
 
     Gradient:
-        The weight's is complete for the rows held and must not be averaged (the strategy leaves it alone; outside Lightning keep
+        The weight's is complete for this rank's rows and must not be averaged (the strategy leaves it alone; outside Lightning keep
         the loss out of ``DistributedDataParallel``). The encoder's is the one-process gradient after DDP's mean.
 
     Communication:
-        Frame, gather of the embeddings, gather of 3 G numbers; one exchange of G x D in backward. Nothing depends on C. With replicas, a
-        frame and a gather of the losses between them, and the mean of the weight's gradient.
+        Handshake, gather of the embeddings, gather of 3 G numbers; one exchange of G x D in backward. Nothing depends on C. With replicas,
+        a handshake and a gather of the losses between them, and the mean of the weight's gradient.
 
     Raises:
-        ConfigurationError: a loss, regulariser or distance that cannot be divided; more ranks than classes; a bad chunk.
+        ConfigurationError: a loss, regulariser or distance that cannot be sharded; more ranks than classes; a bad chunk.
         InputError: on every rank, for labels out of range or a wrong width on any rank. Where the batch is on an accelerator the range is
             read at the first call only, as that waits for it; from then on a label out of range makes the loss NaN on every rank.
         RankMismatchError: on every rank, when configurations, dtypes or widths differ, or when all ranks hold the same rows.
@@ -185,6 +89,8 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
     """
 
     sees_global_batch = True
+    loss: Any
+    sampler: ClassSampler | None
 
     def __init__(
         self,
@@ -195,11 +101,17 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
         unbiased: bool = False,
         group: Group = None,
     ) -> None:
-        weight = weight_of(loss)
-        self._set_up(loss, weight.shape, chunk_size, sample_rate, unbiased, group)
-        self._register(weight.detach())
-        if process_groups.is_distributed():
-            self.shard_classes()
+        weight = full_weight(loss).detach()
+        self._set_up(
+            loss,
+            weight,
+            weight.shape,
+            None,
+            chunk_size=chunk_size,
+            sample_rate=sample_rate,
+            unbiased=unbiased,
+            group=group,
+        )
 
     @classmethod
     def build(
@@ -215,7 +127,7 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
         group: Group = None,
         **options: Any,
     ) -> ClassShardedLoss:
-        """The loss from its class, without ever holding the whole weight.
+        """Make the loss from its class, without ever holding the whole weight.
 
         Args:
             loss_class: One of the supported classes.
@@ -229,77 +141,241 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
             group: As in the constructor.
             **options: Of the loss class (``margin``, ``scale``, ``weight_init_func``, ...).
         """
+        # an instance that has all options and hardly a weight
         try:
             template = empty_loss(loss_class, num_classes, embedding_size, options)
             head = head_of(template)
         except (TypeError, AttributeError) as error:
-            raise ConfigurationError(
-                f"ClassShardedLoss.build({getattr(loss_class, '__name__', loss_class)}): {error}"
-            ) from None
+            name = getattr(loss_class, "__name__", loss_class)
+            raise ConfigurationError(f"ClassShardedLoss.build({name}): {error}") from None
         refuse_joint_draws(template)
+        # the shape of all classes, and a weight of none
         shape = [embedding_size, embedding_size]
         shape[head.class_dim] = num_classes * head.per_class
+        nothing = full_weight(template).detach().narrow(head.class_dim, 0, 0)
         made = cls.__new__(cls)
-        made._set_up(template, torch.Size(shape), chunk_size, sample_rate, unbiased, group)
-        made._seed = int(torch.randint(1 << 62, ())) if seed is None else seed
-        held = list(shape)
-        held[head.class_dim] = 0
-        made._register(getattr(template, head.weight_name).detach().new_empty(held))
-        if process_groups.is_distributed():
-            made.shard_classes()
+        if seed is None:
+            seed = int(torch.randint(1 << 62, ()))
+        made._set_up(
+            template,
+            nothing,
+            shape,
+            seed,
+            chunk_size=chunk_size,
+            sample_rate=sample_rate,
+            unbiased=unbiased,
+            group=group,
+        )
         return made
 
     def _set_up(
         self,
         loss: Any,
-        whole_shape: torch.Size,
+        weight: Tensor,
+        full_shape: Sequence[int],
+        seed: int | None,
+        *,
         chunk_size: int | None,
         sample_rate: float,
         unbiased: bool,
         group: Group,
     ) -> None:
-        penalty = penalty_of(loss, head_of(loss).per_class)
+        head = head_of(loss)
+        penalty = penalty_of(loss, head.per_class)
         refuse_unfit(loss, "auto", "own_slice")
-        ClassWeight.__init__(self, loss, whole_shape, group)
-        refuse_options(self._classes, chunk_size, sample_rate, regularised=penalty is not None)
+        super().__init__()
+        # the loss without its weight, and this rank's classes of the weight
+        self.loss = compat.without_parameter(loss, head.weight_name)
+        self._head = head_of(self.loss)
         self._penalty = penalty
+        self._sharded = ShardedWeight(self._title, head, full_shape, seed=seed)
+        self.register_parameter(head.weight_name, self._sharded.parameter(weight))
+        # options
+        _check_options(self.num_classes, chunk_size, sample_rate, is_regularized=penalty is not None)
         self.chunk_size = chunk_size
-        self._set_up_sampling(sample_rate, unbiased)
+        self._group = group
+        self._replica_group: Group = None
+        # sampled negatives
+        self.sampler = ClassSampler(sample_rate, unbiased) if sample_rate < 1 else None
+        self._sampled_gradient = SampledGradient()
+        self._row_optimizer: SampledRowOptimizer | None = None
+        # what ranks compare with each other
         self._fingerprint = ""
-        self._coefficients = UpstreamGradWatch()
-        self._reading = inputs.ValueReading()
+        self._upstream_grads = UpstreamGradWatch()
+        self._value_reading = inputs.ValueReading()
+        if process_groups.is_distributed():
+            self.shard_classes()
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The weight of this rank's classes, in the loss's layout."""
+        parameter: nn.Parameter = getattr(self, self._sharded.name)
+        return parameter
+
+    @property
+    def shard(self) -> ClassShard:
+        """Which classes this rank holds."""
+        return self._sharded.shard
+
+    @property
+    def num_classes(self) -> int:
+        """C."""
+        return self._sharded.num_classes
+
+    def extra_repr(self) -> str:
+        """Return this rank's classes."""
+        return f"classes {self.shard.start} to {self.shard.stop} of {self.num_classes}"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_sharded" not in state:
+            raise ConfigurationError(
+                "ClassShardedLoss: pickle",
+                expected="one that this release wrote",
+                got="one of an earlier release, whose parts had other names",
+                fix="Load it there, and load its state_dict() into a new loss here.",
+            )
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+
+    @property
+    def _title(self) -> str:
+        return f"ClassShardedLoss({type(self.loss).__name__})"
 
     # ------------------------------------------------------------------ forward
 
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -> Tensor:
-        """The global loss.
+        """Return the global loss.
 
         Args:
             embeddings: (B, D); halves are computed in float32.
             labels: (B,), integers from 0 to C - 1.
             indices_tuple: A miner's pairs or triplets of local rows; as in PML they weigh the rows.
         """
-        self._prepare(embeddings, labels, classified=True)
+        self._check_embeddings(embeddings)
+        self._check_call(embeddings, labels)
         try:
             value: Tensor = autograd_graph.run_full_precision(
-                self, self._forward, (embeddings, labels, indices_tuple), {}
+                self, self._global_loss, (embeddings, labels, indices_tuple), {}
             )
         except Exception as error:  # what all ranks raise alike passes through
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
         autograd_graph.remember_global_value(value)
-        watched: Tensor = self._coefficients.watch(value, group=self._group)
+        watched: Tensor = self._upstream_grads.watch(value, group=self._group)
         return watched
 
-    def _prepare(self, embeddings: Tensor, labels: Tensor | None = None, *, classified: bool = False) -> None:
-        """Divide if that is not done, and refuse what this rank cannot take, together with the peers."""
+    def _global_loss(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Tensor:
+        # 1. rows of all ranks of the group
+        batch = self._gather(embeddings, labels.to(torch.int64), indices_tuple)
+        global_embeddings, global_labels, *named = batch.tensors
+        if isinstance(indices_tuple, GlobalTuples):
+            indices_tuple.check(self._title, len(global_embeddings))
+            named = [self._times_named(indices_tuple, len(global_embeddings))]
+        # 2. each row's loss over the classes of all ranks
+        rows, scale = self._head.prepare(global_embeddings)
+        softmax = self._softmax(global_labels, global_embeddings.element_size())
+        found = softmax.row_losses(rows, scale, self._sharded.rows(self.weight))
+        if self.loss.collect_stats and hasattr(self.loss, "avg_angle"):
+            self.loss.avg_angle = float(found.angle_sum) / max(len(global_embeddings), 1)
+        # 3. rows of the other parts of the world; each part has all classes
+        losses = found.losses
+        if self._replica_group is not None:
+            batches = {"losses": losses, "labels": global_labels}
+            if named:
+                batches[_NAMED] = named[0]
+            title = f"{self._title}: replicas"
+            world = gather_batch(title, batches, {}, backward="own_slice", group=self._replica_group)
+            losses, global_labels, *named = world.tensors
+        # 4. weights of the rows that a miner named
+        if named:
+            losses = losses * miner_weights(named[0], losses.dtype)
+        # 5. one number
+        return self._reduce(losses, found, global_embeddings, global_labels)
+
+    def _gather(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> GatheredBatch:
+        """Return the rows of all ranks, after comparing with them what must be equal, and what must not."""
+        batches = {"embeddings": embeddings, "labels": labels}
+        if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
+            batches[_NAMED] = self._times_named(indices_tuple, len(labels))
+        self._fingerprint = self._fingerprint or configuration_digest(self.loss)
+        sampler = self._training_sampler()
+        must_match = {
+            "classes": self.num_classes,
+            "sampling": "none" if sampler is None else f"{sampler.rate} {sampler.unbiased}",
+            "configuration": self._fingerprint,
+            "miner": type(indices_tuple).__name__,
+            "coefficient of the last backward": self._upstream_grads.take(),
+        }
+        shard = self._sharded.fingerprint(self.weight)
+        batch = gather_batch(self._title, batches, must_match, extra=shard, group=self._group)
+        if len(batch.tensors[0]) == 0:
+            raise InputError(f"{self._title}: rows", expected="at least one on some rank", got="none", collective=True)
+        self._sharded.refuse_equal_shards(batch.extras)
+        return batch
+
+    def _times_named(self, indices_tuple: Any, rows: int) -> Tensor:
+        """Return how often a miner named each row."""
+        only_anchors = self._head.weight_name == "proxies"  # PML's ProxyNCA counts anchors alone
+        try:
+            return miner_counts(indices_tuple, rows, only_anchors=only_anchors, title=self._title)
+        except InputError as error:
+            handshake.raise_on_all_ranks(error, self._title, group=self._group)
+
+    def _softmax(self, labels: Tensor, element_bytes: int) -> ShardedSoftmax:
+        """Choose the classes that a call looks at: all, or sampled ones."""
+        shard, per_class = self.shard, self._head.per_class
+        is_local = (labels >= shard.start) & (labels < shard.stop)
+        local_labels = torch.where(is_local, labels - shard.start, -1)
+        chunk = self._chunk(len(labels), element_bytes)
+        sampler = self._training_sampler()
+        if sampler is None:
+            classes = LocalClasses(local_labels, chunk, per_class)
+            return ShardedSoftmax(
+                self._head, classes, penalty=self._penalty, group=self._group, replica_group=self._replica_group
+            )
+        sampled = sampler.draw_next(local_labels, shard)
+        classes = LocalClasses(sampled.labels, chunk, per_class, sampled.classes)
+        return ShardedSoftmax(
+            self._head,
+            classes,
+            log_weight=sampled.log_weight,
+            group=self._group,
+            replica_group=self._replica_group,
+            on_backward=self._note_sampled_gradient,
+        )
+
+    def _chunk(self, rows: int, element_bytes: int) -> int:
+        class_bytes = max(rows, 1) * element_bytes * self._head.per_class
+        return self.chunk_size or max(_MIN_CHUNK, _CHUNK_BYTES // class_bytes)
+
+    def _reduce(self, losses: Tensor, found: RowLosses, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Apply PML's own reducer to the losses of all rows, which every rank knows, and add its regularisers."""
+        index = torch.arange(len(losses), device=losses.device)
+        if self._head.weight_name == "proxies":  # PML's ProxyNCA leaves out rows whose probability rounds to zero
+            kept = torch.exp(-losses.detach()) != 0
+            losses, index = losses[kept], index[kept]
+        sub_losses: dict[str, Any] = {"loss": {"losses": losses, "indices": index, "reduction_type": "element"}}
+        if self._penalty is not None:
+            value = self._penalty.value(found.penalty, found.penalty_divisor)
+            sub_losses["weight_reg_loss"] = {"losses": value, "indices": None, "reduction_type": "already_reduced"}
+        self.loss.add_embedding_regularization_to_loss_dict(sub_losses, embeddings)
+        reduced: Tensor = self.loss.reducer(sub_losses, embeddings, labels)
+        return reduced
+
+    # ------------------------------------------------------------------ what is refused on all ranks
+
+    def _check_embeddings(self, embeddings: Tensor) -> None:
+        """Shard the classes if that is not done, and refuse embeddings of another width, together with the peers."""
         self.shard_classes()
         try:
-            width = self._whole_shape[1 - self._head.class_dim]
-            inputs.check_embeddings(self._title, embeddings, width)
-            if classified:
-                read = self._reading.next_call((embeddings, labels))
-                inputs.check_labels(self._title, labels, len(embeddings), self._classes, read_values=read)
-            if classified and self.sampler is not None and self._attached is None and torch.is_grad_enabled():
+            inputs.check_embeddings(self._title, embeddings, self._sharded.embedding_size)
+        except DDPLossError as error:
+            handshake.raise_on_all_ranks(error, self._title, group=self._group)
+
+    def _check_call(self, embeddings: Tensor, labels: Tensor) -> None:
+        """Refuse labels out of range, and sampling whose optimizer is not attached, together with the peers."""
+        try:
+            read_values = self._value_reading.next_call((embeddings, labels))
+            inputs.check_labels(self._title, labels, len(embeddings), self.num_classes, read_values=read_values)
+            if self._training_sampler() is not None and self._row_optimizer is None:
                 raise ConfigurationError(
                     f"{self._title}: sample_rate",
                     expected="an optimizer that steps only the sampled rows",
@@ -309,83 +385,200 @@ class ClassShardedLoss(SampledClasses, ClassLogits, ClassWeight):
         except DDPLossError as error:
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
 
-    def _forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Tensor:
-        bundle = self._gather(embeddings, labels.to(torch.int64), indices_tuple)
-        everyone, all_labels = bundle.tensors[:2]
-        rows, scale = self._head.prepare(everyone)
-        held = self._held(all_labels, len(everyone), everyone.element_size())
-        losses, terms, counts = row_losses(held, rows, scale, self._weight_rows())
-        if self.loss.collect_stats and hasattr(self.loss, "avg_angle"):
-            self.loss.avg_angle = float(counts[3]) / max(len(everyone), 1)
-        named = list(bundle.tensors[2:])
-        if isinstance(indices_tuple, GlobalTuples):
-            indices_tuple.check(self._title, len(everyone))
-            named = [self._counts(indices_tuple, len(everyone))]
-        if self._replicas is not None:
-            batches = {"losses": losses, "labels": all_labels} | ({_NAMED: named[0]} if named else {})
-            world = gather_batch(f"{self._title}: replicas", batches, {}, backward="own_slice", group=self._replicas)
-            losses, all_labels, *named = world.tensors
-        if named:
-            losses = losses * miner_weights(named[0], losses.dtype)
-        return self._reduce(losses, terms, counts, everyone, all_labels)
+    # ------------------------------------------------------------------ sharding, loading, saving
 
-    def _gather(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> GatheredBatch:
-        batches = {"embeddings": embeddings, "labels": labels}
-        if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
-            batches[_NAMED] = self._counts(indices_tuple, len(labels))
-        self._fingerprint = self._fingerprint or configuration_digest(self.loss)
-        must_match = {
-            "classes": self._classes,
-            "sampling": "none" if self._samples is None else f"{self._samples.rate} {self._samples.unbiased}",
-            "configuration": self._fingerprint,
-            "miner": type(indices_tuple).__name__,
-            "coefficient of the last backward": self._coefficients.take(),
-        }
-        bundle = gather_batch(self._title, batches, must_match, extra=self._stamp(), group=self._group)
-        if len(bundle.tensors[0]) == 0:
-            raise InputError(f"{self._title}: rows", expected="at least one on some rank", got="none", collective=True)
-        self._refuse_equal(bundle.extras)
-        return bundle
+    def shard_classes(self) -> None:
+        """Shard the weight over the ranks of the group, or draw it, if that is not done; all of them must come here.
 
-    def _counts(self, indices_tuple: Any, rows: int) -> Tensor:
-        only_anchors = self._head.weight_name == "proxies"  # PML's ProxyNCA counts anchors alone
-        try:
-            return miner_counts(indices_tuple, rows, only_anchors=only_anchors, title=self._title)
-        except InputError as error:
-            handshake.raise_on_all_ranks(error, self._title, group=self._group)
+        Communication: one handshake; for a loss made from an instance a broadcast of the whole weight.
+        """
+        sharded = self._sharded
+        world = process_groups.world_size(self._group)
+        if sharded.world_size == world:
+            return
+        sharded.refuse_other_ranks(world)
+        # the same loss everywhere
+        seed = sharded.agree_on_seed(configuration_digest(self.loss), self._group)
+        # the same options in all parts of the world, where the group is one of several
+        replica_group = process_groups.replica_group(self._group)
+        if replica_group is not self._group:
+            self._refuse_with_replicas()
+            self._replica_group = replica_group
+        # this rank's classes; of several parts, the first one's count
+        sharded.shard_(self.weight, self.loss.weight_init_func, seed, self._group)
+        if self._replica_group is not None:
+            raw_collectives.broadcast_([self.weight.data], group=self._replica_group)
 
-    def _held(self, labels: Tensor, rows: int, element_bytes: int) -> Held:
-        """What this rank looks at in a step."""
-        shard = self.shard
-        local = torch.where((labels >= shard.start) & (labels < shard.stop), labels - shard.start, -1)
-        chunk = self._chunk(rows, element_bytes)
-        if self._samples is None:
-            return Held(self._head, local, chunk, None, None, self._penalty, self._group, self._replicas)
-        chosen, local, log_weight = self._draw(self._samples, local)
-        return Held(
-            self._head, local, chunk, chosen, log_weight, None, self._group, self._replicas, note=self._note_touched
+    def _refuse_with_replicas(self) -> None:
+        """Refuse options that would let the parts of the world differ.
+
+        Raises:
+            ConfigurationError: on every rank.
+        """
+        option: str
+        expected: object
+        got: object
+        regularizer = getattr(self.loss, "embedding_regularizer", None)
+        if regularizer is not None:
+            option, expected, got = "embedding_regularizer", "none", type(regularizer).__name__
+        elif self.sampler is not None:  # parts would draw other classes, and step other rows of what is to stay equal
+            option, expected, got = "sample_rate", 1, self.sampler.rate
+        else:
+            return
+        raise ConfigurationError(
+            f"{self._title}: {option}",
+            expected=f"{expected} where group= is a part of the ranks",
+            got=got,
+            fix="Divide the classes over all ranks (group=None).",
+            collective=True,
         )
 
-    def _chunk(self, rows: int, element_bytes: int) -> int:
-        return self.chunk_size or max(16, _CHUNK_BYTES // (max(rows, 1) * element_bytes * self._head.per_class))
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Take the whole weight, of which this rank's part is kept, or a part of the right shape."""
+        self.shard_classes()
+        key = prefix + self._sharded.name
+        given = state_dict.get(key)
+        if isinstance(given, Tensor):
+            state_dict = {**state_dict, key: self._sharded.local_part(given, key, self.weight.shape)}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        tag_shard(self.weight, self.shard)  # assign=True puts another parameter in its place
 
-    def _all_classes(self, rows: int, element_bytes: int, device: torch.device) -> Held:
-        nobody = torch.full((rows,), -1, device=device)
-        return Held(self._head, nobody, self._chunk(rows, element_bytes), group=self._group)
+    def _save_to_state_dict(self, *args: Any) -> None:
+        is_drawn = self._sharded.world_size > 0 or self.shard.classes > 0
+        if not is_drawn:
+            self.shard_classes()
+        super()._save_to_state_dict(*args)
 
-    def _weight_rows(self) -> Tensor:
-        return self.weight.t() if self._head.class_dim else self.weight
+    # ------------------------------------------------------------------ sampled negatives
 
-    def _reduce(self, losses: Tensor, terms: Tensor, counts: Tensor, everyone: Tensor, labels: Tensor) -> Tensor:
-        """PML's own reducer on the losses of all rows, which every rank knows, and its regularisers."""
-        index = torch.arange(len(losses), device=losses.device)
-        if self._head.weight_name == "proxies":  # PML's ProxyNCA leaves out rows whose probability rounds to zero
-            kept = torch.exp(-losses.detach()) != 0
-            losses, index = losses[kept], index[kept]
-        found: dict[str, Any] = {"loss": {"losses": losses, "indices": index, "reduction_type": "element"}}
-        if self._penalty is not None:
-            value = self._penalty.value(terms, counts[1])
-            found["weight_reg_loss"] = {"losses": value, "indices": None, "reduction_type": "already_reduced"}
-        self.loss.add_embedding_regularization_to_loss_dict(found, everyone)
-        reduced: Tensor = self.loss.reducer(found, everyone, labels)
-        return reduced
+    def attach(self, optimizer: Any) -> None:
+        """Let an optimizer step only the rows that were looked at; needed with ``sample_rate`` below 1."""
+        inner = compat.unwrapped_optimizer(optimizer)
+        if self.sampler is None or (self._row_optimizer is not None and self._row_optimizer.is_attached_to(inner)):
+            return
+        row_optimizer = SampledRowOptimizer(self.weight, self._sampled_gradient)
+        if row_optimizer.attach(inner):
+            self._row_optimizer = row_optimizer
+
+    def _training_sampler(self) -> ClassSampler | None:
+        # validation looks at all classes
+        return self.sampler if torch.is_grad_enabled() else None
+
+    def _note_sampled_gradient(self, sampled: Tensor) -> None:
+        self._sampled_gradient.add_(sampled, self.weight, self.shard)
+
+    # ------------------------------------------------------------------ logits and best classes, without gradient
+
+    @torch.no_grad()
+    def get_logits(self, embeddings: Tensor) -> Tensor:
+        """Return the logits of all classes, as the loss's own ``get_logits``: for few classes or few rows.
+
+        Args:
+            embeddings: (B, D).
+
+        Returns:
+            (B, C), for this rank's rows.
+
+        Communication: handshake, gather of the embeddings, one exchange of G x c logits. Every rank must call it.
+        """
+        global_embeddings, counts = self._gather_rows(embeddings)
+        # logits of all rows with this rank's classes
+        blocks = [logits for _, logits in self._logit_blocks(global_embeddings)]
+        local = torch.cat(blocks, 1) if blocks else global_embeddings.new_zeros(len(global_embeddings), 0)
+        if process_groups.world_size(self._group) == 1:
+            return local
+        # to the rank whose rows they are
+        rows = counts[process_groups.rank(self._group)]
+        classes = self._classes_per_rank()
+        parts = [part.reshape(-1) for part in torch.split(local, counts)]
+        received = raw_collectives.all_to_all(parts, [rows * number for number in classes], self._group)
+        columns = [part.view(rows, number) for part, number in zip(received, classes, strict=True)]
+        return torch.cat(columns, 1)
+
+    @torch.no_grad()
+    def predict(self, embeddings: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
+        """Return the k most likely classes of each row, best first.
+
+        Args:
+            embeddings: (B, D).
+            k: At most C; the same on every rank.
+
+        Returns:
+            Their logits (B, k) and their labels (B, k), for this rank's rows.
+
+        Communication: handshake, gather of the embeddings, two exchanges of G x k numbers. Every rank must call it.
+        """
+        if not isinstance(k, int) or not 1 <= k <= self.num_classes:
+            error = InputError(f"{self._title}: k", expected=f"1 to {self.num_classes}", got=repr(k))
+            handshake.raise_on_all_ranks(error, self._title, group=self._group)
+        global_embeddings, counts = self._gather_rows(embeddings, k)
+        # the best of this rank's classes, for all rows, chunk by chunk
+        best = global_embeddings.new_full((len(global_embeddings), k), -torch.inf)
+        labels = torch.full(best.shape, -1, dtype=torch.int64, device=best.device)
+        for start, shown in self._logit_blocks(global_embeddings):
+            logits = shown / self._head.output_scale  # of the softmax, where the largest is the best
+            block_labels = torch.arange(start, start + logits.shape[1], device=best.device).expand_as(logits)
+            best, place = torch.cat([best, logits], 1).topk(k, 1)
+            labels = torch.cat([labels, block_labels], 1).gather(1, place)
+        # the best of all ranks' best, for this rank's rows
+        if process_groups.world_size(self._group) > 1:
+            candidates = self._exchange_columns(best, counts)
+            candidate_labels = self._exchange_columns(labels, counts)
+            best, place = candidates.topk(k, 1)
+            labels = candidate_labels.gather(1, place)
+        return best * self._head.output_scale, labels
+
+    def _exchange_columns(self, tensor: Tensor, counts: list[int]) -> Tensor:
+        """Give each rank the rows that are its own: from (G, k) here to (B, W k), ranks side by side."""
+        width = tensor.shape[1]
+        rows = counts[process_groups.rank(self._group)]
+        parts = [part.reshape(-1) for part in torch.split(tensor, counts)]
+        received = raw_collectives.all_to_all(parts, [rows * width] * len(counts), self._group)
+        return torch.cat([part.view(rows, width) for part in received], 1)
+
+    def _gather_rows(self, embeddings: Tensor, k: int = 0) -> tuple[Tensor, list[int]]:
+        """Return the embeddings of all ranks, and how many rows are whose."""
+        self._check_embeddings(embeddings)
+        dtype = precision.compute_dtype([embeddings, self.weight])
+        batches = {"embeddings": embeddings.to(dtype)}
+        batch = gather_batch(f"{self._title}: logits", batches, {"k": k}, group=self._group)
+        return batch.tensors[0], batch.counts[0]
+
+    def _logit_blocks(self, embeddings: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first class and the logits, as the loss shows them, of each chunk of this rank's classes."""
+        rows, scale = self._head.prepare(embeddings)
+        no_labels = torch.full((len(rows),), -1, device=rows.device)
+        chunk = self._chunk(len(rows), embeddings.element_size())
+        classes = LocalClasses(no_labels, chunk, self._head.per_class)
+        for start, _, block in classes.chunks(self._sharded.rows(self.weight)):
+            with precision.full_precision(rows.dtype, [rows.device.type]):
+                logits = self._head.logits(rows, scale, block.to(rows.dtype)) * self._head.output_scale
+            yield self.shard.start + start, logits
+
+    def _classes_per_rank(self) -> list[int]:
+        world = process_groups.world_size(self._group)
+        return [ClassShard.of_rank(self.num_classes, world, rank).classes for rank in range(world)]
+
+
+def _check_options(num_classes: int, chunk_size: int | None, sample_rate: float, *, is_regularized: bool) -> None:
+    """Refuse a chunk or a share of the classes that cannot be.
+
+    Raises:
+        ConfigurationError: naming the option.
+    """
+    is_whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
+    if chunk_size is not None and not (is_whole and 1 <= chunk_size <= num_classes):
+        raise ConfigurationError(
+            "ClassShardedLoss: chunk_size", expected=f"1 to {num_classes} classes, or None", got=repr(chunk_size)
+        )
+    if not 0 < sample_rate <= 1:
+        raise ConfigurationError(
+            "ClassShardedLoss: sample_rate", expected="above 0 and at most 1", got=repr(sample_rate)
+        )
+    if sample_rate < 1 and is_regularized:
+        raise ConfigurationError(
+            "ClassShardedLoss: weight_regularizer",
+            expected="none together with sample_rate below 1",
+            got=f"one, and sample_rate={sample_rate}",
+            fix="It would see the sampled classes only; use the optimizer's weight_decay, which the sampled rows get.",
+        )

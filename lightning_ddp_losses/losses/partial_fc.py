@@ -1,10 +1,10 @@
-"""Sampled negatives for a class-sharded softmax, and an optimizer that steps only the rows that were looked at.
+"""Sampled negatives for a class-sharded softmax, and an optimizer that steps only the rows that were sampled.
 
 As in PartialFC (An et al. 2021, arXiv:2010.05222): each rank looks at the classes of the batch's rows that it holds, filled up with random
 others. A dense optimizer would let momentum and weight decay move the other rows too; so it is handed the sampled rows of
 weight and state for the length of its step.
 
-Legend: ``c`` classes held, ``K`` weight rows per class, ``G`` rows of the batch.
+Legend: ``c`` classes on this rank, ``K`` weight rows per class, ``G`` rows of the batch.
 """
 
 from __future__ import annotations
@@ -12,218 +12,235 @@ from __future__ import annotations
 import hashlib
 import math
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.distributed.shard import shard_of
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from lightning_ddp_losses.distributed.shard import ClassShard
-    from lightning_ddp_losses.losses.class_heads import Head
+
+class SampledClasses(NamedTuple):
+    """The classes of one call.
+
+    Attributes:
+        classes: (c',) positions among this rank's classes, ascending.
+        labels: (G,) the labels as positions among the sampled classes, -1 for those of other ranks.
+        log_weight: (c',) what to add to each class's logit in the sum; None: nothing.
+    """
+
+    classes: Tensor
+    labels: Tensor
+    log_weight: Tensor | None
 
 
 class ClassSampler:
-    """Draws the classes of a step.
+    """Draws the classes of a call.
 
     Args:
-        rate: Share of the held classes that a step looks at; never fewer than the batch's own.
+        rate: Share of this rank's classes that a call looks at; never fewer than the batch's own.
         unbiased: Weigh each sampled negative by one over the probability with which it was drawn, so that the sum of
             exponentials is right in expectation.
+
+    Attributes:
+        sampled: Classes of the last call, as positions among this rank's, ascending; None before the first one.
     """
 
     def __init__(self, rate: float, unbiased: bool) -> None:
         self.rate, self.unbiased = rate, unbiased
-        self.chosen: Tensor | None = None
-        """Classes of the last step, as positions among those held, ascending."""
+        self.sampled: Tensor | None = None
+        self._calls = 0
 
-    def draw(self, labels: Tensor, classes: int, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Choose among the classes held.
+    def draw_next(self, labels: Tensor, shard: ClassShard) -> SampledClasses:
+        """Draw the classes of the next call, from torch's seed, this rank's shard and the number of calls.
 
         Args:
-            labels: (G,) positions among the classes held, -1 for others.
-            classes: c.
-            seed: Of this step and rank.
-
-        Returns:
-            The classes chosen, ascending; the labels as positions among them; what to add to their logits, or None.
+            labels: (G,) positions among this rank's classes, -1 for others.
+            shard: This rank's classes.
         """
-        positive = torch.zeros(classes, dtype=torch.bool, device=labels.device)
-        positive[labels[labels >= 0]] = True
+        self._calls += 1
+        text = f"{torch.initial_seed()} {shard.start} {self._calls}"
+        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+        return self.draw(labels, shard.classes, seed)
+
+    def draw(self, labels: Tensor, classes: int, seed: int) -> SampledClasses:
+        """Draw among this rank's classes.
+
+        Args:
+            labels: (G,) positions among this rank's classes, -1 for others.
+            classes: c.
+            seed: Of this call and rank.
+        """
+        is_local = labels >= 0
+        # the batch's own classes come first, others in random order
+        is_target = torch.zeros(classes, dtype=torch.bool, device=labels.device)
+        is_target[labels[is_local]] = True
         generator = torch.Generator().manual_seed(seed)
         keys = torch.rand(classes, generator=generator).to(labels.device)
-        keys[positive] = 2.0
-        certain = int(positive.sum())
-        wanted = min(classes, max(math.ceil(self.rate * classes), certain))
-        chosen = torch.topk(keys, wanted).indices.sort().values
+        keys[is_target] = 2.0
+        # as many as the rate says, and never fewer than the batch's own
+        targets = int(is_target.sum())
+        wanted = min(classes, max(math.ceil(self.rate * classes), targets))
+        sampled = torch.topk(keys, wanted).indices.sort().values
+        self.sampled = sampled
+        # the labels' places among them
         place = torch.full((classes,), -1, dtype=torch.long, device=labels.device)
-        place[chosen] = torch.arange(wanted, device=labels.device)
-        self.chosen = chosen
-        log_weight = None
-        if self.unbiased and wanted > certain:
-            correction = math.log((classes - certain) / (wanted - certain))
-            log_weight = torch.where(positive[chosen], 0.0, correction)
-        own = labels >= 0
+        place[sampled] = torch.arange(wanted, device=labels.device)
         positions = torch.full_like(labels, -1)
-        positions[own] = place[labels[own]]
-        return chosen, positions, log_weight
+        positions[is_local] = place[labels[is_local]]
+        # one over the probability of a negative
+        log_weight = None
+        if self.unbiased and wanted > targets:
+            correction = math.log((classes - targets) / (wanted - targets))
+            log_weight = torch.where(is_target[sampled], 0.0, correction)
+        return SampledClasses(sampled, positions, log_weight)
 
 
-class SampledSteps:
+class SampledGradient:
+    """Remembers which classes of a weight have a gradient that no step has used."""
+
+    def __init__(self) -> None:
+        self._mask: Tensor | None = None
+        self._backward = -1
+
+    def add_(self, sampled: Tensor, weight: Tensor, shard: ClassShard) -> None:
+        """Note that the backward that runs gives these classes a gradient.
+
+        What earlier ones gave counts until the gradient is dropped.
+
+        Args:
+            sampled: Positions among this rank's classes.
+            weight: The parameter.
+            shard: This rank's classes.
+        """
+        backward = compat.graph_task_id()
+        was_dropped = weight.grad is None and backward != self._backward
+        if self._mask is None or was_dropped:
+            self._mask = torch.zeros(shard.classes, dtype=torch.bool, device=sampled.device)
+        self._mask[sampled] = True
+        self._backward = backward
+
+    def clear_(self) -> None:
+        """Forget them: a step has used the gradient."""
+        self._mask = None
+
+    def rows(self, shard: ClassShard) -> Tensor | None:
+        """Return the indices of their weight rows; None where no class has a gradient."""
+        if self._mask is None:
+            return None
+        return self._mask.repeat_interleave(shard.per_class).nonzero().squeeze(1)
+
+
+class SampledRowOptimizer:
     """Lets an optimizer see only the sampled rows of a weight, and of its own state for it, while it steps.
 
     Args:
-        parameter: The weight.
-        touched: The weight rows that have a gradient, as a mask along the class dimension.
-        forget: Called when a step is done.
+        weight: The parameter, tagged as a shard.
+        gradient: Knows which classes have a gradient.
     """
 
-    def __init__(
-        self, parameter: nn.Parameter, touched: Callable[[], Tensor | None], forget: Callable[[], None]
-    ) -> None:
-        self._parameter, self._touched, self._forget = parameter, touched, forget
+    def __init__(self, weight: nn.Parameter, gradient: SampledGradient) -> None:
+        self._weight, self._gradient = weight, gradient
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        self._part: nn.Parameter | None = None
+        self._part: nn.Parameter | None = None  # the sampled rows, while a step runs
         self._rows = torch.empty(0, dtype=torch.long)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Install on an optimizer that holds the weight; False for another."""
-        if all(p is not self._parameter for group in optimizer.param_groups for p in group["params"]):
+        """Install on an optimizer that holds the weight; return False for another."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if all(parameter is not self._weight for parameter in parameters):
             return False
         self._optimizer = weakref.ref(optimizer)
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(lambda opt, *_: self._leave(opt))
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
         return True
 
-    def holds(self, optimizer: Any) -> bool:
-        """Whether this is the optimizer that it was attached to."""
+    def is_attached_to(self, optimizer: Any) -> bool:
+        """Say whether this is the optimizer that it was installed on."""
         return self._optimizer is not None and self._optimizer() is optimizer
-
-    def _before(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hand over the rows; where forward and backward are yet to come, in a closure, after that."""
-        positional = len(args) > 1
-        closure = args[1] if positional else kwargs.get("closure")
-        if closure is None:
-            self._enter(optimizer)
-            return args, kwargs
-
-        def then_enter() -> Any:
-            result = closure()
-            self._enter(optimizer)
-            return result
-
-        if positional:
-            return (args[0], then_enter, *args[2:]), kwargs
-        return args, {**kwargs, "closure": then_enter}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the loss has other parameters, which no optimizer holds yet
 
-    def _enter(self, optimizer: torch.optim.Optimizer) -> None:
-        whole, mask = self._parameter, self._touched()
-        if whole.grad is None or mask is None:
-            return
-        dim = self._dim()
-        self._rows = mask.nonzero().squeeze(1)
-        part = self._part = nn.Parameter(whole.detach().index_select(dim, self._rows))
-        part.grad = whole.grad.index_select(dim, self._rows)
-        self._exchange(optimizer, whole, part)
-        state = optimizer.state.get(whole, {})
-        if state:
-            optimizer.state[part] = {
-                key: value.index_select(dim, self._rows) if _is_like(value, whole) else value
-                for key, value in state.items()
-            }
+    def _before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Hand over the rows; where forward and backward are yet to come, in a closure, after that."""
+        is_positional = len(args) > 1
+        closure = args[1] if is_positional else kwargs.get("closure")
+        if closure is None:
+            self._hand_over_(optimizer)
+            return args, kwargs
 
-    def _leave(self, optimizer: torch.optim.Optimizer) -> None:
-        whole, part = self._parameter, self._part
+        def closure_then_hand_over() -> Any:
+            result = closure()
+            self._hand_over_(optimizer)
+            return result
+
+        if is_positional:
+            return (args[0], closure_then_hand_over, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_then_hand_over}
+
+    def _hand_over_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put the sampled rows, with their gradient and state, in the weight's place."""
+        weight, shard = self._weight, self._shard()
+        rows, dim = self._gradient.rows(shard), shard.dim
+        if weight.grad is None or rows is None:
+            return
+        part = nn.Parameter(weight.detach().index_select(dim, rows))
+        part.grad = weight.grad.index_select(dim, rows)
+        self._part, self._rows = part, rows
+        _replace_(optimizer, weight, part)
+        state = optimizer.state.get(weight, {})
+        if state:
+            part_state = dict(state)
+            for key, value in state.items():
+                if _is_per_number(value, weight):
+                    part_state[key] = value.index_select(dim, rows)
+            optimizer.state[part] = part_state
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Take the stepped rows and their state back into the weight's."""
+        weight, part, dim = self._weight, self._part, self._shard().dim
         if part is None:
             return
-        dim = self._dim()
-        self._exchange(optimizer, part, whole)
+        _replace_(optimizer, part, weight)
         with torch.no_grad():
-            whole.index_copy_(dim, self._rows, part)
-            state = optimizer.state[whole]
+            weight.index_copy_(dim, self._rows, part)
+            state = optimizer.state[weight]
             for key, value in optimizer.state.pop(part, {}).items():
-                if not _is_like(value, part):
-                    state[key] = _of_no_row(key, value, optimizer)
+                if not _is_per_number(value, part):
+                    state[key] = _of_all_rows(key, value, optimizer)
                     continue
                 if key not in state:
-                    state[key] = torch.zeros_like(whole, dtype=value.dtype)
+                    state[key] = torch.zeros_like(weight, dtype=value.dtype)
                 state[key].index_copy_(dim, self._rows, value)
         self._part = None
-        self._forget()
+        self._gradient.clear_()
 
-    def _dim(self) -> int:
-        shard = shard_of(self._parameter)
+    def _shard(self) -> ClassShard:
+        shard = shard_of(self._weight)
         assert shard is not None
-        return shard.dim
-
-    @staticmethod
-    def _exchange(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:
-        for group in optimizer.param_groups:
-            group["params"] = [new if p is old else p for p in group["params"]]
+        return shard
 
 
-class SampledClasses:
-    """What a class-sharded loss does where a step looks at some of its classes only."""
-
-    if TYPE_CHECKING:
-        _head: Head
-        shard: ClassShard
-
-        @property
-        def weight(self) -> nn.Parameter:
-            """This rank's."""
-
-    def _set_up_sampling(self, rate: float, unbiased: bool) -> None:
-        self.sampler = ClassSampler(rate, unbiased) if rate < 1 else None
-        self._attached: SampledSteps | None = None
-        self._touched: Tensor | None = None
-        self._touched_in = -1
-        self._draws = 0
-
-    def attach(self, optimizer: Any) -> None:
-        """Let an optimizer step only the rows that were looked at; needed with ``sample_rate`` below 1."""
-        inner = getattr(optimizer, "_optimizer", optimizer)
-        if self.sampler is None or (self._attached is not None and self._attached.holds(inner)):
-            return
-        steps = SampledSteps(self.weight, self._touched_rows, self._forget)
-        if steps.attach(inner):
-            self._attached = steps
-
-    def _forget(self) -> None:
-        self._touched = None
-
-    def _note_touched(self, chosen: Tensor) -> None:
-        """A backward gave these classes a gradient; what earlier ones touched counts until the gradient is dropped."""
-        backward = torch._C._current_graph_task_id()
-        if self._touched is None or (self.weight.grad is None and backward != self._touched_in):
-            self._touched = torch.zeros(self.shard.classes, dtype=torch.bool, device=chosen.device)
-        self._touched[chosen] = True
-        self._touched_in = backward
-
-    def _touched_rows(self) -> Tensor | None:
-        return None if self._touched is None else self._touched.repeat_interleave(self._head.per_class)
-
-    @property
-    def _samples(self) -> ClassSampler | None:
-        # what is only looked at, in validation, is looked at whole
-        return self.sampler if torch.is_grad_enabled() else None
-
-    def _draw(self, sampler: ClassSampler, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As ``ClassSampler.draw``, from a seed of this rank and step."""
-        self._draws += 1
-        text = f"{torch.initial_seed()} {self.shard.start} {self._draws}"
-        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-        return sampler.draw(labels, self.shard.classes, seed)
+def _replace_(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put another parameter in the place of one, in each group of an optimizer."""
+    for group in optimizer.param_groups:
+        group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
 
 
-def _of_no_row(key: str, value: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """State that belongs to the weight as a whole, such as a count of steps."""
+def _is_per_number(value: Any, parameter: Tensor) -> bool:
+    """Say whether state has one number per number of the parameter."""
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
+
+
+def _of_all_rows(key: str, value: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Return state that belongs to the weight as a whole, such as a count of steps.
+
+    Raises:
+        ConfigurationError: for state of the step's rows together.
+    """
     if isinstance(value, Tensor) and value.ndim > 0:
         raise ConfigurationError(
             f"ClassShardedLoss: sample_rate with {type(optimizer).__name__}",
@@ -232,31 +249,3 @@ def _of_no_row(key: str, value: Any, optimizer: torch.optim.Optimizer) -> Any:
             fix="Use one that treats each number by itself (SGD, Adam, ...), or sample_rate=1.",
         )
     return value
-
-
-def _is_like(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
-
-
-def refuse_options(classes: int, chunk_size: int | None, sample_rate: float, *, regularised: bool) -> None:
-    """Refuse a chunk or a share of the classes that cannot be.
-
-    Raises:
-        ConfigurationError: naming the option.
-    """
-    whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
-    if chunk_size is not None and not (whole and 1 <= chunk_size <= classes):
-        raise ConfigurationError(
-            "ClassShardedLoss: chunk_size", expected=f"1 to {classes} classes, or None", got=repr(chunk_size)
-        )
-    if not 0 < sample_rate <= 1:
-        raise ConfigurationError(
-            "ClassShardedLoss: sample_rate", expected="above 0 and at most 1", got=repr(sample_rate)
-        )
-    if sample_rate < 1 and regularised:
-        raise ConfigurationError(
-            "ClassShardedLoss: weight_regularizer",
-            expected="none together with sample_rate below 1",
-            got=f"one, and sample_rate={sample_rate}",
-            fix="It would see the sampled classes only; use the optimizer's weight_decay, which the sampled rows get.",
-        )

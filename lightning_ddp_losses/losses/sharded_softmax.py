@@ -1,18 +1,18 @@
-"""The softmax over classes that lie on different ranks, in chunks of classes, none of which outlives its turn.
+"""Computes the softmax cross entropy over classes that lie on different ranks, in chunks of classes none of which outlives its turn.
 
 Forward: each rank's maximum and sum of exponentials per row over its own classes, chunk by chunk, and the target's logit from
-whoever holds its class; one gather of these three makes every row's loss known on every rank. Backward: the chunks again,
-now with the softmax, for the gradient of the held weight rows (complete) and of all embeddings (this rank's part).
+the rank that has its class; one gather of these three makes every row's loss known on every rank. Backward: the chunks again, now with
+the softmax, for the gradient of this rank's weight rows (complete) and of all embeddings (this rank's part).
 
-Legend: ``W`` ranks, ``G`` rows over all ranks, ``D`` embedding size, ``c`` classes held, ``K`` weight rows per class, ``n`` rows
-whose class is held.
+Legend: ``W`` ranks, ``G`` rows over all ranks, ``D`` embedding size, ``c`` classes on this rank, ``K`` weight rows per class, ``n`` rows
+whose class is on this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,270 +22,321 @@ from lightning_ddp_losses.distributed.collectives import once_differentiable_str
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, reduce_mean_
 from lightning_ddp_losses.losses.class_heads import Head
+from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 
 Penalty = Callable[[Tensor], tuple[Tensor, float]]
 
 
 @dataclass(frozen=True)
-class Held:
-    """The classes of this rank that a step looks at.
+class LocalClasses:
+    """Says which of this rank's classes a call looks at, and finds their rows in the weight.
 
     Attributes:
-        head: The logits.
-        labels: (G,) positions among the classes looked at, -1 for a row whose class is on another rank.
-        chunk: Classes at a time.
-        chosen: (c',) classes looked at, as positions among those held; None: all.
+        labels: (G,) each row's class as a position among the classes looked at, -1 where another rank has it.
+        chunk: How many classes have their logits alive at a time.
+        per_class: K.
+        sampled: (c',) the classes looked at, as positions among this rank's; None: all of them.
+    """
+
+    labels: Tensor
+    chunk: int
+    per_class: int
+    sampled: Tensor | None = None
+
+    def chunks(self, weight: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield the first and one past the last class of each chunk, and their weight rows (classes * K, D)."""
+        total = len(weight) // self.per_class if self.sampled is None else len(self.sampled)
+        for start in range(0, total, self.chunk):
+            stop = min(start + self.chunk, total)
+            yield start, stop, weight[self.weight_rows(start, stop)]
+
+    def weight_rows(self, start: int, stop: int) -> Any:
+        """Return where the weight rows of some of the classes looked at are: a slice, or an index."""
+        if self.sampled is None:
+            return slice(start * self.per_class, stop * self.per_class)
+        return self._rows_of(self.sampled[start:stop])
+
+    def target_rows(self) -> Tensor:
+        """Return the index (n * K,) of the weight rows of the target classes that are on this rank."""
+        targets = self.labels[self.labels >= 0]
+        if self.sampled is not None:
+            targets = self.sampled[targets]
+        return self._rows_of(targets)
+
+    def targets_in(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return the rows whose class lies in a chunk, and where in it."""
+        found = ((self.labels >= start) & (self.labels < stop)).nonzero().squeeze(1)
+        return found, self.labels[found] - start
+
+    def _rows_of(self, classes: Tensor) -> Tensor:
+        centers = torch.arange(self.per_class, device=classes.device)
+        return (classes.unsqueeze(1) * self.per_class + centers).view(-1)
+
+
+class RowLosses(NamedTuple):
+    """What a call knows over all ranks, equal on every rank.
+
+    Attributes:
+        losses: (G,) ``logsumexp_j z_ij - z_iy``; not a number for a row whose class no rank has.
+        penalty: 0-dim, the regulariser's terms, summed; with gradient, as the losses.
+        penalty_divisor: 0-dim, the number of these terms.
+        angle_sum: 0-dim, the sum of the targets' angles where the loss collects statistics.
+    """
+
+    losses: Tensor
+    penalty: Tensor
+    penalty_divisor: Tensor
+    angle_sum: Tensor
+
+
+class Operands(NamedTuple):
+    """What the logits are made of, or the gradients of that.
+
+    Attributes:
+        rows: (G, D) as ``Head.prepare`` gives them.
+        scale: (G, 1) or (1, 1), likewise.
+        weight: (c * K, D), this rank's.
+    """
+
+    rows: Tensor
+    scale: Tensor
+    weight: Tensor
+
+    @property
+    def scale_differs_by_row(self) -> bool:
+        """Whether the scale is a function of the rows, and so has a gradient."""
+        return len(self.scale) > 1
+
+
+@dataclass(frozen=True)
+class ShardedSoftmax:
+    """Evaluates one call.
+
+    Attributes:
+        head: Computes logits.
+        classes: Which of this rank's classes are looked at.
         log_weight: (c',) added to each class's logit in the sum, 0 for a target (sampling); None: nothing.
-        penalty: Of a block of weight rows, its summed terms and their number; None: none.
-        group: Process group.
-        note: Told in backward which classes got a gradient.
-        replicas: Ranks that hold the same classes in other parts of the world; None: there are none.
+        penalty: Returns a block of weight rows' summed regulariser terms and their number; None: no regulariser.
+        group: Process group over which the classes are sharded.
+        replica_group: Ranks that have the same classes in other parts of the world; None: there are none.
+        on_backward: Called in backward with the sampled classes, which get a gradient.
     """
 
     head: Head
-    labels: Tensor
-    chunk: int
-    chosen: Tensor | None = None
+    classes: LocalClasses
     log_weight: Tensor | None = None
     penalty: Penalty | None = None
     group: Group = None
-    replicas: Group = None
-    note: Callable[[Tensor], None] | None = None
+    replica_group: Group = None
+    on_backward: Callable[[Tensor], None] | None = None
 
-    def chunks(self, weight: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """First and one past the last class of each chunk, and their weight rows (classes * K, D)."""
-        per = self.head.per_class
-        total = len(weight) // per if self.chosen is None else len(self.chosen)
-        for start in range(0, total, self.chunk):
-            stop = min(start + self.chunk, total)
-            yield start, stop, weight[self.rows_of(start, stop)]
+    def row_losses(self, rows: Tensor, scale: Tensor, weight: Tensor) -> RowLosses:
+        """Return ``logsumexp_j z_ij - z_iy`` of every row, over the classes of all ranks.
 
-    def rows_of(self, start: int, stop: int) -> Any:
-        """Weight rows of some of the classes looked at: a slice, or an index."""
-        per = self.head.per_class
-        if self.chosen is None:
-            return slice(start * per, stop * per)
-        return self._rows(self.chosen[start:stop])
+        Args:
+            rows: (G, D) as ``Head.prepare`` gives them, equal on every rank.
+            scale: (G, 1) or (1, 1), likewise.
+            weight: (c * K, D), this rank's.
 
-    def target_rows(self) -> Tensor:
-        """(n * K,) weight rows of the target classes held."""
-        held = self.labels[self.labels >= 0]
-        return self._rows(held if self.chosen is None else self.chosen[held])
+        Gradient: of ``weight`` the complete one; of ``rows`` and ``scale`` this rank's part, such that the mean over ranks of the sums over
+            ranks is complete. All ranks must back-propagate the same.
 
-    def _rows(self, classes: Tensor) -> Tensor:
-        per = self.head.per_class
-        return (classes.unsqueeze(1) * per + torch.arange(per, device=classes.device)).view(-1)
+        Communication: one gather of (3 G + 4) numbers; none in backward but, with replicas, one mean of the weight's gradient over them.
+        """
+        return RowLosses(*_SoftmaxFunction.apply(self, rows, scale, weight))  # type: ignore[no-untyped-call]
 
-
-def row_losses(held: Held, rows: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``logsumexp_j z_ij - z_iy`` of every row, over the classes of all ranks.
-
-    Args:
-        held: What this rank holds.
-        rows: (G, D) as ``Head.prepare`` gives them, equal on every rank.
-        scale: (G, 1) or (1, 1), likewise.
-        weight: (c * K, D), this rank's.
-
-    Returns:
-        The losses (G,); the penalty's terms, summed (0-dim); and (4,) the same sum, the number of terms, the number of rows, and the sum
-        of the targets' angles where the loss collects statistics. Over all ranks, equal on every rank.
-
-    Gradient: of ``weight`` the complete one; of ``rows`` and ``scale`` this rank's part, such that the mean over ranks of the sums over
-        ranks is complete. All ranks must back-propagate the same.
-
-    Communication: one gather of (3 G + 4) numbers; none in backward but, with replicas, one mean of the weight's gradient over them.
-    """
-    losses, terms, counts = _ClassSoftmax.apply(held, rows, scale, weight)  # type: ignore[no-untyped-call]
-    return losses, terms, counts
+    def target_logits(self, operands: Operands, is_local: Tensor) -> Tensor:
+        """Compute the logits (n,) of the targets on this rank, with their margin."""
+        if not bool(is_local.any()):
+            return operands.rows.new_zeros(0)
+        rows, scale, weight = operands
+        if operands.scale_differs_by_row:
+            scale = scale[is_local]
+        picked = weight[self.classes.target_rows()].view(-1, self.head.per_class, rows.shape[1])
+        return self.head.targets(rows[is_local], scale, picked)
 
 
-class _ClassSoftmax(torch.autograd.Function):
+class _SoftmaxFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, held: Held, rows: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        own = held.labels >= 0
-        top = rows.new_full((len(rows),), -torch.inf)
-        total, target = torch.zeros_like(top), torch.zeros_like(top)
-        extra = rows.new_zeros(4)  # penalty, its number of terms, rows whose class is held, their angles
-        margin = held.head.has_margin
-        if margin:
-            target[own] = _target_logits(held, rows, scale, weight, own)
-            extra[3] = held.head.angles(own)
-        for start, stop, block in held.chunks(weight):
-            logits = held.head.logits(rows, scale, block)
-            where = _targets_in(held.labels, start, stop)
-            if margin:
+    def forward(
+        ctx: Any, call: ShardedSoftmax, rows: Tensor, scale: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        head, classes = call.head, call.classes
+        is_local = classes.labels >= 0
+        # 1. the target's logit where its class is here, 0 elsewhere: a sum over ranks will know it
+        target = rows.new_zeros(len(rows))
+        extra = rows.new_zeros(4)  # penalty, its number of terms, rows whose class is here, their angles
+        if head.has_margin:
+            target[is_local] = call.target_logits(Operands(rows, scale, weight), is_local)
+            extra[3] = head.angle_sum(is_local)
+        extra[2] = is_local.sum()
+        # 2. maximum and sum of exponentials over this rank's classes, chunk by chunk
+        local_lse = RunningLogSumExp.empty(len(rows), rows)
+        for start, stop, block in classes.chunks(weight):
+            logits = head.logits(rows, scale, block)
+            where = classes.targets_in(start, stop)
+            if head.has_margin:
                 logits[where] = target[where[0]]
             else:
-                logits[where] += held.head.target_offset
+                logits[where] += head.target_offset
                 target[where[0]] = logits[where]
-            if held.log_weight is not None:
-                logits += held.log_weight[start:stop]
-            higher = torch.maximum(top, logits.amax(1))
-            total.mul_(torch.exp(top - higher)).add_(logits.sub_(higher.unsqueeze(1)).exp_().sum(1))
-            top = higher
-            if held.penalty is not None:
-                value, number = held.penalty(block)
-                extra[0] += value
+            if call.log_weight is not None:
+                logits += call.log_weight[start:stop]
+            local_lse.accumulate_(logits)
+            if call.penalty is not None:
+                terms, number = call.penalty(block)
+                extra[0] += terms
                 extra[1] += number
-        extra[2] = own.sum()
-        top, total, target, extra = _combine(top, total, target, extra, held.group)
-        lse = top + total.log()
-        ctx.held, ctx.own = held, own
+        # 3. the same over the classes of all ranks
+        global_lse, target, extra = _combine_ranks(local_lse, target, extra, call.group)
+        lse = global_lse.finalize()
+        ctx.call, ctx.is_local = call, is_local
         ctx.save_for_backward(rows, scale, weight, lse, target)
-        ctx.mark_non_differentiable(extra)
-        # a row whose class nobody holds has no loss; to raise here would wait for the device
-        losses = torch.where(extra[2] == len(rows), lse - target, torch.nan)
-        return losses, extra[0].clone(), extra
+        penalty, divisor, found_rows, angle_sum = extra.unbind()
+        penalty, divisor, angle_sum = penalty.clone(), divisor.clone(), angle_sum.clone()
+        ctx.mark_non_differentiable(divisor, angle_sum)
+        # 4. the loss; a row whose class nobody has gets none: to raise here would wait for the device
+        losses = torch.where(found_rows == len(rows), lse - target, torch.nan)
+        return losses, penalty, divisor, angle_sum
 
     @staticmethod
     @once_differentiable_strict("ClassShardedLoss")
-    def backward(ctx: Any, grad: Tensor, grad_penalty: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        held: Held = ctx.held
+    def backward(ctx: Any, grad: Tensor, grad_penalty: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        call: ShardedSoftmax = ctx.call
+        classes, head = call.classes, call.head
         rows, scale, weight, lse, target = ctx.saved_tensors
-        wants = ctx.needs_input_grad
-        if held.note is not None and held.chosen is not None:
-            held.note(held.chosen)
-        d_rows, d_scale = torch.zeros_like(rows), torch.zeros_like(scale)
-        d_weight = torch.zeros_like(weight) if held.chosen is not None else torch.empty_like(weight)
-        backward = _cosine_backward if held.head.is_cosine else _chunk_backward
-        backward(held, (rows, scale, weight), lse, (grad, grad_penalty), (d_rows, d_scale, d_weight))
-        if held.head.has_margin and bool(ctx.own.any()):
-            _add_targets(held, ctx.own, grad, lse, target, (rows, scale, weight), (d_rows, d_scale, d_weight))
-        if held.replicas is not None and wants[3]:
-            reduce_mean_(d_weight, group=held.replicas)
-        for_mean = [
-            for_mean_over_ranks(grad, held.group) if wanted else None
-            for grad, wanted in zip((d_rows, d_scale), wants[1:3], strict=True)
-        ]
-        return None, *for_mean, d_weight if wants[3] else None
+        operands = Operands(rows, scale, weight)
+        _, wants_rows, wants_scale, wants_weight = ctx.needs_input_grad
+        if call.on_backward is not None and classes.sampled is not None:
+            call.on_backward(classes.sampled)
+        # 1. chunks write their rows of the weight's gradient, all of them where nothing is sampled
+        empty = torch.empty_like if classes.sampled is None else torch.zeros_like
+        grads = Operands(torch.zeros_like(rows), torch.zeros_like(scale), empty(weight))
+        # 2. through the logits of all classes
+        if head.is_cosine:
+            _add_cosine_grads_(grads, call, operands, lse, grad, grad_penalty)
+        else:
+            _add_chunk_grads_(grads, call, operands, lse, grad, grad_penalty)
+        # 3. through the targets' logits, margin included
+        if head.has_margin and bool(ctx.is_local.any()):
+            grad_target = grad * ((target - lse).exp() - 1)
+            _add_target_grads_(grads, call, operands, grad_target, ctx.is_local)
+        # 4. replicas saw other rows
+        if call.replica_group is not None and wants_weight:
+            reduce_mean_(grads.weight, group=call.replica_group)
+        grad_rows = for_mean_over_ranks(grads.rows, call.group) if wants_rows else None
+        grad_scale = for_mean_over_ranks(grads.scale, call.group) if wants_scale else None
+        grad_weight = grads.weight if wants_weight else None
+        return None, grad_rows, grad_scale, grad_weight
 
 
-def _softmax(held: Held, logits: Tensor, lse: Tensor, start: int, stop: int) -> Tensor:
-    """Of a chunk, in the memory of its logits; less 1 at the targets. A target with a margin counts 0: its gradient takes its own way."""
-    where = _targets_in(held.labels, start, stop)
-    if held.head.has_margin:
+def _softmax_(logits: Tensor, call: ShardedSoftmax, lse: Tensor, start: int, stop: int) -> Tensor:
+    """Turn the logits of a chunk into the loss's gradient of them: the softmax, less 1 at the targets.
+
+    A target with a margin counts 0: its gradient takes its own way.
+    """
+    where = call.classes.targets_in(start, stop)
+    if call.head.has_margin:
         logits[where] = -torch.inf
     else:
-        logits[where] += held.head.target_offset
-    if held.log_weight is not None:
-        logits += held.log_weight[start:stop]
+        logits[where] += call.head.target_offset
+    if call.log_weight is not None:
+        logits += call.log_weight[start:stop]
     logits.sub_(lse.unsqueeze(1)).exp_()
-    if not held.head.has_margin:
+    if not call.head.has_margin:
         logits[where] -= 1
     return logits
 
 
-def _chunk_backward(
-    held: Held,
-    given: tuple[Tensor, Tensor, Tensor],
-    lse: Tensor,
-    grads: tuple[Tensor, Tensor],
-    into: tuple[Tensor, Tensor, Tensor],
+def _add_chunk_grads_(
+    grads: Operands, call: ShardedSoftmax, operands: Operands, lse: Tensor, grad: Tensor, grad_penalty: Tensor
 ) -> None:
-    """Any head, by autograd on each chunk."""
-    rows, scale, weight = given
-    d_rows, d_scale, d_weight = into
-    several = len(scale) > 1
-    for start, stop, block in held.chunks(weight):
-        leaves = [t.detach().requires_grad_() for t in (rows, block, *([scale] if several else []))]
+    """Add the gradients through the logits of all classes: for any head, by autograd on each chunk."""
+    rows, scale, weight = operands
+    with_scale = operands.scale_differs_by_row
+    for start, stop, block in call.classes.chunks(weight):
+        leaves = [rows.detach().requires_grad_(), block.detach().requires_grad_()]
+        if with_scale:
+            leaves.append(scale.detach().requires_grad_())
+        # the chunk's logits, with their graph
         with torch.enable_grad():
-            logits = held.head.logits(leaves[0], leaves[2] if several else scale, leaves[1])
-        # the logits' memory is nobody else's: no step of a head keeps its result for backward
-        share = _softmax(held, logits.detach(), lse, start, stop).mul_(grads[0].unsqueeze(1))
-        found = torch.autograd.grad(logits, leaves, share)
-        d_rows += found[0]
-        if several:
-            d_scale += found[2]
-        d_weight[held.rows_of(start, stop)] = _with_penalty(held, block, found[1], grads[1])
+            logits = call.head.logits(leaves[0], leaves[2] if with_scale else scale, leaves[1])
+        # their gradient, in their memory: it is nobody else's, as no step of a head keeps its result for backward
+        grad_logits = _softmax_(logits.detach(), call, lse, start, stop).mul_(grad.unsqueeze(1))
+        grad_rows, grad_block, *grad_scale = torch.autograd.grad(logits, leaves, grad_logits)
+        grads.rows.add_(grad_rows)
+        if with_scale:
+            grads.scale.add_(grad_scale[0])
+        place = call.classes.weight_rows(start, stop)
+        grads.weight[place] = _with_penalty_grad(grad_block, call.penalty, block, grad_penalty)
 
 
-def _cosine_backward(
-    held: Held,
-    given: tuple[Tensor, Tensor, Tensor],
-    lse: Tensor,
-    grads: tuple[Tensor, Tensor],
-    into: tuple[Tensor, Tensor, Tensor],
+def _add_cosine_grads_(
+    grads: Operands, call: ShardedSoftmax, operands: Operands, lse: Tensor, grad: Tensor, grad_penalty: Tensor
 ) -> None:
-    """The same for cosines, by hand: half the passes over memory."""
-    rows, scale, weight = given
-    d_rows, d_scale, d_weight = into
+    """Add the same for cosines, by hand: half the passes over memory."""
+    rows, scale, weight = operands
     scaled = rows * scale
-    weighted = scaled * grads[0].unsqueeze(1)
-    for start, stop, block in held.chunks(weight):
+    weighted = scaled * grad.unsqueeze(1)
+    for start, stop, block in call.classes.chunks(weight):
+        # logits and softmax of the chunk
         norms = torch.linalg.vector_norm(block, dim=1, keepdim=True)
         unit = block / norms.clamp(min=1e-12)
-        share = _softmax(held, scaled @ unit.t(), lse, start, stop)
-        d_rows.addmm_(share, unit)
-        found = share.t() @ weighted
-        along = torch.where(norms > 1e-12, torch.linalg.vecdot(found, unit).unsqueeze(1), 0.0)
-        found.addcmul_(unit, along, value=-1).div_(norms.clamp(min=1e-12))
-        d_weight[held.rows_of(start, stop)] = _with_penalty(held, block, found, grads[1])
-    d_rows *= grads[0].unsqueeze(1)
-    if len(scale) > 1:
-        d_scale += (d_rows * rows).sum(1, keepdim=True)
-    d_rows *= scale
+        share = _softmax_(scaled @ unit.t(), call, lse, start, stop)
+        # to the rows; what multiplies each row comes after the last chunk
+        grads.rows.addmm_(share, unit)
+        # to the weight rows: the part along a row is lost in its normalisation
+        grad_unit = share.t() @ weighted
+        along = torch.where(norms > 1e-12, torch.linalg.vecdot(grad_unit, unit).unsqueeze(1), 0.0)
+        grad_block = grad_unit.addcmul_(unit, along, value=-1).div_(norms.clamp(min=1e-12))
+        place = call.classes.weight_rows(start, stop)
+        grads.weight[place] = _with_penalty_grad(grad_block, call.penalty, block, grad_penalty)
+    grads.rows.mul_(grad.unsqueeze(1))
+    if operands.scale_differs_by_row:
+        grads.scale.add_((grads.rows * rows).sum(1, keepdim=True))
+    grads.rows.mul_(scale)
 
 
-def _with_penalty(held: Held, block: Tensor, found: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of a block of weight rows, that of the regulariser added."""
-    if held.penalty is None:
-        return found
+def _with_penalty_grad(grad_block: Tensor, penalty: Penalty | None, block: Tensor, grad_penalty: Tensor) -> Tensor:
+    """Return the gradient of a block of weight rows, that of the regulariser added."""
+    if penalty is None:
+        return grad_block
     leaf = block.detach().requires_grad_()
     with torch.enable_grad():
-        value, _ = held.penalty(leaf)
-    return found + torch.autograd.grad(value, leaf, grad)[0]
+        value, _ = penalty(leaf)
+    return grad_block + torch.autograd.grad(value, leaf, grad_penalty)[0]
 
 
-def _target_logits(held: Held, rows: Tensor, scale: Tensor, weight: Tensor, own: Tensor) -> Tensor:
-    if not bool(own.any()):
-        return rows.new_zeros(0)
-    picked = weight[held.target_rows()].view(-1, held.head.per_class, rows.shape[1])
-    return held.head.targets(rows[own], scale[own] if len(scale) > 1 else scale, picked)
-
-
-def _add_targets(
-    held: Held,
-    own: Tensor,
-    grad: Tensor,
-    lse: Tensor,
-    target: Tensor,
-    given: tuple[Tensor, Tensor, Tensor],
-    into: tuple[Tensor, Tensor, Tensor],
+def _add_target_grads_(
+    grads: Operands, call: ShardedSoftmax, operands: Operands, grad_target: Tensor, is_local: Tensor
 ) -> None:
-    """The gradient that goes through the targets' logits, margin included."""
-    rows, scale, weight = given
-    index = held.target_rows()
-    several = len(scale) > 1
-    picked = weight[index].view(-1, held.head.per_class, rows.shape[1])
-    leaves = [t.detach().requires_grad_() for t in (rows[own], picked, *([scale[own]] if several else []))]
+    """Add the gradients through the targets' logits, margin included, for the rows whose class is on this rank."""
+    rows, scale, weight = operands
+    with_scale = operands.scale_differs_by_row
+    index = call.classes.target_rows()
+    picked = weight[index].view(-1, call.head.per_class, rows.shape[1])
+    leaves = [rows[is_local].detach().requires_grad_(), picked.detach().requires_grad_()]
+    if with_scale:
+        leaves.append(scale[is_local].detach().requires_grad_())
     with torch.enable_grad():
-        logits = held.head.targets(leaves[0], leaves[2] if several else scale, leaves[1])
-    share = grad[own] * ((target - lse)[own].exp() - 1)
-    found = torch.autograd.grad(logits, leaves, share)
-    d_rows, d_scale, d_weight = into
-    d_rows[own] += found[0]
-    if several:
-        d_scale[own] += found[2]
-    d_weight.index_add_(0, index, found[1].reshape(-1, rows.shape[1]))
+        logits = call.head.targets(leaves[0], leaves[2] if with_scale else scale, leaves[1])
+    grad_rows, grad_picked, *grad_scale = torch.autograd.grad(logits, leaves, grad_target[is_local])
+    grads.rows[is_local] += grad_rows
+    if with_scale:
+        grads.scale[is_local] += grad_scale[0]
+    grads.weight.index_add_(0, index, grad_picked.reshape(-1, rows.shape[1]))
 
 
-def _targets_in(labels: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Rows whose class lies in a chunk, and where in it."""
-    found = ((labels >= start) & (labels < stop)).nonzero().squeeze(1)
-    return found, labels[found] - start
-
-
-def _combine(
-    top: Tensor, total: Tensor, target: Tensor, extra: Tensor, group: Group
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Statistics over the classes of all ranks, added in rank order: the same on every rank."""
-    world, rows = process_groups.world_size(group), len(top)
+def _combine_ranks(
+    lse: RunningLogSumExp, target: Tensor, extra: Tensor, group: Group
+) -> tuple[RunningLogSumExp, Tensor, Tensor]:
+    """Return the statistics over the classes of all ranks, added in rank order: the same on every rank."""
+    world, rows = process_groups.world_size(group), len(target)
     if world == 1:
-        return top, total, target, extra
-    own = torch.cat([top, total, target, extra])
-    everyone = own.new_empty((world, len(own)))
-    gather(everyone.view(-1), own, group=group_for(own, group))
-    tops, totals, targets = (everyone[:, i * rows : (i + 1) * rows] for i in range(3))
-    highest = tops.amax(0)
-    return highest, (totals * torch.exp(tops - highest)).sum(0), targets.sum(0), everyone[:, 3 * rows :].sum(0)
+        return lse, target, extra
+    local = torch.cat([lse.maximum, lse.sum_exp, target, extra])
+    gathered = local.new_empty((world, len(local)))
+    gather(gathered.view(-1), local, group=group_for(local, group))
+    maxima, sums, targets, extras = torch.split(gathered, [rows, rows, rows, len(extra)], dim=1)
+    return RunningLogSumExp.merged(maxima, sums), targets.sum(0), extras.sum(0)

@@ -114,9 +114,14 @@ class Other(pml.ArcFaceLoss):
     """Might compute anything."""
 
 
+def unpickle_earlier() -> None:
+    ClassShardedLoss.__new__(ClassShardedLoss).__setstate__({"_world": 1})
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a loss without classes": (lambda: ClassShardedLoss(pml.SupConLoss()), "SupConLoss"),
     "a subclass": (lambda: ClassShardedLoss(Other(num_classes=3, embedding_size=2)), "Other"),
+    "a pickle of an earlier release": (unpickle_earlier, "state_dict"),
     "no loss": (lambda: ClassShardedLoss("ArcFaceLoss"), "str"),  # type: ignore[arg-type]
     "chunk 0": (lambda: ClassShardedLoss(make(ARC), chunk_size=0), "chunk_size"),
     "chunk beyond the classes": (lambda: ClassShardedLoss(make(ARC), chunk_size=CLASSES + 1), "1 to 7"),
@@ -192,7 +197,7 @@ def sampled(name: str, unbiased: bool, accumulate: int, optimizer: str) -> dict[
         features = net()(global_rows(own, rank)["features"]).detach() * (1 + step)
         labels = global_rows(own, rank)["labels"] // 3
         value = loss(features, labels)
-        drawn.append(loss.sampler.chosen + loss.shard.start)
+        drawn.append(loss.sampler.sampled + loss.shard.start)
         values.append(value.detach())
         value.backward()
         if (step + 1) % accumulate == 0:
@@ -350,7 +355,7 @@ def closure_step() -> bool:
         stepper.zero_grad()
         value = loss(rows(), torch.zeros(3, dtype=torch.long))
         value.backward()
-        still.append([c for c in range(CLASSES) if c not in loss.sampler.chosen])
+        still.append([c for c in range(CLASSES) if c not in loss.sampler.sampled])
         return value
 
     for _ in range(2):
