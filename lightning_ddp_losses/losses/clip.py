@@ -20,7 +20,8 @@ from lightning_ddp_losses.distributed.collectives import once_differentiable_str
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather, group_for
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.losses.column_blocks import Block, Columns, Products, Ring
+from lightning_ddp_losses.losses.column_blocks import ColumnBlock, ColumnBlocks, Products, RingColumns
+from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
 from lightning_ddp_losses.losses.partial_sums import (
     PartialSum,
     for_mean_over_ranks,
@@ -55,8 +56,8 @@ class ClipLoss(TwoTowerLoss):
         After DDP's mean over ranks, encoders and ``logit_scale`` hold the one-process gradient.
 
     Communication:
-        Frame, gather of the texts, gather of 2 G + 1 numbers; one exchange of G x D in backward. A ring: 2 frames, and W - 1 times a
-        message of a rank's texts and one of two numbers for each; in backward W - 1 times its texts and their gradient.
+        Handshake, gather of the texts, gather of 2 G + 1 numbers; one exchange of G x D in backward. A ring: 2 handshakes, and W - 1 times
+        a message of a rank's texts and one of two numbers for each; in backward W - 1 times its texts and their gradient.
 
     Raises:
         ConfigurationError: options that cannot work.
@@ -96,20 +97,20 @@ class ClipLoss(TwoTowerLoss):
         """The options."""
         return f"max_scale={self.max_scale}, label_smoothing={self.label_smoothing}, normalize={self.normalize}"
 
-    def _evaluate(self, columns: Columns, images: Tensor, texts: Tensor, products: Tensor) -> Tensor:
-        plan = _Plan(columns, self.label_smoothing, self.tile_bytes)
-        value: Tensor = _Clip.apply(plan, images, texts, self._scale(), products)  # type: ignore[no-untyped-call]
+    def _evaluate(self, columns: ColumnBlocks, images: Tensor, texts: Tensor, products: Tensor) -> Tensor:
+        call = _ClipCall(columns, self.label_smoothing, self.tile_bytes)
+        value: Tensor = _Clip.apply(call, images, texts, self._scale(), products)  # type: ignore[no-untyped-call]
         return value
 
 
 @dataclass(frozen=True)
-class _Plan:
-    columns: Columns
+class _ClipCall:
+    columns: ColumnBlocks
     smoothing: float
     tile_bytes: int
 
-    def here(self, images: Tensor) -> slice:
-        """Where this rank's texts are among those whose products are known."""
+    def own_texts(self, images: Tensor) -> slice:
+        """Tells where this rank's texts are among those whose products are known."""
         return slice(self.columns.first, self.columns.first + len(images))
 
 
@@ -117,119 +118,133 @@ class _Clip(torch.autograd.Function):
     """Value and gradient; ``paired`` (t,) holds each text's product with its own image, unscaled."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, images: Tensor, texts: Tensor, scale: Tensor, paired: Tensor) -> Tensor:
-        own = paired[plan.here(images)] * scale
-        rows, drawn = _Running(len(images), images), images.new_zeros(images.shape[1])
-        products = Products(plan.columns.width)
+    def forward(ctx: Any, call: _ClipCall, images: Tensor, texts: Tensor, scale: Tensor, paired: Tensor) -> Tensor:
+        columns, smoothing = call.columns, call.smoothing
+        own_logits = paired[call.own_texts(images)] * scale
+        row_lse, mean_column = RunningLogSumExp.empty(len(images), images), images.new_zeros(images.shape[1])
+        products = Products(columns.width)
 
-        def visit(block: Block) -> Tensor:
-            levels, cols = block.beside * scale, _Running(block.texts, images)
-            for tile in block.tiles(images, plan.tile_bytes):
-                logits = products.once(images, scale, block, tile)
-                logits[tile.own] = -torch.inf
-                number = tile.texts.stop - tile.texts.start
-                if number:
-                    cols.add(tile.texts, logits[:, :number].t() - levels[tile.texts].unsqueeze(1))
-                rows.add(tile.rows, logits.sub_(own[tile.rows].unsqueeze(1)))
-            if plan.smoothing:
-                drawn.add_(block.columns.sum(0) / plan.columns.width)
-                drawn.add_(block.columns[: block.texts].sum(0) / plan.columns.total)
-            return cols.statistics
+        def visit(block: ColumnBlock) -> Tensor:
+            text_logits = block.column_stats * scale
+            column_lse = RunningLogSumExp.empty(block.text_count, images)
+            for tile in block.tiles(images, call.tile_bytes):
+                # logits, in which the own pair counts as nothing
+                logits = products.compute(images, scale, block, tile)
+                logits[tile.own_pairs] = -torch.inf
+                # texts: max and sum-exp of their columns, less their own pair's logit
+                text_count = tile.text_count
+                if text_count:
+                    differences = logits[:, :text_count].t() - text_logits[tile.texts].unsqueeze(1)
+                    column_lse.accumulate_(differences, rows=tile.texts)
+                # images: of their rows, likewise
+                row_lse.accumulate_(logits.sub_(own_logits[tile.rows].unsqueeze(1)), rows=tile.rows)
+            if smoothing:
+                mean_column.add_(block.columns.sum(0) / columns.width)
+                mean_column.add_(block.columns[: block.text_count].sum(0) / columns.total)
+            return _packed(column_lse)
 
-        statistics = plan.columns.find(visit, texts, paired, lambda a, b: _merged(torch.stack([a, b])))
-        row_losses = rows.losses()
-        share = row_losses.sum()
-        if plan.smoothing:  # both are means over all targets of (z_ii - z_ij), in closed form
-            share += plan.smoothing * (2 * own.sum() - scale * (images.sum(0) @ drawn))
-        col_losses, value = _meet(plan.columns, statistics, share, len(images))
-        ctx.plan, ctx.products = plan, products
-        ctx.save_for_backward(images, texts, scale, paired, row_losses, col_losses, drawn)
+        # columns joined over ranks, where they travel; rows are complete
+        column_stats = columns.collect_stats(visit, texts, paired, _join)
+        row_losses = _losses(row_lse)
+        rows_total = row_losses.sum()
+        if smoothing:  # both are means over all targets of (z_ii - z_ij), in closed form
+            rows_total += smoothing * (2 * own_logits.sum() - scale * (images.sum(0) @ mean_column))
+        # texts' losses and the sum over ranks
+        column_losses, value = _column_losses_and_value(columns, column_stats, rows_total, len(images))
+        ctx.call, ctx.products = call, products
+        ctx.save_for_backward(images, texts, scale, paired, row_losses, column_losses, mean_column)
         return value
 
     @staticmethod
     @once_differentiable_strict("ClipLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        plan: _Plan = ctx.plan
-        images, texts, scale, paired, row_losses, col_losses, drawn = ctx.saved_tensors
-        d_images, here = -plan.smoothing * drawn.expand_as(images), plan.here(images)
-        row_level, col_levels = paired[here] * scale + row_losses, paired * scale + col_losses
+        call: _ClipCall = ctx.call
+        columns, smoothing = call.columns, call.smoothing
+        images, texts, scale, paired, row_losses, column_losses, mean_column = ctx.saved_tensors
+        own_texts, texts_wanted = call.own_texts(images), ctx.needs_input_grad[2]
+        d_images = -smoothing * mean_column.expand_as(images)
+        # log-sum-exps, own pair included
+        row_lse, column_lses = paired[own_texts] * scale + row_losses, paired * scale + column_losses
         # both softmaxes at the own pair, less the 1 of the target: a difference of equals where pairs agree well
-        to_own = torch.expm1(-row_losses) + torch.expm1(-col_losses[here]) + 2 * plan.smoothing
-        wanted = ctx.needs_input_grad[2]
+        d_own_pairs = torch.expm1(-row_losses) + torch.expm1(-column_losses[own_texts]) + 2 * smoothing
 
-        def visit(block: Block) -> Tensor:
+        def visit(block: ColumnBlock) -> Tensor:
             d_columns = torch.zeros_like(block.columns)
-            for tile in block.tiles(images, plan.tile_bytes):
-                logits = ctx.products.again(images, scale, block, tile)
-                number = tile.texts.stop - tile.texts.start
-                share = (logits - row_level[tile.rows].unsqueeze(1)).exp_()
-                if number:
-                    share[:, :number] += logits[:, :number].sub_(block.beside[tile.texts]).exp_()
-                    share[tile.own] = to_own[tile.rows][tile.own[0]]
-                d_images[tile.rows].addmm_(share, block.columns[tile.columns])
-                if wanted and block.trained:
-                    d_columns[tile.columns].addmm_(share.t(), images[tile.rows])
-            if plan.smoothing:
-                d_columns -= plan.smoothing * images.sum(0) / plan.columns.width
-                d_columns[: block.texts] -= plan.smoothing * images.sum(0) / plan.columns.total
+            for tile in block.tiles(images, call.tile_bytes):
+                logits = ctx.products.recompute(images, scale, block, tile)
+                # softmax of the images' rows
+                d_logits = (logits - row_lse[tile.rows].unsqueeze(1)).exp_()
+                # plus that of the texts' columns
+                text_count = tile.text_count
+                if text_count:
+                    text_logits = logits[:, :text_count]
+                    d_logits[:, :text_count] += text_logits.sub_(block.column_stats[tile.texts]).exp_()
+                    d_logits[tile.own_pairs] = d_own_pairs[tile.rows][tile.own_pairs[0]]
+                # back to both towers
+                d_images[tile.rows].addmm_(d_logits, block.columns[tile.columns])
+                if texts_wanted and block.trained:
+                    d_columns[tile.columns].addmm_(d_logits.t(), images[tile.rows])
+            if smoothing:
+                d_columns -= smoothing * images.sum(0) / columns.width
+                d_columns[: block.text_count] -= smoothing * images.sum(0) / columns.total
             return d_columns
 
-        d_texts = plan.columns.pull(visit, texts, col_levels, wanted=wanted)
+        d_texts = columns.collect_grad(visit, texts, column_lses, wanted=texts_wanted)
         d_scale = (d_images * images).sum()  # z is linear in the scale and in this rank's images
-        factor = for_mean_over_ranks(grad / (2 * plan.columns.total), plan.columns.group)
-        given = None if d_texts is None else d_texts.mul_(factor * scale)
-        return None, d_images.mul_(factor * scale), given, d_scale * factor, None
+        factor = for_mean_over_ranks(grad / (2 * columns.total), columns.group)
+        if d_texts is not None:
+            d_texts.mul_(factor * scale)
+        return None, d_images.mul_(factor * scale), d_texts, d_scale * factor, None
 
 
-class _Running:
-    """Log-sum-exp of rows that arrive in pieces, in which the own pair counts as nothing."""
-
-    def __init__(self, rows: int, like: Tensor) -> None:
-        self.statistics = like.new_zeros((rows, 2))
-        self._top, self._total = self.statistics.unbind(1)
-        self._top.fill_(torch.finfo(like.dtype).min)
-
-    def add(self, where: slice, values: Tensor) -> None:
-        """Take in (rows of ``where``, n); the values are overwritten."""
-        top = self._top[where]
-        higher = torch.maximum(top, values.amax(1))
-        added = values.sub_(higher.unsqueeze(1)).exp_().sum(1)
-        self._total[where] = self._total[where] * torch.exp(top - higher) + added
-        self._top[where] = higher
-
-    def losses(self) -> Tensor:
-        """Of each row."""
-        return _losses(self.statistics)
+def _losses(differences: RunningLogSumExp) -> Tensor:
+    """Computes the loss of each row from the differences with its own pair, whose 1 is put back: log(1 + sum exp)."""
+    return nn.functional.softplus(differences.finalize(), threshold=50)
 
 
-def _losses(statistics: Tensor) -> Tensor:
-    """(n, 2) -> the loss of each row, its own pair put back."""
-    top, total = statistics.unbind(1)
-    return nn.functional.softplus(top + total.log(), threshold=50)
+def _packed(lse: RunningLogSumExp) -> Tensor:
+    """Makes (n, 2) of both numbers, which travel behind the rows."""
+    return torch.stack([lse.maximum, lse.sum_exp], 1)
 
 
-def _merged(statistics: Tensor) -> Tensor:
-    """(k, n, 2) of k parts of each row -> (n, 2) of the whole."""
-    tops, totals = statistics.unbind(2)
-    top = tops.amax(0)
-    return torch.stack([top, (totals * torch.exp(tops - top)).sum(0)], 1)
+def _merged(parts: Tensor) -> RunningLogSumExp:
+    """Merges (k, n, 2), packed, of k parts of each row."""
+    maxima, sums = parts.unbind(2)
+    return RunningLogSumExp.merged(maxima, sums)
 
 
-def _meet(columns: Columns, statistics: Tensor, share: Tensor, images: int) -> tuple[Tensor, Tensor]:
-    """Losses of the texts whose statistics are known, and the global loss, from this rank's share of it apart from the texts'."""
+def _join(own: Tensor, others: Tensor) -> Tensor:
+    """Joins what two ranks found about the same columns, (n, 2) each."""
+    return _packed(_merged(torch.stack([own, others])))
+
+
+def _column_losses_and_value(
+    columns: ColumnBlocks, column_stats: Tensor, rows_total: Tensor, images: int
+) -> tuple[Tensor, Tensor]:
+    """Computes the losses of the texts whose stats are known, and the global loss.
+
+    Args:
+        columns: The second tower.
+        column_stats: (t, 2), packed: complete in a ring, this rank's part else.
+        rows_total: This rank's share of the loss, apart from the texts'.
+        images: B.
+
+    Communication: one gather of 2 G + 1 numbers; in a ring a handshake.
+    """
     group, world = columns.group, process_groups.world_size(columns.group)
-    if isinstance(columns, Ring):  # each rank knows its own texts' losses
-        losses = _losses(statistics)
-        shares = [PartialSum((share + losses.sum()) / 2, images)]
-        value, _ = scale_factors(
-            unpack_partials(handshake.all_gather("ClipLoss: sum", {}, pack_partials(shares), group=group)), world
-        )
-        return losses, share.new_tensor(value)
+    column_lse = RunningLogSumExp(*column_stats.unbind(1))
+    if isinstance(columns, RingColumns):  # each rank knows its own texts' losses
+        losses = _losses(column_lse)
+        partials = [PartialSum((rows_total + losses.sum()) / 2, images)]
+        payloads = handshake.all_gather("ClipLoss: sum", {}, pack_partials(partials), group=group)
+        value, _ = scale_factors(unpack_partials(payloads), world)
+        return losses, rows_total.new_tensor(value)
     if world > 1:
-        own = torch.cat([statistics.reshape(-1), share.reshape(1)])
-        everyone = own.new_empty((world, len(own)))
-        gather(everyone.view(-1), own, group=group_for(own, group))
-        statistics = _merged(everyone[:, :-1].view(world, -1, 2))
-        share = everyone[:, -1].sum()
-    losses = _losses(statistics)
-    return losses, (share + losses.sum()) / (2 * columns.total)
+        # parts of all ranks, in rank order: the same on every rank
+        packed = torch.cat([column_stats.reshape(-1), rows_total.reshape(1)])
+        gathered = packed.new_empty((world, len(packed)))
+        gather(gathered.view(-1), packed, group=group_for(packed, group))
+        column_lse = _merged(gathered[:, :-1].view(world, -1, 2))
+        rows_total = gathered[:, -1].sum()
+    losses = _losses(column_lse)
+    return losses, (rows_total + losses.sum()) / (2 * columns.total)

@@ -1,7 +1,7 @@
 """The second tower's rows of all ranks, as one rank gets to see them: gathered, or a rank's at a time as they go round a ring.
 
 A two-tower loss is written once, for blocks of columns. What it finds out about the columns of a block is this rank's part where the
-columns of all ranks are here; where they travel, it goes home behind them, joined with what the other ranks found.
+columns of all ranks are here; where they travel, it travels behind them, joined with what the other ranks found, to the rank they are of.
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` texts of all ranks, ``M`` columns (texts and further negatives), ``D`` embedding size.
 """
@@ -21,55 +21,61 @@ from lightning_ddp_losses.distributed.raw_collectives import ring_round_trip, ri
 
 
 @dataclass(frozen=True)
-class Tile:
+class ProductTile:
     """Some images against some columns of a block.
 
     Attributes:
         rows: Of this rank's images.
         columns: Of the block.
         texts: Those of the columns that have an image on some rank; they come first.
-        own: Where in the tile an image meets its own text: rows and columns of the tile.
+        own_pairs: Where in the tile an image meets its own text: rows and columns of the tile.
     """
 
     rows: slice
     columns: slice
     texts: slice
-    own: tuple[Tensor, Tensor]
+    own_pairs: tuple[Tensor, Tensor]
+
+    @property
+    def text_count(self) -> int:
+        """How many columns of the tile, the first, are texts with an image."""
+        count: int = self.texts.stop - self.texts.start
+        return count
 
 
 @dataclass(frozen=True)
-class Block:
+class ColumnBlock:
     """Columns that are here at a time.
 
     Attributes:
         columns: (n, D).
-        texts: How many of them, the first, have an image of their own on some rank; the others are negatives alone.
-        own: Column of the first text that belongs to an image of this rank; None: not in this block.
-        beside: (texts,), a number for each text; empty where none were given.
+        text_count: How many of them, the first, have an image of their own on some rank; the others are negatives alone.
+        first_own: Column of the first text that belongs to an image of this rank; None: not in this block.
+        column_stats: (text_count,), a number for each text; empty where none were given.
         trained: Whether the columns may need a gradient.
     """
 
     columns: Tensor
-    texts: int
-    own: int | None
-    beside: Tensor
+    text_count: int
+    first_own: int | None
+    column_stats: Tensor
     trained: bool = True
 
-    def tiles(self, images: Tensor, tile_bytes: int) -> Iterator[Tile]:
-        """Images and columns whose products fit ``tile_bytes``; nearly square, columns inside rows."""
-        room = tile_bytes // images.element_size()
-        side = max(1, int(room**0.5))
+    def tiles(self, images: Tensor, tile_bytes: int) -> Iterator[ProductTile]:
+        """Yields images and columns whose products fit ``tile_bytes``; nearly square, columns inside rows."""
+        entries = tile_bytes // images.element_size()
+        side = max(1, int(entries**0.5))
         for top in range(0, len(images), side):
             rows = slice(top, min(top + side, len(images)))
-            wide = max(1, room // (rows.stop - top))
-            for left in range(0, len(self.columns), wide):
-                columns = slice(left, min(left + wide, len(self.columns)))
-                texts = slice(left, max(left, min(columns.stop, self.texts)))
-                yield Tile(rows, columns, texts, self._own_in(rows, columns))
+            width = max(1, entries // (rows.stop - top))
+            for left in range(0, len(self.columns), width):
+                columns = slice(left, min(left + width, len(self.columns)))
+                texts = slice(left, max(left, min(columns.stop, self.text_count)))
+                yield ProductTile(rows, columns, texts, self._own_pairs_in(rows, columns))
 
-    def _own_in(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        low = high = shift = self.own or 0
-        if self.own is not None:
+    def _own_pairs_in(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        low = high = shift = self.first_own or 0
+        if self.first_own is not None:
             low = max(rows.start + shift, columns.start)
             high = max(low, min(rows.stop + shift, columns.stop))
         index = torch.arange(low, high, device=self.columns.device)
@@ -87,154 +93,165 @@ class Products:
         self._width = width
         self._kept: Tensor | None = None
 
-    def once(self, images: Tensor, scale: Tensor, block: Block, tile: Tile) -> Tensor:
-        """``scale`` times the products of a tile, in forward; may be overwritten."""
+    def compute(self, images: Tensor, scale: Tensor, block: ColumnBlock, tile: ProductTile) -> Tensor:
+        """Computes ``scale`` times the products of a tile, in forward; the caller may overwrite them."""
         products = _products(images, scale, block, tile)
         if products.shape == (len(images), self._width):
             self._kept = products.clone()
         return products
 
-    def again(self, images: Tensor, scale: Tensor, block: Block, tile: Tile) -> Tensor:
-        """The same in backward."""
+    def recompute(self, images: Tensor, scale: Tensor, block: ColumnBlock, tile: ProductTile) -> Tensor:
+        """Computes the same in backward, unless forward has kept it; a second backward computes it anew."""
         kept, self._kept = self._kept, None
         return _products(images, scale, block, tile) if kept is None else kept
 
 
-def _products(images: Tensor, scale: Tensor, block: Block, tile: Tile) -> Tensor:
+def _products(images: Tensor, scale: Tensor, block: ColumnBlock, tile: ProductTile) -> Tensor:
     return (images[tile.rows] * scale) @ block.columns[tile.columns].t()
 
 
-class Columns(ABC):
+Visit = Callable[[ColumnBlock], Tensor]
+Join = Callable[[Tensor, Tensor], Tensor]
+
+
+class ColumnBlocks(ABC):
     """How many columns there are on each rank, and the ways to go through them; it holds none but the queue.
 
     Args:
-        texts: Rows of each rank, each with an image of its own.
-        further: Rows of each rank that are negatives alone.
+        text_counts: Rows of each rank, each with an image of its own.
+        extra_counts: Rows of each rank that are negatives alone.
         queue: (q, D), further negatives that every rank holds, without gradient; None: none.
         group: Process group.
 
     Attributes:
         total: G.
         width: M.
-        first: Where this rank's texts begin among those whose numbers ``beside`` holds.
+        first: Where this rank's texts begin among those whose numbers ``column_stats`` holds.
     """
 
     first = 0
 
-    def __init__(self, texts: Sequence[int], further: Sequence[int], queue: Tensor | None, group: Group) -> None:
-        self.total = sum(texts)
-        self.width = self.total + sum(further) + (0 if queue is None else len(queue))
+    def __init__(
+        self, text_counts: Sequence[int], extra_counts: Sequence[int], queue: Tensor | None, group: Group
+    ) -> None:
+        self.total = sum(text_counts)
+        self.width = self.total + sum(extra_counts)
+        if queue is not None:
+            self.width += len(queue)
         self.group = group
-        self._texts, self._further, self._queue = texts, further, queue
+        self._text_counts, self._extra_counts, self._queue = text_counts, extra_counts, queue
 
-    def blocks(self, columns: Tensor, beside: Tensor | None = None) -> Iterator[Block]:
-        """All columns, once.
+    def blocks(self, columns: Tensor, column_stats: Tensor | None = None) -> Iterator[ColumnBlock]:
+        """Yields all columns, once.
 
         Args:
-            columns: (m, D): of all ranks if ``Gathered``, this rank's own if ``Ring``; texts first.
-            beside: (t,), a number for each text among them.
+            columns: (m, D): of all ranks if ``GatheredColumns``, this rank's own if ``RingColumns``; texts first.
+            column_stats: (t,), a number for each text among them.
         """
-        yield from self._visiting(columns, beside)
-        yield from self._queued(columns)
+        yield from self._rank_blocks(columns, column_stats)
+        yield from self._queue_blocks(columns)
 
-    def find(self, visit: Visit, columns: Tensor, beside: Tensor, join: Join) -> Tensor:
-        """What is found out about texts, (t, k): if ``Gathered`` by this rank about all, if ``Ring`` by all ranks about its own.
+    def collect_stats(self, visit: Visit, columns: Tensor, column_stats: Tensor, join: Join) -> Tensor:
+        """Collects what is found out about texts, (t, k): if gathered by this rank about all, in a ring by all ranks about its own.
 
         Args:
             visit: Block -> what this rank finds out about its texts, (texts, k).
             columns: As for ``blocks``.
-            beside: As for ``blocks``.
+            column_stats: As for ``blocks``.
             join: What two ranks found about the same texts -> both.
         """
-        return self._collect(visit, columns, beside, join, self._texts)
+        return self._collect(visit, columns, column_stats, join, self._text_counts)
 
-    def pull(self, visit: Visit, columns: Tensor, beside: Tensor | None = None, *, wanted: bool) -> Tensor | None:
-        """Gradient of the columns, (m, D): if ``Gathered`` this rank's part for all, if ``Ring`` the whole one of its own.
+    def collect_grad(
+        self, visit: Visit, columns: Tensor, column_stats: Tensor | None = None, *, wanted: bool
+    ) -> Tensor | None:
+        """Collects the gradient of the columns, (m, D): if gathered this rank's part for all, in a ring the full one of its own.
 
         Args:
             visit: Block -> this rank's part of the gradient of its columns, (n, D).
             columns: As for ``blocks``.
-            beside: As for ``blocks``.
+            column_stats: As for ``blocks``.
             wanted: Whether the gradient is; the same on all ranks.
         """
         if wanted:
-            counts = [own + more for own, more in zip(self._texts, self._further, strict=True)]
-            return self._collect(visit, columns, beside, Tensor.add_, counts)
-        for block in self.blocks(columns, beside):
+            counts = [texts + extras for texts, extras in zip(self._text_counts, self._extra_counts, strict=True)]
+            return self._collect(visit, columns, column_stats, Tensor.add_, counts)
+        for block in self.blocks(columns, column_stats):
             visit(block)
         return None
 
     def _collect(
-        self, visit: Visit, columns: Tensor, beside: Tensor | None, join: Join, counts: Sequence[int]
+        self, visit: Visit, columns: Tensor, column_stats: Tensor | None, join: Join, counts: Sequence[int]
     ) -> Tensor:
-        found = self._collected(visit, columns, beside, join, counts)
-        for block in self._queued(columns):
+        found = self._collect_from_ranks(visit, columns, column_stats, join, counts)
+        for block in self._queue_blocks(columns):
             visit(block)
         return found
 
-    def _queued(self, like: Tensor) -> Iterator[Block]:
+    def _queue_blocks(self, like: Tensor) -> Iterator[ColumnBlock]:
         if self._queue is not None:
-            yield Block(self._queue, 0, None, like.new_empty(0), trained=False)
+            yield ColumnBlock(self._queue, 0, None, like.new_empty(0), trained=False)
 
     @abstractmethod
-    def _visiting(self, columns: Tensor, beside: Tensor | None) -> Iterator[Block]:
-        """What does not lie in the queue."""
+    def _rank_blocks(self, columns: Tensor, column_stats: Tensor | None) -> Iterator[ColumnBlock]:
+        """Yields what does not lie in the queue."""
 
     @abstractmethod
-    def _collected(
-        self, visit: Visit, columns: Tensor, beside: Tensor | None, join: Join, counts: Sequence[int]
+    def _collect_from_ranks(
+        self, visit: Visit, columns: Tensor, column_stats: Tensor | None, join: Join, counts: Sequence[int]
     ) -> Tensor:
-        """What is found out about it; ``counts``: for how many columns of each rank."""
+        """Collects what is found out about it; ``counts``: for how many columns of each rank."""
 
 
-Visit = Callable[[Block], Tensor]
-Join = Callable[[Tensor, Tensor], Tensor]
-
-
-class Gathered(Columns):
+class GatheredColumns(ColumnBlocks):
     """All columns are here: the texts of all ranks in rank order, then their further negatives."""
 
-    def __init__(self, texts: Sequence[int], further: Sequence[int], queue: Tensor | None, group: Group) -> None:
-        super().__init__(texts, further, queue, group)
-        self.first = sum(texts[: process_groups.rank(group)])
+    def __init__(
+        self, text_counts: Sequence[int], extra_counts: Sequence[int], queue: Tensor | None, group: Group
+    ) -> None:
+        super().__init__(text_counts, extra_counts, queue, group)
+        self.first = sum(text_counts[: process_groups.rank(group)])
 
-    def _visiting(self, columns: Tensor, beside: Tensor | None) -> Iterator[Block]:
-        yield Block(columns, self.total, self.first, columns.new_empty(0) if beside is None else beside)
+    def _rank_blocks(self, columns: Tensor, column_stats: Tensor | None) -> Iterator[ColumnBlock]:
+        if column_stats is None:
+            column_stats = columns.new_empty(0)
+        yield ColumnBlock(columns, self.total, self.first, column_stats)
 
-    def _collected(
-        self, visit: Visit, columns: Tensor, beside: Tensor | None, join: Join, counts: Sequence[int]
+    def _collect_from_ranks(
+        self, visit: Visit, columns: Tensor, column_stats: Tensor | None, join: Join, counts: Sequence[int]
     ) -> Tensor:
-        (block,) = self._visiting(columns, beside)
+        (block,) = self._rank_blocks(columns, column_stats)
         return visit(block)
 
 
-class Ring(Columns):
-    """Own columns are here, texts and then further negatives; the others' come by in turn, with the numbers beside them."""
+class RingColumns(ColumnBlocks):
+    """Own columns are here, texts and then further negatives; the others' come by in turn, with their ``column_stats``."""
 
-    def _visiting(self, columns: Tensor, beside: Tensor | None) -> Iterator[Block]:
-        message, sizes = self._message(columns, beside)
-        for source, here in ring_rows(message, sizes, self.group):
-            yield self._block(source, here, columns.shape[1])
+    def _rank_blocks(self, columns: Tensor, column_stats: Tensor | None) -> Iterator[ColumnBlock]:
+        message, sizes = self._message(columns, column_stats)
+        for source, received in ring_rows(message, sizes, self.group):
+            yield self._received_block(source, received, columns.shape[1])
 
-    def _collected(
-        self, visit: Visit, columns: Tensor, beside: Tensor | None, join: Join, counts: Sequence[int]
+    def _collect_from_ranks(
+        self, visit: Visit, columns: Tensor, column_stats: Tensor | None, join: Join, counts: Sequence[int]
     ) -> Tensor:
-        def arrived(source: int, here: Tensor) -> Tensor:
-            return visit(self._block(source, here, columns.shape[1]))
+        def visit_received(source: int, received: Tensor) -> Tensor:
+            return visit(self._received_block(source, received, columns.shape[1]))
 
-        message, sizes = self._message(columns, beside)
-        return ring_round_trip(message, sizes, arrived, join, counts, self.group)
+        message, sizes = self._message(columns, column_stats)
+        return ring_round_trip(message, sizes, visit_received, join, counts, self.group)
 
-    def _message(self, columns: Tensor, beside: Tensor | None) -> tuple[Tensor, list[int]]:
-        """Columns and the numbers beside them as one, and its length for each rank."""
+    def _message(self, columns: Tensor, column_stats: Tensor | None) -> tuple[Tensor, list[int]]:
+        """Packs columns and their stats as one tensor; returns it and its length for each rank."""
         flat, width = columns.reshape(-1), columns.shape[1]
-        sizes = [(own + more) * width for own, more in zip(self._texts, self._further, strict=True)]
-        if beside is None:
+        sizes = [(texts + extras) * width for texts, extras in zip(self._text_counts, self._extra_counts, strict=True)]
+        if column_stats is None:
             return flat, sizes
-        return torch.cat([flat, beside]), [size + own for size, own in zip(sizes, self._texts, strict=True)]
+        sizes = [size + texts for size, texts in zip(sizes, self._text_counts, strict=True)]
+        return torch.cat([flat, column_stats]), sizes
 
-    def _block(self, source: int, message: Tensor, width: int) -> Block:
-        texts = self._texts[source]
-        end = (texts + self._further[source]) * width
-        own = 0 if source == process_groups.rank(self.group) else None
-        return Block(message[:end].view(-1, width), texts, own, message[end:])
+    def _received_block(self, source: int, message: Tensor, width: int) -> ColumnBlock:
+        text_count = self._text_counts[source]
+        end = (text_count + self._extra_counts[source]) * width
+        first_own = 0 if source == process_groups.rank(self.group) else None
+        return ColumnBlock(message[:end].view(-1, width), text_count, first_own, message[end:])

@@ -16,7 +16,7 @@ from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.losses.column_blocks import Block, Columns, Products, Tile
+from lightning_ddp_losses.losses.column_blocks import ColumnBlock, ColumnBlocks, Products, ProductTile
 from lightning_ddp_losses.losses.partial_sums import PartialSum, global_loss, pack_partials, unpack_partials
 from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss
 
@@ -44,8 +44,8 @@ class SigLipLoss(TwoTowerLoss):
         After DDP's mean over ranks, encoders, ``logit_scale`` and ``logit_bias`` hold the one-process gradient.
 
     Communication:
-        Frame, gather of the texts, frame with the sum; one exchange of G x D in backward. A ring: 2 frames, and W - 1 times a message of
-        a rank's texts; in backward W - 1 times its texts and their gradient.
+        Handshake, gather of the texts, handshake with the sum; one exchange of G x D in backward. A ring: 2 handshakes, and W - 1 times a
+        message of a rank's texts; in backward W - 1 times its texts and their gradient.
 
     Raises:
         ConfigurationError: options that cannot work.
@@ -85,27 +85,29 @@ class SigLipLoss(TwoTowerLoss):
         """The options."""
         return f"max_scale={self.max_scale}, normalize={self.normalize}"
 
-    def _evaluate(self, columns: Columns, images: Tensor, texts: Tensor, products: Tensor) -> Tensor:
+    def _evaluate(self, columns: ColumnBlocks, images: Tensor, texts: Tensor, products: Tensor) -> Tensor:
+        # this rank's share of the sum over pairs
         given = (columns, self.tile_bytes, images, texts, self._scale(), self.logit_bias)
         total: Tensor = _PairSum.apply(*given)  # type: ignore[no-untyped-call]
-        shares = [PartialSum(total, float(len(images)))]
-        payloads = handshake.all_gather("SigLipLoss: sum", {}, pack_partials(shares), group=self._group)
-        return global_loss(shares, unpack_partials(payloads), self._group)
+        # over all ranks, divided by the number of images
+        partials = [PartialSum(total, float(len(images)))]
+        payloads = handshake.all_gather("SigLipLoss: sum", {}, pack_partials(partials), group=self._group)
+        return global_loss(partials, unpack_partials(payloads), self._group)
 
 
 class _PairSum(torch.autograd.Function):
-    """``-logsigmoid(t * z).sum()`` of this rank's images against all columns."""
+    """Sums ``-logsigmoid(t * z)`` of this rank's images against all columns."""
 
     @staticmethod
     def forward(
-        ctx: Any, columns: Columns, tile_bytes: int, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor
+        ctx: Any, columns: ColumnBlocks, tile_bytes: int, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor
     ) -> Tensor:
         total, products = images.new_zeros(()), Products(columns.width)
         for block in columns.blocks(texts):
             for tile in block.tiles(images, tile_bytes):
-                total += nn.functional.softplus(
-                    _signed(products.once(images, scale, block, tile), tile, bias).neg_()
-                ).sum()
+                # -logsigmoid(t z) = softplus(-t z)
+                signed_logits = _signed_logits_(products.compute(images, scale, block, tile), tile, bias)
+                total += nn.functional.softplus(signed_logits.neg_()).sum()
         ctx.columns, ctx.tile_bytes, ctx.products = columns, tile_bytes, products
         ctx.save_for_backward(images, texts, scale, bias)
         return total
@@ -114,27 +116,32 @@ class _PairSum(torch.autograd.Function):
     @once_differentiable_strict("SigLipLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         images, texts, scale, bias = ctx.saved_tensors
-        d_images, d_bias, wanted = torch.zeros_like(images), torch.zeros_like(bias), ctx.needs_input_grad[3]
+        d_images, d_bias, texts_wanted = torch.zeros_like(images), torch.zeros_like(bias), ctx.needs_input_grad[3]
 
-        def visit(block: Block) -> Tensor:
+        def visit(block: ColumnBlock) -> Tensor:
             d_columns = torch.zeros_like(block.columns)
             for tile in block.tiles(images, ctx.tile_bytes):
-                share = torch.sigmoid(_signed(ctx.products.again(images, scale, block, tile), tile, bias).neg_())
-                share[tile.own] *= -1  # t is -1 but there
-                d_bias.add_(share.sum())
-                d_images[tile.rows].addmm_(share, block.columns[tile.columns])
-                if wanted and block.trained:
-                    d_columns[tile.columns].addmm_(share.t(), images[tile.rows])
+                # derivative by the logits: -t sigmoid(-t z), where t is -1 but at own pairs
+                products = ctx.products.recompute(images, scale, block, tile)
+                d_logits = torch.sigmoid(_signed_logits_(products, tile, bias).neg_())
+                d_logits[tile.own_pairs] *= -1
+                # what it gives back to the bias and both towers
+                d_bias.add_(d_logits.sum())
+                d_images[tile.rows].addmm_(d_logits, block.columns[tile.columns])
+                if texts_wanted and block.trained:
+                    d_columns[tile.columns].addmm_(d_logits.t(), images[tile.rows])
             return d_columns
 
-        d_texts = ctx.columns.pull(visit, texts, wanted=wanted)
+        d_texts = ctx.columns.collect_grad(visit, texts, wanted=texts_wanted)
+        # z is linear in the scale and in this rank's images
         d_scale, factor = (d_images * images).sum(), grad * scale
-        given = None if d_texts is None else d_texts.mul_(factor)
-        return None, None, d_images.mul_(factor), given, d_scale * grad, d_bias * grad
+        if d_texts is not None:
+            d_texts.mul_(factor)
+        return None, None, d_images.mul_(factor), d_texts, d_scale * grad, d_bias * grad
 
 
-def _signed(products: Tensor, tile: Tile, bias: Tensor) -> Tensor:
-    """Logits of a tile, times t; overwrites the products."""
+def _signed_logits_(products: Tensor, tile: ProductTile, bias: Tensor) -> Tensor:
+    """Overwrites the scaled products of a tile with its logits times t; returns them."""
     signed = products.add_(bias).neg_()
-    signed[tile.own] *= -1
+    signed[tile.own_pairs] *= -1
     return signed

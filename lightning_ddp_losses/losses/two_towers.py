@@ -1,9 +1,9 @@
-"""What contrastive losses between two towers share: this rank's rows of one against all rows of the other, in tiles.
+"""What contrastive losses between two towers share: one rank's rows of one tower against all rows of the other, in tiles.
 
 A tile of products serves both directions and, unless it is the only one, is computed again in backward. Own rows of the first tower stay
-where they are; only the second tower travels (``columns``).
+where they are; only the second tower travels (``column_blocks``).
 
-Legend: ``B`` rows on this rank, ``G`` their sum over ranks, ``M`` columns, ``D`` embedding size.
+Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum over ranks, ``M`` columns, ``D`` embedding size.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.gathered_batch import gather_batch
+from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
-from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
-from lightning_ddp_losses.losses.column_blocks import Columns, Gathered, Ring
+from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.losses.column_blocks import ColumnBlocks, GatheredColumns, RingColumns
 from lightning_ddp_losses.losses.global_batch import refuse_gather
 
 TILE_BYTES = 2 << 20
 
 
 class TwoTowerLoss(WithProcessGroup, nn.Module):
-    """The call of a two-tower loss: checks, what all ranks agree on, precision; ``_evaluate`` is the subclass's.
+    """Makes the call of a two-tower loss: checks, what must match on all ranks, precision; ``_evaluate`` is the subclass's.
 
     Args:
         normalize: Divide embeddings by their length.
@@ -45,16 +46,18 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         refuse_gather(type(self).__name__, gather)
         self.normalize, self.tile_bytes, self.gather = normalize, tile_bytes, gather
         self._group = group
-        self._coefficients = UpstreamGradWatch()
+        self._upstream_grads = UpstreamGradWatch()
 
     def _start_scale(self, init_temperature: float, max_scale: float | None) -> None:
         self.max_scale = max_scale
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / init_temperature)))
 
     def _scale(self) -> Tensor:
-        """1 / temperature, clamped, with the gradient of its logarithm."""
-        limited = self.logit_scale if self.max_scale is None else self.logit_scale.clamp(max=math.log(self.max_scale))
-        return limited.exp()
+        """Computes 1 / temperature, clamped, with the gradient of its logarithm."""
+        log_scale: Tensor = self.logit_scale
+        if self.max_scale is not None:
+            log_scale = log_scale.clamp(max=math.log(self.max_scale))
+        return log_scale.exp()
 
     def forward(
         self,
@@ -63,7 +66,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         extra_texts: Tensor | None = None,
         queue: Tensor | None = None,
     ) -> Tensor:
-        """The global loss; row i of one tower belongs to row i of the other.
+        """Computes the global loss; row i of one tower belongs to row i of the other.
 
         Args:
             images: (B, D), one tower; B may differ per rank.
@@ -77,47 +80,62 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             handshake.raise_on_all_ranks(error, type(self).__name__, group=self._group)
         value: Tensor = autograd_graph.run_full_precision(self, self._forward, (images, texts, extra_texts, queue), {})
         autograd_graph.remember_global_value(value)
-        watched: Tensor = self._coefficients.watch(value, group=self._group)
+        watched: Tensor = self._upstream_grads.watch(value, group=self._group)
         return watched
 
     def _forward(self, images: Tensor, texts: Tensor, extra: Tensor | None, queue: Tensor | None) -> Tensor:
+        # unit length
         if self.normalize:
-            images, texts = (nn.functional.normalize(t, dim=1) for t in (images, texts))
-            extra, queue = (None if t is None else nn.functional.normalize(t, dim=1) for t in (extra, queue))
-        own = {"texts": texts} if extra is None else {"texts": texts, "extra_texts": extra}
+            images, texts = functional.normalize(images, dim=1), functional.normalize(texts, dim=1)
+            extra = None if extra is None else functional.normalize(extra, dim=1)
+            queue = None if queue is None else functional.normalize(queue, dim=1)
+        if queue is not None:
+            queue = queue.detach()
+        second_tower = {"texts": texts}
+        if extra is not None:
+            second_tower["extra_texts"] = extra
+        # each image's product with its own text, which rows and columns are compared with
         products = (images * texts).sum(1).detach()
-        queue = None if queue is None else queue.detach()
+        # what all ranks need to know: all texts, or in a ring how many there are
+        batch = self._exchange(images, second_tower, products, queue)
+        text_counts, extra_counts = batch.counts[0], [0] * len(batch.counts[0])
+        if extra is not None:
+            extra_counts = batch.counts[1]
+        if sum(text_counts) == 0:
+            title = f"{type(self).__name__}: rows"
+            raise InputError(title, expected="at least one on some rank", got="none", collective=True)
+        gathered = batch.tensors[: len(second_tower)]
+        if self.gather == "all":
+            columns: ColumnBlocks = GatheredColumns(text_counts, extra_counts, queue, self._group)
+            return self._evaluate(columns, images, _joined(gathered), batch.tensors[-1])
+        # in a ring every rank takes part in backward where any rank needs it
+        columns = RingColumns(text_counts, extra_counts, queue, self._group)
+        images = autograd_graph.match_requires_grad(images, any(flag[0] for flag in batch.extras))
+        own_columns = _joined(list(second_tower.values()))
+        own_columns = autograd_graph.match_requires_grad(own_columns, any(t.requires_grad for t in gathered))
+        return self._evaluate(columns, images, own_columns, products)
+
+    def _exchange(
+        self, images: Tensor, second_tower: dict[str, Tensor], products: Tensor, queue: Tensor | None
+    ) -> GatheredBatch:
+        """Makes sure that all ranks do the same, and gathers what they need of each other."""
+        title = type(self).__name__
         must_match = {
             "gather": self.gather,
             "options": self.extra_repr(),
             "queue": "none" if queue is None else f"{tuple(queue.shape)} {queue.dtype}",
-            "coefficient of the last backward": self._coefficients.take(),
+            "coefficient of the last backward": self._upstream_grads.take(),
         }
-        ring = self.gather == "ring"
-        given = own if ring else {**own, "products with their own text": products}
+        if self.gather == "all":
+            given = {**second_tower, "products with their own text": products}
+            return gather_batch(title, given, must_match, group=self._group)
         trained = torch.is_grad_enabled() and any(t.requires_grad for t in (images, *self.parameters()))
-        bundle = gather_batch(
-            type(self).__name__,
-            given,
-            must_match,
-            extra=bytes([trained]) if ring else b"",
-            counted=own if ring else (),
-            group=self._group,
+        return gather_batch(
+            title, second_tower, must_match, extra=bytes([trained]), counted=second_tower, group=self._group
         )
-        counts, came = bundle.counts, bundle.tensors[: len(own)]
-        further = counts[1] if extra is not None else [0] * len(counts[0])
-        columns = (Ring if ring else Gathered)(counts[0], further, queue, self._group)
-        if columns.total == 0:
-            text = format_error(f"{type(self).__name__}: rows", expected="at least one on some rank", got="none")
-            raise InputError(text, collective=True)
-        if not ring:
-            return self._evaluate(columns, images, _joined(came), bundle.tensors[-1])
-        images = autograd_graph.match_requires_grad(images, any(flag[0] for flag in bundle.extras))
-        texts = autograd_graph.match_requires_grad(_joined(list(own.values())), any(t.requires_grad for t in came))
-        return self._evaluate(columns, images, texts, products)
 
-    def _evaluate(self, columns: Columns, images: Tensor, texts: Tensor, products: Tensor) -> Tensor:
-        """The global loss.
+    def _evaluate(self, columns: ColumnBlocks, images: Tensor, texts: Tensor, products: Tensor) -> Tensor:
+        """Computes the global loss.
 
         Args:
             columns: The ways to go through the second tower.
@@ -127,11 +145,14 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         """
         raise NotImplementedError
 
-    def _check(self, images: Tensor, texts: Tensor, *others: Tensor | None) -> None:
-        title = type(self).__name__
-        for name, tensor in zip(("images", "texts", "extra_texts", "queue"), (images, texts, *others), strict=True):
-            if tensor is None and name in ("extra_texts", "queue"):
-                continue
+    def _check(self, images: Tensor, texts: Tensor, extra: Tensor | None, queue: Tensor | None) -> None:
+        title, given = type(self).__name__, {"images": images, "texts": texts}
+        # what may be left out
+        if extra is not None:
+            given["extra_texts"] = extra
+        if queue is not None:
+            given["queue"] = queue
+        for name, tensor in given.items():
             if not isinstance(tensor, Tensor) or tensor.ndim != 2 or not tensor.is_floating_point():
                 got: Any = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise InputError(f"{title}: {name}", expected="floating (n, D)", got=got)
