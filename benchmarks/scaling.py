@@ -4,7 +4,7 @@ A fake process group answers every collective at once with this rank's own data,
 calls, the same sizes, the same buffers. Real gloo ranks (W = 2, 3, 4, 8) confirm calls and bytes. 32 rows per rank, dim 128, float32, 2^20
 classes. Calls are collectives, and messages to the next rank in a ring. Bytes are what one rank sends: its own part to W - 1 peers in a
 gather, all but its own part in an exchange. The law in the last columns is the closed form; a row that departs from it is WRONG. Up to 8
-ranks gathered rows travel in the frame: one collective less, and a frame that has grown to them.
+ranks gathered rows travel in the handshake: one collective less, and a handshake that has grown to them.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ def scattered(world: int) -> int:
     return EMBEDDINGS * (world - 1)
 
 
-def in_frame(rows_bytes: int) -> bool:
-    """Whether this rank's rows travel in the frame, with a few bytes about them."""
+def is_inline(rows_bytes: int) -> bool:
+    """Whether this rank's rows travel in the handshake, with a few bytes about them."""
     return rows_bytes + 64 <= inline_capacity()
 
 
-def frame(rows_bytes: int) -> int:
-    """Bytes of each frame of a step: grown to rows that travel in it and what stands before them, in eighths of a power of two."""
-    if not in_frame(rows_bytes):
+def handshake_size(rows_bytes: int) -> int:
+    """Bytes of each handshake of a step: grown to rows that travel in it and what stands before them, in eighths of a power of two."""
+    if not is_inline(rows_bytes):
         return HANDSHAKE_BYTES
     eighth = 1 << (rows_bytes + 512).bit_length() >> 3
     return max(HANDSHAKE_BYTES, -(-(rows_bytes + 512) // eighth) * eighth)
 
 
-def alone(rows_bytes: int) -> int:
-    """Bytes of the gather of what does not travel in the frame."""
-    return 0 if in_frame(rows_bytes) else rows_bytes
+def gather_size(rows_bytes: int) -> int:
+    """Bytes of the gather of what does not travel in the handshake."""
+    return 0 if is_inline(rows_bytes) else rows_bytes
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Mode:
     Attributes:
         make: The loss for a number of ranks.
         rows_bytes: What this rank gathers.
-        frames: How many.
-        others: Collectives beside the frames and the gather of the rows.
+        handshakes: How many.
+        others: Collectives beside the handshakes and the gather of the rows.
         law: Bytes that a rank sends in them, for a number of ranks.
         largest: Number of ranks that the memory here allows.
         messages: To each other rank but one, round a ring.
@@ -86,7 +86,7 @@ class Mode:
 
     make: Callable[[int], Any]
     rows_bytes: int
-    frames: int
+    handshakes: int
     others: int
     law: Callable[[int], int]
     largest: int
@@ -94,11 +94,11 @@ class Mode:
 
     def calls(self, world: int) -> int:
         """Collectives and messages of a step."""
-        return self.frames + self.others + (alone(self.rows_bytes) > 0) + self.messages * (world - 1)
+        return self.handshakes + self.others + (gather_size(self.rows_bytes) > 0) + self.messages * (world - 1)
 
     def sent(self, world: int) -> int:
         """Bytes that a rank sends."""
-        opening = self.frames * frame(self.rows_bytes) + alone(self.rows_bytes)
+        opening = self.handshakes * handshake_size(self.rows_bytes) + gather_size(self.rows_bytes)
         return opening * (world - 1) + self.law(world)
 
 
@@ -165,7 +165,7 @@ def real(modes: list[str]) -> list[tuple[int, int, float]]:
     found = []
     for mode in modes:
         for _ in range(128):
-            all_gather("frames forget what the mode before has sent", {})
+            all_gather("handshakes forget what the mode before has sent", {})
         found.append(measure(mode))
     return found
 
@@ -179,7 +179,7 @@ def pretended(pairs: list[tuple[str, int]]) -> list[tuple[int, int, float]]:
         group = dist.group.WORLD
         assert group is not None
         ours = process_groups.ProcessGroups(group, group, group, group, group, tuple(range(world)))
-        with mock.patch.object(process_groups, "family", return_value=ours):
+        with mock.patch.object(process_groups, "internal_groups", return_value=ours):
             found.append(measure(mode))
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)

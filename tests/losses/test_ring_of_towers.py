@@ -164,8 +164,8 @@ def test_what_travels(pool: RankPool, name: str, frozen: bool, world_size: int) 
     texts, number, hops = 4 * ROWS * DIM, 4 * ROWS * (name == "CLIP"), world_size - 1
     forward = sorted([texts + number, 2 * number] * hops if number else [texts] * hops)
     backward = sorted(([texts + number] if frozen else [texts + number, texts]) * hops)
-    for frames, operations, there, more, back in pool.run(world_size, count, name, frozen):
-        assert (frames, sorted(there), sorted(back)) == (2, forward, backward)
+    for handshakes, operations, there, more, back in pool.run(world_size, count, name, frozen):
+        assert (handshakes, sorted(there), sorted(back)) == (2, forward, backward)
         assert operations == 2 + 2 * len(there)  # each message is sent and received
         assert more == 2 * len(back)
 

@@ -325,8 +325,8 @@ def test_parts_are_ordinary_input_and_cover_all_rows() -> None:
     parts = parts_of(pml.CircleLoss(), call, 10 * 6 * 4)  # one row each, were it not for that
     assert [row for part in parts for row in range(part.start, part.stop)] == list(range(10))
     assert len(parts) > 1
-    near, far = call.partner_counts()
-    assert all(near[part].sum() > 1 and far[part].sum() > 1 for part in parts)
+    positives, negatives = call.partner_counts()
+    assert all(positives[part].sum() > 1 and negatives[part].sum() > 1 for part in parts)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -408,7 +408,7 @@ def warm() -> dict[str, Any]:
     leaf = batch()["embeddings"][part].clone().requires_grad_()
     value = wrapped(leaf, batch()["labels"][part])
     value.backward()
-    return {"evaluation": wrapped.evaluation, "value": value.detach(), "slope": loss.temperature.grad}
+    return {"evaluation": wrapped.evaluation, "value": value.detach(), "grad": loss.temperature.grad}
 
 
 def test_a_learnt_temperature_gets_its_gradient(pool: RankPool) -> None:
@@ -418,8 +418,8 @@ def test_a_learnt_temperature_gets_its_gradient(pool: RankPool) -> None:
     value = loss(batch()["embeddings"], batch()["labels"])
     value.backward()
     assert first["evaluation"] == "row tiles"
-    ours = {"value": first["value"], "slope": (first["slope"] + second["slope"]) / 2}
-    assert_close(ours, {"value": value.detach(), "slope": loss.temperature.grad})
+    ours = {"value": first["value"], "grad": (first["grad"] + second["grad"]) / 2}
+    assert_close(ours, {"value": value.detach(), "grad": loss.temperature.grad})
 
 
 class Products(TorchDispatchMode):
@@ -438,7 +438,7 @@ TEN_TILES, ONE_TILE = ROWS * 8 * 6, ROWS * ROWS * 8
 @pytest.mark.parametrize(
     ("make", "trained", "tile_bytes", "forward", "backward"),
     [
-        (pml.ContrastiveLoss, True, TEN_TILES, 30, 0),  # distances, slopes of positives and of negatives
+        (pml.ContrastiveLoss, True, TEN_TILES, 30, 0),  # distances, gradients of positives and of negatives
         (pml.ContrastiveLoss, False, TEN_TILES, 10, 0),
         (partial(pml.ContrastiveLoss, reducer=reducers.PerAnchorReducer()), True, TEN_TILES, 10, 20),
         (pml.SupConLoss, True, TEN_TILES, 10, 20),

@@ -163,9 +163,9 @@ def test_a_second_backward_adds_as_much_again(pool: RankPool, gather: str) -> No
             assert all(float(rest.abs().max()) < 1e-12 for rest in left.values()), name
 
 
-def count(name: str, rides: bool) -> tuple[int, int]:
+def count(name: str, inline: bool) -> tuple[int, int]:
     towers, rows = Towers(CASES[name]), own_rows([6, 6], dist.get_rank())
-    with contextlib.nullcontext() if rides else nothing_rides():
+    with contextlib.nullcontext() if inline else nothing_rides():
         for _ in range(2):
             with CountCollectives() as counter:
                 value = towers.loss(towers.image(rows["features"]), towers.text(rows["views"]))
@@ -176,7 +176,7 @@ def count(name: str, rides: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", ["CLIP", "SigLIP"])
-def test_a_step_costs_four_collectives_and_three_where_the_rows_fit_in_a_frame(pool: RankPool, name: str) -> None:
+def test_a_step_costs_four_collectives_and_three_where_the_rows_fit_in_a_handshake(pool: RankPool, name: str) -> None:
     assert pool.run(2, count, name, False) == [(3, 1)] * 2
     assert pool.run(2, count, name, True) == [(2, 1)] * 2
 
