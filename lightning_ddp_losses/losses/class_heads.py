@@ -19,7 +19,8 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.losses.partial_sums import can_split, split
+from lightning_ddp_losses.losses.partial_sums import partial_sums_of
+from lightning_ddp_losses.losses.pml_registry import can_split
 
 _DISTANCES = (distances.CosineSimilarity, distances.DotProductSimilarity, distances.LpDistance)
 
@@ -340,7 +341,7 @@ class ClassPenalty:
         is_of_centers = type(self._regularizer) is _CENTER_REGULARIZER
         evaluate = self._between_centers if is_of_centers else self._regularizer.compute_loss
         elements = evaluate(block)
-        share = split(self._regularizer.reducer, elements, block, None, 1)[0]
+        share = partial_sums_of(self._regularizer.reducer, elements, block, None, 1)[0]
         return share.total, share.divisor
 
     def value(self, terms: Tensor, divisor: Tensor) -> Tensor:

@@ -237,7 +237,7 @@ def _column_losses_and_value(
         losses = _losses(column_lse)
         partials = [PartialSum((rows_total + losses.sum()) / 2, images)]
         payloads = handshake.all_gather("ClipLoss: sum", {}, pack_partials(partials), group=group)
-        value, _ = scale_factors(unpack_partials(payloads), world)
+        value, _ = scale_factors(unpack_partials(payloads))
         return losses, rows_total.new_tensor(value)
     if world > 1:
         # parts of all ranks, in rank order: the same on every rank

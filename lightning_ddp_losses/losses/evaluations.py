@@ -1,48 +1,57 @@
-"""``mode="rows"`` and ``mode="elements"`` of pytorch-metric-learning's (PML) losses: each rank its own anchors, then one meeting.
+"""The four ways to evaluate a loss over the global batch, each an object with ``run(call)``; ``global_batch`` chooses one per call.
 
-Three evaluations of rows give the same value and gradient: tiles of our own (``tiled``), PML's formula on a few anchors at a time
-(``row_tiles``), and PML's formula on all of this rank's anchors where they are few.
+| evaluation | this rank computes | ranks exchange |
+|---|---|---|
+| ``Elements`` | the element losses of its own rows | their sums and divisors |
+| ``Rows`` | PML's formula on its own anchors against all rows (``row_chunks``) | their sums and divisors |
+| ``Tiled`` | the same in tiles of our own (``tiled``) | sums, divisors and, where symmetric, one statistic per row |
+| ``Replicated`` | the full loss on all rows | nothing more |
+
+All give the same value and gradient. What ranks exchange opens with a handshake, so that ranks that disagree get the same error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import ring_rows
-from lightning_ddp_losses.losses import anchor_tuples as pml_rows
-from lightning_ddp_losses.losses.gathered_call import PMLCall
+from lightning_ddp_losses.losses.gathered_call import PMLCall, TensorCall, same_draws
 from lightning_ddp_losses.losses.partial_sums import (
-    ElementCounts,
+    ONE_ELEMENT,
     PartialStats,
     PartialSum,
+    element_losses,
     global_loss,
     pack_partials,
+    partial_sums_of,
     scale_factors,
-    split,
-    total_counts,
     unpack_partials,
     value_with_grad,
 )
-from lightning_ddp_losses.losses.recorded_stats import record_norms, record_reduction, wants_counts
-from lightning_ddp_losses.losses.row_chunks import RowTiles, parts_of
+from lightning_ddp_losses.losses.pml_registry import is_pml_loss
+from lightning_ddp_losses.losses.recorded_stats import record_counts, record_norms
+from lightning_ddp_losses.losses.row_chunks import RowChunks, chunks_of
 from lightning_ddp_losses.losses.tiled import TiledEvaluator, TiledPlan
+from lightning_ddp_losses.losses.torch_losses import torch_partial_sum
 
 
 @dataclass(frozen=True)
-class PartialsExchange:
-    """Where the ranks tell each other their shares.
+class StatsExchange:
+    """How the ranks exchange what they computed in one call.
 
     Attributes:
         title: How messages name the loss.
-        agreed: For a tensor of the call, what must be equal on all ranks.
+        must_match: For a tensor of the call, what must be equal on all ranks.
         group: Process group.
     """
 
@@ -55,113 +64,177 @@ class PartialsExchange:
         """Number of ranks."""
         return process_groups.world_size(self.group)
 
-    def meet(self, like: Tensor, payload: bytes, handshake_bytes: int | None = None) -> list[bytes]:
-        """All ranks' payloads."""
-        return handshake.all_gather(
-            self.title, self.must_match(like), payload, handshake_bytes=handshake_bytes, group=self.group
-        )
+    def all_gather(self, like: Tensor, payload: bytes, handshake_bytes: int | None = None) -> list[bytes]:
+        """Return all ranks' payloads."""
+        must_match = self.must_match(like)
+        return handshake.all_gather(self.title, must_match, payload, handshake_bytes=handshake_bytes, group=self.group)
+
+    def reduce_partials(self, loss: Any, partials: list[PartialSum], like: Tensor) -> list[list[PartialStats]]:
+        """Return all ranks' numbers of the sub-losses, and record them on the loss as PML does."""
+        stats_by_rank = unpack_partials(self.all_gather(like, pack_partials(partials)))
+        record_counts(loss, [partial.name for partial in partials], stats_by_rank)
+        return stats_by_rank
 
 
-def elements_value(loss: Any, embeddings: Tensor, labels: Tensor | None, meeting: PartialsExchange) -> Tensor:
-    """A loss that is a sum over samples, from this rank's rows alone."""
-    # without rows, the terms that do not depend on them still count, once
-    alone = embeddings.shape[0] or labels is not None
-    found = pml_rows.elements(loss, embeddings, labels) if alone else {}
-    shares = split(loss.reducer, found, embeddings, labels, meeting.world)
-    return reduce_partials(loss, shares, embeddings, meeting)
+@dataclass(frozen=True)
+class LocalCall:
+    """A call's arguments on this rank; nothing is gathered.
+
+    Attributes:
+        args: By position; none for PML's losses, whose arguments all have names.
+        kwargs: By name.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
-def rows_value(loss: Any, call: PMLCall, meeting: PartialsExchange, part_bytes: int | None) -> Tensor:
-    """A loss that is a sum over anchors, by PML's formula on this rank's."""
-    embeddings, labels = call.given["embeddings"], call.own_labels
-    parts = parts_of(loss, call, part_bytes)
-    tiles = RowTiles(loss, call, parts, meeting.world) if len(parts) > 1 else None
-    if tiles is not None:
-        shares = tiles.forward()
-    else:
-        found = pml_rows.row_elements(loss, embeddings, labels, call.own_tuples(), call.references, call.ref_labels)
-        shares = split(loss.reducer, found, embeddings, labels, meeting.world)
-    record_norms(getattr(loss, "distance", None), call.arguments["embeddings"], call.references)
-    extra = _embedding_term(loss, call, meeting, symmetric=False)
-    if extra is not None:
-        shares.append(PartialSum(extra, 1.0, full=True, name="embedding_reg_loss", count=ElementCounts(1, 1, 1, 1)))
-    if tiles is None:
-        return reduce_partials(loss, shares, embeddings, meeting)
-    value, factors = scale_factors(_met(loss, shares, embeddings, meeting), meeting.world)
-    graph = tiles.value(factors[: len(factors) - (extra is not None)], value)
-    return graph if extra is None else value_with_grad(graph + extra, value)
+@dataclass(frozen=True)
+class Elements:
+    """A loss that is a sum over samples: each rank its own rows."""
+
+    loss: Any
+    exchange: StatsExchange
+
+    def run(self, call: LocalCall) -> Tensor:
+        """Return the global loss, from this rank's rows alone."""
+        # sums and divisors of this rank's elements
+        if is_pml_loss(self.loss):
+            rows, empty = call.kwargs["embeddings"], 0.0
+            partials = self._pml_partials(rows, call.kwargs.get("labels"))
+        else:
+            rows = next(value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor))
+            empty = math.nan  # torch's mean over nothing
+            partials = [torch_partial_sum(self.loss, call.args, call.kwargs, self.exchange.world)]
+        # those of all ranks, and what they make of this rank's
+        stats_by_rank = self.exchange.reduce_partials(self.loss, partials, rows)
+        return global_loss(partials, stats_by_rank, empty=empty)
+
+    def _pml_partials(self, embeddings: Tensor, labels: Tensor | None) -> list[PartialSum]:
+        # without rows, the terms that do not depend on them still count, once
+        losses = {}
+        if embeddings.shape[0] or labels is not None:
+            losses = element_losses(self.loss, embeddings, labels)
+        return partial_sums_of(self.loss.reducer, losses, embeddings, labels, self.exchange.world)
 
 
-def tiled_value(
-    loss: Any,
-    plan: TiledPlan,
-    call: PMLCall,
-    meeting: PartialsExchange,
-    *,
-    symmetric: bool,
-    tile_bytes: int | None,
-    ring: bool,
-) -> Tensor:
-    """A loss that is a sum over anchors, in tiles of our own.
+@dataclass(frozen=True)
+class Rows:
+    """A loss that is a sum over anchors, by PML's formula: each rank its own anchors.
 
-    Args:
+    Attributes:
         loss: PML's.
+        exchange: How ranks exchange.
+        chunk_bytes: The most that a chunk of anchors may take, roughly; None: a default.
+    """
+
+    loss: Any
+    exchange: StatsExchange
+    chunk_bytes: int | None = None
+
+    def run(self, call: PMLCall) -> Tensor:
+        """Return the global loss."""
+        rows = call.given["embeddings"]
+        # sums and divisors of this rank's anchors
+        chunks = RowChunks(self.loss, call, chunks_of(self.loss, call, self.chunk_bytes), self.exchange.world)
+        partials = chunks.partial_sums()
+        record_norms(getattr(self.loss, "distance", None), call.arguments["embeddings"], call.references)
+        # the embedding regulariser, which every rank computes in full
+        regularizer = None
+        if _regularizes_embeddings(self.loss):
+            regularizer = _embedding_term(self.loss, call.arguments["embeddings"])
+            full = PartialSum(regularizer, 1.0, full=True, name="embedding_reg_loss", counts=ONE_ELEMENT)
+            partials = [*partials, full]
+        # sums and divisors of all ranks
+        stats_by_rank = self.exchange.reduce_partials(self.loss, partials, rows)
+        if not chunks.recomputes:
+            return global_loss(partials, stats_by_rank)
+        # the number now, the gradient chunk by chunk in backward
+        value, factors = scale_factors(stats_by_rank)
+        if regularizer is None:
+            return chunks.value(factors, value)
+        return value_with_grad(value, chunks.value(factors[:-1], value) + regularizer)
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A loss that is a sum over anchors, in tiles of our own: each rank its own anchors.
+
+    Attributes:
+        loss: PML's.
+        exchange: How ranks exchange.
         plan: Its tiled evaluation.
-        call: Its arguments over all ranks.
-        meeting: Where ranks meet.
         symmetric: Whether ``plan.is_symmetric``; the gathered rows then get no gradient.
         tile_bytes: The most that a tile may take; None: a default.
         ring: Rows are passed on from rank to rank; the gathered ones are empty.
     """
-    rows, ring_send = call.given["embeddings"], None
-    if ring:
-        ring_send = partial(_around, counts=call.counts["embeddings"], group=meeting.group)
-    tiled = TiledEvaluator(
-        loss, plan, call, symmetric=symmetric, world=meeting.world, tile_bytes=tile_bytes, ring_rows=ring_send
-    )
-    handshake_bytes = handshake.HANDSHAKE_BYTES + tiled.payload_capacity()
-    try:
-        payload = tiled.forward()
-    except Exception as error:
-        handshake.raise_on_all_ranks(error, meeting.title, handshake_bytes=handshake_bytes, group=meeting.group)
-    graph, value, table = tiled.value(meeting.meet(rows, payload, handshake_bytes))
-    _record(loss, plan.pair_loss.sub_losses, table)
-    if not ring:
-        record_norms(loss.distance, call.arguments["embeddings"], call.references)
-    extra = _embedding_term(loss, call, meeting, symmetric=symmetric)
-    return graph if extra is None else value_with_grad(graph + extra, value + float(extra.detach()))
+
+    loss: Any
+    exchange: StatsExchange
+    plan: TiledPlan
+    symmetric: bool
+    tile_bytes: int | None = None
+    ring: bool = False
+
+    def run(self, call: PMLCall) -> Tensor:
+        """Return the global loss."""
+        exchange, rows = self.exchange, call.given["embeddings"]
+        pass_rows = None
+        if self.ring:
+            pass_rows = partial(ring_rows, counts=call.counts["embeddings"], group=exchange.group)
+        tiled = TiledEvaluator(
+            self.loss,
+            self.plan,
+            call,
+            symmetric=self.symmetric,
+            world=exchange.world,
+            tile_bytes=self.tile_bytes,
+            ring_rows=pass_rows,
+        )
+        # this rank's sums, divisors and statistics; peers wait for as many bytes if it fails
+        handshake_bytes = handshake.HANDSHAKE_BYTES + tiled.payload_capacity()
+        try:
+            payload = tiled.forward()
+        except Exception as error:
+            handshake.raise_on_all_ranks(error, exchange.title, handshake_bytes=handshake_bytes, group=exchange.group)
+        # those of all ranks: the number now, the gradient tile by tile in backward
+        payloads = exchange.all_gather(rows, payload, handshake_bytes)
+        graph, value, stats_by_rank = tiled.value(payloads)
+        record_counts(self.loss, self.plan.pair_loss.sub_losses, stats_by_rank)
+        if not self.ring:
+            record_norms(self.loss.distance, call.arguments["embeddings"], call.references)
+        # the embedding regulariser, which every rank computes in full
+        if not _regularizes_embeddings(self.loss):
+            return graph
+        regularizer = _embedding_term(self.loss, self._rows_with_grad(call))
+        return value_with_grad(value + float(regularizer.detach()), graph + regularizer)
+
+    def _rows_with_grad(self, call: PMLCall) -> Tensor:
+        """Return all ranks' rows in the graph of this rank's; symmetric tiles leave the gathered ones without."""
+        everywhere: Tensor = call.arguments["embeddings"]
+        if not self.symmetric:
+            return everywhere
+        local = call.given["embeddings"]
+        place = (0, call.bound[0], local.shape[0])
+        (everywhere,) = own_slices_with_grad([everywhere.detach()], [local], [place], group=self.exchange.group)
+        return everywhere
 
 
-def reduce_partials(
-    loss: Any, shares: list[PartialSum], like: Tensor, meeting: PartialsExchange, *, empty: float = 0.0
-) -> Tensor:
-    """The global loss from this rank's shares and the others'; ``empty``: what a mean over nothing is."""
-    return global_loss(shares, _met(loss, shares, like, meeting), meeting.group, empty=empty)
+@dataclass(frozen=True)
+class Replicated:
+    """Any loss that is deterministic given its inputs: every rank computes the full loss."""
+
+    loss: nn.Module
+
+    def run(self, call: PMLCall | TensorCall) -> Any:
+        """Return the loss itself, on the rows of all ranks; random numbers are rank 0's on every rank."""
+        with autograd_graph.inside_global_batch(), same_draws(self.loss, call.seed, call.batches):
+            return self.loss(*call.args, **call.kwargs)
 
 
-def _met(loss: Any, shares: list[PartialSum], like: Tensor, meeting: PartialsExchange) -> list[list[PartialStats]]:
-    table = unpack_partials(meeting.meet(like, pack_partials(shares)))
-    _record(loss, [share.name for share in shares], table)
-    return table
+def _regularizes_embeddings(loss: Any) -> bool:
+    return getattr(loss, "embedding_regularizer", None) is not None
 
 
-def _record(loss: Any, names: Sequence[str], table: list[list[PartialStats]]) -> None:
-    if wants_counts(loss):
-        for name, count in zip(names, total_counts(table), strict=True):
-            record_reduction(loss.reducer, name, count)
-
-
-def _embedding_term(loss: Any, call: PMLCall, meeting: PartialsExchange, *, symmetric: bool) -> Tensor | None:
-    """The embedding regulariser: every rank computes it whole."""
-    if getattr(loss, "embedding_regularizer", None) is None:
-        return None
-    everyone = call.arguments["embeddings"]
-    if symmetric:
-        own = call.given["embeddings"]
-        place = (0, call.bound[0], own.shape[0])
-        (everyone,) = own_slices_with_grad([everyone.detach()], [own], [place], group=meeting.group)
-    return loss.embedding_regularization_loss(everyone)["losses"]  # type: ignore[no-any-return]
-
-
-def _around(rows: Tensor, *, counts: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:
-    return ring_rows(rows, counts, group)
+def _embedding_term(loss: Any, embeddings: Tensor) -> Tensor:
+    return loss.embedding_regularization_loss(embeddings)["losses"]  # type: ignore[no-any-return]

@@ -1,4 +1,11 @@
-"""One call of a pytorch-metric-learning (PML) loss or miner: what this rank gave, and the same over all ranks."""
+"""The arguments of one call over all ranks: gathered, checked, with one seed and one numbering of rows for everybody.
+
+``PMLCall`` is a call of a pytorch-metric-learning (PML) loss or miner, whose arguments have meanings: labels, references, a miner's
+tuples. ``TensorCall`` is one of any other loss, every tensor of which is a batch. With them come the random numbers that are the same
+on every rank (``SeedCounter``, ``shared_seed``, ``same_draws``), and a miner's tuples as weights of rows (``miner_weights``).
+
+Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` rows over all ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from pytorch_metric_learning import distances, losses, reducers, regularizers
-from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.utils import common_functions as c_f
 from torch import Tensor, nn
 
@@ -17,14 +22,16 @@ from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.core.random_state import preserve_random_state, torch_generators
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses import anchor_tuples as pml_rows
+from lightning_ddp_losses.losses.anchor_tuples import anchor_tuples, are_ordinary, same_label_counts
+from lightning_ddp_losses.losses.pml_registry import facts_of, may_draw
 
-PML_NAMES = ("embeddings", "labels", "indices_tuple", "ref_emb", "ref_labels", "enqueue_mask")
-_NO_IDENTITY = (pml.VICRegLoss, pml.SelfSupervisedLoss)
+_SEED = struct.Struct("<QQ")
+# PML asks whether the references are the very same tensors as the rows
+_REFERENCES = (("ref_emb", "embeddings"), ("ref_labels", "labels"))
 
 
 def by_name(title: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments by name, without those that are None.
+    """Return a call's arguments by name, without those that are None.
 
     Args:
         title: How the message names what is called.
@@ -37,11 +44,8 @@ def by_name(title: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dic
     """
     twice = [name for name in names[: len(args)] if name in kwargs]
     if len(args) > len(names) or twice:
-        raise InputError(
-            f"{title}: arguments",
-            expected=f"{', '.join(names)}, each once",
-            got=f"{', '.join(twice)} twice" if twice else f"{len(args)} positional ones",
-        )
+        got = f"{', '.join(twice)} twice" if twice else f"{len(args)} positional ones"
+        raise InputError(f"{title}: arguments", expected=f"{', '.join(names)}, each once", got=got)
     given = dict(zip(names, args, strict=False)) | kwargs
     return {name: value for name, value in given.items() if value is not None}
 
@@ -57,7 +61,7 @@ class GlobalTuples(tuple[Tensor, ...]):
 
     @classmethod
     def of(cls, tuples: Iterable[Tensor], rows: int) -> GlobalTuples:
-        """Tuples that count ``rows`` rows."""
+        """Make them from tuples that count ``rows`` rows."""
         made = cls(tuples)
         made.rows = rows
         return made
@@ -77,6 +81,9 @@ class GlobalTuples(tuple[Tensor, ...]):
             )
 
 
+# ---------------------------------------------------------------------- a call of PML's
+
+
 class PMLCall:
     """Gathers the arguments of a call and keeps apart what one process would have kept apart.
 
@@ -87,9 +94,10 @@ class PMLCall:
         rank: This rank.
 
     Attributes:
+        given: What this rank gave.
         arguments: The arguments over all ranks, for ``inner(**arguments)``.
         counts: Rows of each rank, per gathered tensor.
-        own_labels: This rank's labels; its own identities where none were given.
+        local_labels: This rank's labels; its own identities where none were given.
         seed: For random draws, the same on every rank.
     """
 
@@ -97,46 +105,53 @@ class PMLCall:
         self, inner: nn.Module, given: dict[str, Any], gather: Callable[[dict[str, Tensor]], GatheredBatch], rank: int
     ) -> None:
         self.given = given
-        self._inner = inner
-        self._rank = rank
-        self._identities_wanted = "labels" not in given and "ref_emb" in given and not isinstance(inner, _NO_IDENTITY)
-        if self._identities_wanted and "ref_labels" in given:
-            raise InputError(
-                f"{type(inner).__name__}: labels",
-                expected="labels and ref_labels, or neither (each row its own identity)",
-                got="ref_labels only",
-            )
+        self._inner, self._rank = inner, rank
+        without_labels = "labels" not in given and "ref_emb" in given
+        self._identities_wanted = without_labels and not facts_of(inner).pairs_views
+        self._refuse_labels_of_references_alone()
+        # what travels: each tensor once, and each index tensor of this rank's own tuples
+        aliases = {name: own for name, own in _REFERENCES if _is_same_tensor(given, name, own)}
+        batches = {name: v for name, v in given.items() if isinstance(v, Tensor) and name not in aliases}
         tuples = given.get("indices_tuple")
-        batches = {n: v for n, v in given.items() if isinstance(v, Tensor)}
-        # PML asks whether the references are the very same tensors
-        same = {
-            ref: own
-            for ref, own in (("ref_emb", "embeddings"), ("ref_labels", "labels"))
-            if ref in batches and batches[ref] is batches.get(own)
-        }
-        for name in same:
-            del batches[name]
-        # a tensor is no tuple of indices but a value per row (ManifoldLoss's classes) and gathers like any batch
-        local = () if tuples is None or isinstance(tuples, (GlobalTuples, Tensor)) else tuples
-        bundle = gather(batches | {f"index {i}": index for i, index in enumerate(local)})
-        self.seed = shared_seed(bundle)
-        names = [*batches, *(f"index {i}" for i in range(len(local)))]
-        self.counts = dict(zip(names, bundle.counts, strict=True))
+        indices = {f"index {i}": index for i, index in enumerate(_own_tuples(tuples))}
+        gathered = gather(batches | indices)
+        self.seed = shared_seed(gathered)
+        names = [*batches, *indices]
+        self.counts = dict(zip(names, gathered.counts, strict=True))
+        # every rank sees every rank's numbers of rows
         self._refuse_lengths()
         if isinstance(tuples, GlobalTuples):
             tuples.check(type(inner).__name__, self.total_rows)
-        out: dict[str, Any] = dict(zip(names, bundle.tensors, strict=True))
-        if local:
-            tuples = self._shift([out.pop(f"index {i}") for i in range(len(local))])
-        self.own_labels: Tensor | None = given.get("labels")
+        # what the loss gets: rows of all ranks, with tuples that count them
+        arguments: dict[str, Any] = dict(zip(names, gathered.tensors, strict=True))
+        if indices:
+            tuples = self._renumbered([arguments.pop(name) for name in indices])
+        self.local_labels: Tensor | None = given.get("labels")
         if self._identities_wanted:
-            self._identities(out)
-        out.update({name: out[own] for name, own in same.items()})
+            self._add_identities_(arguments)
+        for name, own in aliases.items():
+            arguments[name] = arguments[own]
         if tuples is not None and not isinstance(tuples, Tensor):
-            out["indices_tuple"] = tuple(tuples)
+            arguments["indices_tuple"] = tuple(tuples)
         # what is no tensor travels nowhere: a flag, a number
-        out.update({n: v for n, v in given.items() if n not in out})
-        self.arguments = out
+        for name, value in given.items():
+            arguments.setdefault(name, value)
+        self.arguments = arguments
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Positional arguments over all ranks: none, they all have names."""
+        return ()
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Arguments by name over all ranks."""
+        return self.arguments
+
+    @property
+    def batches(self) -> Iterable[Any]:
+        """What was gathered, and what else was given."""
+        return self.arguments.values()
 
     @property
     def total_rows(self) -> int:
@@ -156,204 +171,160 @@ class PMLCall:
     @property
     def ref_labels(self) -> Tensor | None:
         """Labels of the references; of the anchors where there are no others."""
-        own = self.arguments.get("labels")
-        return self.arguments.get("ref_labels", own) if "ref_emb" in self.arguments else own
+        labels = self.arguments.get("labels")
+        if "ref_emb" in self.arguments:
+            return self.arguments.get("ref_labels", labels)
+        return labels
 
     def bounds(self, name: str = "embeddings") -> list[tuple[int, int]]:
-        """Global rows of each rank."""
-        stops = torch.tensor(self.counts[name]).cumsum(0).tolist()
-        return list(zip([0, *stops[:-1]], stops, strict=True))
+        """Return the global rows of each rank: first, one past the last."""
+        bounds, start = [], 0
+        for rows in self.counts[name]:
+            bounds.append((start, start + rows))
+            start += rows
+        return bounds
 
     def rows_possible(self) -> bool:
-        """Whether each rank may evaluate its own anchors; the same verdict on every rank."""
+        """Say whether each rank may evaluate its own anchors; the same verdict on every rank."""
         labels, ref_labels = self.arguments.get("labels"), self.ref_labels
         if labels is None or ref_labels is None:
             return False
-        given = self.arguments.get("indices_tuple")
-        return pml_rows.tuples_suffice(labels, ref_labels, self.bounds(), given, same=ref_labels is labels)
+        mined = self.arguments.get("indices_tuple")
+        return are_ordinary(labels, ref_labels, self.bounds(), mined, same=ref_labels is labels)
 
-    def pairs(self) -> tuple[int, int]:
-        """How many positive and negative pairs the labels of all ranks make."""
-        labels, ref_labels = self.arguments["labels"], self.ref_labels
-        assert ref_labels is not None
-        near = int(pml_rows.partner_counts(labels, ref_labels).sum())
-        return near - len(labels) * (ref_labels is labels), len(labels) * len(ref_labels) - near
+    def global_pair_counts(self) -> tuple[int, int]:
+        """Return how many positive and negative pairs the labels of all ranks make."""
+        labels, ref_labels = self._all_labels()
+        matching = int(same_label_counts(labels, ref_labels).sum())
+        self_pairs = len(labels) * (ref_labels is labels)
+        return matching - self_pairs, len(labels) * len(ref_labels) - matching
 
-    def own_tuples(self, part: slice | None = None) -> tuple[Tensor, ...]:
-        """Pairs or triplets of this rank's anchors, or of some of its rows, counted from the first of them."""
-        labels, ref_labels = self.arguments["labels"], self.ref_labels
-        assert ref_labels is not None
-        given, (start, stop) = self.arguments.get("indices_tuple"), self.bound
-        bound = (start, stop) if part is None else (start + part.start, start + part.stop)
-        return pml_rows.anchor_tuples(self._inner, labels, ref_labels, bound, given, same=ref_labels is labels)
+    def local_pair_counts(self) -> tuple[Tensor, Tensor]:
+        """Return, (B,) each, the numbers of positives and negatives of this rank's anchors."""
+        labels, ref_labels = self._all_labels()
+        mined, (start, stop) = self.arguments.get("indices_tuple"), self.bound
+        if mined is not None:
+            of_positives, of_negatives = mined[0], mined[2 if len(mined) == 4 else 0]
+            positives = torch.bincount(of_positives, minlength=len(labels))
+            negatives = torch.bincount(of_negatives, minlength=len(labels))
+            return positives[start:stop], negatives[start:stop]
+        matching = same_label_counts(labels, ref_labels)[start:stop]
+        return matching - int(ref_labels is labels), len(ref_labels) - matching
 
-    def partner_counts(self) -> tuple[Tensor, Tensor]:
-        """(B,) each: positives and negatives of this rank's anchors."""
-        labels, ref_labels = self.arguments["labels"], self.ref_labels
-        assert ref_labels is not None
-        given, (start, stop) = self.arguments.get("indices_tuple"), self.bound
-        if given is not None:
-            anchors = [given[0], given[2 if len(given) == 4 else 0]]
-            first, second = (torch.bincount(a, minlength=len(labels))[start:stop] for a in anchors)
-            return first, second
-        near = pml_rows.partner_counts(labels, ref_labels)[start:stop]
-        return near - int(ref_labels is labels), len(ref_labels) - near
+    def local_tuples(self, part: slice | None = None) -> tuple[Tensor, ...]:
+        """Return pairs or triplets of this rank's anchors, or of some of its rows, counted from the first of them."""
+        labels, ref_labels = self._all_labels()
+        mined, bounds = self.arguments.get("indices_tuple"), self.bound
+        if part is not None:
+            bounds = (bounds[0] + part.start, bounds[0] + part.stop)
+        triplets = facts_of(self._inner).compares_triplets
+        return anchor_tuples(labels, ref_labels, bounds, mined, triplets=triplets, same=ref_labels is labels)
 
     def ranks_with_local_identities(self) -> int:
-        """On how many ranks the labels are 0, 1, 2, ... (once, or once per view)."""
-        labels, count = self.arguments["labels"], 0
-        for start, stop in self.bounds("labels"):
-            own, rows = labels[start:stop], stop - start
-            views = (1, 2) if rows % 2 == 0 else (1,)
-            if rows > 2 and any(
-                torch.equal(own, torch.arange(rows // v, device=own.device).repeat(v).to(own)) for v in views
-            ):
-                count += 1
-        return count
+        """Return on how many ranks the labels are 0, 1, 2, ... (once, or once per view)."""
+        labels = self.arguments["labels"]
+        return sum(_counts_from_zero(labels[start:stop]) for start, stop in self.bounds("labels"))
+
+    def rows_to_remember(self) -> int:
+        """Return how many rows go to a cross-batch memory: all, or those that ``enqueue_mask`` marks."""
+        mask = self.arguments.get("enqueue_mask")
+        return self.total_rows if mask is None else int(mask.sum())
+
+    def _all_labels(self) -> tuple[Tensor, Tensor]:
+        ref_labels = self.ref_labels
+        assert ref_labels is not None
+        return self.arguments["labels"], ref_labels
+
+    def _refuse_labels_of_references_alone(self) -> None:
+        if self._identities_wanted and "ref_labels" in self.given:
+            raise InputError(
+                f"{type(self._inner).__name__}: labels",
+                expected="labels and ref_labels, or neither (each row its own identity)",
+                got="ref_labels only",
+            )
 
     def _refuse_lengths(self) -> None:
-        """Labels or a mask of another length than the rows they belong to; every rank sees every rank's numbers."""
+        """Refuse labels or a mask of another length than the rows they belong to; every rank sees every rank's numbers."""
         pairs_of_names = [("labels", "embeddings"), ("ref_labels", "ref_emb"), ("enqueue_mask", "embeddings")]
         if self._identities_wanted:
             pairs_of_names.append(("ref_emb", "embeddings"))
         for name, of in pairs_of_names:
             if name in self.counts and self.counts[name] != self.counts.get(of, self.counts[name]):
-                pairs = zip(self.counts[name], self.counts[of], strict=True)
+                by_rank = zip(self.counts[name], self.counts[of], strict=True)
                 raise InputError(
                     f"{type(self._inner).__name__}: {name}",
                     expected=f"one per row of {of}",
-                    ranks=[f"{count} for {rows} rows" for count, rows in pairs],
+                    ranks=[f"{count} for {rows} rows" for count, rows in by_rank],
                     collective=True,
                 )
 
-    def _identities(self, out: dict[str, Any]) -> None:
-        """Two views without labels: row i of one view belongs to row i of the other, over all ranks."""
-        out["labels"] = torch.arange(self.total_rows, device=out["embeddings"].device)
+    def _add_identities_(self, arguments: dict[str, Any]) -> None:
+        """Number the rows of two views without labels: row i of one belongs to row i of the other, over all ranks."""
+        labels = torch.arange(self.total_rows, device=arguments["embeddings"].device)
         start, stop = self.bound
-        self.own_labels = out["labels"][start:stop]
-        out.setdefault("ref_labels", out["labels"].clone())
+        self.local_labels = labels[start:stop]
+        arguments["labels"] = labels
+        arguments.setdefault("ref_labels", labels.clone())
 
-    def _shift(self, indices: list[Tensor]) -> list[Tensor]:
-        """Local tuples of all ranks as global ones: anchors count rows, the others count references."""
-        refs = "ref_emb" if "ref_emb" in self.counts else "embeddings"
+    def _renumbered(self, indices: list[Tensor]) -> list[Tensor]:
+        """Return local tuples of all ranks as global ones: anchors count rows, the others count references."""
+        references = "ref_emb" if "ref_emb" in self.counts else "embeddings"
         anchors = (0, 2) if len(indices) == 4 else (0,)
-        out = []
+        renumbered = []
         for position, index in enumerate(indices):
             counts = self.counts[f"index {position}"]
-            of = "embeddings" if position in anchors else refs
+            of = "embeddings" if position in anchors else references
             self._refuse_indices(torch.split(index, counts), of)
             starts = torch.tensor([start for start, _ in self.bounds(of)], device=index.device)
-            out.append(index + starts.repeat_interleave(torch.tensor(counts, device=index.device)))
-        return out
+            renumbered.append(index + starts.repeat_interleave(torch.tensor(counts, device=index.device)))
+        return renumbered
 
     def _refuse_indices(self, by_rank: Sequence[Tensor], of: str) -> None:
-        """Tuples of rows that a rank has not: it mined something else. On an accelerator, to look would wait for it."""
-        if by_rank[0].device.type != "cpu" or isinstance(self._inner, pml.CrossBatchMemory):
-            return  # a memory's references are its own
-        ranges = [(int(own.min()), int(own.max())) if own.numel() else (0, -1) for own in by_rank]
-        if any(low < 0 or high >= rows for (low, high), rows in zip(ranges, self.counts[of], strict=True)):
-            pairs = zip(ranges, self.counts[of], strict=True)
-            raise InputError(
-                f"{type(self._inner).__name__}: indices_tuple",
-                expected=f"rows of {of} on the same rank",
-                ranks=[f"{low} to {high} for {rows} rows" if high >= 0 else "none" for (low, high), rows in pairs],
-                fix="Mine this rank's rows with the miner itself, or pass on what GlobalBatchMiner returns as it is.",
-                collective=True,
-            )
-
-
-_DRAW = struct.Struct("<QQ")
-# of pytorch-metric-learning (PML) and torch, by exact class: a subclass, a miner or a module or function of somebody else may draw
-_NEVER_DRAW = {
-    cls
-    for package in (losses, distances, reducers, regularizers, nn.modules.loss)
-    for cls in vars(package).values()
-    if isinstance(cls, type) and cls not in (losses.ManifoldLoss, nn.TripletMarginWithDistanceLoss)
-} | {nn.ModuleDict, nn.ModuleList, nn.Softplus}
-
-
-def may_draw(loss: nn.Module) -> bool:
-    """Whether a call may draw random numbers; to save and restore generators takes as long as a small loss."""
-    stack = [loss]
-    while stack:
-        module = stack.pop()
-        if type(module) not in _NEVER_DRAW or vars(module).get("triplets_per_anchor", "all") != "all":
-            return True
-        stack += [child for child in module._modules.values() if child is not None]
-    return False
-
-
-@contextlib.contextmanager
-def same_draws(inner: nn.Module, seed: int, tensors: Iterable[object]) -> Iterator[None]:
-    """Seed torch's generators (CPU and the tensors' devices) and PML's numpy generator, and restore them.
-
-    Args:
-        inner: What is called; generators are left alone where it never draws.
-        seed: The same on every rank.
-        tensors: The call's inputs; their devices' generators are seeded too.
-    """
-    if not may_draw(inner):
-        yield
-        return
-    generators = torch_generators(t.device for t in tensors if isinstance(t, Tensor))
-    with preserve_random_state([*generators, c_f.NUMPY_RANDOM], seed=seed):
-        yield
-
-
-class Draws:
-    """Counts the calls of a module: each draws anew.
-
-    Attributes:
-        number: Calls so far.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def next(self) -> bytes:
-        """This rank's seed for one more call, to ride in a frame."""
-        self.number += 1
-        return _DRAW.pack(torch.initial_seed() % (1 << 63), self.number)
-
-
-def shared_seed(bundle: GatheredBatch) -> int:
-    """Rank 0's seed for this call."""
-    base, draws = _DRAW.unpack(bundle.extras[0])
-    return int((base * 1_000_003 + draws) % (1 << 63))
-
-
-def miner_counts(indices_tuple: Sequence[Tensor], rows: int, *, only_anchors: bool, title: str) -> Tensor:
-    """How often each of ``rows`` rows is named, int64.
-
-    Args:
-        indices_tuple: Triplets (anchor, positive, negative), or pairs (anchor, positive, anchor, negative).
-        rows: Number of rows that the indices count.
-        only_anchors: Count anchors alone.
-        title: For the message.
-
-    Raises:
-        InputError: for an index of a row that is not there, or another number of index tensors.
-    """
-    if len(indices_tuple) not in (3, 4):
-        raise InputError(f"{title}: indices_tuple", expected="3 or 4 index tensors", got=len(indices_tuple))
-    picked = (
-        indices_tuple if not only_anchors else indices_tuple[0::2] if len(indices_tuple) == 4 else indices_tuple[:1]
-    )
-    index = torch.cat([part.reshape(-1) for part in picked])
-    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= rows):
+        """Refuse tuples of rows that a rank has not: it mined something else. On an accelerator, to look would wait for it."""
+        if by_rank[0].device.type != "cpu" or facts_of(self._inner).own_references:
+            return
+        ranges = [(int(index.min()), int(index.max())) if index.numel() else (0, -1) for index in by_rank]
+        rows_by_rank = self.counts[of]
+        if all(low >= 0 and high < rows for (low, high), rows in zip(ranges, rows_by_rank, strict=True)):
+            return
+        lines = []
+        for (low, high), rows in zip(ranges, rows_by_rank, strict=True):
+            lines.append(f"{low} to {high} for {rows} rows" if high >= 0 else "none")
         raise InputError(
-            f"{title}: indices_tuple",
-            expected=f"0 to {rows - 1}, the rows of this call",
-            got=f"{int(index.min())} to {int(index.max())}",
-            fix="Mine the embeddings that the loss gets.",
+            f"{type(self._inner).__name__}: indices_tuple",
+            expected=f"rows of {of} on the same rank",
+            ranks=lines,
+            fix="Mine this rank's rows with the miner itself, or pass on what GlobalBatchMiner returns as it is.",
+            collective=True,
         )
-    return torch.bincount(index.to(torch.int64), minlength=rows)
 
 
-def miner_weights(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """(G,) weights from the counts over all ranks."""
-    highest = counts.max()
-    return torch.where(highest > 0, counts.to(dtype) / highest.clamp(min=1), torch.ones((), dtype=dtype))
+def _is_same_tensor(given: Mapping[str, Any], name: str, other: str) -> bool:
+    return isinstance(given.get(name), Tensor) and given[name] is given.get(other)
+
+
+def _own_tuples(tuples: Any) -> Sequence[Tensor]:
+    """Return a miner's tuples that count this rank's rows.
+
+    A tensor is no tuple of indices but a value per row (ManifoldLoss's classes) and is gathered like any batch.
+    """
+    if tuples is None or isinstance(tuples, (GlobalTuples, Tensor)):
+        return ()
+    return tuples  # type: ignore[no-any-return]
+
+
+def _counts_from_zero(labels: Tensor) -> bool:
+    """Say whether labels are 0, 1, 2, ..., or that twice (two views)."""
+    rows = len(labels)
+    if rows < 3:
+        return False
+    if torch.equal(labels, torch.arange(rows, device=labels.device).to(labels)):
+        return True
+    one_view = torch.arange(rows // 2, device=labels.device)
+    return rows % 2 == 0 and torch.equal(labels, one_view.repeat(2).to(labels))
+
+
+# ---------------------------------------------------------------------- a call of any other loss
 
 
 class TensorCall:
@@ -384,10 +355,11 @@ class TensorCall:
         batch_dims: Mapping[int | str, int | None],
         gather: Callable[[dict[str, Tensor]], GatheredBatch],
     ) -> None:
-        named: dict[int | str, Any] = dict(enumerate(args))
-        named.update(kwargs)
+        values: dict[int | str, Any] = dict(enumerate(args))
+        values.update(kwargs)
+        # which of them are batches, and along which dimension
         dims: dict[int | str, int] = {}
-        for name, value in named.items():
+        for name, value in values.items():
             dim = batch_dims.get(name, 0)
             if dim is None:
                 continue
@@ -395,19 +367,100 @@ class TensorCall:
                 _refuse_nested(title, name, value)
             elif isinstance(value, Tensor) and value.ndim:
                 dims[name] = dim
-        bundle = gather({str(name): named[name].movedim(dim, 0) for name, dim in dims.items()})
-        for (name, dim), tensor in zip(dims.items(), bundle.tensors, strict=True):
-            named[name] = tensor.movedim(0, dim)
-        self.args = tuple(named[position] for position in range(len(args)))
-        self.kwargs = {name: named[name] for name in kwargs}
-        self.batches, self.seed = bundle.tensors, shared_seed(bundle)
+        # batches travel with their samples along dim 0
+        gathered = gather({str(name): values[name].movedim(dim, 0) for name, dim in dims.items()})
+        for (name, dim), tensor in zip(dims.items(), gathered.tensors, strict=True):
+            values[name] = tensor.movedim(0, dim)
+        self.args = tuple(values[position] for position in range(len(args)))
+        self.kwargs = {name: values[name] for name in kwargs}
+        self.batches: Iterable[Any] = gathered.tensors
+        self.seed = shared_seed(gathered)
 
 
 def _refuse_nested(title: str, name: int | str, value: Any) -> None:
-    if any(t.ndim for t in precision.tensors_in(value)):
+    if any(tensor.ndim for tensor in precision.tensors_in(value)):
         raise InputError(
             f"{title}: argument {name}",
             expected="a tensor",
             got=f"a {type(value).__name__} of tensors, whose rows would stay on this rank",
             fix=f"Pass the tensors one by one, or say that they are no batches: batch_dims={{{name!r}: None}}.",
         )
+
+
+# ---------------------------------------------------------------------- the same random numbers on every rank
+
+
+class SeedCounter:
+    """Counts the calls of a module: each draws anew.
+
+    Attributes:
+        number: Calls so far.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def next(self) -> bytes:
+        """Return this rank's seed for one more call, to travel with the call's handshake."""
+        self.number += 1
+        return _SEED.pack(torch.initial_seed() % (1 << 63), self.number)
+
+
+def shared_seed(gathered: GatheredBatch) -> int:
+    """Return rank 0's seed for this call."""
+    seed, calls = _SEED.unpack(gathered.extras[0])
+    return int((seed * 1_000_003 + calls) % (1 << 63))
+
+
+@contextlib.contextmanager
+def same_draws(inner: nn.Module, seed: int, tensors: Iterable[object]) -> Iterator[None]:
+    """Seed torch's generators (CPU and the tensors' devices) and PML's numpy generator; restore them afterwards.
+
+    Args:
+        inner: What is called; generators are left alone where it never draws.
+        seed: The same on every rank.
+        tensors: The call's inputs; their devices' generators are seeded too.
+    """
+    if not may_draw(inner):
+        yield
+        return
+    generators = torch_generators(t.device for t in tensors if isinstance(t, Tensor))
+    with preserve_random_state([*generators, c_f.NUMPY_RANDOM], seed=seed):
+        yield
+
+
+# ---------------------------------------------------------------------- a miner's tuples as weights of rows
+
+
+def miner_counts(indices_tuple: Sequence[Tensor], rows: int, *, only_anchors: bool, title: str) -> Tensor:
+    """Return how often each of ``rows`` rows is named, int64.
+
+    Args:
+        indices_tuple: Triplets (anchor, positive, negative), or pairs (anchor, positive, anchor, negative).
+        rows: Number of rows that the indices count.
+        only_anchors: Count anchors alone.
+        title: For the message.
+
+    Raises:
+        InputError: for an index of a row that is not there, or another number of index tensors.
+    """
+    if len(indices_tuple) not in (3, 4):
+        raise InputError(f"{title}: indices_tuple", expected="3 or 4 index tensors", got=len(indices_tuple))
+    counted = indices_tuple
+    if only_anchors:
+        counted = indices_tuple[0::2] if len(indices_tuple) == 4 else indices_tuple[:1]
+    index = torch.cat([part.reshape(-1) for part in counted])
+    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= rows):
+        raise InputError(
+            f"{title}: indices_tuple",
+            expected=f"0 to {rows - 1}, the rows of this call",
+            got=f"{int(index.min())} to {int(index.max())}",
+            fix="Mine the embeddings that the loss gets.",
+        )
+    return torch.bincount(index.to(torch.int64), minlength=rows)
+
+
+def miner_weights(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the (G,) weights of PML's classification losses: a row's count over the highest one; without tuples all rows weigh 1."""
+    highest = counts.max()
+    return torch.where(highest > 0, counts.to(dtype) / highest.clamp(min=1), torch.ones((), dtype=dtype))

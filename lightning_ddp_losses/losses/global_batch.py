@@ -1,25 +1,24 @@
-"""`GlobalBatchLoss`: any loss, evaluated as if on the concatenated global batch, with the exact gradient.
+"""`GlobalBatchLoss`: any loss, evaluated as if on the concatenated global batch, with the exact gradient; `GlobalBatchMiner` likewise.
+
+A call is validated, an evaluation that is exact for it is chosen (``evaluations``), and that runs. This file also holds what is
+refused when a loss is wrapped, and the position of a cross-batch memory, which PML saves nowhere.
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``D`` embedding size.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.losses import CrossBatchMemory
 from pytorch_metric_learning.miners import BaseMiner
-from pytorch_metric_learning.reducers import DoNothingReducer
-from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
 
 from lightning_ddp_losses.core import autograd_graph, inputs
+from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import Backward
@@ -27,31 +26,30 @@ from lightning_ddp_losses.distributed.gathered_batch import Choice, GatheredBatc
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, InputError
-from lightning_ddp_losses.losses import anchor_tuples as pml_rows
-from lightning_ddp_losses.losses.evaluations import (
-    PartialsExchange,
-    elements_value,
-    reduce_partials,
-    rows_value,
-    tiled_value,
-)
+from lightning_ddp_losses.losses.evaluations import Elements, LocalCall, Replicated, Rows, StatsExchange, Tiled
 from lightning_ddp_losses.losses.gathered_call import (
-    PML_NAMES,
-    Draws,
     GlobalTuples,
     PMLCall,
+    SeedCounter,
     TensorCall,
     by_name,
     same_draws,
 )
-from lightning_ddp_losses.losses.partial_sums import has_per_anchor
-from lightning_ddp_losses.losses.pml_registry import MODES, Mode, allowed_modes, few_rows
+from lightning_ddp_losses.losses.pml_registry import (
+    MODES,
+    PML_NAMES,
+    Mode,
+    allowed_modes,
+    facts_of,
+    gathers_by_itself,
+    has_per_anchor,
+    is_pml_loss,
+    is_separable,
+    returns_no_number,
+)
 from lightning_ddp_losses.losses.tiled import PAIR_LOSSES, tiled_plan
-from lightning_ddp_losses.losses.torch_losses import torch_partial_sum
 
-_VIEWS = ("embeddings", "ref_emb")  # what SelfSupervisedLoss takes, in this order
-_QUEUED = ("embeddings", "labels", "indices_tuple", "enqueue_mask")  # what CrossBatchMemory takes
-_PML = (pml.BaseMetricLossFunction, pml.BaseLossWrapper, pml.MultipleLosses)
+_WATCHED_CALLS = 3  # in which labels that count a rank's own rows are looked for
 
 
 class GlobalBatchLoss(WithProcessGroup, nn.Module):
@@ -82,10 +80,10 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         After DDP's mean over ranks, every parameter (of encoder and loss) holds the one-process gradient.
 
     Communication:
-        ``elements`` 1 frame. ``replicated`` frame + gather, none in backward. ``rows`` frame + gather + frame; in backward none
-        where ``evaluation`` is symmetric and the call has labels only, else 1. A ring: 2 frames, a gather of labels, and one (Contrastive)
-        to three times W - 1 messages. Few rows on the CPU (``handshake.inline_capacity``) need no gather: they travel in the frame from the
-        second call on.
+        ``elements`` 1 handshake. ``replicated`` handshake + gather, none in backward. ``rows`` handshake + gather + handshake; in
+        backward none where ``evaluation`` is symmetric and the call has labels only, else 1. A ring: 2 handshakes, a gather of labels,
+        and one (Contrastive) to three times W - 1 messages. Few rows on the CPU (``handshake.inline_capacity``) need no gather: they
+        travel in the handshake from the second call on.
 
     Raises:
         ConfigurationError: a mode that is not exact for the loss; a reduction that cannot be made global.
@@ -115,7 +113,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     ) -> None:
         super().__init__()
         refuse_unfit(loss, mode, backward)
-        refuse_tiles(loss, mode, tile_bytes, gather)
+        _refuse_tiles(loss, mode, tile_bytes, gather)
         self.loss = loss
         self.mode = mode
         self.backward = backward
@@ -124,18 +122,20 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self.gather = gather
         self._group = group
         self._fingerprint = ""
-        self._draws = Draws()
-        self._told = False
-        self._coefficients = UpstreamGradWatch()
+        self._seeds = SeedCounter()
+        self._warned = False
+        self._upstream_grad = UpstreamGradWatch()
         self._reading = inputs.ValueReading()
-        self._is_pml = isinstance(loss, _PML)
-        memories = [m for m in loss.modules() if isinstance(m, pml.CrossBatchMemory)]
+        self._is_pml = is_pml_loss(loss)
+        memories = [module for module in loss.modules() if isinstance(module, CrossBatchMemory)]
         self.queue_position = QueuePosition(memories) if memories else None
 
     def extra_repr(self) -> str:
-        """The mode that runs, and how rows are evaluated."""
+        """Show the mode that runs, and how rows are evaluated."""
         mode = self.exact_modes()[0] if self.mode == "auto" else self.mode
-        return f"mode={self.mode!r} ({mode}{f', {self.evaluation}' if mode == 'rows' else ''})"
+        if mode == "rows":
+            return f"mode={self.mode!r} (rows, {self.evaluation})"
+        return f"mode={self.mode!r} ({mode})"
 
     @property
     def evaluation(self) -> Literal["tiled, symmetric", "tiled", "row tiles"]:
@@ -151,14 +151,12 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def exact_modes(self) -> tuple[Mode, ...]:
         """Modes that are exact for this loss as it is configured now, cheapest first."""
-        allowed = allowed_modes(self.loss)
         if self.backward == "sum":  # a share of the loss has no meaning of its own when ranks weigh it differently
             return ("replicated",)
-        return tuple(
-            m
-            for m in MODES
-            if m in allowed and (m == "replicated" or not self._is_pml or pml_rows.rows_are_exact(self.loss, m))
-        )
+        allowed = allowed_modes(self.loss)
+        if not self._is_pml:
+            return allowed
+        return tuple(mode for mode in allowed if mode == "replicated" or is_separable(self.loss, mode))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The global loss.
@@ -169,148 +167,149 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 enqueue_mask. For others: their own arguments; tensors are batches along dim 0, 0-dim tensors are not.
             kwargs: The same by name.
         """
+        self._validate(args, kwargs)
+        value = autograd_graph.run_full_precision(self, self._evaluate, args, kwargs)
+        autograd_graph.remember_global_value(value)
+        if self.backward == "sum":
+            return value
+        return self._upstream_grad.watch(value, group=self._group)
+
+    def _validate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse inputs that this rank cannot take, together with the peers."""
+        read = self._reading.next_call((args, kwargs))
         try:
-            self._check(args, kwargs)
+            inputs.check_inputs(
+                self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True
+            )
         except InputError as error:
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
-        value = autograd_graph.run_full_precision(self, self._forward, args, kwargs)
-        autograd_graph.remember_global_value(value)
-        return value if self.backward == "sum" else self._coefficients.watch(value, group=self._group)
 
-    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        read = self._reading.next_call((args, kwargs))
-        inputs.check_inputs(self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True)
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Choose an evaluation for this call, and run it."""
         modes = self.exact_modes()
         mode = modes[0] if self.mode == "auto" else self.mode
         if mode not in modes:
-            handshake.raise_on_all_ranks(not_exact(self._title, mode, modes), self._title, group=self._group)
+            handshake.raise_on_all_ranks(_not_exact(self._title, mode, modes), self._title, group=self._group)
         try:
-            if self._is_pml:
-                return self._pml(mode, by_name(self._title, self._names(args), args, kwargs))
-            if mode == "elements":
-                return self._torch_elements(args, kwargs)
-            return self._whole(args, kwargs)
+            choose = self._choose_pml if self._is_pml else self._choose_torch
+            evaluation, call = choose(mode, args, kwargs)
+            value = evaluation.run(call)
         except Exception as error:  # what all ranks raise alike passes through
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
+        if self.queue_position is not None:
+            self.queue_position.update_()
+        return value
 
-    # ------------------------------------------------------------------ PML
+    # ------------------------------------------------------------------ choose
 
-    def _names(self, args: tuple[Any, ...]) -> tuple[str, ...]:
-        """What PML calls the arguments."""
-        if isinstance(self.loss, pml.SelfSupervisedLoss):
-            return _VIEWS
-        if isinstance(self.loss, pml.CrossBatchMemory) and len(args) <= len(_QUEUED):
-            return _QUEUED
-        return PML_NAMES
+    def _choose_torch(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return how a loss that is not PML's is evaluated, and its call."""
+        if mode == "elements":
+            return Elements(self.loss, self._exchange()), LocalCall(args, kwargs)
+        call = TensorCall(
+            self._title, args, kwargs, self.batch_dims, lambda batches: self._gather(batches, self.backward)
+        )
+        return Replicated(self.loss), call
 
-    def _pml(self, mode: str, given: dict[str, Any]) -> Tensor:
-        meeting = PartialsExchange(self._title, self._frame_of, self._group)
-        if mode == "elements" and set(given) <= {"embeddings", "labels"} and self._has_rows(given):
-            return elements_value(self.loss, given["embeddings"], given.get("labels"), meeting)
-        fits = mode == "rows" and self._rows_fit(given)
-        ring = self.gather == "ring"
-        if ring and not self._is_symmetric(given):
-            raise no_ring(self._title, "labels, and no references or tuples", sorted(given))
+    def _choose_pml(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return how a PML loss is evaluated, and its call; the same evaluation on every rank."""
+        given = by_name(self._title, self._argument_names(args), args, kwargs)
+        # a sum over samples needs nobody else's rows
+        if (
+            mode == "elements"
+            and set(given) <= {"embeddings", "labels"}
+            and isinstance(given.get("embeddings"), Tensor)
+        ):
+            return Elements(self.loss, self._exchange()), LocalCall((), given)
+        # all else needs the rows of all ranks
+        call = self._gather_pml(mode, given)
+        self._warn_identities(call)
+        # a sum over anchors: tiles of our own where there are any, else PML's formula on this rank's anchors
+        if mode == "rows" and not self._are_few(call.counts) and self._tuples_fit(given):
+            plan = tiled_plan(self.loss)
+            if plan is not None and call.ref_labels is not None:
+                symmetric, ring = plan.is_symmetric(given), self.gather == "ring"
+                return Tiled(self.loss, self._exchange(), plan, symmetric, self.tile_bytes, ring), call
+            if call.rows_possible():
+                return Rows(self.loss, self._exchange(), self.tile_bytes), call
+        # the full loss on every rank
+        if self.queue_position is not None:
+            self.queue_position.check(call.rows_to_remember(), self._title)
+        return Replicated(self.loss), call
+
+    def _argument_names(self, args: tuple[Any, ...]) -> tuple[str, ...]:
+        """Return what PML calls the positional arguments; a memory also takes as many as a plain loss does."""
+        facts = facts_of(self.loss)
+        if facts.own_references and len(args) > len(facts.arguments):
+            return PML_NAMES
+        return facts.arguments
+
+    def _gather_pml(self, mode: str, given: dict[str, Any]) -> PMLCall:
+        """Gather the rows of all ranks; in a ring their labels, and no more than the number of their rows."""
+        counted: Sequence[str] = ()
+        if self.gather == "ring":
+            counted = ("embeddings",)
+            plan = tiled_plan(self.loss)
+            if plan is None or not plan.is_symmetric(given):
+                raise _no_ring(self._title, "labels, and no references or tuples", sorted(given))
 
         def backward(counts: dict[str, list[int]]) -> Backward:
-            return "sum" if mode == "rows" and not self._few(counts) else self.backward
+            # where each rank computes its own anchors, the gradients of a row come from all ranks
+            return "sum" if mode == "rows" and not self._are_few(counts) else self.backward
 
         def gather(batches: dict[str, Tensor]) -> GatheredBatch:
-            # in a ring all ranks' labels, and no more than the number of their rows
-            return self._gather(batches, backward, counted=("embeddings",) if ring else ())
+            return self._gather(batches, backward, counted)
 
-        call = PMLCall(self.loss, given, gather, process_groups.rank(self._group))
-        self._warn_identities(call)
-        fits = fits and not self._few(call.counts)
-        plan = tiled_plan(self.loss) if fits else None
-        if plan is not None and call.ref_labels is not None:
-            symmetric = plan.is_symmetric(given)
-            return tiled_value(
-                self.loss, plan, call, meeting, symmetric=symmetric, tile_bytes=self.tile_bytes, ring=ring
-            )
-        if fits and call.rows_possible():
-            return rows_value(self.loss, call, meeting, self.tile_bytes)
-        if self.queue_position is not None:
-            mask = call.arguments.get("enqueue_mask")  # only what it marks goes to the memory
-            self.queue_position.check(call.total_rows if mask is None else int(mask.sum()), self._title)
-        return self._on_all_rows(call.seed, call.arguments.values(), (), call.arguments)  # type: ignore[no-any-return]
+        return PMLCall(self.loss, given, gather, process_groups.rank(self._group))
 
-    def _is_symmetric(self, given: dict[str, Any]) -> bool:
-        plan = tiled_plan(self.loss)
-        return plan is not None and plan.is_symmetric(given)
+    def _are_few(self, counts: dict[str, list[int]]) -> bool:
+        """Say whether there are so few rows that every rank computes the full loss faster; the same verdict on every rank."""
+        if self.mode == "rows" or self.gather == "ring":  # only what all ranks have agreed on; not tile_bytes
+            return False
+        return sum(counts.get("embeddings", ())) <= facts_of(self.loss).few_rows
 
-    def _has_rows(self, given: dict[str, Any]) -> bool:
-        return isinstance(given.get("embeddings"), Tensor)
-
-    def _few(self, counts: dict[str, list[int]]) -> bool:
-        """So few rows over all ranks that every rank computes the whole loss; the same verdict on every rank."""
-        chosen = self.mode == "rows" or self.gather == "ring"  # only what all ranks have agreed on; not tile_bytes
-        return not chosen and sum(counts.get("embeddings", ())) <= few_rows(self.loss)
-
-    def _rows_fit(self, given: dict[str, Any]) -> bool:
-        # per anchor, PML counts a pair that a miner names twice once
+    def _tuples_fit(self, given: dict[str, Any]) -> bool:
+        """Say whether a miner's tuples may be split: per anchor, PML counts a pair that a miner names twice once."""
         return "indices_tuple" not in given or not has_per_anchor(self.loss.reducer)
 
     def _warn_identities(self, call: PMLCall) -> None:
-        """Hand-made labels of self-supervised use collide between ranks; all ranks see it, rank 0 says so, once."""
-        if (
-            self._told
-            or self._draws.number > 3
-            or "labels" not in call.given
-            or process_groups.world_size(self._group) == 1
-        ):
+        """Warn once, on rank 0, that hand-made labels of self-supervised use collide between ranks; all ranks see it."""
+        asked = not self._warned and self._seeds.number <= _WATCHED_CALLS and "labels" in call.given
+        if not asked or process_groups.world_size(self._group) == 1:
             return
-        self._told = call.ranks_with_local_identities() > 1
-        if self._told and process_groups.rank(self._group) == 0:
+        self._warned = call.ranks_with_local_identities() > 1
+        if self._warned and process_groups.rank(self._group) == 0:
             warnings.warn(
                 f"{self._title}: several ranks hand in the same labels 0, 1, 2, ...: rows of different ranks count as the same "
                 "identity. If each row is its own identity, pass the second view as ref_emb and labels=None.",
                 stacklevel=2,
             )
 
-    # ------------------------------------------------------------------ others
-
-    def _torch_elements(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        share = torch_partial_sum(self.loss, args, kwargs, process_groups.world_size(self._group))
-        first = next(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        return reduce_partials(
-            self.loss, [share], first, PartialsExchange(self._title, self._frame_of, self._group), empty=math.nan
-        )
-
-    def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = TensorCall(self._title, args, kwargs, self.batch_dims, lambda given: self._gather(given, self.backward))
-        return self._on_all_rows(call.seed, call.batches, call.args, call.kwargs)
-
-    # ------------------------------------------------------------------ shared
-
-    def _on_all_rows(self, seed: int, batches: Iterable[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The loss itself, on the rows of all ranks."""
-        with autograd_graph.inside_global_batch(), same_draws(self.loss, seed, batches):
-            value = self.loss(*args, **kwargs)
-        if self.queue_position is not None:
-            self.queue_position.note()
-        return value
+    # ------------------------------------------------------------------ exchange
 
     def _gather(
         self, batches: dict[str, Tensor], backward: Backward | Choice, counted: Sequence[str] = ()
     ) -> GatheredBatch:
-        extra, must_match = self._draws.next(), self._agreed()
+        seed, must_match = self._seeds.next(), self._take_must_match()
         return gather_batch(
-            self._title, batches, must_match, backward=backward, extra=extra, counted=counted, group=self._group
+            self._title, batches, must_match, backward=backward, extra=seed, counted=counted, group=self._group
         )
 
-    def _frame_of(self, like: Tensor) -> dict[str, object]:
-        return {**self._agreed(), "rows of embeddings": f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"}
+    def _exchange(self) -> StatsExchange:
+        return StatsExchange(self._title, self._take_must_match_of, self._group)
 
-    def _agreed(self) -> dict[str, object]:
+    def _take_must_match_of(self, like: Tensor) -> dict[str, object]:
+        rows = f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"
+        return {**self._take_must_match(), "rows of embeddings": rows}
+
+    def _take_must_match(self) -> dict[str, object]:
+        """Return what must be equal on all ranks; takes what was noted of the last backward."""
         if not self._fingerprint:
             self._fingerprint = configuration_digest(self.loss)
         must_match: dict[str, object] = {"mode": self.mode, "backward": self.backward, "gather": self.gather}
         must_match["configuration"] = self._fingerprint
         if self.backward == "own_slice":
-            noted = self._coefficients.take()
+            noted = self._upstream_grad.take()
             must_match["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted
         return must_match
 
@@ -319,7 +318,65 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         return f"GlobalBatchLoss({type(self.loss).__name__})"
 
 
-_PML_GATHERS = (DistributedLossWrapper, DistributedMinerWrapper)
+class GlobalBatchMiner(WithProcessGroup, nn.Module):
+    """A pytorch-metric-learning miner over the global batch.
+
+    Equivalent to: ``miner(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process.
+
+    Args:
+        miner: Any miner of pytorch-metric-learning. A random one draws the same tuples on all ranks.
+        group: Process group; None is the world.
+
+    Returns:
+        From ``forward``: tuples of global row numbers, equal on every rank, for ``GlobalBatchLoss(..., indices_tuple=...)``.
+
+    Communication: one handshake, and one gather of rows that are too many for it (``handshake.inline_capacity``); none in backward.
+
+    Example:
+        >>> import torch
+        >>> from pytorch_metric_learning.miners import MultiSimilarityMiner
+        >>> miner = GlobalBatchMiner(MultiSimilarityMiner())
+        >>> tuples = miner(torch.randn(4, 8), torch.tensor([0, 0, 1, 1]))
+    """
+
+    sees_global_batch = True
+
+    def __init__(self, miner: nn.Module, *, group: Group = None) -> None:
+        super().__init__()
+        if not isinstance(miner, BaseMiner):
+            raise ConfigurationError(
+                "GlobalBatchMiner: miner", expected="a miner of pytorch-metric-learning", got=repr(miner)
+            )
+        self.miner = miner
+        self._group = group
+        self._seeds = SeedCounter()
+        self._fingerprint = ""
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
+        """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""
+        return autograd_graph.run_full_precision(self, self._mine, args, kwargs)  # type: ignore[no-any-return]
+
+    def _mine(self, *args: Any, **kwargs: Any) -> GlobalTuples:
+        names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
+        title = f"GlobalBatchMiner({type(self.miner).__name__})"
+        if not self._fingerprint:
+            self._fingerprint = configuration_digest(self.miner)
+
+        def gather(batches: dict[str, Tensor]) -> GatheredBatch:
+            must_match = {"configuration": self._fingerprint}
+            return gather_batch(title, batches, must_match, extra=self._seeds.next(), group=self._group)
+
+        try:
+            given = by_name(title, names, args, kwargs)
+            call = PMLCall(self.miner, given, gather, process_groups.rank(self._group))
+            with same_draws(self.miner, call.seed, call.batches):
+                return GlobalTuples.of(self.miner(**call.arguments), call.total_rows)
+        except Exception as error:  # what all ranks raise alike passes through
+            handshake.raise_on_all_ranks(error, title, group=self._group)
+
+
+# ---------------------------------------------------------------------- what is refused
 
 
 def refuse_unfit(loss: nn.Module, mode: str, backward: str) -> None:
@@ -330,61 +387,29 @@ def refuse_unfit(loss: nn.Module, mode: str, backward: str) -> None:
     """
     if not isinstance(loss, nn.Module):
         raise ConfigurationError("GlobalBatchLoss: loss", expected="a torch.nn.Module", got=repr(loss))
+    title = f"GlobalBatchLoss({type(loss).__name__})"
     if mode not in ("auto", *MODES):
         raise ConfigurationError("GlobalBatchLoss: mode", expected=f"'auto' or one of {MODES}", got=repr(mode))
     if backward not in ("own_slice", "sum"):
         raise ConfigurationError("GlobalBatchLoss: backward", expected="'own_slice' or 'sum'", got=repr(backward))
-    inner = [m for m in loss.modules() if isinstance(getattr(m, "reducer", None), DoNothingReducer)]
-    if inner:
+    # what is reduced later cannot be made global here
+    if any(returns_no_number(getattr(module, "reducer", None)) for module in loss.modules()):
         raise ConfigurationError(
-            f"GlobalBatchLoss({type(loss).__name__}): reducer",
+            f"{title}: reducer",
             expected="one that returns a number",
             got="DoNothingReducer, which returns a dict",
             fix="Give the loss the reducer that you apply afterwards.",
         )
     _refuse_global_parts(loss)
-    if isinstance(loss, _Loss) and getattr(loss, "reduction", "mean") == "none":
+    if isinstance(loss, TORCH_LOSS_TYPES) and getattr(loss, "reduction", "mean") == "none":
         raise ConfigurationError(
-            f"GlobalBatchLoss({type(loss).__name__}): reduction",
+            f"{title}: reduction",
             expected="'mean' or 'sum'",
             got="'none'",
             fix="What is reduced later cannot be made global here; let the loss reduce.",
         )
     if mode != "auto" and mode not in allowed_modes(loss):
-        raise not_exact(f"GlobalBatchLoss({type(loss).__name__})", mode, allowed_modes(loss))
-
-
-def _refuse_global_parts(loss: nn.Module) -> None:
-    """Rows that were gathered may not be gathered once more: every row would count W times."""
-    for name, module in loss.named_modules():
-        if getattr(module, "sees_global_batch", False) or isinstance(module, _PML_GATHERS):
-            raise ConfigurationError(
-                f"GlobalBatchLoss({type(loss).__name__})",
-                expected="losses and miners that look at the rows they are given",
-                got=f"{type(module).__name__}{f' in {name}' if name else ''}, which gathers the rows of all ranks by itself",
-                fix="Leave out one of the two wrappers.",
-            )
-
-
-def refuse_tiles(loss: nn.Module, mode: str, tile_bytes: int | None, gather: str) -> None:
-    """Refuse a tile of no size, and a ring that the loss cannot go round.
-
-    Raises:
-        ConfigurationError: with what, expected, got and what to do.
-    """
-    title = f"GlobalBatchLoss({type(loss).__name__})"
-    if tile_bytes is not None and (isinstance(tile_bytes, bool) or not isinstance(tile_bytes, int) or tile_bytes < 1):
-        raise ConfigurationError(
-            f"{title}: tile_bytes", expected="a positive number of bytes, or None", got=repr(tile_bytes)
-        )
-    refuse_gather(title, gather)
-    if gather == "ring":
-        plan = tiled_plan(loss) if mode in ("auto", "rows") and allowed_modes(loss)[0] == "rows" else None
-        if plan is None or not plan.symmetric or getattr(loss, "embedding_regularizer", None) is not None:
-            names = sorted(cls.__name__ for cls, pair_loss in PAIR_LOSSES.items() if pair_loss.symmetric)
-            raise no_ring(
-                title, f"one of {', '.join(names)}, mode 'rows', without regulariser", "another configuration"
-            )
+        raise _not_exact(title, mode, allowed_modes(loss))
 
 
 def refuse_gather(title: str, gather: str) -> None:
@@ -397,19 +422,54 @@ def refuse_gather(title: str, gather: str) -> None:
         raise ConfigurationError(f"{title}: gather", expected="'all' or 'ring'", got=repr(gather))
 
 
-def no_ring(title: str, expected: object, got: object) -> ConfigurationError:
-    """The error for rows that cannot be passed on."""
+def _refuse_global_parts(loss: nn.Module) -> None:
+    """Refuse parts that gather by themselves: rows gathered once more would count W times."""
+    for name, module in loss.named_modules():
+        if gathers_by_itself(module):
+            place = f" in {name}" if name else ""
+            raise ConfigurationError(
+                f"GlobalBatchLoss({type(loss).__name__})",
+                expected="losses and miners that look at the rows they are given",
+                got=f"{type(module).__name__}{place}, which gathers the rows of all ranks by itself",
+                fix="Leave out one of the two wrappers.",
+            )
+
+
+def _refuse_tiles(loss: nn.Module, mode: str, tile_bytes: int | None, gather: str) -> None:
+    """Refuse a tile of no size, and a ring that the loss cannot go round."""
+    title = f"GlobalBatchLoss({type(loss).__name__})"
+    if tile_bytes is not None and (isinstance(tile_bytes, bool) or not isinstance(tile_bytes, int) or tile_bytes < 1):
+        raise ConfigurationError(
+            f"{title}: tile_bytes", expected="a positive number of bytes, or None", got=repr(tile_bytes)
+        )
+    refuse_gather(title, gather)
+    if gather == "all":
+        return
+    plan = None
+    if mode in ("auto", "rows") and allowed_modes(loss)[0] == "rows":
+        plan = tiled_plan(loss)
+    if plan is None or not plan.symmetric or getattr(loss, "embedding_regularizer", None) is not None:
+        names = sorted(cls.__name__ for cls, pair_loss in PAIR_LOSSES.items() if pair_loss.symmetric)
+        expected = f"one of {', '.join(names)}, mode 'rows', without regulariser"
+        raise _no_ring(title, expected, "another configuration")
+
+
+def _no_ring(title: str, expected: object, got: object) -> ConfigurationError:
+    """Return the error for rows that cannot be passed on."""
     return ConfigurationError(f"{title}: gather='ring'", expected=expected, got=got, fix="Use gather='all'.")
 
 
-def not_exact(title: str, mode: str, modes: Sequence[str]) -> ConfigurationError:
-    """The error for a mode that is not exact for a loss."""
+def _not_exact(title: str, mode: str, modes: Sequence[str]) -> ConfigurationError:
+    """Return the error for a mode that is not exact for a loss."""
     return ConfigurationError(
         f"{title}: mode",
         expected=f"one that is exact for this loss as configured: {', '.join(modes)}",
         got=repr(mode),
         fix="Use mode='auto', or declare the class with register_row_separable / register_element_wise.",
     )
+
+
+# ---------------------------------------------------------------------- a cross-batch memory's position
 
 
 class QueuePosition(nn.Module):
@@ -419,7 +479,7 @@ class QueuePosition(nn.Module):
         memories: Of one loss, in the order of its modules.
     """
 
-    position: torch.Tensor
+    position: Tensor
     memories: list[CrossBatchMemory]
 
     def __init__(self, memories: list[CrossBatchMemory]) -> None:
@@ -440,70 +500,15 @@ class QueuePosition(nn.Module):
                     collective=True,
                 )
 
-    def note(self) -> None:
+    def update_(self) -> None:
         """Copy the memories' positions into the buffer."""
-        self.position.copy_(torch.tensor([n for m in self.memories for n in (m.queue_idx, int(m.has_been_filled))]))
+        positions = []
+        for memory in self.memories:
+            positions += [memory.queue_idx, int(memory.has_been_filled)]
+        self.position.copy_(torch.tensor(positions))
 
 
 def _restore(module: nn.Module, _: Any) -> None:
     assert isinstance(module, QueuePosition)
     for memory, (index, filled) in zip(module.memories, module.position.view(-1, 2).tolist(), strict=True):
         memory.queue_idx, memory.has_been_filled = index, bool(filled)
-
-
-class GlobalBatchMiner(WithProcessGroup, nn.Module):
-    """A pytorch-metric-learning miner over the global batch.
-
-    Equivalent to: ``miner(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process.
-
-    Args:
-        miner: Any miner of pytorch-metric-learning. A random one draws the same tuples on all ranks.
-        group: Process group; None is the world.
-
-    Returns:
-        From ``forward``: tuples of global row numbers, equal on every rank, for ``GlobalBatchLoss(..., indices_tuple=...)``.
-
-    Communication: one frame, and one gather of rows that are too many for it (``frames.room``); none in backward.
-
-    Example:
-        >>> import torch
-        >>> from pytorch_metric_learning.miners import MultiSimilarityMiner
-        >>> miner = GlobalBatchMiner(MultiSimilarityMiner())
-        >>> tuples = miner(torch.randn(4, 8), torch.tensor([0, 0, 1, 1]))
-    """
-
-    sees_global_batch = True
-
-    def __init__(self, miner: nn.Module, *, group: Group = None) -> None:
-        super().__init__()
-        if not isinstance(miner, BaseMiner):
-            raise ConfigurationError(
-                "GlobalBatchMiner: miner", expected="a miner of pytorch-metric-learning", got=repr(miner)
-            )
-        self.miner = miner
-        self._group = group
-        self._draws = Draws()
-        self._fingerprint = ""
-
-    @torch.no_grad()
-    def forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
-        """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""
-        return autograd_graph.run_full_precision(self, self._forward, args, kwargs)  # type: ignore[no-any-return]
-
-    def _forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
-        names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
-        title = f"GlobalBatchMiner({type(self.miner).__name__})"
-        self._fingerprint = self._fingerprint or configuration_digest(self.miner)
-        try:
-            call = PMLCall(
-                self.miner,
-                by_name(title, names, args, kwargs),
-                lambda batches: gather_batch(
-                    title, batches, {"configuration": self._fingerprint}, extra=self._draws.next(), group=self._group
-                ),
-                process_groups.rank(self._group),
-            )
-            with same_draws(self.miner, call.seed, call.arguments.values()):
-                return GlobalTuples.of(self.miner(**call.arguments), call.total_rows)
-        except Exception as error:  # what all ranks raise alike passes through
-            handshake.raise_on_all_ranks(error, title, group=self._group)

@@ -1,4 +1,4 @@
-"""From per-rank shares to the global loss: the only code here that names W as a factor.
+"""From each rank's partial sums to the global loss: numerator, divisor, and the factor W. The only code here that names W as a factor.
 
 A sub-loss is a sum of elements over a divisor: ``L = S / N`` with ``S = sum_r S_r`` and ``N = sum_r n_r``. Each rank
 back-propagates ``W * S_r / N``, so that DDP's mean over ranks gives the gradient of ``L``, and reports ``L``. What every rank
@@ -13,27 +13,33 @@ computes in full (a regulariser of the replicated weight) back-propagates as it 
 | divisor | sum of elements | the rank's divisor |
 | per anchor | its inner reducer, on one element per anchor | |
 | multiple | each sub-loss by its own reducer, then the sum | |
+
+Legend: ``W`` ranks, ``B`` rows on this rank, ``D`` embedding size.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from pytorch_metric_learning import reducers as pml
-from pytorch_metric_learning.reducers.per_anchor_reducer import aggregation_func
 from torch import Tensor
 
 from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.losses.pml_registry import reducer_chain, reduction_of
 
-_SHARE = struct.Struct("<dd?dddd")
+_STATS = struct.Struct("<dd?dddd")
+
+STATS_BYTES = _STATS.size
+
+Gradients = Sequence[Tensor | None]
 
 
-STATS_BYTES = _SHARE.size
+# ---------------------------------------------------------------------- what a rank holds, and what it sends
 
 
 class ElementCounts(NamedTuple):
@@ -53,15 +59,7 @@ class ElementCounts(NamedTuple):
 
 
 NO_COUNTS = ElementCounts()
-
-
-class PartialStats(NamedTuple):
-    """One sub-loss as a rank tells it."""
-
-    total: float
-    divisor: float
-    full: bool
-    counted: ElementCounts
+ONE_ELEMENT = ElementCounts(1, 1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -73,197 +71,245 @@ class PartialSum:
         divisor: n_r.
         full: Every rank computes the same complete value; nothing is divided or summed.
         name: Of the sub-loss.
-        count: For what pytorch-metric-learning records.
+        counts: For what pytorch-metric-learning records.
     """
 
     total: Tensor
     divisor: float
     full: bool = False
     name: str = "loss"
-    count: ElementCounts = NO_COUNTS
+    counts: ElementCounts = NO_COUNTS
 
 
-def can_split(reducer: Any) -> bool:
-    """Whether ``split`` knows the reducer, by its exact class (a subclass may reduce differently)."""
-    cls = type(reducer)
-    if cls is pml.MultipleReducers:
-        return can_split(reducer.default_reducer) and all(can_split(r) for r in reducer.reducers.values())
-    if cls is pml.PerAnchorReducer:
-        return reducer.aggregation_func is aggregation_func and can_split(reducer.reducer)
-    return cls in (
-        pml.MeanReducer,
-        pml.SumReducer,
-        pml.ThresholdReducer,
-        pml.AvgNonZeroReducer,
-        pml.ClassWeightedReducer,
-        pml.DivisorReducer,
-    )
+class PartialStats(NamedTuple):
+    """The numbers of one partial sum, as ranks exchange them."""
+
+    total: float
+    divisor: float
+    full: bool
+    counts: ElementCounts
 
 
-def has_per_anchor(reducer: Any) -> bool:
-    """Whether a reducer, or one inside it, works per anchor."""
-    return any(isinstance(inner, pml.PerAnchorReducer) for inner in reducer.modules())
+def pack_partials(partials: Sequence[PartialSum]) -> bytes:
+    """Return what the peers need of this rank's partial sums."""
+    packed = []
+    for partial in partials:
+        total = float(partial.total.detach())
+        packed.append(pack_stats(PartialStats(total, partial.divisor, partial.full, partial.counts)))
+    return b"".join(packed)
 
 
-def split(
-    reducer: Any, loss_dict: dict[str, Any], embeddings: Tensor, labels: Tensor | None, world: int
-) -> list[PartialSum]:
-    """One share per sub-loss of ``compute_loss``'s answer.
-
-    Args:
-        reducer: The loss's reducer.
-        loss_dict: Element losses of this rank's anchors, as PML's ``compute_loss`` returns them.
-        embeddings: (B, D), this rank's rows.
-        labels: (B,), this rank's labels.
-        world: Number of ranks.
-    """
-    shares = []
-    for name, info in loss_dict.items():
-        own = reducer
-        if type(reducer) is pml.MultipleReducers:
-            own = reducer.reducers[name] if name in reducer.reducers else reducer.default_reducer  # noqa: SIM401 - no dict
-        shares.append(replace(_share(own, info, embeddings, labels, world), name=name))
-    return shares
-
-
-def pack_partials(shares: Sequence[PartialSum]) -> bytes:
-    """What the peers need of them."""
-    return b"".join(pack_stats(PartialStats(float(s.total.detach()), s.divisor, s.full, s.count)) for s in shares)
-
-
-def pack_stats(row: PartialStats) -> bytes:
-    """One sub-loss as ``STATS_BYTES`` bytes."""
-    return _SHARE.pack(*row[:3], *row.counted)
-
-
-def unpack_stats(payload: bytes) -> list[PartialStats]:
-    """Sub-losses of one rank."""
-    return [
-        PartialStats(total, divisor, full, ElementCounts(*count))
-        for total, divisor, full, *count in _SHARE.iter_unpack(payload)
-    ]
+def pack_stats(stats: PartialStats) -> bytes:
+    """Return one sub-loss as ``STATS_BYTES`` bytes."""
+    return _STATS.pack(stats.total, stats.divisor, stats.full, *stats.counts)
 
 
 def unpack_partials(payloads: Sequence[bytes]) -> list[list[PartialStats]]:
-    """Per rank, per sub-loss."""
-    return [unpack_stats(payload) for payload in payloads]
+    """Return each rank's sub-losses."""
+    return [_unpack(payload) for payload in payloads]
 
 
-def total_counts(table: Sequence[Sequence[PartialStats]]) -> list[ElementCounts]:
-    """Per sub-loss, over all ranks."""
-    out = []
-    for column in zip(*table, strict=True):
-        ranks = [row.counted for row in (column[:1] if column[0].full else column)]
-        out.append(ElementCounts(*(sum(numbers) for numbers in zip(*ranks, strict=True))))
-    return out
+def _unpack(payload: bytes) -> list[PartialStats]:
+    sub_losses = _STATS.iter_unpack(payload)
+    return [PartialStats(total, divisor, full, ElementCounts(*counts)) for total, divisor, full, *counts in sub_losses]
+
+
+def total_counts(stats_by_rank: Sequence[Sequence[PartialStats]]) -> list[ElementCounts]:
+    """Return how many elements each sub-loss has over all ranks."""
+    totals = []
+    for sub_loss in zip(*stats_by_rank, strict=True):
+        counted = sub_loss[:1] if sub_loss[0].full else sub_loss
+        columns = zip(*(stats.counts for stats in counted), strict=True)
+        totals.append(ElementCounts(*map(sum, columns)))
+    return totals
+
+
+# ---------------------------------------------------------------------- PML's element losses -> partial sums
+
+
+def element_losses(loss: Any, embeddings: Tensor, labels: Tensor | None) -> dict[str, Any]:
+    """Return the element losses of local rows, for a loss that is a sum over samples."""
+    loss.reset_stats()
+    return loss.compute_loss(embeddings, labels, None, embeddings, labels)  # type: ignore[no-any-return]
+
+
+def anchor_losses(
+    loss: Any,
+    embeddings: Tensor,
+    labels: Tensor | None,
+    tuples: tuple[Tensor, ...],
+    ref_emb: Tensor,
+    ref_labels: Tensor | None,
+) -> dict[str, Any]:
+    """Return the element losses of local anchors against all rows, for a loss that is a sum over anchors.
+
+    Args:
+        loss: PML's.
+        embeddings: (B, D), the anchors.
+        labels: (B,).
+        tuples: From ``anchor_tuples``: local anchors, global others.
+        ref_emb: (G, D).
+        ref_labels: (G,).
+    """
+    loss.reset_stats()
+    return loss.compute_loss(embeddings, labels, tuples, ref_emb, ref_labels)  # type: ignore[no-any-return]
+
+
+def partial_sums_of(
+    reducer: Any, loss_dict: dict[str, Any], embeddings: Tensor, labels: Tensor | None, parts: int
+) -> list[PartialSum]:
+    """Return one partial sum per sub-loss.
+
+    Args:
+        reducer: The loss's reducer, which ``pml_registry.can_split``.
+        loss_dict: Element losses by sub-loss, as PML's ``compute_loss`` returns them.
+        embeddings: (B, D), the rows that they are of.
+        labels: (B,), their labels.
+        parts: In how many parts the global batch is computed: the number of ranks, times the chunks of each.
+    """
+    return [_partial_sum(reducer, name, info, embeddings, labels, parts) for name, info in loss_dict.items()]
+
+
+def undivided(parts: int) -> float:
+    """Return one part's share of the divisor 1, for what is summed and never divided."""
+    return 1.0 / parts
+
+
+def _partial_sum(
+    reducer: Any, name: str, info: dict[str, Any], embeddings: Tensor, labels: Tensor | None, parts: int
+) -> PartialSum:
+    losses, indices, kind = info["losses"], info["indices"], info["reduction_type"]
+    reduction = reduction_of(reducer, name)
+    assert reduction is not None
+    nothing = torch.sum(embeddings * 0)  # keeps the embeddings in the graph
+    if not torch.is_tensor(losses):  # PML's zero loss is the number 0
+        return PartialSum(nothing, undivided(parts) if reduction.plain_sum else 0.0, name=name)
+    if kind == "already_reduced":
+        return PartialSum(losses.sum() + nothing, 1.0, full=True, name=name, counts=ONE_ELEMENT)
+    # pairs are averaged within their anchor first, if at all
+    pairs = len(losses)
+    if reduction.per_anchor and kind != "element":
+        losses = _mean_per_anchor(losses, indices[0], embeddings.shape[0])
+        anchors = torch.arange(len(losses), device=losses.device)
+    else:
+        anchors = indices if kind == "element" else indices[0]
+    # what counts, and with which weight
+    elements, above_low = len(losses), float(losses.numel())
+    if reduction.weights is not None:
+        assert labels is not None
+        losses = losses * reduction.weights.to(device=losses.device, dtype=losses.dtype)[labels[anchors]]
+    if reduction.selects:
+        if reduction.low is not None and reducer_chain(reducer, name)[-1].collect_stats:
+            above_low = float((losses > reduction.low).sum())
+        losses = losses[reduction.passing(losses)]
+    # what the sum is to be divided by
+    divisor = float(losses.numel())
+    if reduction.plain_sum:
+        divisor = undivided(parts)
+    elif reduction.given_divisor:
+        divisor = float(info["divisor"])
+    counts = ElementCounts(elements, divisor, above_low, pairs)
+    return PartialSum(losses.sum() + nothing, divisor, name=name, counts=counts)
+
+
+def _mean_per_anchor(losses: Tensor, anchors: Tensor, rows: int) -> Tensor:
+    """Return the mean of each anchor's pair losses, (rows,); 0 for an anchor without pairs."""
+    total = losses.new_zeros(rows).index_add(0, anchors, losses)
+    count = losses.new_zeros(rows).index_add(0, anchors, torch.ones_like(losses))
+    return total / count.clamp(min=1)
+
+
+# ---------------------------------------------------------------------- all ranks' numbers -> the global loss
 
 
 def global_loss(
-    shares: Sequence[PartialSum], table: Sequence[Sequence[PartialStats]], group: Group, *, empty: float = 0.0
+    partials: Sequence[PartialSum], stats_by_rank: Sequence[Sequence[PartialStats]], *, empty: float = 0.0
 ) -> Tensor:
-    """The global loss: its value on every rank, W times this rank's share of its gradient.
+    """Return the global loss: its value on every rank, W times this rank's share of its gradient.
 
     Args:
-        shares: This rank's.
-        table: Every rank's, from ``unpack_partials``.
-        group: Process group.
+        partials: This rank's.
+        stats_by_rank: Every rank's, from ``unpack_partials``.
         empty: As in ``scale_factors``.
 
     Returns:
         0-dim, the same number on every rank.
     """
-    value, factors = scale_factors(table, process_groups.world_size(group), empty)
-    graph = shares[0].total.new_zeros(())
-    for share, factor in zip(shares, factors, strict=True):
-        graph = graph + share.total * factor
-    return value_with_grad(graph, value)
+    value, factors = scale_factors(stats_by_rank, empty)
+    graph = partials[0].total.new_zeros(())
+    for partial, factor in zip(partials, factors, strict=True):
+        graph = graph + partial.total * factor
+    return value_with_grad(value, graph)
 
 
-def scale_factors(table: Sequence[Sequence[PartialStats]], world: int, empty: float = 0.0) -> tuple[float, list[float]]:
-    """The global loss, and what each rank's own share of each sub-loss is multiplied with before it is back-propagated.
+def scale_factors(stats_by_rank: Sequence[Sequence[PartialStats]], empty: float = 0.0) -> tuple[float, list[float]]:
+    """Return the global loss, and what each rank multiplies its partial sums with before it back-propagates them.
 
     Args:
-        table: Every rank's sub-losses.
-        world: Number of ranks.
+        stats_by_rank: Every rank's sub-losses.
         empty: What a mean over nothing on any rank is: 0 in pytorch-metric-learning, not a number in torch.
     """
+    world = len(stats_by_rank)
     value, factors = 0.0, []
-    for column in zip(*table, strict=True):
-        if column[0].full:
-            value += column[0].total
+    for sub_loss in zip(*stats_by_rank, strict=True):
+        if sub_loss[0].full:
+            # the same on all ranks: DDP's mean leaves it as it is
+            value += sub_loss[0].total
             factors.append(1.0)
             continue
-        total, divisor = sum(row.total for row in column), sum(row.divisor for row in column)
-        value += total / divisor if divisor else empty
-        factors.append(world / divisor if divisor else 0.0)
+        total = sum(stats.total for stats in sub_loss)
+        divisor = sum(stats.divisor for stats in sub_loss)
+        if divisor:
+            value += total / divisor
+            factors.append(world / divisor)
+        else:
+            value += empty
+            factors.append(0.0)
     return value, factors
 
 
-def value_with_grad(graph: Tensor, value: float) -> Tensor:
-    """``value``, whose gradient goes to ``graph``."""
-    return _Report.apply(graph, value)  # type: ignore[no-untyped-call, no-any-return]
-
-
 def for_mean_over_ranks(share: Tensor, group: Group) -> Tensor:
-    """This rank's part of a sum over ranks, such that DDP's mean over ranks leaves the sum."""
+    """Scale this rank's part of a sum over ranks such that DDP's mean over ranks leaves the sum."""
     return share * process_groups.world_size(group)
 
 
-class _Report(torch.autograd.Function):
-    """Returns ``value`` and passes the gradient on to ``graph``."""
+def value_with_grad(
+    value: float, *inputs: Tensor | None, vjp: Callable[[Sequence[bool]], Gradients] | None = None
+) -> Tensor:
+    """Return a number whose gradient is computed apart from it.
+
+    Args:
+        value: The number.
+        inputs: What it depends on; dtype and device are the first's.
+        vjp: Which inputs want a gradient -> the derivative of the number by each of them. None: there is one input, 0-dim, whose
+            gradient is that of the number.
+
+    Returns:
+        0-dim.
+    """
+    return _ValueWithGrad.apply(value, vjp, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _ValueWithGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: float, vjp: Callable[[Sequence[bool]], Gradients] | None, *inputs: Tensor | None
+    ) -> Tensor:
+        ctx.vjp = vjp
+        if vjp is not None:
+            ctx.save_for_backward(*inputs)
+        assert inputs[0] is not None
+        return inputs[0].new_full((), value)
 
     @staticmethod
-    def forward(ctx: Any, graph: Tensor, value: float) -> Tensor:
-        return torch.full_like(graph, value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.vjp is None:
+            return None, None, grad
+        return _scaled_vjp(ctx, grad)
 
 
-def _share(reducer: Any, info: dict[str, Any], embeddings: Tensor, labels: Tensor | None, world: int) -> PartialSum:
-    losses, indices, kind = info["losses"], info["indices"], info["reduction_type"]
-    nothing = torch.sum(embeddings * 0)
-    if not torch.is_tensor(losses):  # PML's zero loss is the number 0
-        return PartialSum(nothing, 1.0 / world if type(reducer) is pml.SumReducer else 0.0)
-    if kind == "already_reduced":
-        return PartialSum(losses.sum() + nothing, 1.0, full=True, count=ElementCounts(1, 1, 1, 1))
-    cls, number = type(reducer), len(losses)
-    if cls is pml.PerAnchorReducer:
-        if kind != "element":
-            per_anchor, rows = _per_anchor(losses, indices[0], embeddings.shape[0])
-            info = {"losses": per_anchor, "indices": rows, "reduction_type": "element"}
-        share = _share(reducer.reducer, info, embeddings, labels, world)
-        return replace(share, count=share.count._replace(pairs=number))
-    divisor: float | None = None
-    above: float = losses.numel()
-    if cls is pml.SumReducer:
-        divisor = 1.0 / world
-    elif cls is pml.DivisorReducer:
-        divisor = float(info["divisor"])
-    elif cls is pml.ClassWeightedReducer:
-        assert labels is not None
-        anchors = indices if kind == "element" else indices[0]
-        losses = losses * reducer.weights.to(device=losses.device, dtype=losses.dtype)[labels[anchors]]
-    elif cls in (pml.ThresholdReducer, pml.AvgNonZeroReducer):
-        if reducer.collect_stats:
-            above = float(_passing(losses, reducer.low, None).sum())
-        losses = losses[_passing(losses, reducer.low, reducer.high)]
-    divisor = float(losses.numel()) if divisor is None else divisor
-    return PartialSum(losses.sum() + nothing, divisor, count=ElementCounts(number, divisor, above, number))
-
-
-def _passing(losses: Tensor, low: float | None, high: float | None) -> Tensor:
-    passing = torch.ones_like(losses, dtype=torch.bool)
-    if low is not None:
-        passing &= losses > low
-    if high is not None:
-        passing &= losses < high
-    return passing
-
-
-def _per_anchor(losses: Tensor, anchors: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Mean of each anchor's pair losses; 0 for an anchor without pairs."""
-    total = losses.new_zeros(rows).index_add(0, anchors, losses)
-    count = losses.new_zeros(rows).index_add(0, anchors, torch.ones_like(losses))
-    return total / count.clamp(min=1), torch.arange(rows, device=losses.device)
+@once_differentiable_strict("GlobalBatchLoss")
+def _scaled_vjp(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    derivatives = ctx.vjp(ctx.needs_input_grad[2:])
+    scaled = [None if derivative is None else derivative * grad for derivative in derivatives]
+    return None, None, *scaled

@@ -1,62 +1,129 @@
-"""Which loss allows which way of evaluating it over the ranks. Data, with the two calls that extend it.
+"""The one table of pytorch-metric-learning (PML) by class: what its losses, reducers and distances allow. Everybody else asks here.
 
-``replicated`` is exact for every deterministic loss and needs no entry. ``rows``: the loss is a sum over anchors.
-``elements``: the loss is a sum over samples. Measured on pytorch-metric-learning (PML) 2.9 in float64: sums and counts of
-two unequal halves against the whole.
+A new loss is one row in ``LOSSES``, and a pair loss in ``tiled/pair_losses.py`` if it shall run in tiles. The rows were measured on PML
+2.9 in float64: sums and counts of two unequal halves against one process; ``separable.check_separable`` repeats that for any instance.
+
+| mode | exact for |
+|---|---|
+| ``replicated`` | every deterministic loss; needs no row |
+| ``rows`` | losses that are a sum over anchors |
+| ``elements`` | losses that are a sum over samples |
+
+The class alone does not decide: ``is_separable`` looks at how an instance is configured (regulariser, distance, reducer, random triplets).
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
-import pytorch_metric_learning.losses as pml
-from torch import nn
-from torch.nn.modules.loss import _Loss
+import torch
+from pytorch_metric_learning import distances, reducers, regularizers
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning.reducers.per_anchor_reducer import aggregation_func
+from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
+from torch import Tensor, nn
 
+from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES, child_modules
 from lightning_ddp_losses.errors import ConfigurationError
 
 Mode = Literal["replicated", "rows", "elements"]
 MODES: tuple[Mode, ...] = ("elements", "rows", "replicated")  # cheapest first
 
+PML_NAMES = ("embeddings", "labels", "indices_tuple", "ref_emb", "ref_labels", "enqueue_mask")
+"""Arguments of PML's losses and miners, in the order of most of them."""
+
 T = TypeVar("T", bound=type[nn.Module])
 
-_ELEMENTS: set[type] = {
-    pml.ArcFaceLoss,
-    pml.CosFaceLoss,
-    pml.LargeMarginSoftmaxLoss,
-    pml.NormalizedSoftmaxLoss,
-    pml.ProxyNCALoss,
-    pml.SoftTripleLoss,
-    pml.SphereFaceLoss,
-    pml.SubCenterArcFaceLoss,
+_FEW_ROWS = 256
+
+
+# ---------------------------------------------------------------------- losses
+
+
+@dataclass(frozen=True)
+class LossFacts:
+    """What is known of a loss by its class.
+
+    Attributes:
+        mode: The cheapest mode that is exact; ``replicated`` always is.
+        few_rows: Global rows up to which every rank computes the full loss faster than it exchanges once more (measured, W = 2).
+        memory: What PML's formula holds for each anchor: one number per column; one per positive and column; one per positive and
+            negative; or every triplet. ``"triplets"`` also says that it compares triplets, not pairs.
+        column_elements: Its element losses have the shape (n, 1), which PML 2.9 multiplies with a row of class weights: a product of two
+            means, which no split gives.
+        arguments: Names of its positional arguments.
+        pairs_views: Without labels it pairs row i of ``embeddings`` with row i of ``ref_emb`` by itself.
+        own_references: Its references are not those of the call, but rows it remembers.
+        draws: It draws random numbers in every call.
+    """
+
+    mode: Mode = "replicated"
+    few_rows: int = _FEW_ROWS
+    memory: Literal["columns", "positives x columns", "pairs x pairs", "triplets"] = "columns"
+    column_elements: bool = False
+    arguments: tuple[str, ...] = PML_NAMES
+    pairs_views: bool = False
+    own_references: bool = False
+    draws: bool = False
+
+    @property
+    def compares_triplets(self) -> bool:
+        """Whether its tuples are triplets, not pairs."""
+        return self.memory == "triplets"
+
+
+LOSSES: dict[type[nn.Module], LossFacts] = {
+    # sums over samples
+    pml.ArcFaceLoss: LossFacts("elements"),
+    pml.CosFaceLoss: LossFacts("elements"),
+    pml.LargeMarginSoftmaxLoss: LossFacts("elements"),
+    pml.NormalizedSoftmaxLoss: LossFacts("elements"),
+    pml.ProxyNCALoss: LossFacts("elements"),
+    pml.SoftTripleLoss: LossFacts("elements"),
+    pml.SphereFaceLoss: LossFacts("elements"),
+    pml.SubCenterArcFaceLoss: LossFacts("elements"),
+    # sums over anchors; what PML computes for every pair of pairs, or for every triplet, is sooner worth sharing
+    pml.AngularLoss: LossFacts("rows", few_rows=128, memory="positives x columns", column_elements=True),
+    pml.CircleLoss: LossFacts("rows", column_elements=True),
+    pml.ContrastiveLoss: LossFacts("rows", few_rows=192),
+    pml.GeneralizedLiftedStructureLoss: LossFacts("rows", column_elements=True),
+    pml.MarginLoss: LossFacts("rows", few_rows=64, memory="triplets"),
+    pml.MultiSimilarityLoss: LossFacts("rows", few_rows=192, column_elements=True),
+    pml.NTXentLoss: LossFacts("rows", few_rows=32, memory="pairs x pairs"),
+    pml.SignalToNoiseRatioContrastiveLoss: LossFacts("rows"),
+    pml.SupConLoss: LossFacts("rows", few_rows=192),
+    pml.TripletMarginLoss: LossFacts("rows", few_rows=64, memory="triplets"),
+    pml.TupletMarginLoss: LossFacts("rows", few_rows=32, memory="pairs x pairs", column_elements=True),
+    # replicated like all that have no row, but called in a way of their own
+    pml.CrossBatchMemory: LossFacts(
+        arguments=("embeddings", "labels", "indices_tuple", "enqueue_mask"), own_references=True
+    ),
+    pml.ManifoldLoss: LossFacts(draws=True),
+    pml.SelfSupervisedLoss: LossFacts(arguments=("embeddings", "ref_emb"), pairs_views=True),
+    pml.VICRegLoss: LossFacts(pairs_views=True),
 }
-_ROWS: set[type] = {
-    pml.AngularLoss,
-    pml.CircleLoss,
-    pml.ContrastiveLoss,
-    pml.GeneralizedLiftedStructureLoss,
-    pml.MarginLoss,
-    pml.MultiSimilarityLoss,
-    pml.NTXentLoss,
-    pml.SignalToNoiseRatioContrastiveLoss,
-    pml.SupConLoss,
-    pml.TripletMarginLoss,
-    pml.TupletMarginLoss,
-}
-_FEW = 256
-# what PML computes for every pair of pairs, or for every triplet, is sooner worth sharing
-_FEW_OF: dict[type, int] = {
-    pml.AngularLoss: 128,
-    pml.ContrastiveLoss: 192,
-    pml.MarginLoss: 64,
-    pml.MultiSimilarityLoss: 192,
-    pml.NTXentLoss: 32,
-    pml.SupConLoss: 192,
-    pml.TripletMarginLoss: 64,
-    pml.TupletMarginLoss: 32,
-}
+_NO_FACTS = LossFacts()
 # torch losses whose mean is not a sum over elements divided by a count or a weight
 _TORCH_REPLICATED: set[type] = {nn.CTCLoss}
+
+
+def facts_of(loss: nn.Module) -> LossFacts:
+    """Return the row of a loss's class; a subclass inherits how it is called, but not in which mode it is exact."""
+    facts = LOSSES.get(type(loss))
+    return _inherited(type(loss)) if facts is None else facts
+
+
+def allowed_modes(loss: nn.Module) -> tuple[Mode, ...]:
+    """Return the exact modes of a loss by its class, cheapest first. A subclass may have another formula and needs a row of its own."""
+    cls = type(loss)
+    facts = LOSSES.get(cls)
+    if facts is not None and facts.mode != "replicated":
+        return (facts.mode, "replicated")
+    if issubclass(cls, TORCH_LOSS_TYPES) and cls.__module__.startswith("torch.") and cls not in _TORCH_REPLICATED:
+        return ("elements", "replicated")
+    return ("replicated",)
 
 
 def register_element_wise(cls: T) -> T:
@@ -65,8 +132,7 @@ def register_element_wise(cls: T) -> T:
     The class must offer PML's ``compute_loss`` with a reducer, or torch's ``reduction`` attribute. Verify the claim with
     ``check_separable``.
     """
-    _ELEMENTS.add(_checked(cls, "register_element_wise"))
-    return cls
+    return _register(cls, "elements", "register_element_wise")
 
 
 def register_row_separable(cls: T) -> T:
@@ -74,28 +140,204 @@ def register_row_separable(cls: T) -> T:
 
     The class must accept ``ref_emb`` and ``ref_labels`` in ``compute_loss``. Verify the claim with ``check_separable``.
     """
-    _ROWS.add(_checked(cls, "register_row_separable"))
-    return cls
+    return _register(cls, "rows", "register_row_separable")
 
 
-def allowed_modes(loss: nn.Module) -> tuple[Mode, ...]:
-    """Exact modes of a loss by its class, cheapest first. A subclass with a different formula has no entry of its own."""
-    cls = type(loss)
-    if cls in _ELEMENTS or (
-        issubclass(cls, _Loss) and cls.__module__.startswith("torch.") and cls not in _TORCH_REPLICATED
-    ):
-        return ("elements", "replicated")
-    if cls in _ROWS:
-        return ("rows", "replicated")
-    return ("replicated",)
+def is_separable(loss: nn.Module, mode: Mode) -> bool:
+    """Say whether this instance, of a class that allows ``mode``, is a sum that can be taken apart as it is configured now."""
+    if mode == "elements" and getattr(loss, "embedding_regularizer", None) is not None:
+        return False  # a regulariser may look at the full batch (zero mean)
+    options = vars(loss)  # getattr of what a module has not is slow
+    if options.get("triplets_per_anchor", "all") != "all":
+        return False  # random: all ranks must draw the same
+    if options.get("swap", False):
+        return False  # looks up the distance of a positive, which may lie on another rank
+    distance = getattr(loss, "distance", None)
+    if distance is not None and type(distance) not in DISTANCES:
+        return False  # a user's distance may look at the full batch
+    reductions = all_reductions(getattr(loss, "reducer", None))
+    if facts_of(loss).column_elements and any(r is not None and r.weights is not None for r in reductions):
+        return False
+    return None not in reductions
 
 
-def few_rows(loss: nn.Module) -> int:
-    """Global rows up to which every rank computes the whole loss faster than it meets the others once more (measured, W = 2)."""
-    return _FEW_OF.get(type(loss), _FEW)
+def is_pml_loss(loss: object) -> bool:
+    """Say whether a loss is called as PML's are: embeddings, labels, tuples, references."""
+    return isinstance(loss, (pml.BaseMetricLossFunction, pml.BaseLossWrapper, pml.MultipleLosses))
 
 
-def _checked(cls: T, what: str) -> T:
+def gathers_by_itself(module: nn.Module) -> bool:
+    """Say whether a module gathers the rows of all ranks: one of ours, or PML's own wrapper."""
+    theirs = isinstance(module, (DistributedLossWrapper, DistributedMinerWrapper))
+    return theirs or bool(getattr(module, "sees_global_batch", False))
+
+
+def may_draw(loss: nn.Module) -> bool:
+    """Say whether a call may draw random numbers; to save and restore generators takes as long as a small loss."""
+    stack = [loss]
+    while stack:
+        module = stack.pop()
+        if type(module) not in _NEVER_DRAW or vars(module).get("triplets_per_anchor", "all") != "all":
+            return True
+        stack += [child for child in child_modules(module).values() if child is not None]
+    return False
+
+
+def _classes_that_never_draw() -> set[type]:
+    """Collect PML's and torch's classes, exact: a subclass, a miner, or a module or function of somebody else may draw."""
+    found: set[type] = {nn.ModuleDict, nn.ModuleList, nn.Softplus}
+    for package in (pml, distances, reducers, regularizers, nn.modules.loss):
+        found |= {value for value in vars(package).values() if isinstance(value, type)}
+    drawing = {cls for cls, facts in LOSSES.items() if facts.draws}
+    return found - drawing - {nn.TripletMarginWithDistanceLoss}
+
+
+_NEVER_DRAW = _classes_that_never_draw()
+
+
+def _inherited(cls: type) -> LossFacts:
+    """Return how the nearest known class is called, in the mode that is always exact."""
+    for base in cls.__mro__:
+        facts = LOSSES.get(base)
+        if facts is not None:
+            return replace(facts, mode="replicated", few_rows=_FEW_ROWS)
+    return _NO_FACTS
+
+
+def _register(cls: T, mode: Mode, what: str) -> T:
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ConfigurationError(what, expected="a subclass of torch.nn.Module", got=repr(cls))
+    known = LOSSES.get(cls, _NO_FACTS)
+    if MODES.index(mode) < MODES.index(known.mode):  # of two claims the cheaper one stands
+        LOSSES[cls] = replace(_inherited(cls), mode=mode)
     return cls
+
+
+# ---------------------------------------------------------------------- reducers
+
+
+class Reduction(NamedTuple):
+    """A reducer as data: how element losses become a sum and a divisor.
+
+    Attributes:
+        low: Elements must be larger; None: no lower limit.
+        high: Elements must be smaller; None: no upper limit.
+        plain_sum: Nothing is divided.
+        given_divisor: The loss gives the divisor itself.
+        weights: (classes,), by the anchor's label; None: 1.
+        per_anchor: Pairs are averaged within their anchor first; all else then concerns the anchors.
+    """
+
+    low: float | None = None
+    high: float | None = None
+    plain_sum: bool = False
+    given_divisor: bool = False
+    weights: Tensor | None = None
+    per_anchor: bool = False
+
+    @property
+    def selects(self) -> bool:
+        """Whether some elements may not pass."""
+        return self.low is not None or self.high is not None
+
+    def passing(self, values: Tensor) -> Tensor:
+        """Return which elements pass both limits, bool."""
+        passing = torch.ones_like(values, dtype=torch.bool)
+        if self.low is not None:
+            passing &= values > self.low
+        if self.high is not None:
+            passing &= values < self.high
+        return passing
+
+
+_MEAN, _SUM, _GIVEN = Reduction(), Reduction(plain_sum=True), Reduction(given_divisor=True)
+
+REDUCERS: dict[type, Callable[[Any], Reduction]] = {
+    reducers.MeanReducer: lambda reducer: _MEAN,
+    reducers.SumReducer: lambda reducer: _SUM,
+    reducers.ThresholdReducer: lambda reducer: Reduction(low=reducer.low, high=reducer.high),
+    reducers.AvgNonZeroReducer: lambda reducer: Reduction(low=reducer.low, high=reducer.high),
+    reducers.ClassWeightedReducer: lambda reducer: Reduction(weights=reducer.weights),
+    reducers.DivisorReducer: lambda reducer: _GIVEN,
+}
+"""Reducers that can be split, by exact class: a subclass may reduce differently."""
+
+
+def reducer_of(reducer: Any, name: str) -> Any:
+    """Return the reducer that PML applies to sub-loss ``name``."""
+    if isinstance(reducer, reducers.MultipleReducers):
+        if name in reducer.reducers:
+            return reducer.reducers[name]
+        return reducer.default_reducer
+    return reducer
+
+
+def reducer_chain(reducer: Any, name: str) -> list[Any]:
+    """Return the reducers that sub-loss ``name`` passes through: those that average per anchor, then the one that makes the number."""
+    chain = [reducer_of(reducer, name)]
+    while isinstance(chain[-1], reducers.PerAnchorReducer):
+        chain.append(reducer_of(chain[-1].reducer, "loss"))  # PML calls what it has averaged "loss"
+    return chain
+
+
+def reduction_of(reducer: Any, name: str = "loss") -> Reduction | None:
+    """Return the reducer of sub-loss ``name`` as data; None for one that nobody can split."""
+    make = REDUCERS.get(type(reducer))
+    if make is not None:
+        return make(reducer)
+    if type(reducer) is reducers.MultipleReducers:
+        return reduction_of(reducer_of(reducer, name), name)
+    if type(reducer) is reducers.PerAnchorReducer and reducer.aggregation_func is aggregation_func:
+        inner = reduction_of(reducer.reducer, "loss")
+        return None if inner is None else inner._replace(per_anchor=True)
+    return None
+
+
+def all_reductions(reducer: Any) -> list[Reduction | None]:
+    """Return the reductions that a reducer may choose among, whatever the sub-losses are called."""
+    if type(reducer) is not reducers.MultipleReducers:
+        return [reduction_of(reducer)]
+    found = all_reductions(reducer.default_reducer)
+    for inner in reducer.reducers.values():
+        found += all_reductions(inner)
+    return found
+
+
+def can_split(reducer: Any) -> bool:
+    """Say whether a reducer is a sum over a divisor, whatever the sub-losses are called."""
+    return None not in all_reductions(reducer)
+
+
+def has_per_anchor(reducer: Any) -> bool:
+    """Say whether a reducer averages pairs within their anchor."""
+    return any(reduction is not None and reduction.per_anchor for reduction in all_reductions(reducer))
+
+
+def returns_no_number(reducer: object) -> bool:
+    """Say whether a reducer hands the element losses on as they are."""
+    return isinstance(reducer, reducers.DoNothingReducer)
+
+
+# ---------------------------------------------------------------------- distances
+
+
+@dataclass(frozen=True)
+class DistanceFacts:
+    """What is known of a distance by its class.
+
+    Attributes:
+        symmetric: The distance of x to y is that of y to x.
+        product: A matrix product of rows and columns, and nothing else.
+    """
+
+    symmetric: bool = True
+    product: bool = False
+
+
+DISTANCES: dict[type, DistanceFacts] = {
+    distances.CosineSimilarity: DistanceFacts(product=True),
+    distances.DotProductSimilarity: DistanceFacts(product=True),
+    distances.LpDistance: DistanceFacts(),
+    distances.SNRDistance: DistanceFacts(symmetric=False),
+}
+"""Distances of one row to one other, by exact class: a subclass may look at the full batch."""

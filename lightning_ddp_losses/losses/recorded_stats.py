@@ -2,53 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from pytorch_metric_learning import reducers
+from pytorch_metric_learning.reducers import BaseReducer
 from torch import Tensor
 
-from lightning_ddp_losses.losses.partial_sums import ElementCounts
-
-
-def wants_counts(loss: Any) -> bool:
-    """Whether a reducer of the loss records anything."""
-    return any(module.collect_stats for module in loss.modules() if isinstance(module, reducers.BaseReducer))
+from lightning_ddp_losses.losses.partial_sums import ElementCounts, PartialStats, total_counts
+from lightning_ddp_losses.losses.pml_registry import reducer_chain, reduction_of
 
 
 def record_norms(distance: Any, embeddings: Tensor, references: Tensor) -> None:
-    """Mean norms of all ranks' rows, on the distance that compared them."""
+    """Record the mean norms of all ranks' rows, on the distance that compared them."""
     if distance is None or not distance.collect_stats:
         return
     with torch.no_grad():
         distance.reset_stats()
-        normalized = (distance.maybe_normalize(t) for t in (embeddings, references))
+        normalized = (distance.maybe_normalize(rows) for rows in (embeddings, references))
         distance.set_default_stats(embeddings, references, *normalized)
 
 
-def record_reduction(reducer: Any, name: str, count: ElementCounts) -> None:
-    """Numbers of elements of sub-loss ``name``, on its reducer and those inside it."""
-    for inner, elements in _chain(reducer, name, count):
-        inner.reset_stats()
-        if not inner.collect_stats:
-            continue
-        inner.losses_size = max(int(elements), 1)  # what has no elements is the number 0
-        if isinstance(inner, reducers.ThresholdReducer) and elements:
-            inner.num_past_filter = int(count.passed)
-            if inner.low is not None:
-                inner.num_above_low = int(count.above_low)
-            if inner.high is not None:
-                inner.num_above_high = int(count.passed)
-        if isinstance(inner, reducers.DivisorReducer):
-            inner.divisor = count.passed
+def record_counts(loss: Any, names: Sequence[str], stats_by_rank: Sequence[Sequence[PartialStats]]) -> None:
+    """Record the numbers of elements of the sub-losses ``names`` over all ranks, on the loss's reducers."""
+    if not _collects(loss):
+        return
+    for name, counts in zip(names, total_counts(stats_by_rank), strict=True):
+        *per_anchor, last = reducer_chain(loss.reducer, name)
+        for reducer in per_anchor:
+            _record_size(reducer, counts.pairs)
+        _record_size(last, counts.elements)
+        _record_passed(last, counts)
 
 
-def _chain(reducer: Any, name: str, count: ElementCounts) -> Iterator[tuple[Any, float]]:
-    if isinstance(reducer, reducers.MultipleReducers):
-        known = name in reducer.reducers
-        reducer = reducer.reducers[name] if known else reducer.default_reducer
-    while isinstance(reducer, reducers.PerAnchorReducer):
-        yield reducer, count.pairs
-        reducer = reducer.reducer
-    yield reducer, count.elements
+def _collects(loss: Any) -> bool:
+    """Say whether a reducer of the loss records anything."""
+    return any(module.collect_stats for module in loss.modules() if isinstance(module, BaseReducer))
+
+
+def _record_size(reducer: Any, elements: float) -> None:
+    reducer.reset_stats()
+    if reducer.collect_stats:
+        reducer.losses_size = max(int(elements), 1)  # what has no elements is the number 0
+
+
+def _record_passed(reducer: Any, counts: ElementCounts) -> None:
+    """Record what passed a reducer's limits, or its divisor, in the attributes that PML 2.9 gives it."""
+    reduction = reduction_of(reducer)
+    if reduction is None or not reducer.collect_stats:
+        return
+    if reduction.selects and counts.elements:
+        reducer.num_past_filter = int(counts.passed)
+        if reduction.low is not None:
+            reducer.num_above_low = int(counts.above_low)
+        if reduction.high is not None:
+            reducer.num_above_high = int(counts.passed)
+    if reduction.given_divisor:
+        reducer.divisor = counts.passed

@@ -1,87 +1,112 @@
-"""Any loss that is a sum over anchors, a few anchors at a time: each part is computed anew in backward, so only one is alive.
+"""Any loss that is a sum over anchors, a few anchors at a time: PML's own formula on chunks, each computed anew in backward.
+
+Where all of this rank's anchors make one chunk of ordinary size, that chunk is computed once and keeps its graph.
 
 Legend: ``B`` rows on this rank, ``G`` references over all ranks, ``P`` positives of an anchor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import precision
-from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
-from lightning_ddp_losses.losses import anchor_tuples as pml_rows
+from lightning_ddp_losses.losses.anchor_tuples import enough_pairs
 from lightning_ddp_losses.losses.gathered_call import PMLCall
-from lightning_ddp_losses.losses.partial_sums import ElementCounts, PartialSum, split
+from lightning_ddp_losses.losses.partial_sums import (
+    ElementCounts,
+    PartialSum,
+    anchor_losses,
+    partial_sums_of,
+    value_with_grad,
+)
+from lightning_ddp_losses.losses.pml_registry import facts_of
 
-PART_BYTES = 64 << 20
-"""What a part may take where nobody says. Computing twice is only worth it where the whole would be large."""
-
-_TRIPLETS = (pml.MarginLoss, pml.TripletMarginLoss)
-_PAIRS_BY_PAIRS = (pml.NTXentLoss, pml.TupletMarginLoss)
+CHUNK_BYTES = 64 << 20
+"""What a chunk may take where nobody says. Computing twice is only worth it where the batch in one go would be large."""
 
 
-def parts_of(loss: nn.Module, call: PMLCall, part_bytes: int | None) -> list[slice]:
-    """This rank's rows in parts, each of which is ordinary input: with too few pairs PML returns a zero for all of it.
+def chunks_of(loss: nn.Module, call: PMLCall, chunk_bytes: int | None) -> list[slice]:
+    """Return this rank's rows in chunks, each of which is ordinary input: with too few pairs PML returns a zero for all of it.
 
     Args:
-        loss: What will run on the parts.
+        loss: What will run on the chunks.
         call: Its arguments.
-        part_bytes: The most that a part may take, roughly; None: a default.
+        chunk_bytes: The most that a chunk may take, roughly; None: a default.
     """
-    near, far = call.partner_counts()
-    rows, item = len(near), call.references.element_size()
-    mean = float(near.double().mean()) if rows else 0.0
-    negatives = float(far.double().mean()) if rows else 0.0
-    allowed = float(part_bytes or PART_BYTES)
-    if isinstance(loss, _TRIPLETS):  # three indices and some numbers for each triplet
-        size = allowed / max(mean * negatives * (24 + 6 * item), 1)
-    elif isinstance(loss, _PAIRS_BY_PAIRS):
-        size = (allowed / max(mean * negatives * 4 * item, 1)) ** 0.5
-    else:
-        size = allowed / max((1 + mean * isinstance(loss, pml.AngularLoss)) * len(call.references) * 6 * item, 1)
-    step, parts, start = max(1, int(size)), [], 0
+    positives, negatives = call.local_pair_counts()
+    mined = "indices_tuple" in call.arguments
+    size = _rows_of_a_chunk(loss, call, positives, negatives, float(chunk_bytes or CHUNK_BYTES))
+    rows, start = len(positives), 0
+    chunks = []
     while start < rows:
-        stop = start
-        while stop < rows:
-            stop = min(stop + step, rows)
-            if _is_ordinary(near[start:stop], far[start:stop], mined="indices_tuple" in call.arguments):
-                break
-        parts.append(slice(start, stop))
+        # as many rows as fit, and more until they are ordinary input
+        stop = min(start + size, rows)
+        while stop < rows and not enough_pairs(positives[start:stop], negatives[start:stop], mined=mined):
+            stop = min(stop + size, rows)
+        chunks.append(slice(start, stop))
         start = stop
-    if len(parts) > 1 and not _is_ordinary(near[parts[-1]], far[parts[-1]], mined="indices_tuple" in call.arguments):
-        last = parts.pop()
-        parts[-1] = slice(parts[-1].start, last.stop)
-    return parts
+    # what is left over at the end goes with the chunk before it
+    if len(chunks) > 1 and not enough_pairs(positives[chunks[-1]], negatives[chunks[-1]], mined=mined):
+        last = chunks.pop()
+        chunks[-1] = slice(chunks[-1].start, last.stop)
+    return chunks
 
 
-class RowTiles:
-    """One evaluation in parts.
+def _rows_of_a_chunk(loss: nn.Module, call: PMLCall, positives: Tensor, negatives: Tensor, allowed: float) -> int:
+    """Return how many rows take ``allowed`` bytes in PML's formula, on average."""
+    mean_positives = float(positives.double().mean()) if len(positives) else 0.0
+    mean_negatives = float(negatives.double().mean()) if len(positives) else 0.0
+    item, columns = call.references.element_size(), len(call.references)
+    memory = facts_of(loss).memory
+    if memory == "triplets":  # three indices and some numbers for each triplet
+        size = allowed / max(mean_positives * mean_negatives * (24 + 6 * item), 1)
+    elif memory == "pairs x pairs":
+        size = (allowed / max(mean_positives * mean_negatives * 4 * item, 1)) ** 0.5
+    elif memory == "positives x columns":
+        size = allowed / max((1 + mean_positives) * columns * 6 * item, 1)
+    else:
+        size = allowed / max(columns * 6 * item, 1)
+    return max(1, int(size))
+
+
+class RowChunks:
+    """One evaluation of this rank's anchors, in chunks.
 
     Args:
         loss: A loss that is a sum over anchors.
         call: Its arguments over all ranks.
-        parts: From ``parts_of``.
+        chunks: From ``chunks_of``.
         world: Number of ranks.
     """
 
-    def __init__(self, loss: Any, call: PMLCall, parts: list[slice], world: int) -> None:
-        self._loss, self._call, self._parts, self._world = loss, call, parts, world
+    def __init__(self, loss: Any, call: PMLCall, chunks: list[slice], world: int) -> None:
+        self._loss, self._call, self._chunks, self._world = loss, call, chunks, world
+        self._owner_of_full: list[int | None] = []
 
-    @torch.no_grad()
-    def forward(self) -> list[PartialSum]:
-        """Shares of the sub-losses, without graph."""
-        embeddings, references = self._call.given["embeddings"].detach(), self._call.references.detach()
-        parts = [self._shares(part, embeddings[part], references) for part in self._parts]
-        self._first_whole = [next((i for i, p in enumerate(parts) if p[k].full), None) for k in range(len(parts[0]))]
-        return [self._added([p[k] for p in parts], self._first_whole[k]) for k in range(len(parts[0]))]
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward computes the chunks once more; else the one chunk has kept its graph."""
+        return len(self._chunks) > 1
+
+    def partial_sums(self) -> list[PartialSum]:
+        """Return this rank's partial sums; without a graph where backward recomputes them."""
+        embeddings, references = self._call.given["embeddings"], self._call.references
+        if not self.recomputes:
+            return self._partials(None, embeddings, references)
+        with torch.no_grad():
+            embeddings, references = embeddings.detach(), references.detach()
+            by_chunk = [self._partials(chunk, embeddings[chunk], references) for chunk in self._chunks]
+        by_sub_loss = list(zip(*by_chunk, strict=True))
+        # what every chunk computes in full counts once, in the first chunk that has it
+        self._owner_of_full = [_first_full(partials) for partials in by_sub_loss]
+        return [_added(partials, owner) for partials, owner in zip(by_sub_loss, self._owner_of_full, strict=True)]
 
     def value(self, factors: list[float], value: float) -> Tensor:
-        """The loss, with its graph.
+        """Return the loss, whose gradient is computed chunk by chunk in backward.
 
         Args:
             factors: What each sub-loss is multiplied with.
@@ -89,69 +114,66 @@ class RowTiles:
         """
         parameters = [p for p in self._loss.parameters() if p.requires_grad]
         inputs = (self._call.given["embeddings"], self._call.references, *parameters)
+        return value_with_grad(value, *inputs, vjp=lambda wanted: self._gradients(factors, references=wanted[1]))
 
-        def pull() -> list[Tensor]:
-            return self._gradients(factors, [t.requires_grad for t in inputs])
-
-        return _Value.apply(pull, value, *inputs)  # type: ignore[no-untyped-call, no-any-return]
-
-    def _gradients(self, factors: list[float], wanted: list[bool]) -> list[Tensor]:
-        embeddings, references = self._call.given["embeddings"].detach(), self._call.references.detach()
+    def _gradients(self, factors: list[float], *, references: bool) -> list[Tensor]:
+        """Return the gradients of embeddings, references (zeros where not wanted) and parameters."""
+        embeddings, all_references = self._call.given["embeddings"].detach(), self._call.references.detach()
         dtype, devices = embeddings.dtype, {embeddings.device.type}
         with precision.full_precision(dtype, devices), precision.cast_parameters(self._loss, dtype):
             parameters = [p for p in self._loss.parameters() if p.requires_grad]
-            out = [torch.zeros_like(t) for t in (embeddings, references, *parameters)]
-            for number, part in enumerate(self._parts):
-                near = embeddings[part].requires_grad_()
-                far = references.detach().requires_grad_(wanted[1])
+            gradients = [torch.zeros_like(t) for t in (embeddings, all_references, *parameters)]
+            of_anchors, *of_others = gradients
+            if not references:
+                del of_others[0]
+            for number, chunk in enumerate(self._chunks):
+                # the chunk once more, now with a graph
+                anchors = embeddings[chunk].requires_grad_()
+                columns = all_references.detach().requires_grad_(references)
                 with torch.enable_grad():
-                    shares = self._shares(part, near, far)
-                    total = near.new_zeros(())
-                    for share, factor, first in zip(shares, factors, self._first_whole, strict=True):
-                        if first is None or first == number:
-                            total = total + share.total * factor
-                leaves = [near, *([far] if wanted[1] else []), *parameters]
-                grads = list(torch.autograd.grad(total, leaves, allow_unused=True))
-                out[0][part] += _some(grads.pop(0), near)
-                if wanted[1]:
-                    out[1] += _some(grads.pop(0), far)
-                for whole, grad in zip(out[2:], grads, strict=True):
-                    if grad is not None:
-                        whole.add_(grad)
-        return out
+                    total = self._weighted_total(number, anchors, columns, factors)
+                leaves = [anchors, *([columns] if references else []), *parameters]
+                found = torch.autograd.grad(total, leaves, allow_unused=True)
+                # rows of the chunk have their gradient from it alone, all else adds up
+                if found[0] is not None:
+                    of_anchors[chunk] += found[0]
+                for gradient, added in zip(of_others, found[1:], strict=True):
+                    if added is not None:
+                        gradient.add_(added)
+        return gradients
 
-    def _shares(self, part: slice, embeddings: Tensor, references: Tensor) -> list[PartialSum]:
-        labels = self._call.own_labels
-        labels = None if labels is None else labels[part]
-        tuples = self._call.own_tuples(part)
-        found = pml_rows.row_elements(self._loss, embeddings, labels, tuples, references, self._call.ref_labels)
-        return split(self._loss.reducer, found, embeddings, labels, self._world * len(self._parts))
+    def _weighted_total(self, number: int, anchors: Tensor, references: Tensor, factors: list[float]) -> Tensor:
+        """Return what one chunk adds to the global loss, with its graph."""
+        partials = self._partials(self._chunks[number], anchors, references)
+        total = anchors.new_zeros(())
+        for partial, factor, owner in zip(partials, factors, self._owner_of_full, strict=True):
+            if owner is None or owner == number:
+                total = total + partial.total * factor
+        return total
 
-    def _added(self, shares: list[PartialSum], whole: int | None) -> PartialSum:
-        if whole is not None:
-            return shares[whole]
-        counted = ElementCounts(*(sum(numbers) for numbers in zip(*(s.count for s in shares), strict=True)))
-        total = torch.stack([share.total for share in shares]).sum()
-        return PartialSum(total, sum(s.divisor for s in shares), name=shares[0].name, count=counted)
-
-
-class _Value(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, pull: Callable[[], list[Tensor]], value: float, *inputs: Tensor) -> Tensor:
-        ctx.pull = pull
-        ctx.save_for_backward(*inputs)
-        return inputs[0].new_full((), value)
-
-    @staticmethod
-    @once_differentiable_strict("GlobalBatchLoss")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(own * grad for own in ctx.pull())
+    def _partials(self, chunk: slice | None, anchors: Tensor, references: Tensor) -> list[PartialSum]:
+        """Return the partial sums of one chunk's anchors; None: of all."""
+        call, labels = self._call, self._call.local_labels
+        if labels is not None and chunk is not None:
+            labels = labels[chunk]
+        losses = anchor_losses(self._loss, anchors, labels, call.local_tuples(chunk), references, call.ref_labels)
+        parts = self._world * max(len(self._chunks), 1)
+        return partial_sums_of(self._loss.reducer, losses, anchors, labels, parts)
 
 
-def _some(grad: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if grad is None else grad
+def _first_full(partials: Sequence[PartialSum]) -> int | None:
+    """Return the first chunk that computes a sub-loss in full; None: no chunk does."""
+    for number, partial in enumerate(partials):
+        if partial.full:
+            return number
+    return None
 
 
-def _is_ordinary(near: Tensor, far: Tensor, *, mined: bool) -> bool:
-    enough = int(near.sum()) > 1 and int(far.sum()) > 1
-    return enough and (mined or bool(((near > 0) & (far > 0)).any()))
+def _added(partials: Sequence[PartialSum], owner: int | None) -> PartialSum:
+    """Return one sub-loss of all chunks."""
+    if owner is not None:
+        return partials[owner]
+    total = torch.stack([partial.total for partial in partials]).sum()
+    divisor = sum(partial.divisor for partial in partials)
+    columns = zip(*(partial.counts for partial in partials), strict=True)
+    return PartialSum(total, divisor, name=partials[0].name, counts=ElementCounts(*map(sum, columns)))

@@ -6,20 +6,22 @@ import copy
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
 
-from lightning_ddp_losses.losses import anchor_tuples as pml_rows
-from lightning_ddp_losses.losses.partial_sums import PartialSum, can_split, split
-from lightning_ddp_losses.losses.pml_registry import Mode
+from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
+from lightning_ddp_losses.losses.anchor_tuples import anchor_tuples
+from lightning_ddp_losses.losses.partial_sums import PartialSum, anchor_losses, element_losses, partial_sums_of
+from lightning_ddp_losses.losses.pml_registry import Mode, can_split, facts_of
 from lightning_ddp_losses.losses.torch_losses import torch_partial_sum
 
 _HALVES = ((0, 5), (5, 12))  # unequal on purpose
+# what a loss raises that cannot be run on a part at all
+_CANNOT = (RuntimeError, ValueError, TypeError, AssertionError, IndexError, AttributeError, KeyError)
 
 
 def check_separable(
     loss: nn.Module, *, embedding_size: int = 8, num_classes: int = 4, seed: int = 0, rtol: float = 1e-9
 ) -> tuple[Mode, ...]:
-    """Modes of ``GlobalBatchLoss`` that are exact for a loss, as measured in float64 on two unequal parts of a batch.
+    """Measure which modes of ``GlobalBatchLoss`` are exact for a loss, in float64 on two unequal parts of a batch.
 
     Args:
         loss: An instance; a copy of it is run.
@@ -42,56 +44,67 @@ def check_separable(
     rows = _HALVES[-1][1]
     embeddings = torch.randn(rows, embedding_size, generator=generator, dtype=torch.float64)
     labels = torch.randint(num_classes, (rows,), generator=generator)
-    held: list[Mode] = [mode for mode in ("elements", "rows") if _holds(loss, embeddings, labels, mode, rtol)]
-    return (*held, "replicated")
+    exact: list[Mode] = [mode for mode in ("elements", "rows") if _is_exact(loss, embeddings, labels, mode, rtol)]
+    return (*exact, "replicated")
 
 
-def _holds(loss: nn.Module, embeddings: Tensor, labels: Tensor, mode: Mode, rtol: float) -> bool:
+def _is_exact(loss: nn.Module, embeddings: Tensor, labels: Tensor, mode: Mode, rtol: float) -> bool:
+    """Say whether the two halves together give the value and the gradients of the full batch."""
     leaf = embeddings.clone().requires_grad_()
     parameters = [leaf, *(p for p in loss.parameters() if p.requires_grad)]
     try:
-        whole = loss(leaf, leaf.detach().flip(0) if isinstance(loss, _Loss) and _wants_values(loss) else labels)
-        expected = torch.autograd.grad(whole, parameters, allow_unused=True)
-        parts = [_part(loss, leaf, labels, bound, mode) for bound in _HALVES]
-    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError, AttributeError, KeyError):
-        return False  # it cannot be run on a part at all
-    total, whole_terms = leaf.new_zeros(()), leaf.new_zeros(())
-    for column in zip(*parts, strict=True):
-        if column[0].full:
-            whole_terms = whole_terms + column[0].total
-            continue
-        divisor = sum(share.divisor for share in column)
-        if divisor:
-            total = total + sum(share.total for share in column) / divisor
-    value = total + whole_terms
-    got = torch.autograd.grad(value, parameters, allow_unused=True)
-    pairs = [(whole, value), *zip(expected, got, strict=True)]
-    return all(_close(a, b, rtol) for a, b in pairs)
+        # the full batch in one go
+        target = leaf.detach().flip(0) if _wants_values(loss) else labels
+        expected_value = loss(leaf, target)
+        expected = torch.autograd.grad(expected_value, parameters, allow_unused=True)
+        # and in two halves
+        halves = [_half(loss, leaf, labels, bounds, mode) for bounds in _HALVES]
+    except _CANNOT:
+        return False
+    value = leaf.new_zeros(())
+    for sub_loss in zip(*halves, strict=True):
+        value = value + _joined(sub_loss)
+    found = torch.autograd.grad(value, parameters, allow_unused=True)
+    pairs = [(expected_value, value), *zip(expected, found, strict=True)]
+    return all(_is_close(a, b, rtol) for a, b in pairs)
 
 
-def _part(loss: nn.Module, leaf: Tensor, labels: Tensor, bound: tuple[int, int], mode: Mode) -> list[PartialSum]:
-    start, stop = bound
-    own, own_labels = leaf[start:stop], labels[start:stop]
-    if isinstance(loss, _Loss):
+def _joined(halves: tuple[PartialSum, ...]) -> Tensor:
+    """Return one sub-loss from its two partial sums, with its graph."""
+    if halves[0].full:
+        return halves[0].total
+    divisor = sum(half.divisor for half in halves)
+    if not divisor:
+        return torch.zeros_like(halves[0].total)
+    return torch.stack([half.total for half in halves]).sum() / divisor
+
+
+def _half(loss: nn.Module, leaf: Tensor, labels: Tensor, bounds: tuple[int, int], mode: Mode) -> list[PartialSum]:
+    start, stop = bounds
+    rows, own_labels = leaf[start:stop], labels[start:stop]
+    if isinstance(loss, TORCH_LOSS_TYPES):
         if mode == "rows":
             raise ValueError("torch.nn losses have no anchors")
         target = leaf.detach().flip(0)[start:stop] if _wants_values(loss) else own_labels
-        return [torch_partial_sum(loss, (own, target), {}, len(_HALVES))]
+        return [torch_partial_sum(loss, (rows, target), {}, len(_HALVES))]
     if not can_split(getattr(loss, "reducer", None)):
         raise ValueError("the reducer cannot be split")
     if mode == "elements":
-        found = pml_rows.elements(loss, own, own_labels)
+        losses = element_losses(loss, rows, own_labels)
     else:
-        tuples = pml_rows.anchor_tuples(loss, labels, labels, bound, None, same=True)
-        found = pml_rows.row_elements(loss, own, own_labels, tuples, leaf, labels)
-    return split(loss.reducer, found, own, own_labels, len(_HALVES))
+        triplets = facts_of(loss).compares_triplets
+        tuples = anchor_tuples(labels, labels, bounds, None, triplets=triplets, same=True)
+        losses = anchor_losses(loss, rows, own_labels, tuples, leaf, labels)
+    return partial_sums_of(loss.reducer, losses, rows, own_labels, len(_HALVES))
 
 
 def _wants_values(loss: nn.Module) -> bool:
-    return not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss))
+    """Say whether the target of a loss is of the kind of its input, not labels."""
+    by_class = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
+    return isinstance(loss, TORCH_LOSS_TYPES) and not isinstance(loss, by_class)
 
 
-def _close(a: Tensor | None, b: Tensor | None, rtol: float) -> bool:
+def _is_close(a: Tensor | None, b: Tensor | None, rtol: float) -> bool:
     a = torch.zeros(()) if a is None else a
     b = torch.zeros(()) if b is None else b
     return bool((a - b).norm() <= rtol * a.norm().clamp(min=1e-300))

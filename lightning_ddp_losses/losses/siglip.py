@@ -92,7 +92,7 @@ class SigLipLoss(TwoTowerLoss):
         # over all ranks, divided by the number of images
         partials = [PartialSum(total, float(len(images)))]
         payloads = handshake.all_gather("SigLipLoss: sum", {}, pack_partials(partials), group=self._group)
-        return global_loss(partials, unpack_partials(payloads), self._group)
+        return global_loss(partials, unpack_partials(payloads))
 
 
 class _PairSum(torch.autograd.Function):

@@ -18,7 +18,7 @@ from lightning_ddp_losses import ClassShardedLoss
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.losses import GlobalBatchLoss, check_separable, register_element_wise, register_row_separable
-from lightning_ddp_losses.losses.gathered_call import may_draw
+from lightning_ddp_losses.losses.pml_registry import may_draw
 from tests.losses.cases import PML, classes
 from tests.losses.harness import (
     CLASSES,

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
-from lightning_ddp_losses.losses.gathered_call import Draws, PMLCall
-from lightning_ddp_losses.losses.row_chunks import parts_of
+from lightning_ddp_losses.losses.gathered_call import PMLCall, SeedCounter
+from lightning_ddp_losses.losses.row_chunks import chunks_of
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 
@@ -319,13 +319,13 @@ def test_parts_are_ordinary_input_and_cover_all_rows() -> None:
     call = PMLCall(
         pml.CircleLoss(),
         {"embeddings": torch.randn(10, 3), "labels": labels},
-        lambda tensors: gather_batch("a loss", tensors, {}, extra=Draws().next()),
+        lambda tensors: gather_batch("a loss", tensors, {}, extra=SeedCounter().next()),
         0,
     )
-    parts = parts_of(pml.CircleLoss(), call, 10 * 6 * 4)  # one row each, were it not for that
+    parts = chunks_of(pml.CircleLoss(), call, 10 * 6 * 4)  # one row each, were it not for that
     assert [row for part in parts for row in range(part.start, part.stop)] == list(range(10))
     assert len(parts) > 1
-    positives, negatives = call.partner_counts()
+    positives, negatives = call.local_pair_counts()
     assert all(positives[part].sum() > 1 and negatives[part].sum() > 1 for part in parts)
 
 

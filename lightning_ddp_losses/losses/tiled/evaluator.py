@@ -208,7 +208,7 @@ class TiledEvaluator:
         # the sub-losses of all ranks
         size = len(self._plan.pair_loss.sub_losses) * STATS_BYTES
         table = unpack_partials([payload[:size] for payload in payloads])
-        value, factors = scale_factors(table, self._world)
+        value, factors = scale_factors(table)
         # the statistics of all columns' rows
         column_stats = self._unpack_stats([payload[size:] for payload in payloads]) if self._symmetric else None
 
@@ -252,7 +252,7 @@ class TiledEvaluator:
         if pair_loss.needs_second_pass and not complete:
             self._accumulate_positives_()
         # reduce the rows
-        labels = self._call.own_labels
+        labels = self._call.local_labels
         if labels is not None and self._row_order is not None:
             labels = labels[self._row_order]
         totals, stats = pair_loss.finalize(labels)
@@ -334,13 +334,13 @@ class TiledEvaluator:
 
     def _set_ring_columns(self, ring_rows: RingRows) -> None:
         """Takes each rank's rows as a block, one after the other."""
-        labels, own_labels = self._call.arguments["labels"], self._call.own_labels
-        assert own_labels is not None
+        labels, local_labels = self._call.arguments["labels"], self._call.local_labels
+        assert local_labels is not None
         bounds, own_bound, rows = self._call.bounds(), self._call.bound, self._rows.detach()
         pairs = []
         for start, stop in bounds:
             first = 0 if (start, stop) == own_bound else None
-            pairs.append(LabelPairs(own_labels, labels[start:stop], first))
+            pairs.append(LabelPairs(local_labels, labels[start:stop], first))
         self._row_order = pairs[0].row_order
         orders = [pair.column_order + start for pair, (start, _) in zip(pairs, bounds, strict=True)]
         self._column_order = torch.cat(orders)
@@ -355,14 +355,14 @@ class TiledEvaluator:
     def _named_or_labelled_pairs(self, columns: int) -> Pairs:
         """Makes the pairs of this rank's rows and all columns: those of a miner, else those of the labels."""
         call, once = self._call, self._plan.pair_loss.counts_pairs_once
-        labels, reference_labels = call.own_labels, call.ref_labels
+        labels, reference_labels = call.local_labels, call.ref_labels
         assert labels is not None
         assert reference_labels is not None
         if "indices_tuple" not in call.arguments:
             kind = torch.promote_types(labels.dtype, reference_labels.dtype)
             first = call.bound[0] if reference_labels is call.arguments["labels"] else None
             return LabelPairs(labels.to(kind), reference_labels.to(kind), first)
-        tuples = call.own_tuples()
+        tuples = call.local_tuples()
         if len(tuples) == 3 and isinstance(self._loss, pml.TripletMarginLoss):
             return TripletTuples(tuples, labels.shape[0])
         pairs = TuplePairs(tuples, labels.shape[0], columns, self._rows.dtype, once=once)
@@ -458,7 +458,7 @@ class TiledEvaluator:
             return False  # without triplets all totals are 0
         tuples = self._call.arguments.get("indices_tuple")
         if tuples is None:
-            positive, negative = self._call.pairs()
+            positive, negative = self._call.global_pair_counts()
         else:
             positive, negative = len(tuples[1]), len(tuples[-1])
         if isinstance(self._loss, pml.SupConLoss) and not (positive and negative):
