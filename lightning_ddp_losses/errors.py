@@ -6,7 +6,7 @@ decided by all ranks together is marked ``collective``: nobody needs to be told 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -40,6 +40,40 @@ class DDPLossError(RuntimeError):
         self.what, self.expected, self.got, self.ranks, self.fix = what, expected, got, ranks, fix
         self.findings = list(findings)
         self.collective = collective
+
+    def parts_as_text(self) -> dict[str, Any]:
+        """Return what the text was made of, as arguments of ``format_error``, each as text."""
+        parts: dict[str, Any] = {"what": self.what, "expected": self.expected, "got": self.got, "fix": self.fix}
+        parts = {name: None if part is None else str(part) for name, part in parts.items()}
+        parts["ranks"] = None
+        if self.ranks is not None:
+            parts["ranks"] = {rank: str(entry) for rank, entry in _entries(self.ranks)}
+        return parts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep the attributes in a pickle: what may not come through as it is comes as text, a process group not at all."""
+        state = {name: value for name, value in vars(self).items() if name != "reported_in"}
+        state.update({name: _portable(getattr(self, name)) for name in ("what", "expected", "got", "fix")})
+        if self.ranks is not None:
+            state["ranks"] = {rank: _portable(entry) for rank, entry in _entries(self.ranks)}
+        return _rebuild_error, (type(self), self.args, state)
+
+
+def _rebuild_error(cls: type[DDPLossError], args: tuple[Any, ...], state: dict[str, Any]) -> DDPLossError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error
+
+
+def _entries(ranks: Mapping[int, object] | Sequence[object]) -> Iterable[tuple[int, object]]:
+    return ranks.items() if isinstance(ranks, Mapping) else enumerate(ranks)
+
+
+def _portable(value: object) -> object:
+    """Return a plain value, or a tuple of such, as it is; any other as text."""
+    if isinstance(value, tuple):
+        return tuple(_portable(item) for item in value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 class ConfigurationError(DDPLossError):
@@ -121,8 +155,7 @@ def format_error(
         parts.append(f"got {got}")
     lines = [f"{what}: {', '.join(parts)}" if parts else what]
     if ranks is not None:
-        entries = ranks.items() if isinstance(ranks, Mapping) else enumerate(ranks)
-        lines += [f"  rank {rank}: {entry}" for rank, entry in entries]
+        lines += [f"  rank {rank}: {entry}" for rank, entry in _entries(ranks)]
     if fix:
         lines.append(fix)
     return "\n".join(lines)

@@ -34,6 +34,17 @@ def test_an_error_survives_pickle(cls: type[DDPLossError]) -> None:
     assert (str(again), again.findings, again.collective) == ("text", ["f"], True)
 
 
+def test_the_parts_of_an_error_survive_pickle() -> None:
+    """Plain values and shapes as they are, other objects as text; what belongs to this process alone stays behind."""
+    error = DDPLossError("loss.W", expected=(8, 4), got=lambda: 0, ranks=["a", {2}], fix="Do it.")
+    error.reported_in = (frame for frame in ())  # type: ignore[attr-defined]  # as little to be pickled as a process group
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert (again.what, again.expected, again.got, again.fix) == ("loss.W", (8, 4), str(error.got), "Do it.")
+    assert again.ranks == {0: "a", 1: "{2}"}
+    assert not hasattr(again, "reported_in")
+
+
 def test_each_class_can_be_raised_by_peers_under_its_name() -> None:
     assert [error_class(cls.__name__) for cls in CLASSES] == CLASSES
     assert error_class("ValueError") is PeerError

@@ -174,6 +174,27 @@ def test_different_errors_make_one_that_holds_all(pool: RankPool) -> None:
     assert "widths" in results[0][1]
 
 
+def parts_of_a_peers_error() -> tuple[object, ...]:
+    error = InputError("labels", expected=(8,), got=[3], ranks={2: "seven"}, fix="Pass one label per row.")
+    try:
+        if dist.get_rank() == 1:
+            handshake.raise_on_all_ranks(error, "training_step")
+        handshake.all_gather("loss", {})
+    except InputError as found:
+        return str(found), found.what, found.expected, found.got, found.ranks, found.fix
+    raise AssertionError("no error")
+
+
+def test_a_peers_copy_of_an_error_has_its_parts(pool: RankPool) -> None:
+    first, *others = pool.run(3, parts_of_a_peers_error)
+    assert others == [first, first]
+    text, *parts = first
+    assert parts == ["labels", "(8,)", "[3]", {2: "seven"}, "Pass one label per row."]
+    assert text == (
+        "labels: expected (8,), got [3]\n  rank 2: seven\nPass one label per row.\n(rank 1 of 3, in training_step)"
+    )
+
+
 def test_alone_an_error_is_raised_as_it_is(pool: RankPool) -> None:
     assert pool.errors(1, fail_on, [0], KeyboardInterrupt("stop"), False)[0].type == "KeyboardInterrupt"
     assert pool.run(1, fail_on, [0], InputError("x"), True) == [("InputError", "x")]

@@ -1,0 +1,222 @@
+"""The header that each rank sends in a handshake: its form on the wire, and the error that headers which disagree amount to.
+
+On the wire: version, kind, bytes of text, bytes of payload, a digest of the whole text; then the text as far as ``TEXT_BYTES``
+go; then the payload where all of that fits into the handshake (it is *inline*); then zeros.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchError, error_class, format_error
+
+VERSION = 1
+CALL, FAILURE = 0, 1
+"""Kinds: a rank that calls an operation, and one that failed by itself."""
+
+TEXT_BYTES = 448
+"""Of the text, at most, in a handshake; the rest is the payload's."""
+
+_WIRE = struct.Struct("<HHHxxI16s")
+HEADER_BYTES = _WIRE.size
+
+_SHOWN_CHARACTERS = 200  # of a long value in a message
+_SHOWN_BEFORE = 40  # of those, before the place where the ranks' values part
+
+
+class Header(NamedTuple):
+    """What a rank sent, complete.
+
+    Attributes:
+        version: The version of the format.
+        kind: ``CALL`` or ``FAILURE``.
+        digest: A hash of the whole text.
+        text: The operation and what must match, a line each; of a failure, where it happened.
+        payload: The rank's own data; of a failure, its report as JSON.
+    """
+
+    version: int
+    kind: int
+    digest: bytes
+    text: str
+    payload: bytes
+
+
+class WireHeader(NamedTuple):
+    """What stands at the beginning of a rank's message."""
+
+    version: int
+    kind: int
+    text_bytes: int
+    payload_bytes: int
+    digest: bytes
+
+    @classmethod
+    def pack(cls, kind: int, text: bytes, payload_bytes: int) -> bytes:
+        """Return the beginning of a message: the header and as much of the text as is sent with it."""
+        shown = text[:TEXT_BYTES]
+        digest = hashlib.blake2b(text, digest_size=16).digest()
+        return _WIRE.pack(VERSION, kind, len(shown), payload_bytes, digest) + shown
+
+    @classmethod
+    def unpack(cls, message: bytes) -> WireHeader:
+        """Read the header of a rank's message."""
+        return cls._make(_WIRE.unpack_from(message))
+
+    @property
+    def message_bytes(self) -> int:
+        """What header, text and payload take together."""
+        return HEADER_BYTES + self.text_bytes + self.payload_bytes
+
+    def text_in(self, message: bytes) -> bytes:
+        """Return the text of a message, as far as it was sent."""
+        return message[HEADER_BYTES : HEADER_BYTES + self.text_bytes]
+
+    def payload_in(self, message: bytes) -> bytes:
+        """Return the inline payload of a message."""
+        start = HEADER_BYTES + self.text_bytes
+        return message[start : start + self.payload_bytes]
+
+
+def hides_mismatch(headers: Sequence[WireHeader], texts: Sequence[bytes]) -> bool:
+    """Say whether ranks disagree about one operation and a text was cut, so that the difference may lie in what was not sent.
+
+    A rank that is at another place of the program may be gone and would not send its text whole, so it is not asked.
+    """
+    if len({header.digest for header in headers}) == 1:
+        return False
+    all_call = all(header.version == VERSION and header.kind == CALL for header in headers)
+    operations = {text.split(b"\n", 1)[0] for text in texts}
+    return all_call and len(operations) == 1 and any(len(text) == TEXT_BYTES for text in texts)
+
+
+# ---------------------------------------------------------------------- the error
+
+
+def failure_report(error: Exception, where: str) -> bytes:
+    """Return what peers are told of an error: its class and parts where it is ours, its text, the place."""
+    report: dict[str, Any] = {"class": "", "where": where}
+    if not isinstance(error, DDPLossError):
+        report["text"] = f"{type(error).__name__}: {error}"
+        return json.dumps(report).encode()
+    report["class"] = type(error).__name__
+    parts = error.parts_as_text()
+    if format_error(**parts) == str(error):
+        if parts["ranks"] is not None:
+            parts["ranks"] = list(parts["ranks"].items())  # JSON's keys are texts
+        report["parts"] = {name: part for name, part in parts.items() if part is not None}
+    else:
+        report["text"] = str(error)
+    return json.dumps(report).encode()
+
+
+class _Report(NamedTuple):
+    """A failure as a peer reads it."""
+
+    class_name: str
+    where: str
+    text: str
+    parts: dict[str, Any]
+
+    @classmethod
+    def read(cls, payload: bytes) -> _Report:
+        found = json.loads(payload)
+        parts = found.get("parts", {})
+        if "ranks" in parts:
+            parts["ranks"] = dict(parts["ranks"])
+        text = found["text"] if "text" in found else format_error(**parts)
+        return cls(found["class"], found["where"], text, parts)
+
+
+def mismatch_error(headers: Sequence[Header]) -> DDPLossError:
+    """Return the one error, the same on every rank, that headers which do not agree amount to."""
+    versions = [header.version for header in headers]
+    if len(set(versions)) > 1:
+        return RankMismatchError(
+            "lightning_ddp_losses: expected one version on all ranks",
+            ranks=[f"handshake version {version}" for version in versions],
+            fix="Install the same release on every node.",
+            collective=True,
+        )
+    reports = {rank: _Report.read(header.payload) for rank, header in enumerate(headers) if header.kind == FAILURE}
+    if reports:
+        return _peer_error(reports, len(headers))
+    return _different_calls([header.text for header in headers])
+
+
+def _peer_error(reports: Mapping[int, _Report], world_size: int) -> DDPLossError:
+    """Return the error for what one rank or several met by themselves."""
+    texts = {report.text for report in reports.values()}
+    places = ", ".join(sorted({report.where for report in reports.values()}))
+    first = next(iter(reports.values()))
+    all_ours = all(report.class_name for report in reports.values())
+    cls = error_class(first.class_name) if all_ours else PeerError
+    if len(texts) > 1:
+        what = f"{len(reports)} of {world_size} ranks failed in {places}"
+        return cls(what, ranks={rank: report.text for rank, report in reports.items()}, collective=True)
+    ranks = ", ".join(map(str, reports))
+    error = cls(f"{first.text}\n(rank {ranks} of {world_size}, in {places})", collective=True)
+    for name, part in first.parts.items():
+        setattr(error, name, part)
+    return error
+
+
+def _different_calls(texts: Sequence[str]) -> RankMismatchError:
+    """Return the error for ranks that called different things: other operations, or one with other values."""
+    operations = [text.split("\n", 1)[0] for text in texts]
+    if len(set(operations)) > 1:
+        return RankMismatchError(
+            "ranks met at different places of the program",
+            expected="the same operation on every rank",
+            ranks=[_one_line(text) for text in texts],
+            fix="Call every loss, metric and backward on all ranks, in the same order (no branch on rank or on local data).",
+            collective=True,
+        )
+    values = [_values_in(text) for text in texts]
+    all_names = dict.fromkeys(itertools.chain.from_iterable(values))  # in the order in which they stand
+    names = [name for name in all_names if len({own.get(name) for own in values}) > 1]
+    shown = {name: _around_difference([own.get(name) for own in values]) for name in names}
+    entries = []
+    for rank, text in enumerate(texts):
+        differing = ", ".join(f"{name}={shown[name][rank]}" for name in names)
+        entries.append(differing or _one_line(text))
+    what = operations[0]
+    if names:
+        what = f"{what}: {', '.join(names)}"
+    return RankMismatchError(
+        what,
+        expected="the same on every rank",
+        ranks=entries,
+        fix="Make these equal on all ranks.",
+        collective=True,
+    )
+
+
+def _values_in(text: str) -> dict[str, str]:
+    """Return what must match, by name."""
+    pairs = (line.partition("=") for line in text.split("\n")[1:])
+    return {name: value for name, sign, value in pairs if sign}
+
+
+def _around_difference(values: Sequence[str | None]) -> list[str | None]:
+    """Return the values of the ranks, long ones from a little before the place where they part."""
+    columns = zip(*(value or "" for value in values), strict=False)
+    equal = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+    start = max(0, equal - _SHOWN_BEFORE)
+    shown: list[str | None] = []
+    for value in values:
+        if value is not None and len(value) > _SHOWN_CHARACTERS:
+            shown.append(f"...{value[start : start + _SHOWN_CHARACTERS]}")
+        else:
+            shown.append(value)
+    return shown
+
+
+def _one_line(text: str) -> str:
+    operation, *rest = text.split("\n")
+    return f"{operation} ({', '.join(rest)})" if rest else operation
