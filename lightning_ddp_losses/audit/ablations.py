@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ddp_losses.audit import batches
+from lightning_ddp_losses.audit import replay
 
 SWITCHES = {
     "randomness": "every random draw inside a step replaced by its mean (dropout: identity; noise: zero)",
@@ -171,4 +171,4 @@ def perturb_batch(batch: Any, unit: float, seed: int) -> Any:
         _nudge_(moved, unit, generator)
         return moved
 
-    return batches.map_tensors(batch, nudged)
+    return replay.map_tensors(batch, nudged)

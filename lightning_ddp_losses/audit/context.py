@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_ddp_losses.audit.compare import Comparison
+from lightning_ddp_losses.audit.compare import Comparison, Row
 from lightning_ddp_losses.audit.rank_record import Recording
-from lightning_ddp_losses.audit.rows import Row
 
 Severity = Literal["error", "explanation", "note"]
 

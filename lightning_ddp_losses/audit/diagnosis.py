@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from lightning_ddp_losses.audit.context import Case, Diagnosis
-from lightning_ddp_losses.audit.rules import DATA, STAGES, unknown
-from lightning_ddp_losses.audit.rules_local import local_statistics
+from lightning_ddp_losses.audit.rules import DATA, STAGES, local_statistics, unknown
 
 MakeCase = Callable[[frozenset[str]], Case]
 

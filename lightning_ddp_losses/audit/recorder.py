@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,15 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelSummary,
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.audit import ablations, batches, facts
+from lightning_ddp_losses.audit import ablations, replay
 from lightning_ddp_losses.audit.rank_record import Recording, Writer, digest_of
 from lightning_ddp_losses.audit.replay import Run
-from lightning_ddp_losses.audit.trace import Trace
+from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core.forward_patch import synchronises
+from lightning_ddp_losses.distributed.shard import shard_of
+from lightning_ddp_losses.strategies.hidden import find_hidden
+from lightning_ddp_losses.strategies.loss_discovery import find_losses, unwrap
+from lightning_ddp_losses.strategies.reshuffle import reshuffled
 
 LEFT_OUT = (Checkpoint, EarlyStopping, ModelSummary, ProgressBar, Timer)
 """Callbacks that have no part in an audit."""
@@ -71,7 +77,7 @@ class Recorder(Callback):
         self.page["parameters"] = sum(p.numel() for p in self._wrapped.values())
         self._dtypes = {name: p.dtype for name, p in self._wrapped.items()}
         self._trainable = {name for name, p in self._wrapped.items() if p.requires_grad}
-        self.page["norms_wrapped"] = facts.batch_norms(pl_module)
+        self.page["norms_wrapped"] = batch_norms(pl_module)
         self._watch(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -84,7 +90,7 @@ class Recorder(Callback):
         for scheduler in trainer.lr_scheduler_configs:
             scheduler.strict = False  # what it monitors may come from a validation
         self.writer.write(0, "initial", _tensors(pl_module))
-        self.page |= facts.describe(trainer, pl_module)
+        self.page |= describe(trainer, pl_module)
         if self.run.seed is not None:
             seed_everything(self.run.seed, verbose=False)
 
@@ -120,7 +126,7 @@ class Recorder(Callback):
             )
         self.page["metric_losses"] = []
         for name, child in module.named_modules():
-            if facts.is_metric(child):
+            if is_metric(child):
                 self._hook(child.register_forward_hook(functools.partial(self._note_metric, name)))
         self._around(
             trainer.strategy, "optimizer_step", before=lambda: self._enter(True), after=lambda *_: self._enter(False)
@@ -178,13 +184,13 @@ class Recorder(Callback):
         logged: dict[str, Any] = {"epoch": trainer.current_epoch, "step": step, "hint": hint, "file": ""}
         if not self.run.plans:
             path = self.writer.home / f"batch-{len(self.page['batches'])}.pkl"
-            batches.save(batch, path)
-            logged |= {"file": str(path), "digest": batches.digest(batch)}
-        logged["rows"] = batches.rows_of(batch, hint)
+            replay.save(batch, path)
+            logged |= {"file": str(path), "digest": replay.digest(batch)}
+        logged["rows"] = replay.rows_of(batch, hint)
         self.page["batches"].append(logged)
         if "batch_norm" in self.run.without:
             ablations.still_batch_norm(pl_module)
-        self.page.setdefault("norms_training", facts.batch_norms(pl_module))
+        self.page.setdefault("norms_training", batch_norms(pl_module))
         if self.trace is not None:
             self.trace.on = step == self.run.trace
         self._state = ablations.random_state()
@@ -199,7 +205,7 @@ class Recorder(Callback):
         self._pending = self.page["steps"]
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         others = {id(p) for each in trainer.optimizers for group in each.param_groups for p in group["params"]} - held
-        named = facts.named_parameters(trainer, module)
+        named = named_parameters(trainer, module)
         gradients = [(n, p.grad) for n, p in named.items() if p.requires_grad and id(p) not in others]
         self.writer.write(self._pending, "gradient", gradients)
         self.page["learning_rates"].append([float(group["lr"]) for group in optimizer.param_groups if "lr" in group])
@@ -239,7 +245,7 @@ class Recorder(Callback):
         scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         self.page["losses"].append(float(loss.mean()) * scale if isinstance(loss, Tensor) else None)
         if self._pending:
-            self.writer.write(self._pending, "parameter", facts.named_parameters(trainer, pl_module).items())
+            self.writer.write(self._pending, "parameter", named_parameters(trainer, pl_module).items())
             self.writer.write(self._pending, "buffer", _buffers(pl_module))
             self._pending = 0
         if self.page["steps"] >= self.run.steps:
@@ -264,3 +270,170 @@ def _tensors(module: LightningModule) -> list[tuple[str, Tensor]]:
 
 def _buffers(module: LightningModule) -> list[tuple[str, Tensor]]:
     return list(module.named_buffers())
+
+
+# ----------------------------------------------------------------------
+
+_LOSS_NAME = re.compile(r"(loss|criterion|proxy)(wrapper)?$", re.IGNORECASE)
+_ADOPTED = "_adopted_losses."
+
+
+def is_metric(module: nn.Module) -> bool:
+    """Whether the module is a metric of torchmetrics."""
+    return any(cls.__module__.startswith("torchmetrics.") and cls.__name__ == "Metric" for cls in type(module).__mro__)
+
+
+def batch_norms(module: nn.Module) -> dict[str, str]:
+    """Class of each batch norm, by name; that of a synchronised one for a layer that this package synchronises."""
+    kinds = (nn.modules.batchnorm._BatchNorm,)
+    return {
+        n: "SyncBatchNorm" if synchronises(m) else type(m).__name__
+        for n, m in module.named_modules()
+        if n and (isinstance(m, kinds) or "BatchNorm" in type(m).__name__)
+    }
+
+
+def named_parameters(trainer: Trainer, module: LightningModule) -> dict[str, nn.Parameter]:
+    """The module's parameters, and those that only an optimizer holds, by the same names in every run.
+
+    Unregistered ones, also where a strategy has adopted them, are named by their place in the optimizer.
+    """
+    named = {n: p for n, p in module.named_parameters() if not n.startswith(_ADOPTED)}
+    known = {id(p) for p in named.values()}
+    for i, optimizer in enumerate(trainer.optimizers):
+        for j, group in enumerate(optimizer.param_groups):
+            for k, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    named[f"optimizers[{i}].param_groups[{j}][{k}]"] = parameter
+    return named
+
+
+def owners(module: LightningModule, named: dict[str, nn.Parameter]) -> dict[str, str]:
+    """``encoder``, or the name of the loss that a parameter belongs to."""
+    losses = [loss.name for loss in find_losses(module)]
+    losses += [n for n, m in module.named_modules() if n and _LOSS_NAME.search(type(unwrap(m)).__name__)]
+    found = {}
+    for name in named:
+        mine = [loss for loss in losses if name.startswith(f"{loss}.")]
+        outside = name.startswith("optimizers[")
+        found[name] = min(mine, key=len) if mine else "unregistered" if outside else "encoder"
+    return found
+
+
+def describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """The page of facts that do not change during a run."""
+    named = named_parameters(trainer, module)
+    optimised = {id(p) for o in trainer.optimizers for g in o.param_groups for p in g["params"]}
+    elsewhere = {f"callbacks[{i}]": callback for i, callback in enumerate(trainer.callbacks)}  # type: ignore[attr-defined]
+    hidden = find_hidden(
+        module, trainer.optimizers, {k: v for k, v in elsewhere.items() if type(v).__name__ != "Recorder"}
+    )
+    aliases = {id(p): f"{path}.{n}" for path, m in hidden.optimised.items() for n, p in m.named_parameters()}
+    injecting = trainer._accelerator_connector.use_distributed_sampler
+    return {
+        "owners": owners(module, named),
+        "aliases": {name: aliases[id(p)] for name, p in named.items() if id(p) in aliases},
+        "unoptimised": [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in optimised],
+        "shards": {name: (shard.start, shard.dim) for name, p in named.items() if (shard := shard_of(p)) is not None},
+        "frozen": [n for n, p in module.named_parameters() if not p.requires_grad],
+        "modules": {n: f"{type(m).__module__}.{type(m).__qualname__}" for n, m in module.named_modules() if n},
+        "loss_modules": [loss.name for loss in find_losses(module)],
+        "global_losses": [loss.name for loss in find_losses(module) if loss.sees_global_batch],
+        "dropout": [n for n, m in module.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p],
+        "automatic": module.automatic_optimization,
+        "accumulate": trainer.accumulate_grad_batches,
+        "clip": trainer.gradient_clip_val,
+        "precision": str(trainer.precision),
+        "strategy": type(trainer.strategy).__name__,
+        "sync_batchnorm": trainer._accelerator_connector._layer_sync is not None,
+        "optimizers": [type(o).__name__ for o in trainer.optimizers],
+        "reshuffled": reshuffled(trainer.train_dataloader, injecting=injecting),
+    }
+
+
+# ----------------------------------------------------------------------
+
+_PROJECTIONS = 4
+
+
+class Trace:
+    """Hooks on all modules that have no children; they note what passes while ``on``.
+
+    Args:
+        module: The LightningModule.
+        home: Where the numbers go; one file for each tensor.
+    """
+
+    def __init__(self, module: nn.Module, home: Path) -> None:
+        self.home, self.on = home, False
+        self.seen: list[dict[str, Any]] = []
+        self._files = 0
+        self._handles = [
+            child.register_forward_hook(functools.partial(self._note, name))
+            for name, child in module.named_modules()
+            if name and next(child.children(), None) is None
+        ]
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        first = next(iter(precision.tensors_in(output)), None)
+        if not self.on or first is None or not first.is_floating_point():
+            return
+        call = {"name": name, "kind": type(module).__name__, "output": self._store(first), "gradient": ""}
+        self.seen.append(call)
+        if first.requires_grad:
+            first.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: call.update(gradient=self._store(gradient))
+            )
+
+    def _store(self, values: Tensor) -> str:
+        """A few random projections of each row; a scalar is one row."""
+        self._files += 1
+        path = self.home / f"trace-{self._files}.pt"
+        wide = values.detach().double().cpu()
+        flat = wide.reshape(wide.shape[0] if wide.ndim else 1, -1)
+        generator = torch.Generator().manual_seed(flat.shape[1])
+        directions = torch.randn(flat.shape[1], _PROJECTIONS, generator=generator, dtype=torch.float64)
+        torch.save(flat @ directions, path)
+        return str(path)
+
+
+def part(ranks: Recording, one: Recording, allowed: float) -> str:
+    """Where two traced runs part, in forward order, as a sentence.
+
+    Args:
+        ranks: Traced run of the ranks.
+        one: Traced run of one process on the joined batches.
+        allowed: Relative difference that is rounding.
+    """
+    columns = list(zip(*(page["trace"] for page in ranks.facts), strict=False))
+    calls = list(zip(columns, one.facts[0]["trace"], strict=False))
+    for key, what, scale in (("output", "Activations", 1.0), ("gradient", "Gradients", float(ranks.ranks))):
+        order = calls if key == "output" else calls[::-1]  # gradients come from behind
+        for column, call in order:
+            if (
+                not call[key]
+                or not all(each[key] for each in column)
+                or any(each["name"] != call["name"] for each in column)
+            ):
+                continue
+            ours = torch.cat([torch.load(each[key]) for each in column]) / scale
+            theirs = torch.load(call[key])
+            if ours.shape != theirs.shape:
+                continue  # not rows: a loss has one value on each rank
+            off = float((ours - theirs).norm() / theirs.norm().clamp_min(1e-300))
+            if not off <= allowed:
+                end = (
+                    "in forward order"
+                    if key == "output"
+                    else "from the loss backwards; all activations that are rows agree"
+                )
+                return f"{what} part first at `{call['name']}` ({call['kind']}), by {off:.2g}, {end}."
+    return (
+        "Activations and gradients of all modules that give one row per sample agree; "
+        "what parts is inside the loss or beside the modules."
+    )

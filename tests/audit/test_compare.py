@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.audit import rank_record
-from lightning_ddp_losses.audit.compare import compare, tolerances
+from lightning_ddp_losses.audit.compare import MULTIPLE, Tolerances, compare, tolerances
 from lightning_ddp_losses.audit.rank_record import Recording, Writer
-from lightning_ddp_losses.audit.rows import MULTIPLE, Tolerances
 
 PAGE: dict[str, Any] = {"steps": 1, "owners": {"w": "encoder"}, "shards": {}}
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import tests
 from lightning_ddp_losses import assert_parity, audit
-from lightning_ddp_losses.audit.rows import MULTIPLE
+from lightning_ddp_losses.audit.compare import MULTIPLE
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, learned, rows
 
