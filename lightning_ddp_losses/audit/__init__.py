@@ -1,6 +1,22 @@
 """Is training on N ranks the same as in one process? If not: where, by how much, why, and what to change.
 
-`records` and `recorder` write a run down, `fitting` and `processes` run it, `compare` compares two, `rules` and `diagnose` explain.
+An audit from top to bottom:
+
+* `api`: `audit` and `assert_parity`; makes the recordings, each once, and puts the report together.
+* `worker`: starts processes, awaits them within a time limit; in each a Trainer.
+* `recorder`: the callback that writes down what a run does.
+* `rank_record`: what it writes, one `RankRecord` and the tensors of each rank, and how they are read.
+* `replay`: what a run is, and the ranks' batches for another run: joined, cut, or one after the other.
+* `ablations`: what a run can be without (random draws, batch statistics, precision), and runs moved by one rounding unit.
+* `compare`: two recordings, tensor by tensor, and how large an error may be.
+* `context`: a finished audit as the rules see it, with counterfactual runs made when a rule asks.
+* `diagnosis`: from a context to ranked diagnoses and notes.
+* `rules`, `rules_desync`: one small function for each fault; the second file for ranks that do not agree with each other.
+* `report`, `figures`: text, JSON and HTML; pictures.
+
+A newcomer who adds a fault writes a function in `rules` (or `rules_desync`), gives it its place in ``STAGES`` (or
+``DESYNC_RULES``), and one small module with the fault in ``tests/audit``. What a rule must know of a rank is a field of
+`RankRecord` that the `recorder` fills; what it must try is a field of `CounterfactualRuns`.
 """
 
 from lightning_ddp_losses.audit.api import assert_parity, audit

@@ -1,4 +1,8 @@
-"""`audit`: N real ranks, one real process, the same batches; every gradient compared, and the difference explained."""
+"""`audit`: N real ranks, one real process, the same batches; every gradient compared, and the difference explained.
+
+The auditor makes the recordings: the ranks on the user's data, one process on the ranks' batches joined, that process moved by
+one rounding unit (which measures tolerances), and counterfactual runs when a rule asks; each once, each in processes of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,22 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_ddp_losses.audit.ablations import SWITCHES, unit_roundoff
-from lightning_ddp_losses.audit.compare import MULTIPLE, Comparison, Tolerances, compare, is_mean, tolerances
-from lightning_ddp_losses.audit.context import Case, Counters
+from lightning_ddp_losses.audit.ablations import ABLATIONS, unit_roundoff
+from lightning_ddp_losses.audit.compare import (
+    MULTIPLE,
+    Comparison,
+    Tolerances,
+    compare,
+    compare_losses,
+    first_traced_difference,
+    is_mean_of,
+    measure_tolerances,
+)
+from lightning_ddp_losses.audit.context import AuditContext, CounterfactualRuns
 from lightning_ddp_losses.audit.diagnosis import diagnose, notes
 from lightning_ddp_losses.audit.rank_record import Recording
-from lightning_ddp_losses.audit.recorder import part
-from lightning_ddp_losses.audit.replay import Run, Subject, plan_of
-from lightning_ddp_losses.audit.report import AuditReport, StepLoss
+from lightning_ddp_losses.audit.replay import AuditTarget, Run, plan_replay
+from lightning_ddp_losses.audit.report import AuditReport
 from lightning_ddp_losses.audit.worker import Failure, perform, run_processes
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import AuditError, ConfigurationError, InputError, error_class, format_error
@@ -79,23 +91,25 @@ def audit(
     """
     off = frozenset(without)
     options = dict(trainer_kwargs or {})
-    _check(model, devices, steps, off)
-    options["accelerator"] = _accelerator(options.get("accelerator"), devices)
+    _validate(model, devices, steps, off)
+    options["accelerator"] = _choose_accelerator(options.get("accelerator"), devices)
     started = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="ddp-losses-audit-"))
     try:
-        subject = Subject(model, data, strategy, options, deterministic, scratch, timeout_seconds, ckpt_path)
-        auditor = Auditor(subject, devices, steps, tolerance, timeout_seconds)
-        case = auditor.case(off)
-        found = diagnose(case, auditor.case)
+        # record ranks and one process, compare them
+        target = AuditTarget(model, data, strategy, options, deterministic, scratch, timeout_seconds, ckpt_path)
+        auditor = _Auditor(target, devices, steps, tolerance)
+        context = auditor.context(off)
+        # explain what differs, with counterfactual runs
+        found = diagnose(context, auditor.context)
         report = AuditReport(
-            equal=case.comparison.equal and not found,
-            rows=case.comparison.rows,
-            updates=case.comparison.updates,
-            losses=_losses(case),
+            equal=context.comparison.equal and not found,
+            rows=context.comparison.rows,
+            updates=context.comparison.updates,
+            losses=compare_losses(context.ranks, context.one),
             diagnoses=found,
-            notes=notes(case, needs_group=auditor.needs_group),
-            settings=_settings(case, auditor, strategy),
+            notes=notes(context, needs_group=auditor.needs_group),
+            settings=_report_settings(context, auditor, strategy),
         )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -125,7 +139,10 @@ def assert_parity(model: LightningModule, data: Any = None, devices: int = 2, **
     return report
 
 
-def _check(model: Any, devices: int, steps: int, off: frozenset[str]) -> None:
+# ---------------------------------------------------------------------- what cannot be audited
+
+
+def _validate(model: Any, devices: int, steps: int, off: frozenset[str]) -> None:
     if process_groups.is_distributed():
         fix = "Call it from one plain process (not under torchrun, not inside a fit): it starts its own ranks."
         raise ConfigurationError("audit", expected="no process group", got="one that is running", fix=fix)
@@ -134,64 +151,197 @@ def _check(model: Any, devices: int, steps: int, off: frozenset[str]) -> None:
     for name, value, least in (("devices", devices, 2), ("steps", steps, 1)):
         if not isinstance(value, int) or value < least:
             raise ConfigurationError(f"audit({name}=...)", expected=f"{least} or more", got=repr(value))
-    if not off <= set(SWITCHES):
-        raise ConfigurationError("audit(without=...)", expected=f"some of {', '.join(SWITCHES)}", got=sorted(off))
+    if not off <= set(ABLATIONS):
+        raise ConfigurationError("audit(without=...)", expected=f"some of {', '.join(ABLATIONS)}", got=sorted(off))
     if "dataloader_iter" in inspect.signature(model.training_step).parameters:
-        fix = "Take (batch, batch_idx)."
-        raise ConfigurationError(
-            "training_step", expected="a batch", got="dataloader_iter, which no other run can replay", fix=fix
-        )
+        got, fix = "dataloader_iter, which no other run can replay", "Take (batch, batch_idx)."
+        raise ConfigurationError("training_step", expected="a batch", got=got, fix=fix)
 
 
-def _accelerator(asked: Any, devices: int) -> Any:
+def _choose_accelerator(asked: Any, devices: int) -> Any:
+    """Choose the CPU unless the user asks for something that this machine has."""
+    available = torch.cuda.device_count()
     if asked in (None, "cpu"):
         return "cpu"
     if asked == "auto":
-        return "gpu" if torch.cuda.device_count() >= devices else "cpu"
-    if asked in ("gpu", "cuda") and torch.cuda.device_count() < devices:
+        return "gpu" if available >= devices else "cpu"
+    if asked in ("gpu", "cuda") and available < devices:
         fix = "Audit on the CPU (accelerator='cpu'): the mathematics is the same."
-        raise ConfigurationError(
-            "accelerator", expected=f"{devices} GPUs", got=f"{torch.cuda.device_count()} on this machine", fix=fix
-        )
+        got = f"{available} on this machine"
+        raise ConfigurationError("accelerator", expected=f"{devices} GPUs", got=got, fix=fix)
     return asked
 
 
-def _losses(case: Case) -> list[StepLoss]:
-    found = []
-    pages, alone = case.ranks.facts, case.one.facts[0]
-    for at, logged in enumerate(zip(*(page["batches"] for page in pages), strict=False)):
-        values = tuple(page["losses"][at] if at < len(page["losses"]) else None for page in pages)
-        known = [value for value in values if value is not None]
-        one = alone["losses"][at] if at < len(alone["losses"]) else None
-        rows = tuple(each["rows"] or 0 for each in logged)
-        found.append(StepLoss(logged[0]["step"], values, sum(known) / len(known) if known else None, one, rows))
-    return found
+# ---------------------------------------------------------------------- the recordings of an audit
+
+_PERTURBATION_SEEDS = (1, 2)
+_FLOAT64_TOLERANCE = 1e-9  # what differs by less than this in float64 is equal
+_OTHER_SEED = 12345  # of the run that shows whether random numbers matter
 
 
-def _settings(case: Case, auditor: Auditor, strategy: Any) -> dict[str, Any]:
-    facts = case.facts
-    return {
-        "devices": case.W,
-        "steps": min(case.ranks.steps, case.one.steps),
-        "strategy": strategy if isinstance(strategy, str) else type(strategy).__name__,
-        "precision": facts["precision"],
-        "accumulate_grad_batches": facts["accumulate"],
-        "gradient_clip_val": facts["clip"],
-        "parameters": facts["parameters"],
-        "optimizers": facts["optimizers"],
-        "without": list(case.switched_off),
-        "rounding_unit": auditor.unit,
-        "tolerance": f"{MULTIPLE:g} x estimated rounding" if auditor.tolerance is None else auditor.tolerance,
-        "aliases": case.one.facts[0]["aliases"] | facts["aliases"],
-        "seconds": 0.0,
-    }
+class _Auditor:
+    """Makes and keeps the recordings of one audit.
+
+    Args:
+        target: What is audited.
+        devices: Number of ranks.
+        steps: Optimizer steps.
+        tolerance: The user's own; None: estimated.
+    """
+
+    def __init__(self, target: AuditTarget, devices: int, steps: int, tolerance: float | None) -> None:
+        self.target, self.devices, self.steps, self.tolerance = target, devices, steps, tolerance
+        self.needs_group = False
+        self._made: dict[str, Recording] = {}
+        self._starts = 0
+
+    # ------------------------------------------------------------------ runs
+
+    def record(self, *runs: Run) -> list[Recording]:
+        """Return the recordings of the runs; those that do not exist yet run side by side."""
+        new = [run for run in runs if run.name not in self._made]
+        if new:
+            self._start(new)
+        return [self._made[run.name] for run in runs]
+
+    def _start(self, runs: Sequence[Run]) -> None:
+        # a clean folder for each run, and one for the output of all
+        self._starts += 1
+        output = self.target.scratch / f"output-{self._starts}"
+        for folder in (output, *map(self._folder_of, runs)):
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that failed before
+            folder.mkdir(parents=True)
+
+        # one process for each rank of each run
+        parts = [(run, rank) for run in runs for rank in range(run.processes)]
+
+        def work(index: int) -> None:
+            run, rank = parts[index]
+            perform(self.target, run, self._folder_of(run), rank)
+
+        title = " and ".join(run.name for run in runs)
+        failures = run_processes(len(parts), work, title=title, folder=output, seconds=self.target.seconds)
+        if failures:
+            raise _error_of({parts[index]: failure for index, failure in failures.items()})
+        for run in runs:
+            self._made[run.name] = Recording(self._folder_of(run), run.processes)
+
+    def _folder_of(self, run: Run) -> Path:
+        return self.target.scratch / run.name.replace(" ", "-").replace(",", "")
+
+    def _replay(self, name: str, assignment: str, *, rank: int = 0, steps: int | None = None, **options: Any) -> Run:
+        """Plan a run on the batches that the ranks had, from the weights that they started with."""
+        original = self._made["ranks"]
+        steps = steps or self.steps
+        plans = plan_replay(original, assignment, steps=steps, rank=rank)
+        ranks = self.devices if len(plans) > 1 else 0
+        group = self.needs_group and not ranks
+        return Run(name, ranks, plans, str(original.folder), steps, group=group, **options)
+
+    def _replay_in_one(self, off: frozenset[str], assignment: str, **options: Any) -> Recording:
+        """Record one process without ``off`` on the ranks' batches, assigned in some way."""
+        label = ", ".join([assignment, *options, *sorted(off)])
+        if "uneven" in off and assignment == "joined":
+            assignment = "even joined"
+        return self.record(self._replay(f"one {label}", assignment, without=off, **options))[0]
+
+    def _record_pair(self, off: frozenset[str]) -> tuple[Recording, Recording]:
+        """Record ranks and one process without ``off``, on the same batches."""
+        if not off:
+            (ranks,) = self.record(Run("ranks", self.devices, steps=self.steps))
+            runs = [self._replay("one", "joined")]
+            if self.tolerance is None:
+                runs += [self._replay(name, "joined", perturb=seed) for seed, name in _perturbed_names().items()]
+        else:
+            label = ", ".join(f"no {name}" for name in sorted(off))
+            same, joined = ("even", "even joined") if "uneven" in off else ("same", "joined")
+            runs = [
+                self._replay(f"one, {label}", joined, without=off),
+                self._replay(f"ranks, {label}", same, without=off),
+            ]
+        try:
+            made = self.record(*runs)
+        except AuditError as error:
+            if self.needs_group or off:
+                raise
+            return self._record_pair_in_group(error)
+        return (made[1], made[0]) if off else (ranks, made[0])
+
+    def _record_pair_in_group(self, error: AuditError) -> tuple[Recording, Recording]:
+        """Try once more with a group of one: what runs on ranks and fails in a plain process may call torch.distributed."""
+        self.needs_group = True
+        try:
+            return self._record_pair(frozenset())
+        except AuditError:
+            self.needs_group = False
+            raise error from None
+
+    # ------------------------------------------------------------------ comparisons
+
+    @functools.cached_property
+    def unit(self) -> float:
+        """The rounding unit of the runs."""
+        return unit_roundoff(self.target.model, self._made["ranks"].records[0].module_info.precision)
+
+    @functools.cached_property
+    def _measured(self) -> Tolerances:
+        perturbed = [self._made[name] for name in _perturbed_names().values() if name in self._made]
+        return measure_tolerances(self._made["one"], perturbed, self.unit, self.tolerance)
+
+    def _allowed(self, off: frozenset[str]) -> Tolerances:
+        return Tolerances(_FLOAT64_TOLERANCE) if "precision" in off else self._measured
+
+    def context(self, off: frozenset[str] = frozenset()) -> AuditContext:
+        """Compare ranks with one process, both without ``off``; rules may ask for counterfactual runs."""
+        self._record_pair(frozenset())  # tolerances come from the runs as they are
+        ranks, one = self._record_pair(off)
+        comparison = compare(ranks, one, self._allowed(off))
+
+        def against_one(assignment: str, **options: Any) -> Comparison:
+            return compare(self._replay_in_one(off, assignment, **options), one, self._allowed(off))
+
+        runs = CounterfactualRuns(
+            without=lambda *more: self.context(off | set(more)).comparison,
+            is_local_mean=lambda step: self._is_local_mean(off, ranks, step),
+            reversed_order=lambda: against_one("reversed"),
+            unaccumulated=lambda: against_one("whole", accumulate=0),
+            reseeded=lambda: against_one("joined", seed=_OTHER_SEED),
+            single_ranks=lambda: self._single_ranks(off),
+            first_traced_difference=lambda: self._trace(off, comparison.first_step or 1),
+        )
+        switched_off = tuple(sorted(off))
+        return AuditContext(self._made["ranks"], ranks, one, comparison, runs, self.unit, switched_off)
+
+    def _is_local_mean(self, off: frozenset[str], ranks: Recording, step: int) -> bool:
+        """Say whether one process that takes the ranks' batches one after the other has the mean of their gradients."""
+        if not ranks.records[0].module_info.automatic:  # it cannot be made to accumulate
+            return step == 1 and is_mean_of(self._single_ranks(off), ranks, self._allowed(off))
+        averaged = self._replay_in_one(off, "local", accumulate=self.devices)
+        rows = compare(ranks, averaged, self._allowed(off)).rows
+        return all(row.exact for row in rows if row.step <= step)
+
+    def _single_ranks(self, off: frozenset[str]) -> Sequence[Recording]:
+        runs = []
+        for rank in range(self.devices):
+            name = f"rank {rank} alone {sorted(off)}"
+            runs.append(self._replay(name, "one rank", rank=rank, steps=1, without=off))
+        return self.record(*runs)
+
+    def _trace(self, off: frozenset[str], step: int) -> str:
+        label = " ".join(sorted(off))
+        options: dict[str, Any] = {"without": off, "trace": step, "steps": step}
+        ranks, one = self.record(
+            self._replay(f"traced ranks {label}", "same", **options),
+            self._replay(f"traced one {label}", "joined", **options),
+        )
+        return first_traced_difference(ranks, one, min(0.1, 256 * self.unit))
 
 
-# ----------------------------------------------------------------------
+def _perturbed_names() -> dict[int, str]:
+    return {seed: f"one perturbed {seed}" for seed in _PERTURBATION_SEEDS}
 
-_NUDGES = (1, 2)  # seeds of the perturbed runs
-_FLOAT64 = 1e-9  # what differs by less than this in float64 is equal
-_SYMPTOM = re.compile(r"gloo|NCCL|Connection (closed|reset)|[Tt]imed out|[Tt]imeout")  # of another rank's failure
+
+# ---------------------------------------------------------------------- runs that failed
 
 HINTS: tuple[tuple[str, str], ...] = (
     (
@@ -220,181 +370,56 @@ HINTS: tuple[tuple[str, str], ...] = (
 )
 """What to do about errors that users of DDP meet."""
 
-
-class Auditor:
-    """Makes and keeps the recordings of one audit.
-
-    Args:
-        subject: What is audited.
-        devices: Number of ranks.
-        steps: Optimizer steps.
-        tolerance: The user's own; None: estimated.
-        seconds: Time limit of each run.
-    """
-
-    def __init__(self, subject: Subject, devices: int, steps: int, tolerance: float | None, seconds: float) -> None:
-        self.subject, self.devices, self.steps, self.seconds = subject, devices, steps, seconds
-        self.tolerance = tolerance
-        self.needs_group = False
-        self._made: dict[str, Recording] = {}
-        self._calls = 0
-
-    # ------------------------------------------------------------------ runs
-
-    def make(self, *runs: Run) -> list[Recording]:
-        """Recordings of the runs; those that do not exist yet run side by side."""
-        new = [run for run in runs if run.name not in self._made]
-        if new:
-            self._run(new)
-        return [self._made[run.name] for run in runs]
-
-    def _run(self, runs: Sequence[Run]) -> None:
-        places = [(run, rank) for run in runs for rank in range(run.processes)]
-        self._calls += 1
-        output = self.subject.scratch / f"output-{self._calls}"
-        for folder in (output, *map(self._folder, runs)):
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that failed before
-            folder.mkdir(parents=True)
-
-        def work(index: int) -> None:
-            run, rank = places[index]
-            perform(self.subject, run, self._folder(run), rank)
-
-        title = " and ".join(run.name for run in runs)
-        failures = run_processes(len(places), work, title=title, folder=output, seconds=self.seconds)
-        if failures:
-            raise _error({places[i]: failure for i, failure in failures.items()})
-        self._made |= {run.name: Recording(self._folder(run), run.processes) for run in runs}
-
-    def _folder(self, run: Run) -> Path:
-        return self.subject.scratch / run.name.replace(" ", "-").replace(",", "")
-
-    def _replay(self, name: str, deal: str, **options: object) -> Run:
-        """A run on the batches that the ranks had, from the weights that they started with."""
-        first = self._made["ranks"]
-        rank = int(options.pop("rank", 0))  # type: ignore[call-overload]
-        steps = int(options.pop("steps", self.steps))  # type: ignore[call-overload]
-        plans = plan_of(first, deal, steps=steps, rank=rank)
-        ranks = self.devices if len(plans) > 1 else 0
-        return Run(name, ranks, plans, str(first.folder), steps, group=self.needs_group and not ranks, **options)  # type: ignore[arg-type]
-
-    def _pair(self, off: frozenset[str]) -> tuple[Recording, Recording]:
-        """Ranks and one process without ``off``, on the same batches."""
-        label = ", ".join(["", *(f"no {name}" for name in sorted(off))])
-        even = "even" if "uneven" in off else "same"
-        joined = "even joined" if "uneven" in off else "joined"
-        if not off:
-            (ranks,) = self.make(Run("ranks", self.devices, steps=self.steps))
-        runs = [self._replay(f"one{label}", joined, without=off)]
-        if off:
-            runs.append(self._replay(f"ranks{label}", even, without=off))
-        elif self.tolerance is None:
-            runs += [self._replay(f"one nudged {seed}", "joined", perturb=seed) for seed in _NUDGES]
-        try:
-            made = self.make(*runs)
-        except AuditError as error:
-            if self.needs_group or off:
-                raise
-            return self._with_group(off, error)
-        return (made[1], made[0]) if off else (ranks, made[0])
-
-    def _with_group(self, off: frozenset[str], error: AuditError) -> tuple[Recording, Recording]:
-        """What ran on ranks and fails in a process without a group may be calling torch.distributed itself."""
-        self.needs_group = True
-        try:
-            return self._pair(off)
-        except AuditError:
-            self.needs_group = False
-            raise error from None
-
-    # ------------------------------------------------------------------ comparisons
-
-    @functools.cached_property
-    def unit(self) -> float:
-        """The rounding unit of the runs."""
-        return unit_roundoff(self.subject.model, str(self._made["ranks"].facts[0]["precision"]))
-
-    @functools.cached_property
-    def allowed(self) -> Tolerances:
-        """What counts as rounding."""
-        nudged = [self._made[name] for seed in _NUDGES if (name := f"one nudged {seed}") in self._made]
-        return tolerances(self._made["one"], nudged, self.unit, self.tolerance)
-
-    def case(self, off: frozenset[str] = frozenset()) -> Case:
-        """Ranks against one process, without ``off``, with its counter-runs."""
-        self._pair(frozenset())  # tolerances come from the runs as they are
-        ranks, one = self._pair(off)
-        counters = Counters(
-            without=lambda *more: self.case(off | set(more)).comparison,
-            local=lambda step: self._local(off, ranks, step),
-            backwards=lambda: compare(self._alone_process(off, "reversed"), one, self._allow(off)),
-            whole=lambda: compare(self._alone_process(off, "whole", accumulate=0), one, self._allow(off)),
-            reseeded=lambda: compare(self._alone_process(off, "joined", seed=12345), one, self._allow(off)),
-            alone=lambda: self._each(off),
-            part=lambda: self._part(off, compare(ranks, one, self._allow(off))),
-        )
-        return Case(
-            self._made["ranks"],
-            ranks,
-            one,
-            compare(ranks, one, self._allow(off)),
-            counters,
-            self.unit,
-            tuple(sorted(off)),
-        )
-
-    def _allow(self, off: frozenset[str]) -> Tolerances:
-        return Tolerances(_FLOAT64) if "precision" in off else self.allowed
-
-    def _alone_process(self, off: frozenset[str], deal: str, **options: object) -> Recording:
-        label = ", ".join([deal, *map(str, options), *sorted(off)])
-        if "uneven" in off:
-            deal = "even joined" if deal == "joined" else deal
-        return self.make(self._replay(f"one {label}", deal, without=off, **options))[0]
-
-    def _local(self, off: frozenset[str], ranks: Recording, step: int) -> bool:
-        """One process that takes the ranks' batches one after the other has the mean of their gradients."""
-        if not ranks.facts[0]["automatic"]:  # it cannot be made to accumulate
-            return step == 1 and is_mean(self._each(off), ranks, self._allow(off))
-        averaged = self._alone_process(off, "local", accumulate=self.devices)
-        rows = compare(ranks, averaged, self._allow(off)).rows
-        return all(row.exact for row in rows if row.step <= step)
-
-    def _each(self, off: frozenset[str]) -> Sequence[Recording]:
-        runs = [
-            self._replay(f"rank {r} alone {sorted(off)}", "one rank", rank=r, steps=1, without=off)
-            for r in range(self.devices)
-        ]
-        return self.make(*runs)
-
-    def _part(self, off: frozenset[str], comparison: Comparison) -> str:
-        step = comparison.first_step or 1
-        label = " ".join(sorted(off))
-        ranks, one = self.make(
-            self._replay(f"traced ranks {label}", "same", without=off, trace=step, steps=step),
-            self._replay(f"traced one {label}", "joined", without=off, trace=step, steps=step),
-        )
-        return part(ranks, one, min(0.1, 256 * self.unit))
+# texts of an error that follows from another rank's failure
+_FOLLOWS = re.compile(r"gloo|NCCL|Connection (closed|reset)|[Tt]imed out|[Tt]imeout")
 
 
-def _error(failures: dict[tuple[Run, int], Failure]) -> Exception:
-    """The error of the process that failed first of itself, not because another one had."""
-
-    def blame(item: tuple[tuple[Run, int], Failure]) -> tuple[bool, bool, int]:
-        (_, rank), failure = item
-        symptom = failure.kind == "PeerError" or bool(_SYMPTOM.search(failure.text))
-        return (failure.text.startswith("was still waiting"), symptom, rank)
-
-    (run, rank), failure = min(failures.items(), key=blame)
+def _error_of(failures: dict[tuple[Run, int], Failure]) -> Exception:
+    """Build the error of the process that failed first of itself, not because another one had."""
+    (run, rank), failure = min(failures.items(), key=_blame)
     known = error_class(failure.kind)
     if known.__name__ == failure.kind and known in (ConfigurationError, InputError):
         return known(failure.text)  # it says what to do itself
     where = f"rank {rank} of {run.ranks}" if run.ranks else "the one process"
     said = f"{failure.kind}: {failure.text}" if failure.kind else failure.text
-    hint = next((text for pattern, text in HINTS if re.search(pattern, f"{said}\n{failure.traceback}")), None)
+    hints = [text for pattern, text in HINTS if re.search(pattern, f"{said}\n{failure.traceback}")]
+    hint = hints[0] if hints else None
     what = f"audit, run `{run.name}` on {where}"
     text = format_error(what, expected=f"{run.steps} optimizer steps", got=said, fix=hint)
     stories = [failure.traceback]
     if failure.text.startswith("took more"):  # all that are silent: one of them hangs, the others wait for it
         stories = [f"rank {r} was here:\n{each.traceback}" for (_, r), each in failures.items()]
     return AuditError("\n\n".join([text, *stories]))
+
+
+def _blame(item: tuple[tuple[Run, int], Failure]) -> tuple[bool, bool, int]:
+    """Sort by whether a process only waited, only met another's failure, and by rank."""
+    (_, rank), failure = item
+    waited = failure.text.startswith("was still waiting")
+    follows = failure.kind == "PeerError" or bool(_FOLLOWS.search(failure.text))
+    return waited, follows, rank
+
+
+# ---------------------------------------------------------------------- what the report says of the runs
+
+
+def _report_settings(context: AuditContext, auditor: _Auditor, strategy: Any) -> dict[str, Any]:
+    info = context.info
+    tolerance: Any = auditor.tolerance
+    if tolerance is None:
+        tolerance = f"{MULTIPLE:g} x estimated rounding"
+    return {
+        "devices": context.W,
+        "steps": min(context.ranks.steps, context.one.steps),
+        "strategy": strategy if isinstance(strategy, str) else type(strategy).__name__,
+        "precision": info.precision,
+        "accumulate_grad_batches": info.accumulate,
+        "gradient_clip_val": info.clip,
+        "parameters": context.record.parameter_count,
+        "optimizers": info.optimizers,
+        "without": list(context.switched_off),
+        "rounding_unit": auditor.unit,
+        "tolerance": tolerance,
+        "aliases": context.one.records[0].module_info.aliases | info.aliases,
+        "seconds": 0.0,
+    }

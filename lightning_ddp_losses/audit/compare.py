@@ -1,4 +1,8 @@
-"""Two recordings compared, tensor by tensor and step by step, and how large an error may be. Nothing here trains."""
+"""Two recordings compared, tensor by tensor and step by step, and how large an error may be. Nothing here trains.
+
+Tensors are read in pieces and summed in float64. A difference is a finding where it exceeds ``MULTIPLE`` times what rounding
+alone does to that tensor, which runs that were moved by one rounding unit have measured.
+"""
 
 from __future__ import annotations
 
@@ -11,116 +15,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.audit.rank_record import Entry, Recording
-
-
-@dataclass
-class Comparison:
-    """All rows of two recordings.
-
-    Attributes:
-        rows: Gradients, in forward order of the parameters, step by step.
-        updates: Parameters after the steps.
-    """
-
-    rows: list[Row]
-    updates: list[Row]
-
-    @property
-    def equal(self) -> bool:
-        """Whether nothing differs."""
-        return all(row.exact for row in (*self.rows, *self.updates))
-
-    @property
-    def first_step(self) -> int | None:
-        """The first step at which something differs."""
-        return min((row.step for row in (*self.rows, *self.updates) if not row.exact), default=None)
-
-    def first_rows(self) -> list[Row]:
-        """Gradients of the first step at which something differs: later ones follow from it."""
-        return [row for row in self.rows if row.step == self.first_step]
-
-    def first_updates(self) -> list[Row]:
-        """Parameters after that step."""
-        return [row for row in self.updates if row.step == self.first_step]
-
-    def worst(self) -> float:
-        """Largest error of a gradient at the first step at which something differs; else at any."""
-        return max((row.error for row in (self.first_rows() or self.rows)), default=0.0)
-
-
-def compare(ranks: Recording, one: Recording, allowed: Tolerances) -> Comparison:
-    """Compare what the ranks did with what one process did.
-
-    Args:
-        ranks: The recording of the ranks (or of one more process).
-        one: The recording of one process.
-        allowed: What counts as rounding.
-    """
-    owner = {name: o for page in (*one.facts, *ranks.facts) for name, o in page["owners"].items()}
-    rows, updates = [], []
-    strict = allowed.fixed is not None
-    quiet: set[str] = set()  # where a gradient is rounding, so is what an optimizer makes of it
-    for step in range(1, min(ranks.steps, one.steps) + 1):
-        scale = scale_of(one, step, "gradient", strict=strict)
-        quiet |= scale.quiet
-        rows += list(rows_of_step(ranks, one, step, "gradient", allowed, owner, scale))
-        scale = dataclasses.replace(scale_of(one, step, "parameter", strict=strict), quiet=frozenset(quiet))
-        updates += list(rows_of_step(ranks, one, step, "parameter", allowed, owner, scale))
-    return Comparison(rows, updates)
-
-
-def is_mean(parts: Sequence[Recording], ranks: Recording, allowed: Tolerances) -> bool:
-    """Whether the ranks' gradients at step 1 are the mean of those of ``parts``."""
-    for name, whole in ranks.entries(0, 1, "gradient").items():
-        entries = [part.entries(0, 1, "gradient").get(name) for part in parts]
-        present = [entry for entry in entries if entry is not None and entry.exists]
-        if not whole.exists or len(present) != len(parts) or any(entry.shape != whole.shape for entry in present):
-            return False
-        off = size = 0.0
-        for pieces in zip(whole.pieces(), *(entry.pieces() for entry in present), strict=True):
-            mean = torch.stack([piece.double() for piece in pieces[1:]]).mean(0)
-            off += float((pieces[0].double() - mean).square().sum())
-            size += float(mean.square().sum())
-        if not math.sqrt(off) <= allowed.of(1, "gradient", name) * math.sqrt(size):
-            return False
-    return True
-
-
-def tolerances(one: Recording, nudged: Sequence[Recording], unit: float, fixed: float | None = None) -> Tolerances:
-    """How far rounding alone moves each tensor: one process against itself, moved by one rounding unit.
-
-    Args:
-        one: One process.
-        nudged: One process whose parameters and inputs were moved by one rounding unit, at random.
-        unit: The rounding unit; no tolerance is below ``MULTIPLE`` times it.
-        fixed: The user's own tolerance, for everything.
-    """
-    allowed = Tolerances(fixed, unit)
-    if fixed is not None:
-        return allowed
-    for other in nudged:
-        comparison = compare(other, one, Tolerances(math.inf))
-        for row in (*comparison.rows, *comparison.updates):
-            key = (row.step, row.what, row.parameter)
-            if math.isfinite(row.error):
-                allowed.measured[key] = max(allowed.measured.get(key, 0.0), row.error)
-    return allowed
-
-
-# ----------------------------------------------------------------------
+from lightning_ddp_losses.audit.rank_record import NO_TENSOR, Entry, ModuleCall, Recording
 
 Verdict = Literal["exact", "wrong scale", "wrong direction", "missing", "not finite"]
 What = Literal["gradient", "parameter"]
 
 MULTIPLE = 16.0
 """A difference is a finding where it exceeds this multiple of the estimated rounding error."""
-_CAP = 0.4  # a factor 1/2 is an error of 0.5
+
+_CAP = 0.4  # of a first gradient's tolerance: a factor 1/2 is an error of 0.5
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     """One tensor at one optimizer step, on the ranks and in one process.
 
     Attributes:
@@ -162,44 +70,62 @@ class Row:
         return self.verdict == "exact" and (self.tolerance > 0.5 or not 0.5 < self.ratio < 2)
 
 
+@dataclass(frozen=True)
+class StepLoss:
+    """The loss of one batch.
+
+    Attributes:
+        step: Optimizer step that the batch belongs to.
+        ranks: Each rank's value; None where training_step returned none.
+        mean: Of the ranks.
+        one: In one process.
+        rows: Samples on each rank.
+    """
+
+    step: int
+    ranks: tuple[float | None, ...]
+    mean: float | None
+    one: float | None
+    rows: tuple[int, ...]
+
+
 @dataclass
-class _Sums:
-    """What a pass over two tensors adds up, in float64."""
+class Comparison:
+    """All rows of two recordings.
 
-    ours: float = 0.0
-    theirs: float = 0.0
-    dot: float = 0.0
-    off: float = 0.0
-    largest: float = 0.0
-    largest_off: float = 0.0
-    finite: bool = True
+    Attributes:
+        rows: Gradients, in forward order of the parameters, step by step.
+        updates: Parameters after the steps.
+    """
 
-    def add(self, ours: Tensor, theirs: Tensor, off: Tensor) -> None:
-        self.ours += float(ours.dot(ours))
-        self.theirs += float(theirs.dot(theirs))
-        self.dot += float(ours.dot(theirs))
-        self.off += float(off.dot(off))
-        self.largest = max(self.largest, float(theirs.abs().max()))
-        self.largest_off = max(self.largest_off, float(off.abs().max()))
+    rows: list[ComparedRow]
+    updates: list[ComparedRow]
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return all(row.exact for row in (*self.rows, *self.updates))
+
+    @property
+    def first_step(self) -> int | None:
+        """The first step at which something differs."""
+        return min((row.step for row in (*self.rows, *self.updates) if not row.exact), default=None)
+
+    def first_rows(self) -> list[ComparedRow]:
+        """List the gradients of the first step at which something differs: later ones follow from it."""
+        return [row for row in self.rows if row.step == self.first_step]
+
+    def first_updates(self) -> list[ComparedRow]:
+        """List the parameters after that step."""
+        return [row for row in self.updates if row.step == self.first_step]
+
+    def worst(self) -> float:
+        """Return the largest error of a gradient at the first step at which something differs; else at any."""
+        rows = self.first_rows() or self.rows
+        return max((row.error for row in rows), default=0.0)
 
 
-def _sums(ours: Entry, theirs: Entry, before: tuple[Entry, Entry] | None) -> _Sums:
-    """Both tensors, or how much both changed since ``before``; a piece at a time."""
-    sums = _Sums()
-    streams = [ours.pieces(), theirs.pieces(), *(entry.pieces() for entry in before or ())]
-    for pieces in zip(*streams, strict=True):
-        a, b, *since = (piece.double() for piece in pieces)
-        odd = ~torch.isfinite(a)
-        if bool(odd.any()) or not bool(torch.isfinite(b).all()):
-            if not torch.equal(odd, ~torch.isfinite(b)):
-                sums.finite = False
-                return sums
-            a, b = a.masked_fill(odd, 0.0), b.masked_fill(odd, 0.0)  # the same elements overflow in both
-        off = a - b
-        if since:
-            a, b = a - since[0], b - since[1]
-        sums.add(a, b, off)
-    return sums
+# ---------------------------------------------------------------------- tolerances
 
 
 @dataclass
@@ -211,60 +137,38 @@ class Tolerances:
     measured: dict[tuple[int, str, str], float] = field(default_factory=dict)
 
     def of(self, step: int, what: str, name: str) -> float:
-        """Largest error that is not a finding."""
+        """Return the largest error that is not a finding."""
         if self.fixed is not None:
             return self.fixed
         measured = self.measured.get((step, what, name), 0.0)
         allowed = MULTIPLE * max(self.unit, measured)
         # rounding of a few per cent must not hide a factor of two; later steps add up what earlier ones left
-        return min(allowed, _CAP) if step == 1 and what == "gradient" and measured < 0.6 * _CAP else allowed
+        if step == 1 and what == "gradient" and measured < 0.6 * _CAP:
+            return min(allowed, _CAP)
+        return allowed
 
 
-def rows_of_step(
-    ranks: Recording, one: Recording, step: int, what: What, allowed: Tolerances, owner: dict[str, str], scale: Scale
-) -> Iterator[Row]:
-    """The rows of one step and kind, in the module's order; of ranks that differ, the one with the largest error."""
-    theirs = one.entries(0, step, what)
-    order = dict.fromkeys([*theirs, *ranks.names(step, what)])
-    for name in order:
-        whole = ranks.joined(step, what, name)  # blocks of one parameter, which differ by design
-        found = _distinct(ranks, step, what, name) if whole is None else [(0, whole)]
-        other = theirs.get(name)
-        agree = whole is not None or ranks.agree(step, what, name) or not any(entry.exists for _, entry in found)
-        rows = [
-            _row(
-                step,
-                name,
-                owner.get(name, "encoder"),
-                what,
-                rank,
-                entry,
-                other,
-                agree,
-                allowed.of(step, what, name),
-                scale,
-                _before(ranks, one, rank, step, what, name),
-            )
-            for rank, entry in found
-        ]
-        yield max(rows, key=lambda row: math.inf if math.isnan(row.error) else row.error)
+def measure_tolerances(
+    one: Recording, perturbed: Sequence[Recording], unit: float, fixed: float | None = None
+) -> Tolerances:
+    """Measure how far rounding alone moves each tensor: one process against itself, moved by one rounding unit.
 
-
-def _distinct(ranks: Recording, step: int, what: str, name: str) -> list[tuple[int, Entry]]:
-    """What the ranks hold, each content once, with the first rank that holds it."""
-    found: dict[str, tuple[int, Entry]] = {}
-    for rank in range(ranks.ranks):
-        entry = ranks.entries(rank, step, what).get(name, Entry("", (), "", ""))
-        found.setdefault(entry.digest, (rank, entry))
-    return list(found.values())
-
-
-def _before(ranks: Recording, one: Recording, rank: int, step: int, what: str, name: str) -> tuple[Entry, Entry] | None:
-    if what != "parameter":
-        return None
-    at = (0, "initial") if step == 1 else (step - 1, "parameter")
-    ours, theirs = ranks.joined(*at, name) or ranks.entries(rank, *at).get(name), one.entries(0, *at).get(name)
-    return (ours, theirs) if ours is not None and theirs is not None and ours.shape == theirs.shape else None
+    Args:
+        one: One process.
+        perturbed: One process whose parameters and inputs were moved by one rounding unit, at random.
+        unit: The rounding unit; no tolerance is below ``MULTIPLE`` times it.
+        fixed: The user's own tolerance, for everything.
+    """
+    allowed = Tolerances(fixed, unit)
+    if fixed is not None:
+        return allowed
+    for other in perturbed:
+        comparison = compare(other, one, Tolerances(math.inf))
+        for row in (*comparison.rows, *comparison.updates):
+            key = (row.step, row.what, row.parameter)
+            if math.isfinite(row.error):
+                allowed.measured[key] = max(allowed.measured.get(key, 0.0), row.error)
+    return allowed
 
 
 @dataclass(frozen=True)
@@ -282,67 +186,276 @@ class Scale:
     quiet: frozenset[str]
 
 
-def scale_of(one: Recording, step: int, what: What, *, strict: bool) -> Scale:
-    """The scale of one process's tensors; ``strict`` lets no difference pass as noise."""
+def _scale_at(one: Recording, step: int, what: What, *, strict: bool) -> Scale:
+    """Measure the scale of one process's tensors; ``strict`` lets no difference pass as noise."""
     sizes: dict[str, float] = {}
     eps = 0.0
     for name, entry in one.entries(0, step, what).items():
         if entry.exists and entry.dtype in _EPS:
             eps = max(eps, _EPS[entry.dtype])
-            before = _before(one, one, 0, step, what, name)
-            sizes[name] = math.sqrt(_sums(entry, entry, before).theirs)
-    whole = eps * math.sqrt(sum(size * size for size in sizes.values()))
-    if not math.isfinite(whole):
+            start = _before_step(one, one, 0, step, what, name)
+            sizes[name] = math.sqrt(_sum_pieces(entry, entry, start).theirs)
+    floor = eps * math.sqrt(sum(size * size for size in sizes.values()))
+    if not math.isfinite(floor):
         return Scale(0.0, 0.0, frozenset())
-    noise = 0.0 if strict else whole * (MULTIPLE if eps < 1e-5 else 1.0)
-    return Scale(whole, noise, frozenset(name for name, size in sizes.items() if size <= noise))
+    # 16 bits round so coarsely that a multiple would hide real gradients
+    noise = floor * MULTIPLE if eps < 1e-5 else floor
+    if strict:
+        noise = 0.0
+    return Scale(floor, noise, frozenset(name for name, size in sizes.items() if size <= noise))
 
 
-def _row(  # noqa: PLR0911 - one return for each verdict
-    step: int,
-    name: str,
-    owner: str,
-    what: What,
-    rank: int,
-    ours: Entry,
-    theirs: Entry | None,
-    agree: bool,
-    tolerance: float,
-    scale: Scale,
-    before: tuple[Entry, Entry] | None,
-) -> Row:
-    def made(ratio: float, cosine: float, error: float, largest: float, verdict: Verdict) -> Row:
-        return Row(step, name, owner, what, ratio, cosine, error, largest, tolerance, agree, rank, verdict)
+# ---------------------------------------------------------------------- comparisons
 
-    if theirs is None or not theirs.exists or not ours.exists:
-        here, there = ours.exists, theirs is not None and theirs.exists
-        if here == there:
-            return made(1.0, 1.0, 0.0, 0.0, "exact")
-        if _zero(ours) and _zero(theirs):  # a gradient of zero, and none: the optimizer does the same
-            return made(1.0, 1.0, 0.0, 0.0, "exact")
-        return made(0.0 if there else math.inf, 0.0, math.inf, math.inf, "missing")
+
+def compare(ranks: Recording, one: Recording, allowed: Tolerances) -> Comparison:
+    """Compare what the ranks did with what one process did.
+
+    Args:
+        ranks: The recording of the ranks (or of one more process).
+        one: The recording of one process.
+        allowed: What counts as rounding.
+    """
+    owners: dict[str, str] = {}
+    for record in (*one.records, *ranks.records):
+        owners |= record.module_info.owners
+    rows, updates = [], []
+    strict = allowed.fixed is not None
+    quiet: frozenset[str] = frozenset()  # where a gradient is rounding, so is what an optimizer makes of it
+    for step in range(1, min(ranks.steps, one.steps) + 1):
+        scale = _scale_at(one, step, "gradient", strict=strict)
+        quiet |= scale.quiet
+        rows += list(_rows_of_step(ranks, one, step, "gradient", allowed, owners, scale))
+        scale = dataclasses.replace(_scale_at(one, step, "parameter", strict=strict), quiet=quiet)
+        updates += list(_rows_of_step(ranks, one, step, "parameter", allowed, owners, scale))
+    return Comparison(rows, updates)
+
+
+def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
+    """Put the ranks' losses beside those of one process, batch by batch."""
+    found = []
+    of_ranks = [record.batches for record in ranks.records]
+    for index, column in enumerate(zip(*of_ranks, strict=False)):
+        values = tuple(record.loss_of(index) for record in ranks.records)
+        known = [value for value in values if value is not None]
+        mean = sum(known) / len(known) if known else None
+        rows = tuple(batch.rows or 0 for batch in column)
+        found.append(StepLoss(column[0].step, values, mean, one.records[0].loss_of(index), rows))
+    return found
+
+
+def is_mean_of(parts: Sequence[Recording], ranks: Recording, allowed: Tolerances) -> bool:
+    """Say whether the ranks' gradients at step 1 are the mean of those of ``parts``."""
+    for name, entry in ranks.entries(0, 1, "gradient").items():
+        entries = [part.entries(0, 1, "gradient").get(name, NO_TENSOR) for part in parts]
+        if not entry.exists or not all(each.exists and each.shape == entry.shape for each in entries):
+            return False
+        off = size = 0.0
+        for ours, *theirs in zip(entry.pieces(), *(each.pieces() for each in entries), strict=True):
+            mean = torch.stack([piece.double() for piece in theirs]).mean(0)
+            off += float((ours.double() - mean).square().sum())
+            size += float(mean.square().sum())
+        if not math.sqrt(off) <= allowed.of(1, "gradient", name) * math.sqrt(size):
+            return False
+    return True
+
+
+# ---------------------------------------------------------------------- one tensor
+
+
+def _rows_of_step(
+    ranks: Recording, one: Recording, step: int, what: What, allowed: Tolerances, owners: dict[str, str], scale: Scale
+) -> Iterator[ComparedRow]:
+    """Compare the tensors of one step and kind, in the module's order; of ranks that differ, the one with the largest error."""
+    theirs = one.entries(0, step, what)
+    for name in dict.fromkeys([*theirs, *ranks.names(step, what)]):
+        # blocks of one parameter differ by design: the tensor that they make is compared
+        joined = ranks.joined_shards(step, what, name)
+        if joined is not None:
+            found, agree = [(0, joined)], True
+        else:
+            found = _distinct_entries(ranks, step, what, name)
+            on_no_rank = not any(entry.exists for _, entry in found)
+            agree = on_no_rank or ranks.ranks_agree(step, what, name)
+        rows = []
+        for rank, entry in found:
+            blank = ComparedRow(
+                step=step,
+                parameter=name,
+                owner=owners.get(name, "encoder"),
+                what=what,
+                ratio=1.0,
+                cosine=1.0,
+                error=0.0,
+                max_error=0.0,
+                tolerance=allowed.of(step, what, name),
+                ranks_agree=agree,
+                rank=rank,
+                verdict="exact",
+            )
+            start = _before_step(ranks, one, rank, step, what, name)
+            rows.append(_compare_entries(blank, entry, theirs.get(name, NO_TENSOR), scale, start))
+        yield max(rows, key=lambda row: math.inf if math.isnan(row.error) else row.error)
+
+
+def _distinct_entries(ranks: Recording, step: int, what: str, name: str) -> list[tuple[int, Entry]]:
+    """List what the ranks hold, each content once, with the first rank that holds it."""
+    found: dict[str, tuple[int, Entry]] = {}
+    for rank, known in enumerate(ranks.entries_of(step, what, name)):
+        entry = known or NO_TENSOR
+        found.setdefault(entry.digest, (rank, entry))
+    return list(found.values())
+
+
+def _before_step(
+    ranks: Recording, one: Recording, rank: int, step: int, what: str, name: str
+) -> tuple[Entry, Entry] | None:
+    """Find a parameter on both sides before the step, so that updates are compared; None for gradients."""
+    if what != "parameter":
+        return None
+    before = (0, "initial") if step == 1 else (step - 1, "parameter")
+    ours = ranks.joined_shards(*before, name) or ranks.entries(rank, *before).get(name)
+    theirs = one.entries(0, *before).get(name)
+    if ours is None or theirs is None or ours.shape != theirs.shape:
+        return None
+    return ours, theirs
+
+
+def _compare_entries(
+    row: ComparedRow, ours: Entry, theirs: Entry, scale: Scale, start: tuple[Entry, Entry] | None
+) -> ComparedRow:
+    """Fill a row in: ratio, cosine, errors and verdict; ``row`` as it comes is an exact one."""
+    # one side has no tensor; a gradient of zero is as good as none, the optimizer does the same
+    if not ours.exists or not theirs.exists:
+        if ours.exists == theirs.exists or (_is_zero(ours) and _is_zero(theirs)):
+            return row
+        ratio = 0.0 if theirs.exists else math.inf
+        return dataclasses.replace(row, ratio=ratio, cosine=0.0, error=math.inf, max_error=math.inf, verdict="missing")
     if ours.shape != theirs.shape:
-        return made(math.nan, math.nan, math.inf, math.inf, "wrong direction")
+        return _incomparable(row, "wrong direction")
     if ours.digest == theirs.digest:
-        return made(1.0, 1.0, 0.0, 0.0, "exact")
-    sums = _sums(ours, theirs, before)
+        return row
+
+    # norms, scalar product and differences
+    sums = _sum_pieces(ours, theirs, start)
     if not sums.finite:
-        return made(math.nan, math.nan, math.inf, math.inf, "not finite")
-    a, b, off = math.sqrt(sums.ours), math.sqrt(sums.theirs), math.sqrt(sums.off)
-    error = _over(off, max(b, scale.floor))
-    largest = _over(sums.largest_off, max(sums.largest, scale.floor))
-    cosine = sums.dot / (a * b) if a and b else float(a == b)
-    ratio = _over(a, b) if b or a else 1.0
-    if error <= tolerance or off <= scale.noise or (what == "parameter" and name in scale.quiet):
-        return made(ratio, cosine, error, largest, "exact")
+        return _incomparable(row, "not finite")
+    our_norm, their_norm, off_norm = math.sqrt(sums.ours), math.sqrt(sums.theirs), math.sqrt(sums.off)
+    error = _ratio_of(off_norm, max(their_norm, scale.floor))
+    largest = _ratio_of(sums.largest_off, max(sums.largest, scale.floor))
+    ratio = _ratio_of(our_norm, their_norm) if our_norm or their_norm else 1.0
+    cosine = float(our_norm == their_norm)
+    if our_norm and their_norm:
+        cosine = sums.dot / (our_norm * their_norm)
+
+    # rounding, a factor, or another direction
+    verdict: Verdict = "wrong direction"
+    is_noise = off_norm <= scale.noise or (row.what == "parameter" and row.parameter in scale.quiet)
     # what is left when the best factor is taken out
     across = math.sqrt(max(0.0, 1 - cosine * cosine)) if cosine > 0 else 1.0
-    return made(ratio, cosine, error, largest, "wrong scale" if across <= max(tolerance, 1e-7) else "wrong direction")
+    if error <= row.tolerance or is_noise:
+        verdict = "exact"
+    elif across <= max(row.tolerance, 1e-7):
+        verdict = "wrong scale"
+    return dataclasses.replace(row, ratio=ratio, cosine=cosine, error=error, max_error=largest, verdict=verdict)
 
 
-def _zero(entry: Entry | None) -> bool:
-    return entry is None or not entry.exists or not any(bool(piece.any()) for piece in entry.pieces())
+def _incomparable(row: ComparedRow, verdict: Verdict) -> ComparedRow:
+    return dataclasses.replace(
+        row, ratio=math.nan, cosine=math.nan, error=math.inf, max_error=math.inf, verdict=verdict
+    )
 
 
-def _over(part: float, whole: float) -> float:
-    return part / whole if whole else (0.0 if part == 0 else math.inf)
+def _is_zero(entry: Entry) -> bool:
+    return not entry.exists or not any(bool(piece.any()) for piece in entry.pieces())
+
+
+def _ratio_of(part: float, total: float) -> float:
+    if total:
+        return part / total
+    return 0.0 if part == 0 else math.inf
+
+
+@dataclass
+class _PieceSums:
+    """What a pass over two tensors adds up, in float64."""
+
+    ours: float = 0.0
+    theirs: float = 0.0
+    dot: float = 0.0
+    off: float = 0.0
+    largest: float = 0.0
+    largest_off: float = 0.0
+    finite: bool = True
+
+    def add_(self, ours: Tensor, theirs: Tensor, off: Tensor) -> None:
+        self.ours += float(ours.dot(ours))
+        self.theirs += float(theirs.dot(theirs))
+        self.dot += float(ours.dot(theirs))
+        self.off += float(off.dot(off))
+        self.largest = max(self.largest, float(theirs.abs().max()))
+        self.largest_off = max(self.largest_off, float(off.abs().max()))
+
+
+def _sum_pieces(ours: Entry, theirs: Entry, start: tuple[Entry, Entry] | None) -> _PieceSums:
+    """Sum over both tensors, or over how much both changed since ``start``; a piece at a time."""
+    sums = _PieceSums()
+    streams = [ours.pieces(), theirs.pieces()]
+    if start is not None:
+        streams += [start[0].pieces(), start[1].pieces()]
+    for pieces in zip(*streams, strict=True):
+        a, b, *before = (piece.double() for piece in pieces)
+        odd = ~torch.isfinite(a)
+        if bool(odd.any()) or not bool(torch.isfinite(b).all()):
+            if not torch.equal(odd, ~torch.isfinite(b)):
+                sums.finite = False
+                return sums
+            a, b = a.masked_fill(odd, 0.0), b.masked_fill(odd, 0.0)  # the same elements overflow in both
+        off = a - b
+        if before:
+            a, b = a - before[0], b - before[1]
+        sums.add_(a, b, off)
+    return sums
+
+
+# ---------------------------------------------------------------------- traced steps
+
+
+def first_traced_difference(ranks: Recording, one: Recording, allowed: float) -> str:
+    """Say where two traced runs differ first, in forward order, as a sentence.
+
+    Args:
+        ranks: Traced run of the ranks.
+        one: Traced run of one process on the joined batches.
+        allowed: Relative difference that is rounding.
+    """
+    columns = zip(*(record.trace for record in ranks.records), strict=False)
+    calls = list(zip(columns, one.records[0].trace, strict=False))
+    # activations in forward order
+    for column, call in calls:
+        off = _traced_error([each.output for each in column], call.output, 1.0, column, call)
+        if not off <= allowed:
+            return f"Activations part first at `{call.name}` ({call.kind}), by {off:.2g}, in forward order."
+    # gradients from behind; each rank's loss is a mean over its own rows, W times as large as in the mean of all
+    for column, call in reversed(calls):
+        off = _traced_error([each.gradient for each in column], call.gradient, float(ranks.ranks), column, call)
+        if not off <= allowed:
+            where = "from the loss backwards; all activations that are rows agree"
+            return f"Gradients part first at `{call.name}` ({call.kind}), by {off:.2g}, {where}."
+    return (
+        "Activations and gradients of all modules that give one row per sample agree; "
+        "what parts is inside the loss or beside the modules."
+    )
+
+
+def _traced_error(
+    files: Sequence[str], file: str, divisor: float, column: Sequence[ModuleCall], call: ModuleCall
+) -> float:
+    """Compare one call on all ranks with that in one process; 0 where the two cannot be compared."""
+    if not file or not all(files) or any(each.name != call.name for each in column):
+        return 0.0
+    ours = torch.cat([torch.load(each) for each in files]) / divisor
+    theirs = torch.load(file)
+    if ours.shape != theirs.shape:
+        return 0.0  # not rows: a loss has one value on each rank
+    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-300))

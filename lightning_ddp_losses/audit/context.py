@@ -1,16 +1,17 @@
-"""A finished audit as the rules of diagnosis see it: rows, facts, and counter-runs that are made when a rule asks."""
+"""A finished audit as the rules of diagnosis see it: rows, records of the ranks, and counterfactual runs made when a rule asks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 
-from lightning_ddp_losses.audit.compare import Comparison, Row
-from lightning_ddp_losses.audit.rank_record import Recording
+from lightning_ddp_losses.audit.compare import ComparedRow, Comparison
+from lightning_ddp_losses.audit.rank_record import NO_TENSOR, Entry, ModuleInfo, RankRecord, Recording
 
 Severity = Literal["error", "explanation", "note"]
 
@@ -24,7 +25,7 @@ class Diagnosis:
         title: What it is, in a few words.
         evidence: What was measured.
         fix: What to change.
-        confirmed: The counter-run that showed it; empty for a pattern alone.
+        confirmed: The counterfactual run that showed it; empty for a pattern alone.
         severity: ``"error"``; ``"explanation"`` for a difference that has to be (dropout, rounding); ``"note"``.
         parameters: Names that it is about; empty: all.
     """
@@ -39,26 +40,26 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
-class Counters:
-    """Counter-runs, each made at first use.
+class CounterfactualRuns:
+    """Runs of what did not happen, each made at first use.
 
     Attributes:
         without: Ranks and one process again, with something switched off on both sides.
-        local: Whether the ranks' gradients are the mean of those of their own losses, up to a step.
-        backwards: One process with the ranks' batches joined in reverse order, against one process.
-        whole: One process without accumulation, all batches of a step joined, against one process.
+        is_local_mean: Whether the ranks' gradients are the mean of those of their own losses, up to a step.
+        reversed_order: One process with the ranks' batches joined in reverse order, against one process.
+        unaccumulated: One process without accumulation, all batches of a step joined, against one process.
         reseeded: One process with other random numbers, against one process.
-        alone: One process for each rank, on that rank's batches of the first step.
-        part: Where activations or gradients part, in forward order, as a sentence.
+        single_ranks: One process for each rank, on that rank's batches of the first step.
+        first_traced_difference: Where activations or gradients differ first, in forward order, as a sentence.
     """
 
     without: Callable[..., Comparison]
-    local: Callable[[int], bool]
-    backwards: Callable[[], Comparison]
-    whole: Callable[[], Comparison]
+    is_local_mean: Callable[[int], bool]
+    reversed_order: Callable[[], Comparison]
+    unaccumulated: Callable[[], Comparison]
     reseeded: Callable[[], Comparison]
-    alone: Callable[[], Sequence[Recording]]
-    part: Callable[[], str]
+    single_ranks: Callable[[], Sequence[Recording]]
+    first_traced_difference: Callable[[], str]
 
 
 @dataclass(frozen=True)
@@ -69,26 +70,37 @@ class Factors:
     losses: float | None
 
 
+@dataclass(frozen=True)
+class RankWeights:
+    """One process's gradient as a weighted sum of the ranks' own gradients, and the part of it that no weights explain."""
+
+    weights: list[float]
+    unexplained: float
+
+
 @dataclass
-class Case:
+class AuditContext:
     """What the rules look at.
 
     Attributes:
-        source: Recording of the ranks on the user's own data.
+        user_run: Recording of the ranks on the user's own data.
         ranks: Recording of the ranks; another one where something is switched off.
         one: Recording of one process.
         comparison: Their rows.
-        counters: Counter-runs.
+        counterfactual: Runs that a rule may ask for.
         unit: The rounding unit of the precision.
+        switched_off: Names out of ``ABLATIONS``.
     """
 
-    source: Recording
+    user_run: Recording
     ranks: Recording
     one: Recording
     comparison: Comparison
-    counters: Counters
+    counterfactual: CounterfactualRuns
     unit: float
     switched_off: tuple[str, ...] = field(default=())
+
+    # ------------------------------------------------------------------ what the ranks recorded
 
     @property
     def W(self) -> int:  # noqa: N802 - the legend's name
@@ -96,14 +108,46 @@ class Case:
         return self.ranks.ranks
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Rank 0's facts."""
-        return self.ranks.facts[0]
+    def record(self) -> RankRecord:
+        """What rank 0 did."""
+        return self.ranks.records[0]
+
+    @property
+    def info(self) -> ModuleInfo:
+        """The module and its trainer, on rank 0."""
+        return self.record.module_info
 
     @cached_property
-    def draws(self) -> bool:
+    def used_rng(self) -> bool:
         """Whether a step drew random numbers, with what is left switched on."""
-        return any(any(page["draws"]) for page in (*self.ranks.facts, *self.one.facts))
+        return any(any(record.used_rng) for record in (*self.ranks.records, *self.one.records))
+
+    def rows_per_rank(self, step: int) -> list[int]:
+        """Count the rows that each rank had for a step."""
+        return [record.rows_at(step) for record in self.ranks.records]
+
+    def losses_at(self, step: int) -> list[float | None]:
+        """Return each rank's first loss of a step."""
+        found = []
+        for record in self.ranks.records:
+            first = next(index for index, batch in enumerate(record.batches) if batch.step == step)
+            found.append(record.loss_of(first))
+        return found
+
+    def name(self, parameter: str) -> str:
+        """Return a parameter's name as the user knows it: for unregistered ones the path where it was found."""
+        aliases = self.one.records[0].module_info.aliases | self.info.aliases
+        return aliases.get(parameter, parameter)
+
+    def names(self, rows: Iterable[ComparedRow], most: int = 4) -> str:
+        """List the parameters of rows, the first few."""
+        found = [f"`{self.name(row.parameter)}`" for row in rows]
+        text = ", ".join(found[:most])
+        if len(found) > most:
+            text += f" and {len(found) - most} more"
+        return text
+
+    # ------------------------------------------------------------------ what differs
 
     @property
     def step(self) -> int:
@@ -111,83 +155,67 @@ class Case:
         return self.comparison.first_step or 1
 
     @cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ComparedRow]:
         """Gradients at that step."""
         return self.comparison.first_rows()
 
     @property
-    def wrong(self) -> list[Row]:
+    def wrong(self) -> list[ComparedRow]:
         """Gradients that differ there."""
         return [row for row in self.rows if not row.exact]
 
     @property
-    def torn(self) -> list[Row]:
+    def desynchronized(self) -> list[ComparedRow]:
         """Gradients that the ranks do not agree on there."""
         return [row for row in self.rows if not row.ranks_agree]
 
-    def name(self, parameter: str) -> str:
-        """A parameter as the user knows it; unregistered ones by their path where it was found."""
-        aliases = self.one.facts[0]["aliases"] | self.facts["aliases"]
-        return str(aliases.get(parameter, parameter))
-
-    def names(self, rows: Iterable[Row], most: int = 4) -> str:
-        """Parameters of rows, the first few."""
-        found = [f"`{self.name(row.parameter)}`" for row in rows]
-        return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
-
     @cached_property
-    def local(self) -> bool:
+    def is_local_mean(self) -> bool:
         """Whether the ranks do what DDP promises at the first step that differs: the mean of their own gradients."""
-        return self.counters.local(self.step)
+        return self.counterfactual.is_local_mean(self.step)
 
     @cached_property
     def factors(self) -> Factors:
         """Common factors at the first step that differs."""
-        whole = [row for row in self.rows if not row.noise and row.ranks_agree]
-        telling = [row for row in whole if row.tolerance < 0.25] or whole
-        encoder = _common([row for row in telling if row.owner == "encoder"])
-        losses = _common([row for row in telling if row.owner not in ("encoder", "unregistered")])
-        return Factors(encoder, losses)
-
-    def rows_per_rank(self, step: int) -> list[int]:
-        """Rows that each rank had for a step."""
-        return [sum(b["rows"] or 0 for b in page["batches"] if b["step"] == step) for page in self.ranks.facts]
-
-    def losses_at(self, step: int) -> list[float | None]:
-        """Each rank's first loss of a step."""
-        found = []
-        for page in self.ranks.facts:
-            at = next(i for i, b in enumerate(page["batches"]) if b["step"] == step)
-            found.append(page["losses"][at] if at < len(page["losses"]) else None)
-        return found
+        rows = [row for row in self.rows if not row.noise and row.ranks_agree]
+        precise = [row for row in rows if row.tolerance < 0.25] or rows
+        of_encoder = [row for row in precise if row.owner == "encoder"]
+        of_losses = [row for row in precise if row.owner not in ("encoder", "unregistered")]
+        return Factors(_common_factor(of_encoder), _common_factor(of_losses))
 
     @cached_property
-    def shares(self) -> tuple[list[float], float] | None:
-        """Weights with which the ranks' own gradients make up that of one process at step 1, and what they leave over.
+    def rank_weights(self) -> RankWeights | None:
+        """Weights with which the ranks' own gradients make up that of one process at step 1, by least squares.
 
-        Least squares over all parameters together; None where the difference begins later.
+        All parameters together; None where the difference begins later.
         """
         if self.step != 1:
             return None
-        alone = self.counters.alone()
-        gram = torch.zeros(len(alone) + 1, len(alone) + 1, dtype=torch.float64)
-        for name, whole in self.one.entries(0, 1, "gradient").items():
-            parts = [recording.entries(0, 1, "gradient").get(name) for recording in alone]
-            present = [entry for entry in (*parts, whole) if entry is not None and entry.exists]
-            if len(present) != len(alone) + 1 or len({entry.shape for entry in present}) != 1:
-                continue
-            for pieces in zip(*(entry.pieces() for entry in present), strict=True):
-                stacked = torch.stack([piece.double() for piece in pieces])
-                gram += stacked @ stacked.T
-        ours, mixed, total = gram[:-1, :-1], gram[:-1, -1], float(gram[-1, -1])
+        gram = self._gradient_products()
+        of_ranks, with_one, total = gram[:-1, :-1], gram[:-1, -1], float(gram[-1, -1])
         if not torch.isfinite(gram).all() or total == 0:
             return None
-        weights = torch.linalg.lstsq(ours, mixed[:, None], driver="gelsd").solution[:, 0]
-        left = total - 2 * float(weights @ mixed) + float(weights @ ours @ weights)
-        return [float(w) for w in weights], (max(0.0, left) / total) ** 0.5
+        weights = torch.linalg.lstsq(of_ranks, with_one[:, None], driver="gelsd").solution[:, 0]
+        left = total - 2 * float(weights @ with_one) + float(weights @ of_ranks @ weights)
+        return RankWeights([float(weight) for weight in weights], (max(0.0, left) / total) ** 0.5)
+
+    def _gradient_products(self) -> Tensor:
+        """Multiply the ranks' own gradients and one process's (the last) with each other, a piece at a time."""
+        alone = self.counterfactual.single_ranks()
+        gram = torch.zeros(len(alone) + 1, len(alone) + 1, dtype=torch.float64)
+        for name, of_one in self.one.entries(0, 1, "gradient").items():
+            entries: list[Entry] = [run.entries(0, 1, "gradient").get(name, NO_TENSOR) for run in alone]
+            entries.append(of_one)
+            # a parameter without gradient on some rank says nothing about weights
+            if not all(entry.exists and entry.shape == of_one.shape for entry in entries):
+                continue
+            for pieces in zip(*(entry.pieces() for entry in entries), strict=True):
+                stacked = torch.stack([piece.double() for piece in pieces])
+                gram += stacked @ stacked.T
+        return gram
 
 
-def _common(rows: Sequence[Row]) -> float | None:
+def _common_factor(rows: Sequence[ComparedRow]) -> float | None:
     if not rows or any(row.verdict not in ("exact", "wrong scale") for row in rows):
         return None
     ratios = [row.ratio for row in rows if row.ratio > 0]
@@ -195,3 +223,21 @@ def _common(rows: Sequence[Row]) -> float | None:
     if not ratios or max(ratios) > min(ratios) * (1 + allowed):
         return None
     return sum(ratios) / len(ratios)
+
+
+# ---------------------------------------------------------------------- words of the evidence
+
+
+def plural(items: Sized, one: str, many: str) -> str:
+    """Return the word for that many items."""
+    return many if len(items) > 1 else one
+
+
+def loss_text(value: float | None) -> str:
+    """Format a loss; ``none`` where there was none."""
+    return "none" if value is None else f"{value:.6g}"
+
+
+def comma_list(values: Iterable[object]) -> str:
+    """List values with commas."""
+    return ", ".join(map(str, values))

@@ -1,70 +1,84 @@
-"""From a case to ranked diagnoses and notes: randomness is taken out first, then stage by stage until a rule knows."""
+"""From an audit to ranked diagnoses and notes: randomness is taken out first, then stage by stage until a rule knows."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 
-from lightning_ddp_losses.audit.context import Case, Diagnosis
-from lightning_ddp_losses.audit.rules import DATA, STAGES, local_statistics, unknown
+from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, plural
+from lightning_ddp_losses.audit.rules import DATA_RULES, STAGES, local_statistics, unknown
 
-MakeCase = Callable[[frozenset[str]], Case]
+MakeContext = Callable[[frozenset[str]], AuditContext]
 
 
-def diagnose(case: Case, make: MakeCase) -> list[Diagnosis]:
-    """Why the ranks differ from one process, the likeliest first; faults of the data also where nothing differs.
+def diagnose(context: AuditContext, make: MakeContext) -> list[Diagnosis]:
+    """Say why the ranks differ from one process, the likeliest first; faults of the data also where nothing differs.
 
     Args:
-        case: The audit as it ran.
+        context: The audit as it ran.
         make: The same audit with something switched off.
     """
-    found = [diagnosis for rule in DATA if (diagnosis := rule(case)) is not None]
-    if case.comparison.equal:
+    # the data: also where every gradient is equal
+    found = [diagnosis for rule in DATA_RULES if (diagnosis := rule(context)) is not None]
+    if context.comparison.equal:
         return found
-    if case.draws and "randomness" not in case.switched_off:
-        off = frozenset(case.switched_off) | {"randomness"}
-        still = make(off)
-        if still.comparison.equal:
-            return [*found, _randomness(case, True)]
-        rest = _by_stages(still, make)
+
+    # randomness hides everything else: without it first
+    if context.used_rng and "randomness" not in context.switched_off:
+        quiet = make(frozenset(context.switched_off) | {"randomness"})
+        if quiet.comparison.equal:
+            return [*found, _random_numbers_differ(context, alone=True)]
+        rest = _ask_stages(quiet, make)
         if rest:
-            rest = [_under(each, "every random draw replaced by its mean") for each in rest]
-            return [*found, *rest, *([_randomness(case, False)] if _less(still, case) else [])]
-        if not case.counters.reseeded().equal:
-            return [*found, _draws_without_mean(case)]
-        case = still
-    return found + (_by_stages(case, make) or [unknown(case)])
+            found += [_under(each, "every random draw replaced by its mean") for each in rest]
+            if _differs_less(quiet, context):
+                found.append(_random_numbers_differ(context, alone=False))
+            return found
+        if not context.counterfactual.reseeded().equal:
+            return [*found, _draws_without_mean(context)]
+        context = quiet
+
+    return found + (_ask_stages(context, make) or [unknown(context)])
 
 
-def _by_stages(case: Case, make: MakeCase) -> list[Diagnosis]:
+def _ask_stages(context: AuditContext, make: MakeContext) -> list[Diagnosis]:
+    """Ask the rules stage by stage; where none knows, once more with batch norm in evaluation mode."""
     for stage in STAGES:
-        found = [diagnosis for rule in stage if (diagnosis := rule(case)) is not None]
+        found = [diagnosis for rule in stage if (diagnosis := rule(context)) is not None]
         if found:
             return found
-    norms = any("Sync" not in kind for kind in case.facts["norms_wrapped"].values())
-    if norms and "batch_norm" not in case.switched_off:  # perhaps its statistics hide something else
-        still = make(frozenset(case.switched_off) | {"batch_norm"})
-        rest = [_under(each, "batch norm in evaluation mode") for each in _by_stages(still, make)]
-        return [*rest, *([local_statistics(case)] if rest and _less(still, case) else [])]
-    return []
+    local_norms = any("Sync" not in kind for kind in context.record.norms_at_wrap.values())
+    if not local_norms or "batch_norm" in context.switched_off:
+        return []
+    # perhaps the statistics of batch norm hide something else
+    eval_mode = make(frozenset(context.switched_off) | {"batch_norm"})
+    rest = [_under(each, "batch norm in evaluation mode") for each in _ask_stages(eval_mode, make)]
+    if rest and _differs_less(eval_mode, context):
+        rest.append(local_statistics(context))
+    return rest
 
 
 def _under(found: Diagnosis, condition: str) -> Diagnosis:
     return dataclasses.replace(found, evidence=f"(With {condition}.) {found.evidence}")
 
 
-def _less(still: Case, case: Case) -> bool:
-    return len(still.wrong) < len(case.wrong) or still.step > case.step
+def _differs_less(ablated: AuditContext, context: AuditContext) -> bool:
+    return len(ablated.wrong) < len(context.wrong) or ablated.step > context.step
 
 
-def _randomness(case: Case, alone: bool) -> Diagnosis:
-    layers = case.facts["dropout"]
-    source = f"dropout in {', '.join(f'`{n}`' for n in layers[:3])}" if layers else "random numbers in training_step"
+def _random_numbers_differ(context: AuditContext, *, alone: bool) -> Diagnosis:
+    """F72, alone or beside something else."""
+    source = "random numbers in training_step"
+    if context.info.dropout:
+        layers = ", ".join(f"`{name}`" for name in context.info.dropout[:3])
+        source = f"dropout in {layers}"
+    evidence = f"A step draws random numbers ({source}); {context.W} processes and one cannot draw the same ones for the same rows."
+    if not alone:
+        evidence += " It was switched off to find the rest."
     return Diagnosis(
         "F72",
         "random numbers differ",
-        f"A step draws random numbers ({source}); {case.W} processes and one cannot draw the same ones for "
-        f"the same rows." + ("" if alone else " It was switched off to find the rest."),
+        evidence,
         'Nothing is wrong in expectation. Audit without it: audit(..., without=("randomness",)). '
         "Give ranks different seeds for noise, the same for initial weights.",
         confirmed="with every draw replaced by its mean both runs are equal" if alone else "",
@@ -72,7 +86,8 @@ def _randomness(case: Case, alone: bool) -> Diagnosis:
     )
 
 
-def _draws_without_mean(case: Case) -> Diagnosis:
+def _draws_without_mean(context: AuditContext) -> Diagnosis:
+    """F72 for draws that no mean can replace."""
     return Diagnosis(
         "F72",
         "random numbers differ",
@@ -89,9 +104,10 @@ def _draws_without_mean(case: Case) -> Diagnosis:
 # ---------------------------------------------------------------------- notes
 
 
-def notes(case: Case, *, needs_group: bool) -> list[Diagnosis]:
-    """What is true of both runs: no difference, but worth knowing."""
-    found = [note for rule in (_unoptimised, _accumulated, _dtype, _overflow) if (note := rule(case)) is not None]
+def notes(context: AuditContext, *, needs_group: bool) -> list[Diagnosis]:
+    """List what is true of both runs: no difference, but worth knowing."""
+    rules = (_without_optimizer, _accumulated_pairs, _changed_dtype, _overflow)
+    found = [note for rule in rules if (note := rule(context)) is not None]
     if needs_group:
         found.append(
             _note(
@@ -102,83 +118,91 @@ def notes(case: Case, *, needs_group: bool) -> list[Diagnosis]:
                 "device too.",
             )
         )
-    return [*found, _meaning(case)]
+    return [*found, _meaning_of_a_batch(context)]
 
 
 def _note(fault: str, title: str, evidence: str, fix: str, confirmed: str = "") -> Diagnosis:
     return Diagnosis(fault, title, evidence, fix, confirmed, severity="note")
 
 
-def _unoptimised(case: Case) -> Diagnosis | None:
-    names = case.facts["unoptimised"]
+def _without_optimizer(context: AuditContext) -> Diagnosis | None:
+    names = context.info.unoptimized
     if not names:
         return None
+    listed = ", ".join(f"`{name}`" for name in names[:4])
+    if len(names) > 4:
+        listed += " ..."
     return _note(
         "F01",
         "a parameter in no optimizer",
-        f"{', '.join(f'`{n}`' for n in names[:4])}{' ...' if len(names) > 4 else ''}: trainable, but no "
-        f"optimizer moves it.",
+        f"{listed}: trainable, but no optimizer moves it.",
         "Add it in configure_optimizers (the loss's parameters in a group of their own if they need their "
         "own learning rate), or freeze it.",
         "optimizers compared with the module's parameters",
     )
 
 
-def _accumulated(case: Case) -> Diagnosis | None:
-    if case.facts["accumulate"] <= 1 or not case.facts["automatic"] or case.counters.whole().equal:
+def _accumulated_pairs(context: AuditContext) -> Diagnosis | None:
+    info = context.info
+    if info.accumulate <= 1 or not info.automatic or context.counterfactual.unaccumulated().equal:
         return None
-    if case.local and len({b["rows"] for page in case.ranks.facts for b in page["batches"]}) > 1:
+    sizes = set()
+    for record in context.ranks.records:
+        sizes |= {batch.rows for batch in record.batches}
+    if len(sizes) > 1 and context.is_local_mean:
         return None  # unequal pieces of a plain mean
     return _note(
         "F33",
         "accumulation with a loss over pairs",
-        f"{case.facts['accumulate']} batches accumulated are not one batch of their rows: the loss compares "
+        f"{info.accumulate} batches accumulated are not one batch of their rows: the loss compares "
         f"rows, and sees those of one batch at a time.",
         "More devices, or microbatched(...) for a large batch at a small batch's memory.",
         "one process without accumulation has other gradients",
     )
 
 
-def _dtype(case: Case) -> Diagnosis | None:
-    changed = {n: e for n, e in case.one.facts[0]["events"].items() if e.startswith("changed")}
-    if not changed:
-        return None
-    name, what = next(iter(changed.items()))
-    return _note(
-        "F78",
-        "a weight changes its dtype in forward",
-        f"`{name}` {what} in one process; what it loses stays lost.",
-        "Use strategy='ddp_losses', or run the loss outside autocast on embeddings of the weight's dtype.",
-    )
+def _changed_dtype(context: AuditContext) -> Diagnosis | None:
+    events = context.one.records[0].parameter_events
+    for name, what in events.items():
+        if what.startswith("changed"):
+            return _note(
+                "F78",
+                "a weight changes its dtype in forward",
+                f"`{name}` {what} in one process; what it loses stays lost.",
+                "Use strategy='ddp_losses', or run the loss outside autocast on embeddings of the weight's dtype.",
+            )
+    return None
 
 
-def _overflow(case: Case) -> Diagnosis | None:
-    names = [
-        n
-        for n, entry in case.one.entries(0, 1, "gradient").items()
-        if entry.exists and not all(bool(p.isfinite().all()) for p in entry.pieces())
-    ]
+def _overflow(context: AuditContext) -> Diagnosis | None:
+    names = []
+    for name, entry in context.one.entries(0, 1, "gradient").items():
+        if entry.exists and not all(bool(piece.isfinite().all()) for piece in entry.pieces()):
+            names.append(name)
     if not names:
         return None
+    others = " and others" if len(names) > 1 else ""
     return _note(
         "F79",
         "gradients that are not finite in both runs",
-        f"`{names[0]}`{' and others' if len(names) > 1 else ''} at step 1.",
+        f"`{names[0]}`{others} at step 1.",
         "With fp16 the scaler's first steps may overflow and are skipped; otherwise look for the layer that gives NaN.",
     )
 
 
-def _meaning(case: Case) -> Diagnosis:
-    each = case.rows_per_rank(1)
-    factor = sum(each) / max(1, each[0])
-    rates = sorted(set((case.facts["learning_rates"] or [[]])[0]))
+def _meaning_of_a_batch(context: AuditContext) -> Diagnosis:
+    rows = context.rows_per_rank(1)
+    factor = sum(rows) / max(1, rows[0])
+    summands = " + ".join(map(str, rows))
+    rates = sorted(set(context.record.learning_rates[0])) if context.record.learning_rates else []
+    shown_rates = ", ".join(f"{rate:g}" for rate in rates) or "unknown"
     return _note(
         "F18",
         "what a batch is here",
-        f"One optimizer step sees {sum(each)} rows: {' + '.join(map(str, each))} on {case.W} ranks "
-        f"(accumulation {case.facts['accumulate']}). "
-        f"Learning rate{'s' if len(rates) > 1 else ''} {', '.join(f'{r:g}' for r in rates) or 'unknown'}.",
-        f"If a run on one device with {each[0]} rows a step did better, that is not DDP: it made "
+        f"One optimizer step sees {sum(rows)} rows: {summands} on {context.W} ranks "
+        f"(accumulation {context.info.accumulate}). "
+        f"Learning {plural(rates, 'rate', 'rates')} {shown_rates}.",
+        f"If a run on one device with {rows[0]} rows a step did better, that is not DDP: it made "
         f"{factor:.3g} times as many steps. Linear scaling would multiply "
         f"the learning rate by {factor:.3g} here.",
     )

@@ -17,12 +17,19 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelSummary, ProgressBar, Timer
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.audit import ablations, replay
-from lightning_ddp_losses.audit.rank_record import Recording, Writer, digest_of
-from lightning_ddp_losses.audit.replay import Run
-from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.audit import ablations
+from lightning_ddp_losses.audit.rank_record import (
+    BatchRecord,
+    ModuleCall,
+    ModuleInfo,
+    RankRecord,
+    Recording,
+    Writer,
+    tensor_digest,
+)
+from lightning_ddp_losses.audit.replay import Run, batch_digest, count_rows, save_batch
+from lightning_ddp_losses.core import compat, precision
 from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.strategies.hidden import find_hidden
@@ -31,6 +38,10 @@ from lightning_ddp_losses.strategies.reshuffle import reshuffled
 
 LEFT_OUT = (Checkpoint, EarlyStopping, ModelSummary, ProgressBar, Timer)
 """Callbacks that have no part in an audit."""
+
+_LOSS_NAME = re.compile(r"(loss|criterion|proxy)(wrapper)?$", re.IGNORECASE)
+_ADOPTED = "_adopted_losses."
+_PROJECTIONS = 4  # numbers that a trace keeps of each row
 
 
 class Recorder(Callback):
@@ -45,23 +56,17 @@ class Recorder(Callback):
     def __init__(self, run: Run, folder: Path, rank: int) -> None:
         self.run, self.folder = run, folder
         self.writer = Writer(folder, rank)
-        self.page: dict[str, Any] = {
-            "steps": 0,
-            "batches": [],
-            "losses": [],
-            "learning_rates": [],
-            "scales": [],
-            "draws": [],
-        }
+        self.record = RankRecord()
+        self.trace: Trace | None = None
         self._undo: list[Callable[[], None]] = []
-        self._stack = contextlib.ExitStack()
-        self._pending = 0
-        self._by_lightning = False
+        self._ablations = contextlib.ExitStack()  # what is switched off for the length of a batch
+        self._unwritten_step = 0  # the step whose parameters are still to be written; 0: none
+        self._inside_strategy_step = False
+        self._rng_before = ""
+        # parameters as they were when DDP was built
         self._wrapped: dict[str, nn.Parameter] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        self._events: dict[str, str] = {}
-        self._state = ""
-        self.trace: Trace | None = None
+        self._trainable: set[str] = set()
 
     # ------------------------------------------------------------------ before the first step
 
@@ -71,73 +76,108 @@ class Recorder(Callback):
         trainer.callbacks = kept  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the module right after the wrap."""
+        """Note the module as it is right after the wrap, and hook what Lightning has no callback for."""
         self._wrapped = dict(pl_module.named_parameters())
-        self.page["order"] = list(self._wrapped)
-        self.page["parameters"] = sum(p.numel() for p in self._wrapped.values())
-        self._dtypes = {name: p.dtype for name, p in self._wrapped.items()}
-        self._trainable = {name for name, p in self._wrapped.items() if p.requires_grad}
-        self.page["norms_wrapped"] = batch_norms(pl_module)
-        self._watch(trainer, pl_module)
+        self._dtypes = {name: parameter.dtype for name, parameter in self._wrapped.items()}
+        self._trainable = {name for name, parameter in self._wrapped.items() if parameter.requires_grad}
+        self.record.parameter_order = list(self._wrapped)
+        self.record.parameter_count = sum(parameter.numel() for parameter in self._wrapped.values())
+        self.record.norms_at_wrap = norm_classes(pl_module)
+        self._hook_steps(trainer, pl_module)
+        self._hook_backwards(trainer)
+        self._hook_metrics(pl_module)
+        if self.run.trace:
+            self.trace = Trace(pl_module, self.writer.home)
+            self._undo.append(self.trace.close)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start from the weights of the ranks' run, and write them down."""
         if self.run.start:
-            self._load(pl_module)
+            self._load_start_(pl_module)
         if self.run.perturb is not None:
             unit = ablations.unit_roundoff(pl_module, str(trainer.precision))
-            ablations.perturb_module(pl_module, unit, self.run.perturb)
+            ablations.perturb_module_(pl_module, unit, self.run.perturb)
         for scheduler in trainer.lr_scheduler_configs:
             scheduler.strict = False  # what it monitors may come from a validation
-        self.writer.write(0, "initial", _tensors(pl_module))
-        self.page |= describe(trainer, pl_module)
+        self.writer.write(0, "initial", [*pl_module.named_parameters(), *pl_module.named_buffers()])
+        self.record.module_info = describe_module(trainer, pl_module)
         if self.run.seed is not None:
             seed_everything(self.run.seed, verbose=False)
 
-    def _load(self, module: LightningModule) -> None:
+    def _load_start_(self, module: LightningModule) -> None:
+        """Copy the initial weights of another run into the module: rank 0's, or this rank's block."""
         start = Path(self.run.start)
         source = Recording(start, len(list(start.glob("rank-*"))))
-        mine = self.writer.rank if self.run.ranks else 0
-        for name, tensor in _tensors(module):
-            sharded = source.shards(name) is not None
-            entry = source.entries(mine if sharded else 0, 0, "initial").get(name)
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            sharded = source.shard_places(name) is not None
             if sharded and not self.run.ranks:
-                entry = source.joined(0, "initial", name)
-            known = entry is not None and entry.exists and entry.shape == tuple(tensor.shape)
-            if entry is not None and known and entry.digest != digest_of(tensor):
+                entry = source.joined_shards(0, "initial", name)
+            else:
+                rank = self.writer.rank if sharded else 0
+                entry = source.entries(rank, 0, "initial").get(name)
+            if entry is None or not entry.exists or entry.shape != tuple(tensor.shape):
+                continue
+            if entry.digest != tensor_digest(tensor):
                 with torch.no_grad():
                     tensor.copy_(entry.tensor())
 
-    def _watch(self, trainer: Trainer, module: LightningModule) -> None:
-        """Hooks that Lightning has no callback for, on these objects only."""
-        self._around(
-            module, "on_before_optimizer_step", after=lambda optimizer: self._record(trainer, module, optimizer)
-        )
-        self.page["backwards"] = {"lightning": 0, "tensor": 0}
-        self._around(trainer.strategy, "backward", before=lambda: self._count("lightning"))
-        self._count_tensor_backwards()
-        self.page["ddp_forwards"] = 0
-        wrapper = trainer.strategy.model
-        if isinstance(wrapper, DistributedDataParallel):
-            self._hook(
-                wrapper.register_forward_pre_hook(
-                    lambda *_: self.page.update(ddp_forwards=self.page["ddp_forwards"] + 1)
-                )
-            )
-        self.page["metric_losses"] = []
+    # ------------------------------------------------------------------ hooks on these objects only
+
+    def _hook_steps(self, trainer: Trainer, module: LightningModule) -> None:
+        """Record gradients before each optimizer step, Lightning's own or one behind its back."""
+
+        def record(optimizer: Any) -> None:
+            self._record_step(trainer, module, optimizer)
+
+        def enter() -> None:
+            self._inside_strategy_step = True
+
+        def leave(*_: Any) -> None:
+            self._inside_strategy_step = False
+
+        def record_unhooked(optimizer: Any, *_: Any) -> None:
+            # manual optimisation with optimizer.step() of torch's own calls none of Lightning's hooks
+            if not module.automatic_optimization and not self._inside_strategy_step:
+                self._record_step(trainer, module, optimizer)
+
+        self._wrap_method(module, "on_before_optimizer_step", after=record)
+        self._wrap_method(trainer.strategy, "optimizer_step", before=enter, after=leave)
+        for optimizer in trainer.optimizers:
+            self._undo.append(optimizer.register_step_pre_hook(record_unhooked).remove)
+
+    def _hook_backwards(self, trainer: Trainer) -> None:
+        """Count backward calls: those through Lightning, and all."""
+        plain_backward = Tensor.backward
+
+        def count_lightning() -> None:
+            self.record.lightning_backwards += 1
+
+        @functools.wraps(plain_backward)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.record.tensor_backwards += 1
+            return plain_backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        self._wrap_method(trainer.strategy, "backward", before=count_lightning)
+        Tensor.backward = counted  # type: ignore[method-assign]
+        self._undo.append(lambda: setattr(Tensor, "backward", plain_backward))
+
+    def _hook_metrics(self, module: LightningModule) -> None:
+        """Note metrics that return a value with gradient."""
+
+        def note(name: str, metric: Any, args: Any, output: Any) -> None:
+            has_gradient = isinstance(output, Tensor) and output.requires_grad
+            if has_gradient and name not in self.record.metric_losses:
+                self.record.metric_losses.append(name)
+
         for name, child in module.named_modules():
             if is_metric(child):
-                self._hook(child.register_forward_hook(functools.partial(self._note_metric, name)))
-        self._around(
-            trainer.strategy, "optimizer_step", before=lambda: self._enter(True), after=lambda *_: self._enter(False)
-        )
-        for optimizer in trainer.optimizers:
-            self._hook(optimizer.register_step_pre_hook(lambda given, *_: self._record_raw(trainer, module, given)))
-        if self.run.trace:
-            self.trace = Trace(module, self.writer.home)
-            self._undo.append(self.trace.close)
+                handle = child.register_forward_hook(functools.partial(note, name))
+                self._undo.append(handle.remove)
 
-    def _around(self, owner: Any, name: str, before: Callable[[], None] | None = None, after: Any = None) -> None:
+    def _wrap_method(
+        self, owner: Any, name: str, before: Callable[[], None] | None = None, after: Callable[..., None] | None = None
+    ) -> None:
+        """Call ``before`` and ``after`` around a method of one object, until ``close``."""
         method = getattr(owner, name)
 
         @functools.wraps(method)
@@ -152,212 +192,110 @@ class Recorder(Callback):
         owner.__dict__[name] = wrapped
         self._undo.append(lambda: owner.__dict__.pop(name, None))
 
-    def _hook(self, handle: Any) -> None:
-        self._undo.append(handle.remove)
-
-    def _count(self, which: str) -> None:
-        self.page["backwards"][which] += 1
-
-    def _count_tensor_backwards(self) -> None:
-        original = Tensor.backward
-
-        @functools.wraps(original)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._count("tensor")
-            return original(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-        Tensor.backward = counted  # type: ignore[method-assign]
-        self._undo.append(lambda: setattr(Tensor, "backward", original))
-
-    def _note_metric(self, name: str, metric: Any, _: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.requires_grad and name not in self.page["metric_losses"]:
-            self.page["metric_losses"].append(name)
-
     # ------------------------------------------------------------------ steps
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the batch, and switch off what the run is without."""
-        step, loader = self.page["steps"] + 1, trainer.train_dataloader
-        hint = getattr(loader, "batch_size", None) or getattr(
-            getattr(loader, "batch_sampler", None), "batch_size", None
-        )
-        logged: dict[str, Any] = {"epoch": trainer.current_epoch, "step": step, "hint": hint, "file": ""}
-        if not self.run.plans:
-            path = self.writer.home / f"batch-{len(self.page['batches'])}.pkl"
-            replay.save(batch, path)
-            logged |= {"file": str(path), "digest": replay.digest(batch)}
-        logged["rows"] = replay.rows_of(batch, hint)
-        self.page["batches"].append(logged)
+        step = self.record.steps + 1
+        is_first = not self.record.batches
+        self._record_batch(trainer, batch, step)
         if "batch_norm" in self.run.without:
-            ablations.still_batch_norm(pl_module)
-        self.page.setdefault("norms_training", batch_norms(pl_module))
+            ablations.batch_norm_to_eval_mode_(pl_module)
+        if is_first:
+            self.record.norms_in_training = norm_classes(pl_module)
         if self.trace is not None:
             self.trace.on = step == self.run.trace
-        self._state = ablations.random_state()
+        self._rng_before = ablations.rng_digest()
         if "randomness" in self.run.without:
-            self._stack.enter_context(ablations.MeanDraws())  # type: ignore[no-untyped-call]
+            self._ablations.enter_context(ablations.MeanDraws())  # type: ignore[no-untyped-call]
 
-    def _record(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        if self.page["steps"] == self.run.steps:
+    def _record_batch(self, trainer: Trainer, batch: Any, step: int) -> None:
+        loader = trainer.train_dataloader
+        sampler = getattr(loader, "batch_sampler", None)
+        hint = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        found = BatchRecord(trainer.current_epoch, step, count_rows(batch, hint))
+        if not self.run.plans:  # the user's own data: what replays will need
+            path = self.writer.home / f"batch-{len(self.record.batches)}.pkl"
+            save_batch(batch, path)
+            found.file, found.digest = str(path), batch_digest(batch)
+        self.record.batches.append(found)
+
+    def _record_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        """Write the gradients that an optimizer is about to use."""
+        if self.record.steps == self.run.steps:
             return  # the rest of a batch that steps several times
-        self.page["steps"] += 1
-        self._pending = self.page["steps"]
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        others = {id(p) for each in trainer.optimizers for group in each.param_groups for p in group["params"]} - held
-        named = named_parameters(trainer, module)
-        gradients = [(n, p.grad) for n, p in named.items() if p.requires_grad and id(p) not in others]
-        self.writer.write(self._pending, "gradient", gradients)
-        self.page["learning_rates"].append([float(group["lr"]) for group in optimizer.param_groups if "lr" in group])
+        optimizer = compat.unwrapped_optimizer(optimizer)
+        self.record.steps += 1
+        self._unwritten_step = self.record.steps
+        # gradients of this optimizer's parameters and of those that nobody optimises
+        stepping = _parameter_ids([optimizer])
+        of_others = _parameter_ids(trainer.optimizers) - stepping
+        gradients = []
+        for name, parameter in parameters_by_name(trainer, module).items():
+            if parameter.requires_grad and id(parameter) not in of_others:
+                gradients.append((name, parameter.grad))
+        self.writer.write(self.record.steps, "gradient", gradients)
+        # what the step depends on besides
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        self.record.learning_rates.append(rates)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.page["scales"].append(None if scaler is None else float(scaler.get_scale()))
+        self.record.loss_scales.append(None if scaler is None else float(scaler.get_scale()))
         self._note_events(module)
 
-    def _record_raw(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
-        """An optimizer that is stepped behind Lightning's back (manual optimisation) calls none of its hooks."""
-        if not module.automatic_optimization and not self._by_lightning:
-            self._record(trainer, module, optimizer)
-
-    def _enter(self, inside: bool) -> None:
-        self._by_lightning = inside
-
     def _note_events(self, module: LightningModule) -> None:
+        """Note the first thing that happened to each parameter since the wrap."""
+        events = self.record.parameter_events
         for name, parameter in module.named_parameters():
-            before = self._wrapped.get(name)
-            if before is None:
-                self._events.setdefault(name, "created after the wrap")
-            elif before is not parameter:
-                self._events.setdefault(name, "replaced after the wrap")
+            wrapped = self._wrapped.get(name)
+            if wrapped is None:
+                events.setdefault(name, "created after the wrap")
+            elif wrapped is not parameter:
+                events.setdefault(name, "replaced after the wrap")
             elif parameter.dtype != self._dtypes[name]:
-                self._events.setdefault(name, f"changed from {self._dtypes[name]} to {parameter.dtype}")
+                events.setdefault(name, f"changed from {self._dtypes[name]} to {parameter.dtype}")
             elif parameter.requires_grad and name not in self._trainable:
-                self._events.setdefault(name, "unfrozen after the wrap")
+                events.setdefault(name, "unfrozen after the wrap")
             elif not parameter.requires_grad and name in self._trainable:
-                self._events.setdefault(name, "frozen after the wrap")
+                events.setdefault(name, "frozen after the wrap")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the loss and, after a step, parameters and buffers."""
-        self._stack.close()
-        self.page["draws"].append(ablations.random_state() != self._state)
+        self._ablations.close()
+        self.record.used_rng.append(ablations.rng_digest() != self._rng_before)
+        # Lightning has divided the loss by the number of accumulated batches
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        self.page["losses"].append(float(loss.mean()) * scale if isinstance(loss, Tensor) else None)
-        if self._pending:
-            self.writer.write(self._pending, "parameter", named_parameters(trainer, pl_module).items())
-            self.writer.write(self._pending, "buffer", _buffers(pl_module))
-            self._pending = 0
-        if self.page["steps"] >= self.run.steps:
+        divided_by = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        value = float(loss.mean()) * divided_by if isinstance(loss, Tensor) else None
+        self.record.losses.append(value)
+        if self._unwritten_step:
+            parameters = parameters_by_name(trainer, pl_module)
+            self.writer.write(self._unwritten_step, "parameter", parameters.items())
+            self.writer.write(self._unwritten_step, "buffer", pl_module.named_buffers())
+            self._unwritten_step = 0
+        if self.record.steps >= self.run.steps:
             trainer.should_stop = True  # Lightning does not count steps behind its back
 
     # ------------------------------------------------------------------ end
 
-    def close(self, module: LightningModule) -> None:
-        """Undo what was hooked; write the facts."""
-        self._stack.close()
+    def close(self) -> None:
+        """Undo what was hooked; write the record."""
+        self._ablations.close()
         for undo in reversed(self._undo):
             undo()
-        self.page["events"] = self._events
         if self.trace is not None:
-            self.page["trace"] = self.trace.seen
-        self.writer.facts(self.page)
+            self.record.trace = self.trace.calls
+        self.writer.write_record(self.record)
 
 
-def _tensors(module: LightningModule) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *_buffers(module)]
-
-
-def _buffers(module: LightningModule) -> list[tuple[str, Tensor]]:
-    return list(module.named_buffers())
-
-
-# ----------------------------------------------------------------------
-
-_LOSS_NAME = re.compile(r"(loss|criterion|proxy)(wrapper)?$", re.IGNORECASE)
-_ADOPTED = "_adopted_losses."
-
-
-def is_metric(module: nn.Module) -> bool:
-    """Whether the module is a metric of torchmetrics."""
-    return any(cls.__module__.startswith("torchmetrics.") and cls.__name__ == "Metric" for cls in type(module).__mro__)
-
-
-def batch_norms(module: nn.Module) -> dict[str, str]:
-    """Class of each batch norm, by name; that of a synchronised one for a layer that this package synchronises."""
-    kinds = (nn.modules.batchnorm._BatchNorm,)
-    return {
-        n: "SyncBatchNorm" if synchronises(m) else type(m).__name__
-        for n, m in module.named_modules()
-        if n and (isinstance(m, kinds) or "BatchNorm" in type(m).__name__)
-    }
-
-
-def named_parameters(trainer: Trainer, module: LightningModule) -> dict[str, nn.Parameter]:
-    """The module's parameters, and those that only an optimizer holds, by the same names in every run.
-
-    Unregistered ones, also where a strategy has adopted them, are named by their place in the optimizer.
-    """
-    named = {n: p for n, p in module.named_parameters() if not n.startswith(_ADOPTED)}
-    known = {id(p) for p in named.values()}
-    for i, optimizer in enumerate(trainer.optimizers):
-        for j, group in enumerate(optimizer.param_groups):
-            for k, parameter in enumerate(group["params"]):
-                if id(parameter) not in known:
-                    named[f"optimizers[{i}].param_groups[{j}][{k}]"] = parameter
-    return named
-
-
-def owners(module: LightningModule, named: dict[str, nn.Parameter]) -> dict[str, str]:
-    """``encoder``, or the name of the loss that a parameter belongs to."""
-    losses = [loss.name for loss in find_losses(module)]
-    losses += [n for n, m in module.named_modules() if n and _LOSS_NAME.search(type(unwrap(m)).__name__)]
-    found = {}
-    for name in named:
-        mine = [loss for loss in losses if name.startswith(f"{loss}.")]
-        outside = name.startswith("optimizers[")
-        found[name] = min(mine, key=len) if mine else "unregistered" if outside else "encoder"
-    return found
-
-
-def describe(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """The page of facts that do not change during a run."""
-    named = named_parameters(trainer, module)
-    optimised = {id(p) for o in trainer.optimizers for g in o.param_groups for p in g["params"]}
-    elsewhere = {f"callbacks[{i}]": callback for i, callback in enumerate(trainer.callbacks)}  # type: ignore[attr-defined]
-    hidden = find_hidden(
-        module, trainer.optimizers, {k: v for k, v in elsewhere.items() if type(v).__name__ != "Recorder"}
-    )
-    aliases = {id(p): f"{path}.{n}" for path, m in hidden.optimised.items() for n, p in m.named_parameters()}
-    injecting = trainer._accelerator_connector.use_distributed_sampler
-    return {
-        "owners": owners(module, named),
-        "aliases": {name: aliases[id(p)] for name, p in named.items() if id(p) in aliases},
-        "unoptimised": [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in optimised],
-        "shards": {name: (shard.start, shard.dim) for name, p in named.items() if (shard := shard_of(p)) is not None},
-        "frozen": [n for n, p in module.named_parameters() if not p.requires_grad],
-        "modules": {n: f"{type(m).__module__}.{type(m).__qualname__}" for n, m in module.named_modules() if n},
-        "loss_modules": [loss.name for loss in find_losses(module)],
-        "global_losses": [loss.name for loss in find_losses(module) if loss.sees_global_batch],
-        "dropout": [n for n, m in module.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p],
-        "automatic": module.automatic_optimization,
-        "accumulate": trainer.accumulate_grad_batches,
-        "clip": trainer.gradient_clip_val,
-        "precision": str(trainer.precision),
-        "strategy": type(trainer.strategy).__name__,
-        "sync_batchnorm": trainer._accelerator_connector._layer_sync is not None,
-        "optimizers": [type(o).__name__ for o in trainer.optimizers],
-        "reshuffled": reshuffled(trainer.train_dataloader, injecting=injecting),
-    }
-
-
-# ----------------------------------------------------------------------
-
-_PROJECTIONS = 4
+# ---------------------------------------------------------------------- one step, module by module
 
 
 class Trace:
-    """Hooks on all modules that have no children; they note what passes while ``on``.
+    """Follows one step: a few numbers for each row of each output and of its gradient, in forward order.
+
+    Hooks on all modules that have no children note what passes while ``on``.
 
     Args:
         module: The LightningModule.
@@ -366,74 +304,138 @@ class Trace:
 
     def __init__(self, module: nn.Module, home: Path) -> None:
         self.home, self.on = home, False
-        self.seen: list[dict[str, Any]] = []
+        self.calls: list[ModuleCall] = []
         self._files = 0
-        self._handles = [
-            child.register_forward_hook(functools.partial(self._note, name))
-            for name, child in module.named_modules()
-            if name and next(child.children(), None) is None
-        ]
+        self._handles = []
+        for name, child in module.named_modules():
+            if name and next(child.children(), None) is None:
+                handle = child.register_forward_hook(functools.partial(self._record_call, name))
+                self._handles.append(handle)
 
     def close(self) -> None:
         """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
 
-    def _note(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _record_call(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         first = next(iter(precision.tensors_in(output)), None)
         if not self.on or first is None or not first.is_floating_point():
             return
-        call = {"name": name, "kind": type(module).__name__, "output": self._store(first), "gradient": ""}
-        self.seen.append(call)
+        call = ModuleCall(name, type(module).__name__, self._store(first))
+        self.calls.append(call)
+
+        def record_gradient(gradient: Tensor) -> None:
+            call.gradient = self._store(gradient)
+
         if first.requires_grad:
-            first.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: call.update(gradient=self._store(gradient))
-            )
+            first.register_hook(record_gradient)  # type: ignore[no-untyped-call]
 
     def _store(self, values: Tensor) -> str:
-        """A few random projections of each row; a scalar is one row."""
+        """Store a few random projections of each row, the same ones in every process; a scalar is one row."""
         self._files += 1
         path = self.home / f"trace-{self._files}.pt"
         wide = values.detach().double().cpu()
-        flat = wide.reshape(wide.shape[0] if wide.ndim else 1, -1)
-        generator = torch.Generator().manual_seed(flat.shape[1])
-        directions = torch.randn(flat.shape[1], _PROJECTIONS, generator=generator, dtype=torch.float64)
-        torch.save(flat @ directions, path)
+        rows = wide.reshape(wide.shape[0] if wide.ndim else 1, -1)
+        generator = torch.Generator().manual_seed(rows.shape[1])
+        directions = torch.randn(rows.shape[1], _PROJECTIONS, generator=generator, dtype=torch.float64)
+        torch.save(rows @ directions, path)
         return str(path)
 
 
-def part(ranks: Recording, one: Recording, allowed: float) -> str:
-    """Where two traced runs part, in forward order, as a sentence.
+# ---------------------------------------------------------------------- what can be known by looking
 
-    Args:
-        ranks: Traced run of the ranks.
-        one: Traced run of one process on the joined batches.
-        allowed: Relative difference that is rounding.
+
+def is_metric(module: nn.Module) -> bool:
+    """Say whether the module is a metric of torchmetrics."""
+    bases = [cls for cls in type(module).__mro__ if cls.__name__ == "Metric"]
+    return any(cls.__module__.startswith("torchmetrics.") for cls in bases)
+
+
+def norm_classes(module: nn.Module) -> dict[str, str]:
+    """Return the class of each batch norm, by name; ``SyncBatchNorm`` for a layer that this package synchronises."""
+    found = {}
+    for name, child in module.named_modules():
+        cls = type(child).__name__
+        if name and (isinstance(child, compat.BATCH_NORM_TYPES) or "BatchNorm" in cls):
+            found[name] = "SyncBatchNorm" if synchronises(child) else cls
+    return found
+
+
+def parameters_by_name(trainer: Trainer, module: LightningModule) -> dict[str, nn.Parameter]:
+    """Return the module's parameters, and those that only an optimizer holds, by the same names in every run.
+
+    Unregistered ones, also where a strategy has adopted them, are named by their place in the optimizer.
     """
-    columns = list(zip(*(page["trace"] for page in ranks.facts), strict=False))
-    calls = list(zip(columns, one.facts[0]["trace"], strict=False))
-    for key, what, scale in (("output", "Activations", 1.0), ("gradient", "Gradients", float(ranks.ranks))):
-        order = calls if key == "output" else calls[::-1]  # gradients come from behind
-        for column, call in order:
-            if (
-                not call[key]
-                or not all(each[key] for each in column)
-                or any(each["name"] != call["name"] for each in column)
-            ):
-                continue
-            ours = torch.cat([torch.load(each[key]) for each in column]) / scale
-            theirs = torch.load(call[key])
-            if ours.shape != theirs.shape:
-                continue  # not rows: a loss has one value on each rank
-            off = float((ours - theirs).norm() / theirs.norm().clamp_min(1e-300))
-            if not off <= allowed:
-                end = (
-                    "in forward order"
-                    if key == "output"
-                    else "from the loss backwards; all activations that are rows agree"
-                )
-                return f"{what} part first at `{call['name']}` ({call['kind']}), by {off:.2g}, {end}."
-    return (
-        "Activations and gradients of all modules that give one row per sample agree; "
-        "what parts is inside the loss or beside the modules."
+    found = {name: p for name, p in module.named_parameters() if not name.startswith(_ADOPTED)}
+    known = {id(parameter) for parameter in found.values()}
+    for i, optimizer in enumerate(trainer.optimizers):
+        for j, group in enumerate(optimizer.param_groups):
+            for k, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    found[f"optimizers[{i}].param_groups[{j}][{k}]"] = parameter
+    return found
+
+
+def _parameter_ids(optimizers: Any) -> set[int]:
+    found: set[int] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found |= {id(parameter) for parameter in group["params"]}
+    return found
+
+
+def parameter_owners(module: LightningModule, names: list[str]) -> dict[str, str]:
+    """Return ``encoder``, ``unregistered`` or the name of the loss that a parameter belongs to, for each name."""
+    losses = [loss.name for loss in find_losses(module)]
+    for name, child in module.named_modules():
+        if name and _LOSS_NAME.search(type(unwrap(child)).__name__):
+            losses.append(name)
+    found = {}
+    for name in names:
+        around = [loss for loss in losses if name.startswith(f"{loss}.")]
+        if around:
+            found[name] = min(around, key=len)  # the outermost
+        elif name.startswith("optimizers["):
+            found[name] = "unregistered"
+        else:
+            found[name] = "encoder"
+    return found
+
+
+def describe_module(trainer: Trainer, module: LightningModule) -> ModuleInfo:
+    """Describe what does not change during a run."""
+    parameters = parameters_by_name(trainer, module)
+    optimized = _parameter_ids(trainer.optimizers)
+    # unregistered parameters by the path where they were found
+    elsewhere = {}
+    for index, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
+        if not isinstance(callback, Recorder):
+            elsewhere[f"callbacks[{index}]"] = callback
+    paths: dict[int, str] = {}
+    for path, found in find_hidden(module, trainer.optimizers, elsewhere).optimised.items():
+        paths |= {id(parameter): f"{path}.{name}" for name, parameter in found.named_parameters()}
+    aliases = {name: paths[id(parameter)] for name, parameter in parameters.items() if id(parameter) in paths}
+    # blocks that ranks hold by design
+    shards = {}
+    for name, parameter in parameters.items():
+        shard = shard_of(parameter)
+        if shard is not None:
+            shards[name] = (shard.start, shard.dim)
+
+    modules = {name: child for name, child in module.named_modules() if name}
+    injecting = compat.injects_distributed_sampler(trainer)
+    return ModuleInfo(
+        owners=parameter_owners(module, list(parameters)),
+        aliases=aliases,
+        unoptimized=[n for n, p in module.named_parameters() if p.requires_grad and id(p) not in optimized],
+        shards=shards,
+        module_types={name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in modules.items()},
+        dropout=[name for name, m in modules.items() if isinstance(m, compat.DROPOUT_TYPES) and getattr(m, "p", False)],
+        automatic=module.automatic_optimization,
+        accumulate=trainer.accumulate_grad_batches,
+        clip=trainer.gradient_clip_val,
+        precision=str(trainer.precision),
+        sync_batchnorm=compat.syncs_batch_norm(trainer),
+        optimizers=[type(optimizer).__name__ for optimizer in trainer.optimizers],
+        reshuffled=reshuffled(trainer.train_dataloader, injecting=injecting) or "",
     )

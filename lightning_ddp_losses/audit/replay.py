@@ -1,4 +1,9 @@
-"""The plan of a run: on how many processes, on which recorded batches, without what."""
+"""What a run is, and how the batches that the ranks had are given to another run: joined, cut, or one after the other.
+
+A batch is a nest: dicts, lists, tuples, named tuples and dataclasses of tensors. Rows are counted along the first dimension and
+joined in rank order. What is not rows (a string, a number, None, a tensor that is the same on every rank and has another
+length) passes through; what is rows on no reading is an error that names it.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +23,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.audit.rank_record import Recording, digest_of
+from lightning_ddp_losses.audit.rank_record import BatchRecord, Recording, tensor_digest
 from lightning_ddp_losses.errors import InputError
+
+RowCount = int | None
+"""Samples in a batch; None where nothing has any."""
+
+# ---------------------------------------------------------------------- runs
+
+
+@dataclass
+class AuditTarget:
+    """What is audited: the same in every process, since processes are forked.
+
+    Attributes:
+        model: The LightningModule.
+        data: Data module, data loaders, or None for the module's own.
+        strategy: Lightning's name or object.
+        options: Further options of the Trainer.
+        deterministic: Ask torch for deterministic algorithms.
+        scratch: A folder that goes when the audit ends.
+        seconds: How long a rank waits for another.
+        ckpt_path: A checkpoint to start from.
+    """
+
+    model: Any
+    data: Any
+    strategy: Any
+    options: dict[str, Any]
+    deterministic: bool
+    scratch: Path
+    seconds: float
+    ckpt_path: Any = None
 
 
 @dataclass(frozen=True)
-class Micro:
+class ReplayBatch:
     """One batch of a replay: recorded batches joined in this order, or a part of what they make.
 
     Attributes:
         files: The recorded batches.
-        hints: Rows in each, as the data loader meant.
+        rows: Rows in each.
         part: (start, stop, W): equal parts ``start`` to ``stop`` of W; what does not divide is left out. None: all rows.
     """
 
     files: tuple[str, ...]
-    hints: tuple[int | None, ...]
+    rows: tuple[RowCount, ...]
     part: tuple[int, int, int] | None = None
 
     def load(self) -> Any:
-        """The batch."""
-        whole = concatenate([load(file) for file in self.files], self.hints)
+        """Read the recorded batches and make the one that is replayed."""
+        joined = join_batches([load_batch(file) for file in self.files], self.rows)
         if self.part is None:
-            return whole
+            return joined
         start, stop, W = self.part
-        rows = rows_of(whole, sum(h or 0 for h in self.hints)) or 0
-        return take(whole, slice(rows // W * start, rows // W * stop), rows)
+        hint = sum(count or 0 for count in self.rows)
+        size = (count_rows(joined, hint) or 0) // W
+        return take_rows(joined, slice(size * start, size * stop), hint)
 
 
-Plan = list[list[Micro]]
+Plan = list[list[ReplayBatch]]
 """Batches by epoch."""
 
 
@@ -61,7 +97,7 @@ class Run:
         start: Folder of the run whose rank 0 gives the initial weights; empty: the module as it is.
         steps: Optimizer steps.
         accumulate: Multiple of the user's own accumulation; 0: none at all.
-        without: What is switched off (``SWITCHES``).
+        without: What is switched off (``ABLATIONS``).
         perturb: Seed of a perturbation by one rounding unit; None: none.
         seed: Random numbers from this seed; None: from the state that the process was forked with.
         trace: Also follow activations and their gradients at this step; 0: at none.
@@ -86,80 +122,70 @@ class Run:
         return max(1, self.ranks)
 
 
-@dataclass
-class Subject:
-    """What is audited: the same in every process, since processes are forked.
+# ---------------------------------------------------------------------- who gets which batches
 
-    Attributes:
-        model: The LightningModule.
-        data: Data module, data loaders, or None for the module's own.
-        strategy: Lightning's name or object.
-        options: Further options of the Trainer.
-        deterministic: Ask torch for deterministic algorithms.
-        ckpt_path: A checkpoint to start from.
-        scratch: A folder that goes when the audit ends.
-        seconds: How long a rank waits for another.
-    """
-
-    model: Any
-    data: Any
-    strategy: Any
-    options: dict[str, Any]
-    deterministic: bool
-    scratch: Path
-    seconds: float
-    ckpt_path: Any = None
+Column = list[BatchRecord]  # the batches that the ranks had at the same time, in rank order
+Assignment = Callable[[Column, int], list[list[ReplayBatch]]]  # a column, a rank -> batches for each process
 
 
-Logged = dict[str, Any]
-"""What the recorder notes of a batch: epoch, step, file, hint, rows."""
+def _replay_batch(records: Sequence[BatchRecord], part: tuple[int, int, int] | None = None) -> ReplayBatch:
+    files = tuple(record.file for record in records)
+    rows = tuple(record.rows for record in records)
+    return ReplayBatch(files, rows, part)
 
 
-def _micro(logged: Sequence[Logged], part: tuple[int, int, int] | None = None) -> Micro:
-    return Micro(tuple(each["file"] for each in logged), tuple(each["hint"] for each in logged), part)
-
-
-_DEALS: dict[str, Callable[[list[Logged], int], list[list[Micro]]]] = {
-    "same": lambda column, _: [[_micro([each])] for each in column],
-    "joined": lambda column, _: [[_micro(column)]],
-    "reversed": lambda column, _: [[_micro(column[::-1])]],
-    "local": lambda column, _: [[_micro([each]) for each in column]],
-    "even": lambda column, _: [[_micro(column, (r, r + 1, len(column)))] for r in range(len(column))],
-    "even joined": lambda column, _: [[_micro(column, (0, len(column), len(column)))]],
-    "one rank": lambda column, rank: [[_micro([column[rank]])]],
+_ASSIGNMENTS: dict[str, Assignment] = {
+    "same": lambda column, _: [[_replay_batch([record])] for record in column],
+    "joined": lambda column, _: [[_replay_batch(column)]],
+    "reversed": lambda column, _: [[_replay_batch(column[::-1])]],
+    "local": lambda column, _: [[_replay_batch([record]) for record in column]],
+    "even": lambda column, _: [[_replay_batch(column, (r, r + 1, len(column)))] for r in range(len(column))],
+    "even joined": lambda column, _: [[_replay_batch(column, (0, len(column), len(column)))]],
+    "one rank": lambda column, rank: [[_replay_batch([column[rank]])]],
 }
 
 
-def plan_of(recording: Recording, deal: str, *, steps: int, rank: int = 0) -> tuple[Plan, ...]:
-    """Batches of a replay from those that the ranks had, one plan for each process.
+def plan_replay(recording: Recording, assignment: str, *, steps: int, rank: int = 0) -> tuple[Plan, ...]:
+    """Plan a replay of the batches that the ranks had, one plan for each process.
 
     Args:
         recording: Of the ranks.
-        deal: ``"same"``: each rank its own. ``"joined"``: one process, in rank order. ``"reversed"``: the other way round.
-            ``"local"``: one process, the ranks' batches one after the other. ``"even"``: joined rows, dealt evenly.
+        assignment: ``"same"``: each rank its own. ``"joined"``: one process, in rank order. ``"reversed"``: the other way
+            round. ``"local"``: one process, the ranks' batches one after the other. ``"even"``: joined rows, divided evenly.
             ``"even joined"``: those rows for one process. ``"one rank"``: the batches of ``rank`` alone. ``"whole"``: one
             process, all batches of an optimizer step joined.
         steps: Only the batches of the first so many optimizer steps.
         rank: For ``"one rank"``.
     """
-    logs: list[list[Logged]] = [page["batches"] for page in recording.facts]
-    columns = [list(column) for column in zip(*logs, strict=False) if column[0]["step"] <= steps]
-    if deal == "whole":  # the batches of a step as one column, as if there were more ranks
-        groups = groupby(columns, key=lambda column: column[0]["step"])
-        columns, deal = [[each for column in group for each in column] for _, group in groups], "joined"
-    epochs = [list(group) for _, group in groupby(columns, key=lambda column: column[0]["epoch"])]
-    dealt = [[_DEALS[deal](column, rank) for column in epoch] for epoch in epochs]
-    processes = len(dealt[0][0]) if dealt else 1
-    return tuple([[micro for column in epoch for micro in column[p]] for epoch in dealt] for p in range(processes))
+    # what the ranks had at the same time; a rank that had more batches than another is cut
+    of_ranks = [record.batches for record in recording.records]
+    columns = [list(column) for column in zip(*of_ranks, strict=False) if column[0].step <= steps]
+    if assignment == "whole":  # the batches of a step as one column, as if there were more ranks
+        columns = [_chain(group) for _, group in groupby(columns, key=lambda column: column[0].step)]
+        assignment = "joined"
+    assign = _ASSIGNMENTS[assignment]
+    assigned = [(column[0].epoch, assign(column, rank)) for column in columns]
+    processes = len(assigned[0][1]) if assigned else 1
+    return tuple(_plan_of_process(assigned, process) for process in range(processes))
 
 
-# ----------------------------------------------------------------------
+def _plan_of_process(assigned: Sequence[tuple[int, list[list[ReplayBatch]]]], process: int) -> Plan:
+    """Collect one process's batches by epoch, out of (epoch, batches for each process)."""
+    plan: dict[int, list[ReplayBatch]] = {}
+    for epoch, of_processes in assigned:
+        plan.setdefault(epoch, []).extend(of_processes[process])
+    return list(plan.values())
 
-Rows = int | None
+
+def _chain(lists: Any) -> list[Any]:
+    return [item for each in lists for item in each]
+
+
+# ---------------------------------------------------------------------- nests
 
 
 def leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """What is in a nest, by path; a list of plain values (a column of strings) is one leaf."""
+    """Walk what is in a nest, by path; a list of plain values (a column of strings) is one leaf."""
     children = _children(tree)
     if children is None:
         yield path, tree
@@ -168,16 +194,16 @@ def leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
         yield from leaves(child, f"{path}{key}")
 
 
-def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same nest with its tensors changed."""
+def map_batch_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Build the same nest with its tensors changed."""
     children = _children(tree)
     if children is not None:
-        return _rebuild(tree, [map_tensors(child, change) for _, child in children])
+        return _rebuild_nest(tree, [map_batch_tensors(child, change) for _, child in children])
     return change(tree) if isinstance(tree, Tensor) else tree
 
 
-def rows_of(tree: Any, hint: Rows = None) -> Rows:
-    """Number of samples; None where nothing has any.
+def count_rows(tree: Any, hint: RowCount = None) -> RowCount:
+    """Count the samples of a batch; None where nothing has any.
 
     Args:
         tree: A batch.
@@ -187,110 +213,55 @@ def rows_of(tree: Any, hint: Rows = None) -> Rows:
     lists = _list_lengths(tree)
     if hint is not None and hint in (*lengths, *lists):
         return hint
-    found = lists if lists and len(set(lengths)) != 1 else lengths  # tensors of many lengths: samples of their own size
+    # tensors of many lengths: samples of their own size, so the lists tell
+    found = lists if lists and len(set(lengths)) != 1 else lengths
     return Counter(found).most_common(1)[0][0] if found else None
 
 
-def digest(tree: Any) -> str:
-    """A digest of all tensors and plain values."""
+def batch_digest(tree: Any) -> str:
+    """Digest all tensors and plain values."""
     found = hashlib.blake2b(digest_size=12)
     for path, leaf in leaves(tree):
-        found.update(f"{path} {digest_of(leaf) if isinstance(leaf, Tensor) else repr(leaf)}".encode())
+        content = tensor_digest(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+        found.update(f"{path} {content}".encode())
     return found.hexdigest()
 
 
-def concatenate(batches: Sequence[Any], hints: Sequence[Rows] | None = None) -> Any:
-    """One batch of the rows of all, in the order given.
-
-    Args:
-        batches: One for each rank, alike in structure.
-        hints: How many rows each has, where that is known.
-
-    Raises:
-        InputError: naming the path of what cannot be joined, with what each rank has there.
-    """
-    if len(batches) == 1:
-        return batches[0]
-    rows = [rows_of(batch, hint) for batch, hint in zip(batches, hints or [None] * len(batches), strict=True)]
-    ragged = any(_is_ragged(batch, n) for batch, n in zip(batches, rows, strict=True))
-    return _join(list(batches), _Rows(rows, ragged), "batch")
+def _children(tree: Any) -> list[tuple[str, Any]] | None:
+    """List children by key; None for a leaf."""
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", child) for key, child in tree.items()]
+    if _is_named_tuple(tree):
+        return [(f".{name}", child) for name, child in zip(tree._fields, tree, strict=True)]
+    if isinstance(tree, tuple) or (isinstance(tree, list) and any(map(_is_nest_or_tensor, tree))):
+        return [(f"[{index}]", child) for index, child in enumerate(tree)]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(f".{field.name}", getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    return None
 
 
-def take(batch: Any, part: slice, hint: Rows = None) -> Any:
-    """The rows of ``part``; what is not rows stays."""
-    rows = rows_of(batch, hint)
-    ragged = _is_ragged(batch, rows)
-
-    def cut(tree: Any) -> Any:
-        if isinstance(tree, list) and len(tree) == rows and (ragged or not _has_arrays(tree)):
-            return tree[part]
-        if _is_array(tree):
-            return tree[part] if tree.ndim and tree.shape[0] == rows else tree
-        children = _children(tree)
-        return tree if children is None else _rebuild(tree, [cut(child) for _, child in children])
-
-    return cut(batch)
-
-
-# ---------------------------------------------------------------------- joining
+def _rebuild_nest(tree: Any, children: Sequence[Any]) -> Any:
+    """Build a nest like ``tree`` with other children."""
+    if isinstance(tree, Mapping):
+        changed = dict(zip(tree, children, strict=True))
+        return changed if type(tree) is dict else type(tree)(changed)  # type: ignore[call-arg]
+    if _is_named_tuple(tree):
+        return type(tree)(*children)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(children)
+    # a dataclass, which may be frozen or check what its __init__ is given
+    copied = object.__new__(type(tree))
+    for field, child in zip(dataclasses.fields(tree), children, strict=True):
+        object.__setattr__(copied, field.name, child)
+    return copied
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """How many rows each rank's batch has, and whether its lists hold one sample each."""
-
-    counts: list[Rows]
-    ragged: bool
+def _is_named_tuple(tree: Any) -> bool:
+    return isinstance(tree, tuple) and hasattr(tree, "_fields")
 
 
-def _join(items: list[Any], rows: _Rows, path: str) -> Any:
-    first = items[0]
-    if any(type(item) is not type(first) for item in items):
-        raise _cannot(path, "the same type on every rank", [type(item).__name__ for item in items])
-    if isinstance(first, Tensor):
-        return _join_tensors(items, rows, path)
-    if _is_array(first):
-        try:
-            return _join_tensors([torch.as_tensor(item) for item in items], rows, path).numpy()
-        except TypeError as error:
-            raise _cannot(path, "an array of numbers", [str(item.dtype) for item in items]) from error
-    if (
-        isinstance(first, list)
-        and [len(item) for item in items] == rows.counts
-        and (rows.ragged or not _has_arrays(first))
-    ):
-        return [element for item in items for element in item]
-    nests = [_children(item) for item in items]
-    if nests[0] is None:
-        if all(_same(item, first) for item in items):
-            return first
-        raise _cannot(path, "a value that is the same on every rank, or tensors", [repr(item)[:60] for item in items])
-    keys = [[key for key, _ in nest or ()] for nest in nests]
-    if any(key != keys[0] for key in keys):
-        raise _cannot(path, "the same keys on every rank", [" ".join(key) or "nothing" for key in keys])
-    columns = zip(*([child for _, child in nest or ()] for nest in nests), strict=True)
-    return _rebuild(
-        first, [_join(list(column), rows, f"{path}{key}") for key, column in zip(keys[0], columns, strict=True)]
-    )
-
-
-def _join_tensors(items: list[Tensor], rows: _Rows, path: str) -> Tensor:
-    first = items[0]
-    if any(item.is_nested for item in items):
-        raise _cannot(path, "plain tensors", ["a nested tensor" if item.is_nested else "a tensor" for item in items])
-    shaped = all(item.ndim and item.shape[1:] == first.shape[1:] and item.dtype == first.dtype for item in items)
-    if shaped and all(item.shape[0] == n for item, n in zip(items, rows.counts, strict=True)):
-        return torch.cat(items)
-    if all(item.shape == first.shape and item.dtype == first.dtype and _same(item, first) for item in items):
-        return first  # no rows, and the same everywhere: class weights, a temperature
-    raise _cannot(
-        path,
-        "rows along the first dimension, the other dimensions and the dtype alike on every rank",
-        [
-            f"{tuple(item.shape)} {item.dtype}, in a batch of {n} rows"
-            for item, n in zip(items, rows.counts, strict=True)
-        ],
-    )
+def _is_nest_or_tensor(tree: Any) -> bool:
+    return isinstance(tree, Tensor) or _children(tree) is not None
 
 
 def _is_array(leaf: Any) -> bool:
@@ -302,32 +273,139 @@ def _has_arrays(tree: Any) -> bool:
 
 
 def _list_lengths(tree: Any, *, root: bool = True) -> list[int]:
-    """Lengths of all lists inside a batch."""
-    children = _children(tree)
-    own = [] if root or not isinstance(tree, list) else [len(tree)]
-    return own + [n for _, child in children or () for n in _list_lengths(child, root=False)]
+    """Collect the lengths of all lists inside a batch, but not of the batch itself."""
+    found = []
+    if isinstance(tree, list) and not root:
+        found.append(len(tree))
+    for _, child in _children(tree) or ():
+        found += _list_lengths(child, root=False)
+    return found
 
 
-def _is_ragged(tree: Any, rows: Rows) -> bool:
-    """Whether some list holds one sample of its own size for each row (images of a detector, boxes)."""
-    children = _children(tree)
-    if isinstance(tree, list) and len(tree) == rows and len({type(each) for each in tree}) == 1:
+def _has_sample_lists(tree: Any, rows: RowCount) -> bool:
+    """Say whether some list holds one sample of its own size for each row (images of a detector, boxes)."""
+    if isinstance(tree, list) and len(tree) == rows and len(set(map(type, tree))) == 1:
         arrays = [leaf for _, leaf in leaves(tree) if _is_array(leaf)]
         if any(leaf.ndim == 0 or leaf.shape[0] != rows for leaf in arrays):
             return True
-    return any(_is_ragged(child, rows) for _, child in children or ())
+    return any(_has_sample_lists(child, rows) for _, child in _children(tree) or ())
 
 
-def _same(one: Any, other: Any) -> bool:
+def _are_rows(tree: Any, rows: RowCount, sample_lists: bool) -> bool:
+    """Say whether a list has one element for each row, and not tensors that hold all rows each (two views)."""
+    return isinstance(tree, list) and len(tree) == rows and (sample_lists or not _has_arrays(tree))
+
+
+# ---------------------------------------------------------------------- joining and cutting
+
+
+def join_batches(batches: Sequence[Any], hints: Sequence[RowCount] | None = None) -> Any:
+    """Join the rows of all batches to one batch, in the order given.
+
+    Args:
+        batches: One for each rank, alike in structure.
+        hints: How many rows each has, where that is known.
+
+    Raises:
+        InputError: naming the path of what cannot be joined, with what each rank has there.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    known = hints or [None] * len(batches)
+    counts = [count_rows(batch, hint) for batch, hint in zip(batches, known, strict=True)]
+    pairs = zip(batches, counts, strict=True)
+    sample_lists = any(_has_sample_lists(batch, count) for batch, count in pairs)
+    return _join(list(batches), _RankRows(counts, sample_lists), "batch")
+
+
+def take_rows(batch: Any, part: slice, hint: RowCount = None) -> Any:
+    """Take the rows of ``part``; what is not rows stays."""
+    rows = count_rows(batch, hint)
+    sample_lists = _has_sample_lists(batch, rows)
+
+    def cut(tree: Any) -> Any:
+        if _are_rows(tree, rows, sample_lists):
+            return tree[part]
+        if _is_array(tree):
+            return tree[part] if tree.ndim and tree.shape[0] == rows else tree
+        children = _children(tree)
+        return tree if children is None else _rebuild_nest(tree, [cut(child) for _, child in children])
+
+    return cut(batch)
+
+
+@dataclass(frozen=True)
+class _RankRows:
+    """How many rows each rank's batch has, and whether its lists hold one sample each."""
+
+    counts: list[RowCount]
+    sample_lists: bool
+
+
+def _join(items: list[Any], rows: _RankRows, path: str) -> Any:
+    """Join what the ranks have at one place of the nest."""
+    first = items[0]
+    if any(type(item) is not type(first) for item in items):
+        raise _cannot_join(path, "the same type on every rank", [type(item).__name__ for item in items])
+    # tensors and arrays
+    if isinstance(first, Tensor):
+        return _join_tensors(items, rows, path)
+    if _is_array(first):
+        try:
+            return _join_tensors([torch.as_tensor(item) for item in items], rows, path).numpy()
+        except TypeError as error:
+            raise _cannot_join(path, "an array of numbers", [str(item.dtype) for item in items]) from error
+    # lists of one element for each row
+    lengths_fit = isinstance(first, list) and [len(item) for item in items] == rows.counts
+    if lengths_fit and _are_rows(first, rows.counts[0], rows.sample_lists):
+        return _chain(items)
+    # plain values
+    nests = [_children(item) for item in items]
+    if nests[0] is None:
+        if all(_is_same(item, first) for item in items):
+            return first
+        shown = [repr(item)[:60] for item in items]
+        raise _cannot_join(path, "a value that is the same on every rank, or tensors", shown)
+    # nests, child by child
+    keys = [[key for key, _ in nest or ()] for nest in nests]
+    if any(each != keys[0] for each in keys):
+        raise _cannot_join(path, "the same keys on every rank", [" ".join(each) or "nothing" for each in keys])
+    children = []
+    for index, key in enumerate(keys[0]):
+        column = [nest[index][1] for nest in nests if nest is not None]
+        children.append(_join(column, rows, f"{path}{key}"))
+    return _rebuild_nest(first, children)
+
+
+def _join_tensors(items: list[Tensor], rows: _RankRows, path: str) -> Tensor:
+    first = items[0]
+    if any(item.is_nested for item in items):
+        kinds = ["a nested tensor" if item.is_nested else "a tensor" for item in items]
+        raise _cannot_join(path, "plain tensors", kinds)
+    # rows: alike in all but the first dimension, and as many as the batch has
+    alike = all(item.ndim and item.shape[1:] == first.shape[1:] and item.dtype == first.dtype for item in items)
+    if alike and [item.shape[0] for item in items] == rows.counts:
+        return torch.cat(items)
+    # no rows, and the same everywhere: class weights, a temperature
+    if all(item.shape == first.shape and item.dtype == first.dtype and _is_same(item, first) for item in items):
+        return first
+    shown = []
+    for item, count in zip(items, rows.counts, strict=True):
+        shown.append(f"{tuple(item.shape)} {item.dtype}, in a batch of {count} rows")
+    expected = "rows along the first dimension, the other dimensions and the dtype alike on every rank"
+    raise _cannot_join(path, expected, shown)
+
+
+def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
-        return digest_of(one) == digest_of(other)
+        return tensor_digest(one) == tensor_digest(other)
     try:
         return bool(one == other)
-    except Exception:
+    except Exception:  # what cannot be compared is the same only if it is the same object
         return one is other
 
 
-def _cannot(path: str, expected: str, ranks: list[str]) -> InputError:
+def _cannot_join(path: str, expected: str, ranks: list[str]) -> InputError:
     return InputError(
         f"{path}, to be joined into the batch of one process",
         expected=expected,
@@ -336,43 +414,10 @@ def _cannot(path: str, expected: str, ranks: list[str]) -> InputError:
     )
 
 
-# ---------------------------------------------------------------------- nests
-
-
-def _children(tree: Any) -> list[tuple[str, Any]] | None:
-    """Children by key; None for a leaf."""
-    if isinstance(tree, Mapping):
-        return [(f"[{key!r}]", child) for key, child in tree.items()]
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return [(f".{name}", child) for name, child in zip(tree._fields, tree, strict=True)]
-    if isinstance(tree, tuple) or (
-        isinstance(tree, list) and any(_children(c) is not None or isinstance(c, Tensor) for c in tree)
-    ):
-        return [(f"[{index}]", child) for index, child in enumerate(tree)]
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return [(f".{f.name}", getattr(tree, f.name)) for f in dataclasses.fields(tree)]
-    return None
-
-
-def _rebuild(tree: Any, children: Sequence[Any]) -> Any:
-    """A nest like ``tree`` with other children."""
-    if isinstance(tree, Mapping):
-        changed = dict(zip(tree, children, strict=True))
-        return changed if type(tree) is dict else type(tree)(changed)  # type: ignore[call-arg]
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*children)
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(children)
-    copied = object.__new__(type(tree))
-    for each, child in zip(dataclasses.fields(tree), children, strict=True):
-        object.__setattr__(copied, each.name, child)
-    return copied
-
-
 # ---------------------------------------------------------------------- files
 
 
-class _Pickler(pickle.Pickler):
+class _BatchPickler(pickle.Pickler):
     """Pickles classes that cannot be imported (of a closure) by name: the reader was forked from the same process."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -386,6 +431,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _find_class(module: str, qualname: str) -> type:
+    """Find a class among all that exist in this process."""
     queue: list[type[Any]] = [object]
     seen: set[type[Any]] = {object}
     for cls in queue:
@@ -397,32 +443,32 @@ def _find_class(module: str, qualname: str) -> type:
     raise InputError(f"{module}.{qualname}: the class of something in a batch does not exist in the auditing process")
 
 
-def save(batch: Any, path: Path) -> None:
+def save_batch(batch: Any, path: Path) -> None:
     """Store a batch, its tensors moved to the CPU.
 
     Raises:
         InputError: naming what cannot be stored.
     """
-    stored = map_tensors(batch, lambda tensor: tensor.detach().cpu().clone())
+    stored = map_batch_tensors(batch, lambda tensor: tensor.detach().cpu().clone())
     try:
         with path.open("wb") as file:
-            _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(stored)
+            _BatchPickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(stored)
     except Exception as error:
-        odd = next(((where, leaf) for where, leaf in leaves(stored) if not _can_pickle(leaf)), None)
-        if odd is None:
-            raise
-        raise _cannot(odd[0], "something that can be pickled", [type(odd[1]).__name__]) from error
+        for where, leaf in leaves(stored):
+            if not _can_pickle(leaf):
+                raise _cannot_join(where, "something that can be pickled", [type(leaf).__name__]) from error
+        raise
 
 
 def _can_pickle(leaf: Any) -> bool:
     try:
-        _Pickler(io.BytesIO()).dump(leaf)
+        _BatchPickler(io.BytesIO()).dump(leaf)
     except Exception:
         return False
     return True
 
 
-def load(path: Path | str) -> Any:
-    """A batch that ``save`` stored."""
+def load_batch(path: Path | str) -> Any:
+    """Read a batch that ``save_batch`` stored."""
     with open(path, "rb") as file:
         return pickle.load(file)

@@ -1,48 +1,34 @@
-"""`AuditReport`: what an audit found, as objects, as a table in the terminal, as JSON, as a page with its figures."""
+"""`AuditReport`: what an audit found, as objects, as a table in the terminal, as JSON, as an HTML page with its figures."""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
-import html as html_escape
+import html
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from lightning_ddp_losses.audit import figures
-from lightning_ddp_losses.audit.compare import Row
+from lightning_ddp_losses.audit.compare import ComparedRow, StepLoss
 from lightning_ddp_losses.audit.context import Diagnosis
+from lightning_ddp_losses.audit.figures import draw_audit
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _SHOWN = 12  # rows of the table in the terminal
 _WIDE = 100  # characters; a narrower terminal shows fewer columns
 _COLORS = {"error": "red", "explanation": "yellow", "note": "cyan"}
-
-
-@dataclass(frozen=True)
-class StepLoss:
-    """The loss of one batch.
-
-    Attributes:
-        step: Optimizer step that the batch belongs to.
-        ranks: Each rank's value; None where training_step returned none.
-        mean: Of the ranks.
-        one: In one process.
-        rows: Samples on each rank.
-    """
-
-    step: int
-    ranks: tuple[float | None, ...]
-    mean: float | None
-    one: float | None
-    rows: tuple[int, ...]
+_DPI = 130
 
 
 @dataclass
@@ -66,8 +52,8 @@ class AuditReport:
     """
 
     equal: bool
-    rows: list[Row]
-    updates: list[Row]
+    rows: list[ComparedRow]
+    updates: list[ComparedRow]
     losses: list[StepLoss]
     diagnoses: list[Diagnosis]
     notes: list[Diagnosis]
@@ -78,14 +64,24 @@ class AuditReport:
         """The first optimizer step at which something differs; later differences follow from it."""
         return min((row.step for row in (*self.rows, *self.updates) if not row.exact), default=None)
 
-    def worst(self) -> list[Row]:
+    @property
+    def _shown_step(self) -> int:
+        """The first step at which something differs, else the last."""
+        return self.first_step or max((row.step for row in self.rows), default=1)
+
+    def worst(self) -> list[ComparedRow]:
         """Rows of the first step at which something differs (else of the last), the largest error first."""
-        step = self.first_step or max((row.step for row in self.rows), default=1)
+        step = self._shown_step
         rows = [row for row in self.rows if row.step == step]
-        rows += [row for row in self.updates if row.step == step and not row.exact and not any(
-            r.parameter == row.parameter and not r.exact for r in rows
-        )]  # fmt: skip
-        return sorted(rows, key=lambda row: (row.exact, -_size(row.error)))
+        # a parameter that differs after the step although its gradient does not
+        wrong = {row.parameter for row in rows if not row.exact}
+        updates = [row for row in self.updates if row.step == step and not row.exact]
+        rows += [row for row in updates if row.parameter not in wrong]
+        return sorted(rows, key=lambda row: (row.exact, -math.inf if math.isnan(row.error) else -row.error))
+
+    def name(self, parameter: str) -> str:
+        """A parameter as the user knows it."""
+        return str(self.settings.get("aliases", {}).get(parameter, parameter))
 
     # ------------------------------------------------------------------ text
 
@@ -106,54 +102,42 @@ class AuditReport:
         yield self._table(wide=options.max_width >= _WIDE)
         if self.losses:
             first = self.losses[0]
-            values = ", ".join(_number(loss) for loss in first.ranks)
-            yield Text(
-                f"Loss of the first batch: ranks {values}; mean {_number(first.mean)}; one process {_number(first.one)}"
-            )
-        for title, found in (("Diagnosis", self.diagnoses), ("Worth knowing", self.notes)):
-            for number, each in enumerate(found, 1):
-                head = f"{title} {number}" if title == "Diagnosis" else title
-                fault = f" ({each.fault})" if each.fault else ""
-                yield Text(f"\n{head}: {each.title}{fault}", style=f"bold {_COLORS[each.severity]}")
-                yield Text(each.evidence)
-                if each.confirmed:
-                    yield Text(f"Confirmed: {each.confirmed}.")
-                yield Text(f"Do: {each.fix}")
+            values = ", ".join(map(_loss_cell, first.ranks))
+            mean, one = _loss_cell(first.mean), _loss_cell(first.one)
+            yield Text(f"Loss of the first batch: ranks {values}; mean {mean}; one process {one}")
+        for number, each in enumerate(self.diagnoses, 1):
+            yield from _diagnosis_texts(each, f"Diagnosis {number}")
+        for each in self.notes:
+            yield from _diagnosis_texts(each, "Worth knowing")
 
     def _table(self, *, wide: bool) -> Table:
         rows = self.worst()
-        table = Table(
-            title=f"Gradients at step {rows[0].step if rows else 0}, worst first", title_justify="left", box=SIMPLE_HEAD
-        )
+        step = rows[0].step if rows else 0
+        table = Table(title=f"Gradients at step {step}, worst first", title_justify="left", box=SIMPLE_HEAD)
+        # columns; a narrow terminal has no owners
         table.add_column("parameter", overflow="fold")
-        for name in ("owner", "ratio", "cosine", "error", "allowed", "verdict")[0 if wide else 1 :]:
-            table.add_column(
-                name, justify="left" if name in ("owner", "verdict") else "right", no_wrap=name != "verdict"
-            )
+        if wide:
+            table.add_column("owner", justify="left", no_wrap=True)
+        for name in ("ratio", "cosine", "error", "allowed"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("verdict", justify="left")
+        # rows
         for row in rows[:_SHOWN]:
-            name = self.name(row.parameter) + ("" if row.what == "gradient" else " (after the step)")
+            suffix = "" if row.what == "gradient" else " (after the step)"
             verdict = row.verdict if row.ranks_agree else f"{row.verdict}, ranks disagree"
-            numbers = (f"{row.ratio:.4g}", f"{row.cosine:.4f}", f"{row.error:.1e}", f"{row.tolerance:.1e}")
-            table.add_row(
-                Text(name), *([row.owner] if wide else []), *numbers, verdict, style=None if row.exact else "red"
-            )
+            cells: list[Text | str] = [Text(self.name(row.parameter) + suffix)]
+            if wide:
+                cells.append(row.owner)
+            cells += [f"{row.ratio:.4g}", f"{row.cosine:.4f}", f"{row.error:.1e}", f"{row.tolerance:.1e}", verdict]
+            table.add_row(*cells, style=None if row.exact else "red")
+        # what is left out, as one row
         rest = rows[_SHOWN:]
         if rest:
             worst = f"{max(row.error for row in rest):.1e}"
-            table.add_row(
-                f"... {len(rest)} more",
-                *([""] if wide else []),
-                "",
-                "",
-                worst,
-                "",
-                "exact" if all(r.exact for r in rest) else "",
-            )
+            verdict = "exact" if all(row.exact for row in rest) else ""
+            owner = [""] if wide else []
+            table.add_row(f"... {len(rest)} more", *owner, "", "", worst, "", verdict)
         return table
-
-    def name(self, parameter: str) -> str:
-        """A parameter as the user knows it."""
-        return str(self.settings.get("aliases", {}).get(parameter, parameter))
 
     def __str__(self) -> str:
         console = Console(file=StringIO(), width=140, color_system=None)
@@ -165,9 +149,9 @@ class AuditReport:
 
     def to_json(self, path: Path | str | None = None) -> str:
         """Everything as JSON; written to ``path`` too, where one is given. Numbers that JSON lacks become strings."""
-        text = json.dumps(_plain(dataclasses.asdict(self)), indent=1)
+        text = json.dumps(_json_value(dataclasses.asdict(self)), indent=1)
         if path is not None:
-            _made(path).write_text(text + "\n")
+            _with_folder(path).write_text(text + "\n")
         return text
 
     def plot(self, path: Path | str) -> None:
@@ -176,41 +160,60 @@ class AuditReport:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from lightning_ddp_losses.audit import figures
-
-        figures.save(self, _made(path))
+        self._figure().savefig(_with_folder(path), dpi=_DPI)
 
     def to_html(self, path: Path | str) -> None:
         """Write one page that holds everything, figures included (without them where matplotlib is missing)."""
-        _made(path).write_text(html(self))
+        try:
+            figure = _image_tag(self._figure())
+        except ImportError:
+            figure = "<p>(No figure: matplotlib is not installed.)</p>"
+        _with_folder(path).write_text(_html_page(self, self._shown_step, figure))
+
+    def _figure(self) -> Figure:
+        step = self._shown_step
+        return draw_audit(
+            [row for row in self.rows if row.step == step],
+            self.losses,
+            title=self.summary(),
+            equal=self.equal,
+            step=step,
+            world_size=self.settings.get("devices", 2),
+            name_of=self.name,
+        )
 
 
-def _made(path: Path | str) -> Path:
+def _diagnosis_texts(each: Diagnosis, head: str) -> list[Text]:
+    fault = f" ({each.fault})" if each.fault else ""
+    texts = [Text(f"\n{head}: {each.title}{fault}", style=f"bold {_COLORS[each.severity]}"), Text(each.evidence)]
+    if each.confirmed:
+        texts.append(Text(f"Confirmed: {each.confirmed}."))
+    texts.append(Text(f"Do: {each.fix}"))
+    return texts
+
+
+def _loss_cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _with_folder(path: Path | str) -> Path:
+    """Make the folder of a file."""
     found = Path(path)
     found.parent.mkdir(parents=True, exist_ok=True)
     return found
 
 
-def _size(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
-
-
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_json_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
 
 
-# ----------------------------------------------------------------------
-
+# ---------------------------------------------------------------------- the HTML page
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1c2430; background: #fff; }
@@ -225,33 +228,25 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } tr.off td 
 code { font-size: 13px; } img { max-width: 100%; } .scroll { overflow-x: auto; } summary { cursor: pointer; margin: .8rem 0; }
 """
 _HEAD = ("step", "parameter", "owner", "ratio", "cosine", "error", "largest error", "allowed", "ranks agree", "verdict")
-_NUMBERS = frozenset({0, 3, 4, 5, 6, 7})
+_NUMBERS = frozenset({0, 3, 4, 5, 6, 7})  # columns that are right-aligned
 
 
-def html(report: AuditReport) -> str:
-    """The page as text; without a figure where matplotlib is missing."""
+def _html_page(report: AuditReport, step: int, figure: str) -> str:
+    """Build the page: summary, diagnoses, figure, tables, notes."""
     state = "equal" if report.equal else "different"
-    step = report.first_step or max((row.step for row in report.rows), default=1)
-    parts = [
-        f'<h1 class="{state}">{_text(report.summary())}</h1>',
-        f"<p>{_text(_settings_line(report))}</p>",
-        *(_card(each, f"{number}. ") for number, each in enumerate(report.diagnoses, 1)),
-        _figure(report),
-        f"<h2>Gradients at step {step}, in layer order</h2>",
-        _table(report, [row for row in report.rows if row.step == step]),
-    ]
+    parts = [f'<h1 class="{state}">{_escaped(report.summary())}</h1>', f"<p>{_escaped(_settings_sentence(report))}</p>"]
+    parts += [_html_card(each, f"{number}. ") for number, each in enumerate(report.diagnoses, 1)]
+    parts += [figure, f"<h2>Gradients at step {step}, in layer order</h2>"]
+    parts.append(_html_table(report, [row for row in report.rows if row.step == step]))
     updates = [row for row in report.updates if not row.exact]
     if updates:
-        parts += [
-            "<details><summary>Parameters that differ after a step</summary>",
-            _table(report, updates),
-            "</details>",
-        ]
+        parts += _html_details("Parameters that differ after a step", _html_table(report, updates))
     rest = [row for row in report.rows if row.step != step]
     if rest:
-        parts += ["<details><summary>Gradients at the other steps</summary>", _table(report, rest), "</details>"]
+        parts += _html_details("Gradients at the other steps", _html_table(report, rest))
     if report.notes:
-        parts += ["<h2>Worth knowing</h2>", *(_card(each, "") for each in report.notes)]
+        parts.append("<h2>Worth knowing</h2>")
+        parts += [_html_card(each, "") for each in report.notes]
     body = "\n".join(parts)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Audit: {state}</title>'
@@ -259,11 +254,11 @@ def html(report: AuditReport) -> str:
     )
 
 
-def _text(value: object) -> str:
-    return html_escape.escape(str(value))
+def _escaped(value: object) -> str:
+    return html.escape(str(value))
 
 
-def _settings_line(report: AuditReport) -> str:
+def _settings_sentence(report: AuditReport) -> str:
     s = report.settings
     without = f"; without {', '.join(s['without'])}" if s.get("without") else ""
     return (
@@ -275,38 +270,41 @@ def _settings_line(report: AuditReport) -> str:
     )
 
 
-def _card(each: Diagnosis, number: str) -> str:
-    fault = f" <code>{_text(each.fault)}</code>" if each.fault else ""
-    confirmed = f"<p><b>Confirmed:</b> {_text(each.confirmed)}.</p>" if each.confirmed else ""
+def _html_card(each: Diagnosis, number: str) -> str:
+    fault = f" <code>{_escaped(each.fault)}</code>" if each.fault else ""
+    confirmed = f"<p><b>Confirmed:</b> {_escaped(each.confirmed)}.</p>" if each.confirmed else ""
+    head = f"<h3>{number}{_escaped(each.title)}{fault}</h3>"
     return (
-        f'<div class="card {each.severity}"><h3>{number}{_text(each.title)}{fault}</h3><p>{_text(each.evidence)}</p>{confirmed}'
-        f"<p><b>Do:</b> {_text(each.fix)}</p></div>"
+        f'<div class="card {each.severity}">{head}<p>{_escaped(each.evidence)}</p>{confirmed}'
+        f"<p><b>Do:</b> {_escaped(each.fix)}</p></div>"
     )
 
 
-def _figure(report: AuditReport) -> str:
-    try:
-        figure = figures.draw(report)
-    except ImportError:
-        return "<p>(No figure: matplotlib is not installed.)</p>"
+def _html_details(summary: str, content: str) -> list[str]:
+    return [f"<details><summary>{summary}</summary>", content, "</details>"]
+
+
+def _html_table(report: AuditReport, rows: Sequence[ComparedRow]) -> str:
+    lines = [_html_row("th", _HEAD)]
+    for row in rows:
+        agree = "yes" if row.ranks_agree else f"no (rank {row.rank} shown)"
+        errors = (f"{row.error:.1e}", f"{row.max_error:.1e}", f"{row.tolerance:.1e}")
+        numbers = (f"{row.ratio:.6g}", f"{row.cosine:.6f}", *errors)
+        cells = (row.step, report.name(row.parameter), row.owner, *numbers, agree, row.verdict)
+        lines.append(_html_row("td", cells, "" if row.exact else "off"))
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+
+
+def _html_row(tag: str, cells: Sequence[object], state: str | None = None) -> str:
+    line = "<tr>" if state is None else f'<tr class="{state}">'
+    for column, cell in enumerate(cells):
+        number = ' class="n"' if column in _NUMBERS else ""
+        line += f"<{tag}{number}>{_escaped(cell)}</{tag}>"
+    return line + "</tr>"
+
+
+def _image_tag(figure: Figure) -> str:
     picture = BytesIO()
-    figure.savefig(picture, format="png", dpi=130)
+    figure.savefig(picture, format="png", dpi=_DPI)
     data = base64.b64encode(picture.getvalue()).decode()
     return f'<img alt="Ratio of gradient norms for each parameter, losses, samples per rank" src="data:image/png;base64,{data}">'
-
-
-def _table(report: AuditReport, rows: list[Row]) -> str:
-    head = "".join(f"<th{_number_class(i)}>{name}</th>" for i, name in enumerate(_HEAD))
-    lines = []
-    for row in rows:
-        cells = (
-            row.step, report.name(row.parameter), row.owner, f"{row.ratio:.6g}", f"{row.cosine:.6f}", f"{row.error:.1e}",
-            f"{row.max_error:.1e}", f"{row.tolerance:.1e}", "yes" if row.ranks_agree else f"no (rank {row.rank} shown)", row.verdict,
-        )  # fmt: skip
-        line = "".join(f"<td{_number_class(i)}>{_text(cell)}</td>" for i, cell in enumerate(cells))
-        lines.append(f'<tr class="{"" if row.exact else "off"}">{line}</tr>')
-    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
-
-
-def _number_class(column: int) -> str:
-    return ' class="n"' if column in _NUMBERS else ""

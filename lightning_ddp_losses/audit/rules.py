@@ -1,7 +1,8 @@
 """Why N ranks differ from one process: one small rule for each fault, the most specific first.
 
-A rule looks at a `Case` and answers with a `Diagnosis` or None. Rules are pure: what they need to know beyond the rows they
-ask from counter-runs, which the case makes for them. A newcomer adds a function and its line in ``STAGES``.
+A rule looks at an `AuditContext` and answers with a `Diagnosis` or None. Rules are pure: what they need to know beyond the rows
+they ask from counterfactual runs, which the context makes for them. A newcomer adds a function and its line in ``STAGES``. Rules
+for ranks that do not agree with each other are in `rules_desync`.
 """
 
 from __future__ import annotations
@@ -9,25 +10,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from lightning_ddp_losses.audit.compare import Row
-from lightning_ddp_losses.audit.context import Case, Diagnosis
-from lightning_ddp_losses.audit.rules_desync import TORN
+from lightning_ddp_losses.audit.compare import ComparedRow
+from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, loss_text, plural
+from lightning_ddp_losses.audit.rules_desync import DESYNC_RULES
 
-Rule = Callable[[Case], Diagnosis | None]
+Rule = Callable[[AuditContext], Diagnosis | None]
+
+_MEAN_OF_RANKS = "one process that averages the ranks' own losses has the ranks' gradients"
 
 
 # ---------------------------------------------------------------------- data: also where every gradient is equal
 
 
-def identical_batches(case: Case) -> Diagnosis | None:
+def identical_batches(context: AuditContext) -> Diagnosis | None:
     """F67, F71: every rank draws the same rows."""
-    columns = list(zip(*([b["digest"] for b in page["batches"]] for page in case.source.facts), strict=False))
-    if case.W == 1 or not columns or any(len(set(column)) > 1 for column in columns):
+    digests = [[batch.digest for batch in record.batches] for record in context.user_run.records]
+    columns = list(zip(*digests, strict=False))
+    if context.W == 1 or not columns or any(len(set(column)) > 1 for column in columns):
         return None
     return Diagnosis(
         "F67",
         "every rank has the same batches",
-        f"All {len(columns)} batches are the same bits on all {case.W} ranks: {case.W} processes do the work of one.",
+        f"All {len(columns)} batches are the same bits on all {context.W} ranks: {context.W} processes do the work of one.",
         "Let Lightning put its DistributedSampler in (use_distributed_sampler=True and a sampler, not a "
         "custom batch_sampler), use "
         "GlobalBatchSampler, or split an iterable dataset by rank in its __iter__.",
@@ -35,31 +39,32 @@ def identical_batches(case: Case) -> Diagnosis | None:
     )
 
 
-def reshuffled_sampler(case: Case) -> Diagnosis | None:
+def reshuffled_sampler(context: AuditContext) -> Diagnosis | None:
     """F68: Lightning shuffles a sampler that meant its order."""
-    text = case.source.facts[0]["reshuffled"]
+    text = context.user_run.records[0].module_info.reshuffled
     if not text:
         return None
     what, _, fix = text.partition("\n")
     return Diagnosis("F68", "a sampler's batches are shuffled apart", what + ".", fix, confirmed="the loader's sampler")
 
 
-# ---------------------------------------------------------------------- factors
+# ---------------------------------------------------------------------- rounding and overflow
 
 
-def precision(case: Case) -> Diagnosis | None:
-    """Rounding: a difference of the size that the precision makes, gone in float64."""
-    worst = case.comparison.worst()
-    if case.torn or not case.wrong or worst > 4096 * case.unit or case.unit < 1e-15:
+def rounding(context: AuditContext) -> Diagnosis | None:
+    """F78: a difference of the size that the precision makes, gone in float64."""
+    worst = context.comparison.worst()
+    too_large = worst > 4096 * context.unit
+    if context.desynchronized or not context.wrong or too_large or context.unit < 1e-15:
         return None
-    if not case.counters.without("precision").equal:
+    if not context.counterfactual.without("precision").equal:
         return None
-    expected = max((row.tolerance for row in case.rows), default=0.0)
+    expected = max((row.tolerance for row in context.rows), default=0.0)
     return Diagnosis(
         "F78",
         "rounding of the precision",
-        f"Gradients differ by up to {worst:.1e}; one operation in {case.facts['precision']} rounds by "
-        f"{case.unit:.1e}, and the order "
+        f"Gradients differ by up to {worst:.1e}; one operation in {context.info.precision} rounds by "
+        f"{context.unit:.1e}, and the order "
         f"of summation differs between ranks and one process. (Tolerance used: {expected:.1e}.)",
         "Nothing is wrong. Leave tolerance at its estimate, or train in a wider precision where this matters.",
         confirmed="in float64 both runs are equal",
@@ -67,38 +72,56 @@ def precision(case: Case) -> Diagnosis | None:
     )
 
 
-def metric_as_loss(case: Case) -> Diagnosis | None:
+def not_finite(context: AuditContext) -> Diagnosis | None:
+    """F79: overflow or NaN on one side only."""
+    odd = [row for row in context.rows if row.verdict == "not finite"]
+    if not odd:
+        return None
+    losses = comma_list(map(loss_text, context.losses_at(context.step)))
+    return Diagnosis(
+        "F79",
+        "infinite or NaN gradients",
+        f"{context.names(odd)} {plural(odd, 'has', 'have')} values that are not finite on rank "
+        f"{odd[0].rank} or in one process, but not in both. "
+        f"The ranks' losses are {losses}.",
+        "Look for the first layer that overflows on that rank's batch; lower the learning rate or use bf16 "
+        "instead of fp16.",
+    )
+
+
+# ---------------------------------------------------------------------- a common factor
+
+
+def metric_as_loss(context: AuditContext) -> Diagnosis | None:
     """F27: torchmetrics detaches what it gathers, except the own slot."""
-    metrics = case.facts["metric_losses"]
-    if not metrics or not _is(case.factors.encoder, 1 / case.W):
+    metrics = context.record.metric_losses
+    factor = context.factors.encoder
+    if not metrics or not _is_close(factor, 1 / context.W):
         return None
     return Diagnosis(
         "F27",
         "a metric of torchmetrics as the loss",
-        f"`{metrics[0]}` returns a value with gradient; all gradients are {_ratio(case.factors.encoder)} = "
-        f"1/{case.W} of one process's: in its "
+        f"`{metrics[0]}` returns a value with gradient; all gradients are {_factor_text(factor)} = "
+        f"1/{context.W} of one process's: in its "
         "sync only this rank's part keeps its graph.",
         "Take a loss module instead of the metric, evaluated over the global batch (GlobalBatchLoss).",
     )
 
 
-def factor_on_loss(case: Case) -> Diagnosis | None:
+def factor_on_loss(context: AuditContext) -> Diagnosis | None:
     """F24: the factor W that makes up for the own-slot gather hits the loss's own weights too."""
-    if not (_is(case.factors.encoder, 1.0) and _is(case.factors.losses, float(case.W))):
+    if not (_is_close(context.factors.encoder, 1.0) and _is_close(context.factors.losses, float(context.W))):
         return None
-    wrapper = _wrapper(case)
-    loss = [row for row in case.rows if row.owner != "encoder"]
+    wrapper = _pml_wrapper(context)
+    multiplied = f"`{wrapper}` multiplies the loss" if wrapper else "The loss is multiplied"
+    loss = [row for row in context.rows if row.owner != "encoder"]
     return Diagnosis(
         "F24",
         "the loss's own weights get W times the gradient",
-        f"The encoder's gradients are exact; {case.names(loss)} {'is' if len(loss) == 1 else 'are'} "
-        f"{_ratio(case.factors.losses)} times one process's, W being {case.W}. "
-        + (
-            f"`{wrapper}` multiplies the loss by the number of ranks, "
-            if wrapper
-            else "The loss is multiplied by the number of ranks, "
-        )
-        + "which makes up for its gather on the encoder's side; the loss's weights see the whole batch on "
+        f"The encoder's gradients are exact; {context.names(loss)} {plural(loss, 'is', 'are')} "
+        f"{_factor_text(context.factors.losses)} times one process's, W being {context.W}. "
+        f"{multiplied} by the number of ranks, "
+        "which makes up for its gather on the encoder's side; the loss's weights see the whole batch on "
         "every rank and need no factor.",
         "Take GlobalBatchLoss(loss) instead of the wrapper, or divide the gradients of the loss's own "
         "weights by the number of ranks.",
@@ -106,32 +129,33 @@ def factor_on_loss(case: Case) -> Diagnosis | None:
     )
 
 
-def gather_without_autograd(case: Case) -> Diagnosis | None:
+def gather_without_autograd(context: AuditContext) -> Diagnosis | None:
     """F20, F23: gradients pass through this rank's part of the gather only."""
-    encoder, losses = case.factors.encoder, case.factors.losses
-    if not _is(encoder, 1 / case.W) or not (losses is None or _is(losses, 1.0) or _is(losses, 1 / case.W)):
+    encoder, losses = context.factors.encoder, context.factors.losses
+    losses_fit = losses is None or _is_close(losses, 1.0) or _is_close(losses, 1 / context.W)
+    if not _is_close(encoder, 1 / context.W) or not losses_fit:
         return None
+    exact_losses = ", and the loss's own are exact" if _is_close(losses, 1.0) else ""
     return Diagnosis(
         "F20",
         "a gather or reduction without autograd",
-        f"The encoder's gradients are {_ratio(encoder)} = 1/{case.W} of one process's, in the same direction"
-        + (", and the loss's own are exact" if _is(losses, 1.0) else "")
-        + ": the value is global, but the gradient flows through this rank's part only and DDP then divides "
+        f"The encoder's gradients are {_factor_text(encoder)} = 1/{context.W} of one process's, in the same direction"
+        f"{exact_losses}: the value is global, but the gradient flows through this rank's part only and DDP then divides "
         "by the number of ranks.",
         "Gather with collectives.all_gather_with_grad (torch.distributed's all_gather and all_reduce carry "
         "no gradient), or use GlobalBatchLoss.",
     )
 
 
-def graph_cut(case: Case) -> Diagnosis | None:
+def graph_cut(context: AuditContext) -> Diagnosis | None:
     """F20: what is gathered has no graph at all, not even this rank's part."""
-    encoder = [row for row in case.rows if row.owner == "encoder" and row.verdict == "missing"]
-    if not encoder or not _on_no_rank(case, encoder):
+    encoder = [row for row in context.rows if row.owner == "encoder" and row.verdict == "missing"]
+    if not encoder or not _has_gradient_on_no_rank(context, encoder):
         return None
     return Diagnosis(
         "F20",
         "a gather or reduction without autograd",
-        f"{case.names(encoder)} {'has' if len(encoder) == 1 else 'have'} a gradient in one process and none on any rank: "
+        f"{context.names(encoder)} {plural(encoder, 'has', 'have')} a gradient in one process and none on any rank: "
         "what the loss is computed from was gathered or reduced without its graph.",
         "Gather with collectives.all_gather_with_grad (torch.distributed's all_gather and all_reduce carry "
         "no gradient), or use GlobalBatchLoss.",
@@ -139,160 +163,124 @@ def graph_cut(case: Case) -> Diagnosis | None:
     )
 
 
-def double_scaling(case: Case) -> Diagnosis | None:
+def double_scaling(context: AuditContext) -> Diagnosis | None:
     """F21, F22: a factor W where none is due."""
-    encoder, losses = case.factors.encoder, case.factors.losses
-    powers = [float(case.W) ** k for k in (1, 2)]
-    if case.W == 1 or not any(_is(encoder, power) for power in powers):
+    encoder, losses = context.factors.encoder, context.factors.losses
+    W = float(context.W)
+    if context.W == 1 or not (_is_close(encoder, W) or _is_close(encoder, W**2)):
         return None
+    of_losses = "" if losses is None else f"; the loss's own {_factor_text(losses)}"
     return Diagnosis(
         "F21",
         "scaled by the number of ranks once too often",
-        f"The encoder's gradients are {_ratio(encoder)} times one process's, W being {case.W}"
-        + (f"; the loss's own {_ratio(losses)}" if losses is not None else "")
-        + ": a gather with gradient (or no gather at all) together with a factor W in the loss.",
+        f"The encoder's gradients are {_factor_text(encoder)} times one process's, W being {context.W}{of_losses}"
+        ": a gather with gradient (or no gather at all) together with a factor W in the loss.",
         "Remove the multiplication by world_size; DDP's mean and a gather with gradient already give the "
         "global gradient.",
     )
 
 
-def own_first(case: Case) -> Diagnosis | None:
+def own_rows_first(context: AuditContext) -> Diagnosis | None:
     """F26: the loss depends on the order of rows, and each rank has its own rows first."""
-    if case.draws or not case.wrong or case.torn or case.local or case.counters.backwards().equal:
+    if context.used_rng or not context.wrong or context.desynchronized or context.is_local_mean:
         return None
-    wrapper = _wrapper(case)
-    losses = case.losses_at(case.step)
+    if context.counterfactual.reversed_order().equal:
+        return None
+    wrapper = _pml_wrapper(context)
+    reason = f"; `{wrapper}` puts this rank's rows before the others'." if wrapper else "."
+    losses = comma_list(map(loss_text, context.losses_at(context.step)))
     return Diagnosis(
         "F26",
         "each rank concatenates its own rows first",
         "The loss depends on the order of the rows: one process with the ranks' batches joined the other "
         "way round has other "
-        f"gradients too. The ranks' losses are {', '.join(_number(loss) for loss in losses)}"
-        + (f"; `{wrapper}` puts this rank's rows before the others'." if wrapper else "."),
+        f"gradients too. The ranks' losses are {losses}{reason}",
         "Gather in rank order on every rank: GlobalBatchLoss, or collectives.all_gather_with_grad.",
         confirmed="one process, ranks joined in reverse order",
     )
 
 
-def not_finite(case: Case) -> Diagnosis | None:
-    """F79: overflow or NaN on one side only."""
-    odd = [row for row in case.rows if row.verdict == "not finite"]
-    if not odd:
-        return None
-    return Diagnosis(
-        "F79",
-        "infinite or NaN gradients",
-        f"{case.names(odd)} {'has' if len(odd) == 1 else 'have'} values that are not finite on rank "
-        f"{odd[0].rank} or in one process, but not in both. "
-        f"The ranks' losses are {', '.join(_number(loss) for loss in case.losses_at(case.step))}.",
-        "Look for the first layer that overflows on that rank's batch; lower the learning rate or use bf16 "
-        "instead of fp16.",
-    )
-
-
-def unknown(case: Case) -> Diagnosis:
-    """No rule knows it: where the runs part."""
+def unknown(context: AuditContext) -> Diagnosis:
+    """Say where the runs differ first, where no rule knows why."""
     return Diagnosis(
         "",
         "unknown",
-        f"{len(case.wrong)} of {len(case.rows)} gradients differ at step {case.step} and no known pattern "
-        f"fits. {case.counters.part()}",
+        f"{len(context.wrong)} of {len(context.rows)} gradients differ at step {context.step} and no known pattern "
+        f"fits. {context.counterfactual.first_traced_difference()}",
         "Look at that layer: what in it sees more than one row, other ranks, or random numbers?",
     )
 
 
-def _on_no_rank(case: Case, rows: Sequence[Row]) -> bool:
-    """Whether no rank has a gradient of any of these parameters at the step that is looked at."""
-    pages = [case.ranks.entries(rank, case.step, "gradient") for rank in range(case.W)]
-    return not any(row.parameter in page and page[row.parameter].exists for page in pages for row in rows)
+# ---------------------------------------------------------------------- exactly what DDP promises, the mean of local losses
 
 
-def _is(ratio: float | None, value: float) -> bool:
-    return ratio is not None and math.isclose(ratio, value, rel_tol=0.05)
-
-
-def _ratio(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4g}"
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.6g}"
-
-
-def _wrapper(case: Case) -> str:
-    """The name of a module of pytorch-metric-learning's distributed wrappers; empty without one."""
-    return next((n for n, kind in case.facts["modules"].items() if kind.endswith("DistributedLossWrapper")), "")
-
-
-# ----------------------------------------------------------------------
-
-_MEAN = "one process that averages the ranks' own losses has the ranks' gradients"
-
-
-def batch_norm(case: Case) -> Diagnosis | None:
+def local_batch_norm(context: AuditContext) -> Diagnosis | None:
     """F59: each rank normalises by its own rows."""
-    if not _local_norms(case) or case.torn or not case.counters.without("batch_norm").equal:
+    if not _local_norms(context) or context.desynchronized or not context.counterfactual.without("batch_norm").equal:
         return None
-    return local_statistics(case, "with batch norm in evaluation mode both runs are equal")
-
-
-def _local_norms(case: Case) -> list[str]:
-    return [n for n, kind in case.facts["norms_wrapped"].items() if "Sync" not in kind]
+    return local_statistics(context, "with batch norm in evaluation mode both runs are equal")
 
 
 def local_statistics(
-    case: Case, confirmed: str = "with batch norm in evaluation mode fewer gradients differ"
+    context: AuditContext, confirmed: str = "with batch norm in evaluation mode fewer gradients differ"
 ) -> Diagnosis:
     """F59, alone or beside something else."""
-    norms = _local_norms(case)
+    norms = _local_norms(context)
+    listed = comma_list(f"`{name}`" for name in norms[:3])
+    if len(norms) > 3:
+        listed += " ..."
     return Diagnosis(
         "F59",
         "batch norm with each rank's own statistics",
-        f"{', '.join(f'`{n}`' for n in norms[:3])}{' ...' if len(norms) > 3 else ''}: mean and variance are those of this rank's rows "
-        f"({', '.join(map(str, case.rows_per_rank(case.step)))}), not of the batch.",
+        f"{listed}: mean and variance are those of this rank's rows "
+        f"({comma_list(context.rows_per_rank(context.step))}), not of the batch.",
         "Trainer(sync_batchnorm=True), or a norm that looks at one row at a time (LayerNorm, GroupNorm).",
         confirmed=confirmed,
-        parameters=tuple(row.parameter for row in case.wrong),
+        parameters=tuple(row.parameter for row in context.wrong),
     )
 
 
-def summed(case: Case) -> Diagnosis | None:
-    """A loss that is a sum, divided by W through DDP's mean."""
-    found = _exact_shares(case)
-    if found is None or not all(abs(weight - 1) < 0.02 for weight in found):
+def summed_loss(context: AuditContext) -> Diagnosis | None:
+    """F18: a loss that is a sum, divided by W through DDP's mean."""
+    weights = _exact_rank_weights(context)
+    if weights is None or not all(abs(weight - 1) < 0.02 for weight in weights):
         return None
     return Diagnosis(
         "F18",
         'a loss with reduction="sum"',
-        f"All gradients are 1/{case.W} of one process's: the loss is the sum over samples, and DDP takes "
+        f"All gradients are 1/{context.W} of one process's: the loss is the sum over samples, and DDP takes "
         f"the mean of the ranks' sums.",
-        f'Use reduction="mean", or multiply the learning rate by the number of ranks ({case.W}) on purpose.',
-        confirmed=f"{_MEAN}, and the sum of the ranks' gradients is one process's",
+        f'Use reduction="mean", or multiply the learning rate by the number of ranks ({context.W}) on purpose.',
+        confirmed=f"{_MEAN_OF_RANKS}, and the sum of the ranks' gradients is one process's",
     )
 
 
-def mean_of_means(case: Case) -> Diagnosis | None:
+def mean_of_means(context: AuditContext) -> Diagnosis | None:
     """F30: ranks with fewer rows, or fewer valid targets, count as much as the others."""
-    found = _exact_shares(case)
-    rows = case.rows_per_rank(case.step)
+    weights = _exact_rank_weights(context)
+    rows = context.rows_per_rank(context.step)
     uneven = len(set(rows)) > 1
-    if found is None:
-        # later steps have no shares: equal while batches were even, different at the first uneven one
-        if case.step == 1 or not uneven or not case.local or not case.counters.without("uneven").equal:
+    if weights is None:
+        # later steps have no weights: equal while batches were even, different at the first uneven one
+        if context.step == 1 or not uneven or not context.is_local_mean:
+            return None
+        if not context.counterfactual.without("uneven").equal:
             return None
         evidence = (
-            f"The first {case.step - 1} steps are equal; at step {case.step} the ranks have {_list(rows)} rows, "
+            f"The first {context.step - 1} steps are equal; at step {context.step} the ranks have {comma_list(rows)} rows, "
             "and each rank's mean counts alike."
         )
     else:
-        if abs(sum(found) - 1) > 0.02:
+        if abs(sum(weights) - 1) > 0.02:
             return None
-        by_rows = uneven and all(abs(w - n / sum(rows)) < 0.02 for w, n in zip(found, rows, strict=True))
-        reason = f"rows ({_list(rows)})" if by_rows else "valid targets (ignored, masked or zero elements do not count)"
+        reason = "valid targets (ignored, masked or zero elements do not count)"
+        pairs = zip(weights, rows, strict=True)
+        if uneven and all(abs(weight - count / sum(rows)) < 0.02 for weight, count in pairs):
+            reason = f"rows ({comma_list(rows)})"
+        shown = comma_list(f"{weight:.3f}" for weight in weights)
         evidence = (
-            f"In one process the ranks' gradients count with weights {_list([f'{w:.3f}' for w in found])}, "
-            f"in proportion to their {reason}; "
-            f"under DDP each counts 1/{case.W}."
+            f"In one process the ranks' gradients count with weights {shown}, in proportion to their {reason}; "
+            f"under DDP each counts 1/{context.W}."
         )
     return Diagnosis(
         "F30",
@@ -300,66 +288,97 @@ def mean_of_means(case: Case) -> Diagnosis | None:
         evidence,
         "Divide each rank's sum by the number of valid elements of all ranks (GlobalBatchLoss does), or "
         "give all ranks equal batches (drop_last=True).",
-        confirmed=_MEAN,
+        confirmed=_MEAN_OF_RANKS,
     )
 
 
-def never_gathered(case: Case) -> Diagnosis | None:
+def never_gathered(context: AuditContext) -> Diagnosis | None:
     """F29, F31: a loss that compares rows sees this rank's rows only."""
-    if not case.wrong or case.torn or not case.local:
+    if not context.wrong or context.desynchronized or not context.is_local_mean:
         return None
-    losses = case.losses_at(case.step)
-    zero = [r for r, loss in enumerate(losses) if loss == 0.0]
-    cosine = min(row.cosine for row in case.wrong)
-    whole = case.one.facts[0]["losses"][0] if case.step == 1 else None
+    losses = context.losses_at(context.step)
+    without_pairs = [rank for rank, loss in enumerate(losses) if loss == 0.0]
+    cosine = min(row.cosine for row in context.wrong)
+    evidence = (
+        f"Gradients point elsewhere (cosine down to {cosine:.3f}). Ranks' losses {comma_list(map(loss_text, losses))}"
+    )
+    of_one = context.one.records[0].loss_of(0)
+    if context.step == 1 and of_one is not None:
+        evidence += f", on the concatenated embeddings {loss_text(of_one)}"
+    if without_pairs:
+        fault, title = "F31", "a batch without valid pairs on a rank"
+        evidence += f"; rank {without_pairs[0]} had no pair to compare."
+    else:
+        fault, title = "F29", "a loss over pairs that never sees the other ranks' rows"
+        evidence += ": negatives of other ranks are missing."
     return Diagnosis(
-        "F31" if zero else "F29",
-        "a batch without valid pairs on a rank" if zero else "a loss over pairs that never sees the other ranks' rows",
-        f"Gradients point elsewhere (cosine down to {cosine:.3f}). Ranks' losses {_list([_format(x) for x in losses])}"
-        + (f", on the concatenated embeddings {_format(whole)}" if whole is not None else "")
-        + (f"; rank {zero[0]} had no pair to compare." if zero else ": negatives of other ranks are missing."),
+        fault,
+        title,
+        evidence,
         "Wrap the loss: GlobalBatchLoss(loss) (or DDPLossStrategy(global_batch='auto')); and draw batches "
         "with GlobalBatchSampler.",
-        confirmed=_MEAN,
+        confirmed=_MEAN_OF_RANKS,
     )
 
 
-def _exact_shares(case: Case) -> list[float] | None:
-    """Weights of the ranks in one process's gradient, where they explain all of it and the ranks' run is their plain mean."""
-    if not case.wrong or case.torn or case.step != 1 or not case.local:
+# ---------------------------------------------------------------------- what the rules have in common
+
+
+def _exact_rank_weights(context: AuditContext) -> list[float] | None:
+    """Return the ranks' weights in one process's gradient, where they explain all of it and the ranks take their plain mean."""
+    if not context.wrong or context.desynchronized or context.step != 1 or not context.is_local_mean:
         return None
-    found = case.shares
+    found = context.rank_weights
     if found is None:
         return None
-    weights, left = found
-    allowed = max(1e-4, min(0.05, max(row.tolerance for row in case.rows)))
-    return weights if left <= allowed else None
+    allowed = max(1e-4, min(0.05, max(row.tolerance for row in context.rows)))
+    return found.weights if found.unexplained <= allowed else None
 
 
-def _list(values: list[object] | list[int] | list[str]) -> str:
-    return ", ".join(str(value) for value in values)
+def _local_norms(context: AuditContext) -> list[str]:
+    return [name for name, kind in context.record.norms_at_wrap.items() if "Sync" not in kind]
 
 
-def _format(value: float | None) -> str:
-    return "none" if value is None else f"{value:.6g}"
+def _has_gradient_on_no_rank(context: AuditContext, rows: Sequence[ComparedRow]) -> bool:
+    """Say whether no rank has a gradient of any of these parameters at the step that is looked at."""
+    for row in rows:
+        entries = context.ranks.entries_of(context.step, "gradient", row.parameter)
+        if any(entry is not None and entry.exists for entry in entries):
+            return False
+    return True
 
 
-LOCAL: tuple[Rule, ...] = (batch_norm, summed, mean_of_means, never_gathered)
-"""In the order in which they are asked."""
+def _pml_wrapper(context: AuditContext) -> str:
+    """Name a module that is pytorch-metric-learning's distributed wrapper; empty without one."""
+    for name, kind in context.info.module_types.items():
+        if kind.endswith("DistributedLossWrapper"):
+            return name
+    return ""
 
 
-DATA: tuple[Rule, ...] = (identical_batches, reshuffled_sampler)
-"""Looked at in every audit."""
+def _is_close(ratio: float | None, value: float) -> bool:
+    return ratio is not None and math.isclose(ratio, value, rel_tol=0.05)
+
+
+def _factor_text(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"
+
+
+DATA_RULES: tuple[Rule, ...] = (identical_batches, reshuffled_sampler)
+"""Asked in every audit."""
 
 STAGES: tuple[tuple[Rule, ...], ...] = (
-    (precision,),
-    TORN,
+    (rounding,),
+    DESYNC_RULES,
     (not_finite,),
     (metric_as_loss,),
     (factor_on_loss,),
-    *((rule,) for rule in LOCAL),
+    (local_batch_norm,),
+    (summed_loss,),
+    (mean_of_means,),
+    (never_gathered,),
     (gather_without_autograd, graph_cut),
     (double_scaling,),
-    (own_first,),
+    (own_rows_first,),
 )
-"""Looked at where something differs, until a stage finds something."""
+"""Asked where something differs, until a stage finds something."""

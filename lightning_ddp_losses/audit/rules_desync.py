@@ -1,90 +1,96 @@
-"""Rules for ranks that do not agree with each other: something is not synchronised."""
+"""Rules for ranks that do not agree with each other: something is not synchronised.
+
+They are one stage: all that apply are named, in the order of ``DESYNC_RULES``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
-from lightning_ddp_losses.audit.context import Case, Diagnosis
+from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, plural
+from lightning_ddp_losses.audit.rank_record import Entry
 
-Rule = Callable[[Case], Diagnosis | None]
+# ---------------------------------------------------------------------- at the wrap
 
 
-def order(case: Case) -> Diagnosis | None:
+def parameter_order(context: AuditContext) -> Diagnosis | None:
     """F12: DDP pairs by position."""
-    orders = [page["order"] for page in case.ranks.facts]
+    orders = [record.parameter_order for record in context.ranks.records]
     if all(names == orders[0] for names in orders):
         return None
-    at = next(i for i in range(len(orders[0])) if len({tuple(names[i : i + 1]) for names in orders}) > 1)
+    by_position = list(zip_longest(*orders, fillvalue="nothing"))
+    at = next(index for index, column in enumerate(by_position) if _differ(column))
+    shown = "; ".join(f"rank {rank} `{name}`" for rank, name in enumerate(by_position[at]))
     return Diagnosis(
         "F12",
         "parameters are registered in another order per rank",
-        f"Position {at}: "
-        + "; ".join(f"rank {r} `{names[at]}`" for r, names in enumerate(orders))
-        + ". DDP pairs parameters by position.",
+        f"Position {at}: {shown}. DDP pairs parameters by position.",
         "Register submodules in a fixed order (sort names; no iteration over sets).",
         confirmed="names compared at the wrap",
     )
 
 
-def norm_converted_late(case: Case) -> Diagnosis | None:
+def norm_converted_late(context: AuditContext) -> Diagnosis | None:
     """F60: a batch norm that was replaced after the wrap, or that the conversion did not reach."""
-    wrapped, training = case.facts["norms_wrapped"], case.facts.get("norms_training", {})
-    late = [n for n, kind in training.items() if wrapped.get(n, kind) != kind]
-    plain = [n for n, kind in training.items() if "Sync" not in kind]
+    at_wrap, in_training = context.record.norms_at_wrap, context.record.norms_in_training
+    late = [name for name, kind in in_training.items() if at_wrap.get(name, kind) != kind]
+    plain = [name for name, kind in in_training.items() if "Sync" not in kind]
     if late:
-        kinds = f"{wrapped[late[0]]} when DDP was built and {training[late[0]]} when training began"
+        kinds = f"{at_wrap[late[0]]} when DDP was built and {in_training[late[0]]} when training began"
         evidence = f"`{late[0]}` was a {kinds}: DDP knows the old layer's parameters, not the new one's."
-    elif plain and case.facts["sync_batchnorm"]:
+    elif plain and context.info.sync_batchnorm:
         evidence = (
-            f"sync_batchnorm is on, but `{plain[0]}` is still a {training[plain[0]]}: "
+            f"sync_batchnorm is on, but `{plain[0]}` is still a {in_training[plain[0]]}: "
             "it was created later, or out of the conversion's reach."
         )
     else:
         return None
+    layers = tuple(late or plain)
     return Diagnosis(
         "F60",
         "batch norm converted after the wrap",
         evidence,
         "Convert before DDP is built: Trainer(sync_batchnorm=True), or in the module's __init__ or configure_model.",
         confirmed="classes of the layers at the wrap and at the first step",
-        parameters=tuple(
-            row.parameter for row in case.wrong if any(row.parameter.startswith(n) for n in late or plain)
-        ),
+        parameters=tuple(row.parameter for row in context.wrong if row.parameter.startswith(layers)),
     )
 
 
-def clipped_by_torn_norm(case: Case) -> Diagnosis | None:
-    """F13: one unsynchronised gradient, and the clip factor differs for all."""
-    torn, whole = case.torn, {row.parameter for row in case.rows if row.ranks_agree}
-    drifted = [row for row in case.comparison.first_updates() if not row.ranks_agree and row.parameter in whole]
-    if not torn or not drifted or not case.facts["clip"] or _scales_differ(case) or _rates_differ(case):
+def unequal_start(context: AuditContext) -> Diagnosis | None:
+    """F04: weights that nobody broadcast."""
+    names = context.ranks.names(0, "initial")
+    differ = [name for name in names if not context.ranks.ranks_agree(0, "initial", name)]
+    if not differ or context.step != 1:
         return None
+    others = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
     return Diagnosis(
-        "F13",
-        "gradients are clipped by a norm that differs by rank",
-        f"{case.names(drifted)} had the same gradient on every rank and another value after the step: "
-        f"gradient_clip_val={case.facts['clip']} "
-        f"divides by a norm that includes {case.names(torn)}, which {'is' if len(torn) == 1 else 'are'} not "
-        f"synchronised.",
-        f"Synchronise {case.names(torn)} (register the loss as a submodule before fit, or use strategy='ddp_losses').",
-        confirmed="equal before the clip, unequal after the step",
-        parameters=tuple(row.parameter for row in (*torn, *drifted)),
+        "F04",
+        "weights that start different on each rank",
+        f"`{differ[0]}` differs between ranks before the first step{others}.",
+        "Seed alike before building it (seed_everything), and register it as a submodule so that DDP "
+        "broadcasts rank 0's.",
+        confirmed="parameters compared before the first step",
+        parameters=tuple(differ),
     )
 
 
-def hidden(case: Case) -> Diagnosis | None:
+# ---------------------------------------------------------------------- gradients that nobody reduces
+
+
+def unregistered_loss(context: AuditContext) -> Diagnosis | None:
     """F02: an optimizer holds what the module has not registered."""
-    torn = [row for row in case.torn if row.owner == "unregistered"]
-    if not torn:
+    rows = [row for row in context.desynchronized if row.owner == "unregistered"]
+    if not rows:
         return None
     return Diagnosis(
         "F02",
         "a loss that is not a registered submodule",
-        f"{case.names(torn)}: an optimizer trains it, but it is not in the module's parameters(), so nobody "
+        f"{context.names(rows)}: an optimizer trains it, but it is not in the module's parameters(), so nobody "
         f"averages its gradient: the ranks disagree.",
         "Make it an attribute (or put it into nn.ModuleList / nn.ModuleDict), or use DDPLossStrategy(adopt=True).",
         confirmed="the optimizer's parameters against the module's",
-        parameters=tuple(row.parameter for row in torn),
+        parameters=tuple(row.parameter for row in rows),
     )
 
 
@@ -112,161 +118,194 @@ _EVENTS = {
 }
 
 
-def event(case: Case) -> Diagnosis | None:
+def changed_after_wrap(context: AuditContext) -> Diagnosis | None:
     """F05 to F08: DDP's hook is not on what is trained now."""
-    for row in case.torn:
-        for page in case.ranks.facts:
-            what = page["events"].get(row.parameter, "")
-            if what.split(" ")[0] in _EVENTS:
-                fault, title, fix = _EVENTS[what.split(" ")[0]]
-                return Diagnosis(
-                    fault,
-                    title,
-                    f"`{row.parameter}` {what}; DDP does not reduce it and the ranks' gradients differ.",
-                    f"{fix}, or use strategy='ddp_losses', which looks at the live parameters.",
-                    confirmed="the parameter at the wrap and at the step",
-                    parameters=(row.parameter,),
-                )
+    for row in context.desynchronized:
+        for record in context.ranks.records:
+            what = record.parameter_events.get(row.parameter, "")
+            kind = what.split(" ")[0]
+            if kind not in _EVENTS:
+                continue
+            fault, title, fix = _EVENTS[kind]
+            return Diagnosis(
+                fault,
+                title,
+                f"`{row.parameter}` {what}; DDP does not reduce it and the ranks' gradients differ.",
+                f"{fix}, or use strategy='ddp_losses', which looks at the live parameters.",
+                confirmed="the parameter at the wrap and at the step",
+                parameters=(row.parameter,),
+            )
     return None
 
 
-def own_backward(case: Case) -> Diagnosis | None:
+def own_backward(context: AuditContext) -> Diagnosis | None:
     """F09, F10: a backward that DDP does not know of."""
-    counts = case.facts["backwards"]
-    if not case.torn or counts["tensor"] <= counts["lightning"]:
+    calls = context.record.tensor_backwards - context.record.lightning_backwards
+    if not context.desynchronized or calls <= 0:
         return None
-    calls = counts["tensor"] - counts["lightning"]
-    if not case.facts["automatic"]:
+    names = context.names(context.desynchronized)
+    if not context.info.automatic:
         return Diagnosis(
             "F10",
             "loss.backward() instead of self.manual_backward(loss)",
             f"Manual optimisation with {calls} backward calls that did not go through Lightning: DDP's "
-            f"reduction is off there and {case.names(case.torn)} differ by rank.",
+            f"reduction is off there and {names} differ by rank.",
             "Call self.manual_backward(loss).",
             confirmed="backward calls counted",
         )
     return Diagnosis(
         "F09",
         "a backward of your own beside Lightning's",
-        f"{calls} backward calls outside Lightning's: DDP does not reduce them, and {case.names(case.torn)} "
-        f"differ by rank.",
+        f"{calls} backward calls outside Lightning's: DDP does not reduce them, and {names} differ by rank.",
         "Return the sum of all losses from training_step, or use manual optimisation with self.manual_backward.",
         confirmed="backward calls counted",
     )
 
 
-def unequal_start(case: Case) -> Diagnosis | None:
-    """F04: weights that nobody broadcast."""
-    differ = [n for n in case.ranks.names(0, "initial") if not case.ranks.agree(0, "initial", n)]
-    if not differ or case.step != 1:
+# ---------------------------------------------------------------------- what happens between gradient and step
+
+
+def clipped_by_desynchronized_norm(context: AuditContext) -> Diagnosis | None:
+    """F13: one unsynchronised gradient, and the clip factor differs for all."""
+    unreduced = context.desynchronized
+    equal_before = {row.parameter for row in context.rows if row.ranks_agree}
+    updates = context.comparison.first_updates()
+    drifted = [row for row in updates if not row.ranks_agree and row.parameter in equal_before]
+    if not unreduced or not drifted or not context.info.clip:
+        return None
+    if _scales_differ(context) or _rates_differ(context):
         return None
     return Diagnosis(
-        "F04",
-        "weights that start different on each rank",
-        f"`{differ[0]}` differs between ranks before the first "
-        f"step{f' (and {len(differ) - 1} more)' if len(differ) > 1 else ''}.",
-        "Seed alike before building it (seed_everything), and register it as a submodule so that DDP "
-        "broadcasts rank 0's.",
-        confirmed="parameters compared before the first step",
-        parameters=tuple(differ),
+        "F13",
+        "gradients are clipped by a norm that differs by rank",
+        f"{context.names(drifted)} had the same gradient on every rank and another value after the step: "
+        f"gradient_clip_val={context.info.clip} "
+        f"divides by a norm that includes {context.names(unreduced)}, which {plural(unreduced, 'is', 'are')} not "
+        f"synchronised.",
+        f"Synchronise {context.names(unreduced)} (register the loss as a submodule before fit, or use strategy='ddp_losses').",
+        confirmed="equal before the clip, unequal after the step",
+        parameters=tuple(row.parameter for row in (*unreduced, *drifted)),
     )
 
 
-def skipped_step(case: Case) -> Diagnosis | None:
+def skipped_step(context: AuditContext) -> Diagnosis | None:
     """F14, F15: loss scales, or steps that the scaler skipped, differ by rank."""
-    if not _scales_differ(case):
+    if not _scales_differ(context):
         return None
-    at = next(i for i, column in enumerate(_columns(case, "scales")) if len(set(column)) > 1)
-    scales = ", ".join(f"rank {r} {page['scales'][at]:g}" for r, page in enumerate(case.ranks.facts))
-    start = at == 0
+    by_step = _loss_scales(context)
+    at = next(index for index, column in enumerate(by_step) if _differ(column))
+    shown = comma_list(f"rank {rank} {scale:g}" for rank, scale in enumerate(by_step[at]))
+    if at == 0:
+        fault, title = "F15", "the loss scale differs by rank"
+        reason = "Scaled gradients are averaged and divided by different scales."
+    else:
+        fault, title = "F14", "the GradScaler skipped a step on some ranks"
+        reason = "A gradient that overflowed on one rank was not reduced."
     return Diagnosis(
-        "F15" if start else "F14",
-        "the loss scale differs by rank" if start else "the GradScaler skipped a step on some ranks",
-        f"GradScaler's scale at step {at + 1}: {scales}."
-        + (
-            " Scaled gradients are averaged and divided by different scales."
-            if start
-            else " A gradient that overflowed on one rank was not reduced."
-        ),
+        fault,
+        title,
+        f"GradScaler's scale at step {at + 1}: {shown}. {reason}",
         "Make every scaler with the same initial scale, restore all from the same checkpoint, and "
         "synchronise every gradient.",
         confirmed="scales recorded at each step",
     )
 
 
-def different_rates(case: Case) -> Diagnosis | None:
+def different_rates(context: AuditContext) -> Diagnosis | None:
     """F17: each rank has its own learning rate."""
-    if not _rates_differ(case):
+    if not _rates_differ(context):
         return None
-    at = next(
-        i for i, column in enumerate(_columns(case, "learning_rates")) if any(rate != column[0] for rate in column)
-    )
-    rates = ", ".join(f"rank {r} {page['learning_rates'][at]}" for r, page in enumerate(case.ranks.facts))
+    by_step = _learning_rates(context)
+    at = next(index for index, column in enumerate(by_step) if _differ(column))
+    shown = comma_list(f"rank {rank} {rates}" for rank, rates in enumerate(by_step[at]))
     return Diagnosis(
         "F17",
         "the learning rate differs by rank",
-        f"At step {at + 1}: {rates}.",
+        f"At step {at + 1}: {shown}.",
         "Give the scheduler a value that is the same on all ranks: log the monitored value with sync_dist=True.",
         confirmed="learning rates recorded at each step",
     )
 
 
-def queue(case: Case) -> Diagnosis | None:
+def _loss_scales(context: AuditContext) -> list[tuple[float | None, ...]]:
+    """List the ranks' loss scales, step by step."""
+    return list(zip(*(record.loss_scales for record in context.ranks.records), strict=False))
+
+
+def _learning_rates(context: AuditContext) -> list[tuple[list[float], ...]]:
+    """List the ranks' learning rates, step by step."""
+    return list(zip(*(record.learning_rates for record in context.ranks.records), strict=False))
+
+
+def _scales_differ(context: AuditContext) -> bool:
+    # the step after the difference too: a step that was skipped shows in the next scale
+    return any(_differ(column) for column in _loss_scales(context)[: context.step + 1])
+
+
+def _rates_differ(context: AuditContext) -> bool:
+    return any(_differ(column) for column in _learning_rates(context)[: context.step])
+
+
+def _differ(column: Sequence[object]) -> bool:
+    return any(value != column[0] for value in column)
+
+
+# ---------------------------------------------------------------------- state beside the parameters
+
+
+def own_queue(context: AuditContext) -> Diagnosis | None:
     """F64, F26: a memory of rows that each rank fills by itself."""
-    for step in range(1, case.step + 1):
-        for name in case.ranks.names(step, "buffer"):
-            owner = name.rpartition(".")[0]
-            if case.ranks.agree(step, "buffer", name) or owner in case.facts["norms_wrapped"]:
+    for step in range(1, context.step + 1):
+        for name in context.ranks.names(step, "buffer"):
+            of_norm = name.rpartition(".")[0] in context.record.norms_at_wrap
+            if of_norm or context.ranks.ranks_agree(step, "buffer", name):
                 continue
-            entries = [case.ranks.entries(r, step, "buffer")[name] for r in range(case.W)]
-            if entries[0].dtype in ("bool", "int64", "int32") and len(entries[0].shape) == 0:
+            entries = [entry for entry in context.ranks.entries_of(step, "buffer", name) if entry is not None]
+            if _is_counter(entries[0]):
                 continue
-            sets = {
-                tuple(sorted(map(tuple, e.tensor().double().reshape(max(1, e.shape[0]), -1).tolist())))
-                for e in entries
-                if e.numel <= 1 << 20
-            }
-            same_rows = len(sets) == 1
-            return Diagnosis(
-                "F26" if same_rows else "F64",
-                "a memory queue in another order on each rank"
-                if same_rows
-                else "a memory queue of its own on each rank",
-                f"`{name}` differs between ranks after step {step}: "
-                + (
-                    "the same rows in another order, each rank's own first."
-                    if same_rows
-                    else "each rank enqueued its own rows, and DDP's buffer broadcast replaces them by rank 0's."
-                ),
-                "GlobalBatchLoss(CrossBatchMemory(...)) keeps the queue of one process on every rank; by "
-                "hand: gather in rank order before enqueueing.",
-                confirmed="buffers compared after the step",
-            )
+            return _queue_diagnosis(name, step, entries)
     return None
 
 
-def _columns(case: Case, key: str) -> list[tuple[object, ...]]:
-    return list(zip(*(page[key] for page in case.ranks.facts), strict=False))
+def _queue_diagnosis(name: str, step: int, entries: Sequence[Entry]) -> Diagnosis:
+    small = [entry for entry in entries if entry.numel <= 1 << 20]
+    contents = [_sorted_rows(entry) for entry in small]
+    if contents and all(rows == contents[0] for rows in contents):
+        fault, title = "F26", "a memory queue in another order on each rank"
+        how = "the same rows in another order, each rank's own first."
+    else:
+        fault, title = "F64", "a memory queue of its own on each rank"
+        how = "each rank enqueued its own rows, and DDP's buffer broadcast replaces them by rank 0's."
+    return Diagnosis(
+        fault,
+        title,
+        f"`{name}` differs between ranks after step {step}: {how}",
+        "GlobalBatchLoss(CrossBatchMemory(...)) keeps the queue of one process on every rank; by "
+        "hand: gather in rank order before enqueueing.",
+        confirmed="buffers compared after the step",
+    )
 
 
-def _scales_differ(case: Case) -> bool:
-    return any(len(set(column)) > 1 for column in _columns(case, "scales")[: case.step + 1])
+def _is_counter(entry: Entry) -> bool:
+    return entry.dtype in ("bool", "int64", "int32") and not entry.shape
 
 
-def _rates_differ(case: Case) -> bool:
-    return any(rate != column[0] for column in _columns(case, "learning_rates")[: case.step] for rate in column)
+def _sorted_rows(entry: Entry) -> list[list[float]]:
+    first = entry.shape[0] if entry.shape else 1
+    rows: list[list[float]] = entry.tensor().double().reshape(max(1, first), -1).tolist()
+    return sorted(rows)
 
 
-TORN: tuple[Rule, ...] = (
-    order,
+DESYNC_RULES: tuple[Callable[[AuditContext], Diagnosis | None], ...] = (
+    parameter_order,
     skipped_step,
     different_rates,
-    clipped_by_torn_norm,
+    clipped_by_desynchronized_norm,
     norm_converted_late,
-    event,
-    hidden,
+    changed_after_wrap,
+    unregistered_loss,
     own_backward,
     unequal_start,
-    queue,
+    own_queue,
 )
 """In the order in which they are asked."""

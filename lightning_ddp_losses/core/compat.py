@@ -97,3 +97,16 @@ def start_method(strategy: Any) -> str | None:
     """Return how a strategy starts its processes (``popen``, ``spawn``, ``fork``); None where it does not say."""
     method: str | None = getattr(strategy, "_start_method", None)
     return method
+
+
+def use_existing_processes_(strategy: Any, timeout: Any) -> None:
+    """Let a strategy start no processes and wait ``timeout`` for other ranks; Lightning takes both in constructors only."""
+    if hasattr(strategy, "_start_method"):
+        strategy._start_method = "popen"  # the one that leaves existing processes alone
+    if hasattr(strategy, "_timeout"):
+        strategy._timeout = timeout
+
+
+def syncs_batch_norm(trainer: Any) -> bool:
+    """Say whether the trainer was asked to synchronise batch norm; it keeps the plugin in a private part."""
+    return trainer._accelerator_connector._layer_sync is not None

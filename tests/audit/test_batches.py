@@ -46,7 +46,7 @@ def one(n: int, start: float) -> dict[str, Any]:
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (1, 4, 0), (3,)])
 def test_joined_rows_are_those_of_one_batch(sizes: tuple[int, ...]) -> None:
     starts = [float(sum(sizes[:r])) for r in range(len(sizes))]
-    joined = replay.concatenate([one(n, start) for n, start in zip(sizes, starts, strict=True)], list(sizes))
+    joined = replay.join_batches([one(n, start) for n, start in zip(sizes, starts, strict=True)], list(sizes))
     assert flat(joined) == flat(one(sum(sizes), 0.0))
     assert type(joined["pair"]) is Pair
     assert type(joined["frozen"]) is Frozen
@@ -54,7 +54,7 @@ def test_joined_rows_are_those_of_one_batch(sizes: tuple[int, ...]) -> None:
 
 
 def test_a_part_of_the_rows() -> None:
-    assert flat(replay.take(one(5, 0.0), slice(1, 4))) == flat(one(3, 1.0))
+    assert flat(replay.take_rows(one(5, 0.0), slice(1, 4))) == flat(one(3, 1.0))
 
 
 def detector(n: int, boxes: int) -> tuple[list[Any], list[Any]]:
@@ -64,31 +64,31 @@ def detector(n: int, boxes: int) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (4, 1)])
 def test_lists_of_samples_of_their_own_size(sizes: tuple[int, int]) -> None:
-    images, targets = replay.concatenate([detector(n, 1) for n in sizes])
+    images, targets = replay.join_batches([detector(n, 1) for n in sizes])
     assert [image.shape[-1] for image in images] == [4 + i for n in sizes for i in range(n)]
     assert len(targets) == sum(sizes)
-    assert replay.rows_of((images, targets)) == sum(sizes)
-    assert len(replay.take((images, targets), slice(0, 2))[1]) == 2
+    assert replay.count_rows((images, targets)) == sum(sizes)
+    assert len(replay.take_rows((images, targets), slice(0, 2))[1]) == 2
 
 
 def test_what_is_rows_on_no_reading_is_named() -> None:
     parts = [{"a": [torch.zeros(2), {"b": torch.zeros(n, 3)}]} for n in (5, 6)]
     with pytest.raises(InputError, match=r"batch\['a'\]\[1\]\['b'\]") as caught:
-        replay.concatenate(parts, [2, 2])
+        replay.join_batches(parts, [2, 2])
     assert "rank 1: (6, 3)" in str(caught.value)
 
 
 def test_nested_tensors_are_named() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
     with pytest.raises(InputError, match="nested"):
-        replay.concatenate([{"a": nested}] * 2, [2, 2])
+        replay.join_batches([{"a": nested}] * 2, [2, 2])
 
 
 def test_stored_batches_come_back_and_have_a_digest(tmp_path: Path) -> None:
     batch = one(3, 0.0)
-    replay.save(batch, tmp_path / "b")
-    back = replay.load(tmp_path / "b")
+    replay.save_batch(batch, tmp_path / "b")
+    back = replay.load_batch(tmp_path / "b")
     assert flat(back) == flat(batch)
-    assert replay.digest(back) == replay.digest(batch)
+    assert replay.batch_digest(back) == replay.batch_digest(batch)
     back["views"][1][0] = 9.0
-    assert replay.digest(back) != replay.digest(batch)
+    assert replay.batch_digest(back) != replay.batch_digest(batch)

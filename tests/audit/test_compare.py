@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_ddp_losses.audit import rank_record
-from lightning_ddp_losses.audit.compare import MULTIPLE, Tolerances, compare, tolerances
-from lightning_ddp_losses.audit.rank_record import Recording, Writer
+from lightning_ddp_losses.audit.compare import MULTIPLE, Tolerances, compare, measure_tolerances
+from lightning_ddp_losses.audit.rank_record import ModuleInfo, RankRecord, Recording, Writer
 
-PAGE: dict[str, Any] = {"steps": 1, "owners": {"w": "encoder"}, "shards": {}}
+RECORD = RankRecord(steps=1, module_info=ModuleInfo(owners={"w": "encoder"}))
 
 
 def recording(folder: Path, *ranks: Tensor | None) -> Recording:
     for rank, gradient in enumerate(ranks):
         writer = Writer(folder, rank)
         writer.write(1, "gradient", [("w", gradient)])
-        writer.facts(PAGE)
+        writer.write_record(RECORD)
     return Recording(folder, len(ranks))
 
 
@@ -38,8 +37,8 @@ CASES: dict[str, tuple[list[Tensor | None], Tensor | None, str, float | None, bo
     "half": ([TRUTH / 2] * 2, TRUTH, "wrong scale", 0.5, True),
     "reversed": ([-TRUTH] * 2, TRUTH, "wrong direction", 1.0, True),
     "elsewhere": ([ACROSS] * 2, TRUTH, "wrong direction", None, True),
-    "torn": ([TRUTH, 2 * TRUTH], TRUTH, "wrong scale", 2.0, False),
-    "torn by a bit": ([TRUTH, TRUTH * (1 + 1e-15)], TRUTH, "exact", 1.0, False),
+    "desynchronized": ([TRUTH, 2 * TRUTH], TRUTH, "wrong scale", 2.0, False),
+    "desynchronized by a bit": ([TRUTH, TRUTH * (1 + 1e-15)], TRUTH, "exact", 1.0, False),
     "missing": ([None, None], TRUTH, "missing", 0.0, True),
     "missing on one rank": ([TRUTH, None], TRUTH, "missing", 0.0, False),
     "only on the ranks": ([TRUTH] * 2, None, "missing", math.inf, True),
@@ -73,11 +72,11 @@ def test_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, pi
 
 def test_the_tolerance_is_measured(tmp_path: Path) -> None:
     one = recording(tmp_path / "one", TRUTH)
-    nudged = [recording(tmp_path / f"nudged {k}", TRUTH * (1 + k * 1e-6)) for k in (1, 3)]
-    allowed = tolerances(one, nudged, 1e-8)
+    perturbed = [recording(tmp_path / f"perturbed {k}", TRUTH * (1 + k * 1e-6)) for k in (1, 3)]
+    allowed = measure_tolerances(one, perturbed, 1e-8)
     assert allowed.of(1, "gradient", "w") == pytest.approx(MULTIPLE * 3e-6, rel=1e-5)
     assert allowed.of(1, "gradient", "unseen") == MULTIPLE * 1e-8
-    assert tolerances(one, nudged, 1e-8, fixed=0.5).of(1, "gradient", "w") == 0.5
+    assert measure_tolerances(one, perturbed, 1e-8, fixed=0.5).of(1, "gradient", "w") == 0.5
 
 
 def test_a_rank_stores_only_what_differs_from_rank_0(tmp_path: Path) -> None:
