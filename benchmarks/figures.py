@@ -37,7 +37,8 @@ def draw() -> None:
     """Write the pictures, of whatever is recorded."""
     pairs, large = read("tiled_rows"), read("large")
     kinds = [*LOSSES, "CLIP"]
-    times, memory = ({kind: of(kind, pairs, large) for kind in kinds} for of in (_times, _memory))
+    times = {kind: _times(kind, pairs, large) for kind in kinds}
+    memory = {kind: _memory(kind, pairs, large) for kind in kinds}
     what = "Forward and backward, 2 ranks, dim 128, float32"
     _figure("batch_time.png", f"{what}: time of a step", times, "global batch, rows", "ms")
     _figure("batch_memory.png", f"{what}: extra peak memory of a rank", memory, "global batch, rows", "MiB")
@@ -50,7 +51,10 @@ def _times(kind: str, pairs: Sequence[Row], large: Sequence[Row]) -> Points:
     if kind == "CLIP":
         return _clip(large, "ms")
     rows = [row for row in pairs if row["table"] == TIME_TABLE and row["loss"] == kind]
-    return {label: _sorted((row["global_batch"], row.get(f"{who}_ms")) for row in rows) for who, label in NAMES.items()}
+    curves: Points = {}
+    for who, label in NAMES.items():
+        curves[label] = _sorted((row["global_batch"], row.get(f"{who}_ms")) for row in rows)
+    return curves
 
 
 def _memory(kind: str, pairs: Sequence[Row], large: Sequence[Row]) -> Points:
@@ -60,7 +64,10 @@ def _memory(kind: str, pairs: Sequence[Row], large: Sequence[Row]) -> Points:
     rows = [row for row in memory if row["loss"] == kind]
     if rows:  # open_clip computes the same beside every loss
         rows += [row for row in memory if row["who"] == "open_clip"][:1]
-    return {NAMES[row["who"]]: _sorted((size, row.get(f"at_{size}")) for size in SIZES) for row in rows}
+    curves: Points = {}
+    for row in rows:
+        curves[NAMES[row["who"]]] = _sorted((size, row.get(f"at_{size}")) for size in SIZES)
+    return curves
 
 
 def _clip(large: Sequence[Row], unit: str) -> Points:
@@ -74,11 +81,12 @@ def _clip(large: Sequence[Row], unit: str) -> Points:
 def _classes(large: Sequence[Row], unit: str) -> Points:
     rows = [row for row in large if row.get("ours") in CLASSES]
     usual = {row["size"]: row[f"usual_{unit}"] for row in rows}  # measured beside each of ours: one of them
-    points = {
-        label: _sorted((row["size"], row[f"ours_{unit}"]) for row in rows if row["ours"] == how)
-        for how, label in CLASSES.items()
-    }
-    return {**points, "PML with DDP": _sorted(usual.items())}
+    curves: Points = {}
+    for how, label in CLASSES.items():
+        ours = [row for row in rows if row["ours"] == how]
+        curves[label] = _sorted((row["size"], row[f"ours_{unit}"]) for row in ours)
+    curves["PML with DDP"] = _sorted(usual.items())
+    return curves
 
 
 def _sorted(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:
@@ -88,9 +96,11 @@ def _sorted(points: Iterable[tuple[float, float | None]]) -> list[tuple[float, f
 def _figure(name: str, title: str, panels: dict[str, Points], across: str, up: str | tuple[str, ...]) -> None:
     from matplotlib.figure import Figure
 
+    # only what was recorded
     panels = {head: curves for head, curves in panels.items() if any(curves.values())}
     if not panels:
         return
+    # a grid of at most three panels in a row
     wide = min(len(panels), 3)
     high = -(-len(panels) // wide)
     figure = Figure(figsize=(4.2 * wide, 3.4 * high + 1.0), layout="constrained")
@@ -104,15 +114,12 @@ def _figure(name: str, title: str, panels: dict[str, Points], across: str, up: s
         cell.set_ylabel(unit)
     for cell in cells[len(panels) :]:
         cell.remove()
+    # one legend for all panels
     figure.suptitle(title, fontsize=11)
     labels = [label for label in STYLES if label in marks]
-    figure.legend(
-        [marks[label] for label in labels],
-        labels,
-        loc="outside lower center",
-        ncols=4 if wide > 2 else 2,
-        frameon=False,
-    )
+    handles = [marks[label] for label in labels]
+    columns = 4 if wide > 2 else 2
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
     figure.savefig(RESULTS / name, dpi=110)
 
 
@@ -123,9 +130,11 @@ def _panel(axis: Axes, curves: Points) -> dict[str, Any]:
             color, marker, line, size = STYLES[label]
             x, y = zip(*points, strict=True)
             (marks[label],) = axis.plot(x, y, color=color, marker=marker, linestyle=line, markersize=size)
-    axis.set_xscale("log", base=2 if _are_powers_of_two(curves) else 10)
+    xs = {x for points in curves.values() for x, _ in points}
+    base = 2 if all(_is_power_of_two(x) for x in xs) else 10
+    axis.set_xscale("log", base=base)
     axis.set_yscale("log")
-    ticks = sorted({x for points in curves.values() for x, _ in points})
+    ticks = sorted(xs)
     axis.set_xticks(ticks, [_short(x) for x in ticks], fontsize=8)
     axis.minorticks_off()
     axis.yaxis.set_major_formatter(_plain())
@@ -133,8 +142,8 @@ def _panel(axis: Axes, curves: Points) -> dict[str, Any]:
     return marks
 
 
-def _are_powers_of_two(curves: Points) -> bool:
-    return all(int(x) & (int(x) - 1) == 0 for points in curves.values() for x, _ in points)
+def _is_power_of_two(number: float) -> bool:
+    return int(number) & (int(number) - 1) == 0
 
 
 def _short(number: float) -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses.audit.replay import map_batch_tensors
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.random_state import global_generators, random_source
 
 ABLATIONS = {
     "randomness": "every random draw inside a step replaced by its mean (dropout: identity; noise: zero)",
@@ -117,16 +116,15 @@ _MEANS = _replacements()
 
 def rng_digest() -> str:
     """Digest the random states that a training step may draw from: two that differ mean that something was drawn."""
-    found = hashlib.blake2b(digest_size=12)
-    found.update(torch.get_rng_state().numpy().data)
+    devices = []
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for state in torch.cuda.get_rng_state_all():
-            found.update(state.numpy().data)
-    found.update(repr(random.getstate()).encode())
-    # numpy only where somebody imported it; this package does not need it
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        found.update(pickle.dumps(numpy.get_state()))
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    found = hashlib.blake2b(digest_size=12)
+    for generator in global_generators(devices):
+        source = random_source(generator)
+        assert source is not None
+        state = source.get_state()
+        found.update(state.numpy().data if isinstance(state, Tensor) else pickle.dumps(state))
     return found.hexdigest()
 
 

@@ -31,10 +31,10 @@ from lightning_ddp_losses.audit.rank_record import (
 from lightning_ddp_losses.audit.replay import Run, batch_digest, count_rows, save_batch
 from lightning_ddp_losses.core import compat, precision
 from lightning_ddp_losses.core.forward_patch import synchronises
+from lightning_ddp_losses.core.module_search import find_hidden
 from lightning_ddp_losses.distributed.shard import shard_of
-from lightning_ddp_losses.strategies.hidden import find_hidden
+from lightning_ddp_losses.strategies.ddp_setup import describe_reshuffle
 from lightning_ddp_losses.strategies.loss_discovery import find_losses, unwrap
-from lightning_ddp_losses.strategies.reshuffle import reshuffled
 
 LEFT_OUT = (Checkpoint, EarlyStopping, ModelSummary, ProgressBar, Timer)
 """Callbacks that have no part in an audit."""
@@ -437,5 +437,5 @@ def describe_module(trainer: Trainer, module: LightningModule) -> ModuleInfo:
         precision=str(trainer.precision),
         sync_batchnorm=compat.syncs_batch_norm(trainer),
         optimizers=[type(optimizer).__name__ for optimizer in trainer.optimizers],
-        reshuffled=reshuffled(trainer.train_dataloader, injecting=injecting) or "",
+        reshuffled=describe_reshuffle(trainer.train_dataloader, injecting=injecting) or "",
     )
