@@ -28,7 +28,7 @@ from benchmarks.records import RESULTS, Row
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchSampler, SyncBatchNorm
 from lightning_ddp_losses.cli import DigitsDataModule, EmbeddingModule
 from lightning_ddp_losses.cli.data import _as_fetched
-from lightning_ddp_losses.cli.encoders import DigitsEncoder
+from lightning_ddp_losses.cli.demo import DigitsEncoder
 from lightning_ddp_losses.cli.evaluation import retrieval_metrics
 from tests.lightning_ranks import make_trainer
 

@@ -6,17 +6,19 @@ with them the ranks' results are put back into the order of one process, and no 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Union
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
+from pytorch_metric_learning.samplers import MPerClassSampler
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
-from lightning_ddp_losses.cli.sampling import HeldOutSlices, check_classes, check_cut, class_batches
 from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 
 Array = np.ndarray[Any, Any]
@@ -147,3 +149,236 @@ class BatchedArrayDataModule(LightningDataModule):
     def predict_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """The held-out rows."""
         return self._held_out_loader()
+
+
+# ---------- from sampling.py: Which rows go into which global batch: the same for any number of ranks.
+
+
+def class_batches(labels: np.ndarray, m_per_class: int, batch_size: int) -> MPerClassSampler:
+    """A sampler of row numbers in batches of `batch_size` that hold `m_per_class` rows of each of their classes.
+
+    An epoch has as many rows as there are, in whole batches. A class of fewer rows repeats some of them.
+
+    Args:
+        labels: (N,) integers.
+        m_per_class: Rows of a class in a batch.
+        batch_size: Rows of the global batch.
+    """
+    check_classes(labels, m_per_class, batch_size)
+    rows = len(labels) // batch_size * batch_size
+    return MPerClassSampler(labels, m_per_class, batch_size, rows)
+
+
+class HeldOutSlices(DistributedSampler[list[int]]):
+    """This rank's slice of every held-out batch, in rank order; one list of row numbers per step.
+
+    Every row exactly once, in order, in batches of `batch_size` rows at most that do not depend on the number of ranks;
+    the ranks' slices differ by one row at most. (With one row per rank, batches are larger and no rank gets an empty one.)
+    To be given as ``DataLoader(dataset, sampler=...,
+    batch_size=None)``: a `DistributedSampler` is the one thing that Lightning evaluates with on several ranks without
+    advising against it.
+
+    Args:
+        size: Rows in the data set.
+        batch_size: Rows of the global batch.
+    """
+
+    def __init__(self, size: int, batch_size: int) -> None:
+        super().__init__(range(size), process_groups.world_size(), process_groups.rank(), shuffle=False)  # type: ignore[arg-type]
+        self.size, self.batch_size = size, batch_size
+
+    def __len__(self) -> int:
+        """Number of steps, equal on every rank."""
+        full, rest = divmod(self.size, self.batch_size)
+        return max(1, full + (rest > 0 and self.batch_size > self.num_replicas))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Row numbers of this rank, one list per step."""
+        for batch in np.array_split(np.arange(self.size), len(self)):
+            yield np.array_split(batch, self.num_replicas)[self.rank].tolist()
+
+
+def check_cut(size: int, batch_size: int, world_size: int, *, shuffle: bool) -> None:
+    """Raise unless every rank gets its share of every batch.
+
+    Args:
+        size: Rows in the data set.
+        batch_size: Rows of the global batch.
+        world_size: Number of ranks.
+        shuffle: Training, with batches of exactly `batch_size` rows, or evaluation.
+
+    Raises:
+        ConfigurationError: `batch_size` is not a positive multiple of `world_size`.
+        InputError: Fewer rows than a training batch, or than ranks.
+    """
+    if batch_size < 1 or batch_size % world_size:
+        below = batch_size // world_size * world_size
+        choices = " or ".join(str(choice) for choice in (below, below + world_size) if choice > 0)
+        raise ConfigurationError(
+            "batch_size (rows of the global batch, over all ranks)",
+            expected=f"a positive multiple of the {world_size} ranks",
+            got=batch_size,
+            fix=f"Set data.init_args.batch_size to {choices}, or change trainer.devices.",
+        )
+    if size < (batch_size if shuffle else world_size):
+        part, least = (
+            ("training", f"batch_size={batch_size}") if shuffle else ("held-out", f"one for each of {world_size} ranks")
+        )
+        fix = "Lower batch_size, or give more rows." if shuffle else "Hold out more rows, or use fewer ranks."
+        raise InputError(f"{part} rows", expected=f"at least {least}", got=size, fix=fix)
+
+
+def check_classes(labels: np.ndarray, m_per_class: int, batch_size: int) -> None:
+    """Raise unless `labels` have the classes that fill a batch with `m_per_class` rows each.
+
+    Raises:
+        ConfigurationError: `m_per_class` does not divide `batch_size`, or there are too few classes.
+    """
+    what = f"m_per_class (rows of a class in the global batch of {batch_size})"
+    if m_per_class < 1 or batch_size % m_per_class:
+        raise ConfigurationError(what, expected=f"a divisor of {batch_size}", got=m_per_class)
+    classes = len(np.unique(labels))
+    if classes * m_per_class < batch_size:
+        raise ConfigurationError(
+            what,
+            expected=f"at least {-(-batch_size // classes)}, as there are {classes} classes",
+            got=m_per_class,
+            fix="Raise m_per_class, or lower batch_size.",
+        )
+
+
+def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split row numbers into train and held-out rows, class by class.
+
+    Args:
+        labels: (N,) integers.
+        fraction: Share of every class that is held out; a class of one row stays in training.
+        seed: Fixes the choice, the same on every rank.
+
+    Returns:
+        Sorted row numbers (train, held out) without overlap.
+    """
+    if not 0 < fraction < 1:
+        raise ConfigurationError("held_out (share of every class)", expected="between 0 and 1", got=fraction)
+    random = np.random.default_rng(seed)
+    held_out = []
+    for label in np.unique(labels):
+        rows = random.permutation(np.flatnonzero(labels == label))
+        count = min(max(1, round(fraction * len(rows))), len(rows) - 1)
+        held_out.append(rows[:count])
+    chosen = np.sort(np.concatenate(held_out))
+    return np.setdiff1d(np.arange(len(labels)), chosen, assume_unique=True), chosen
+
+
+# ---------- from arrays.py: The user's own data: `features.npy` and `labels.npy`, memory mapped, so that a file may be larger than memory.
+
+PathLike = Union[str, "os.PathLike[str]"]
+
+
+class ArrayDataModule(BatchedArrayDataModule):
+    """Arrays on disk: features (N, ...) of numbers and labels (N,) of integers from 0.
+
+    Args:
+        features: Path of an ``.npy`` file, (N, ...), floating or integer.
+        labels: Path of an ``.npy`` file, (N,), integers from 0.
+        val_features: Held-out features of the same row shape; without them a share of every class is held out.
+        val_labels: Held-out labels; given together with `val_features`.
+        batch_size: Rows of the GLOBAL batch, over all ranks.
+        held_out: Share of every class that is never trained on, where there are no held-out files.
+        seed: Fixes the split and, with the epoch, the order of training.
+        num_workers: Processes that read ahead on each rank.
+        m_per_class: Rows of each class in a training batch, for losses that compare rows; None: rows at random.
+
+    Raises:
+        InputError: A file that is missing or not ``.npy``, a wrong shape, a wrong dtype, a length mismatch, a negative label.
+        ConfigurationError: One of the two held-out files without the other.
+    """
+
+    def __init__(
+        self,
+        features: PathLike,
+        labels: PathLike,
+        val_features: PathLike | None = None,
+        val_labels: PathLike | None = None,
+        *,
+        batch_size: int = 128,
+        held_out: float = 0.25,
+        seed: int = 0,
+        num_workers: int = 0,
+        m_per_class: int | None = None,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers, m_per_class)
+        if (val_features is None) != (val_labels is None):
+            raise ConfigurationError(
+                "held-out files",
+                expected="both val_features and val_labels, or neither",
+                got=f"val_features={val_features}, val_labels={val_labels}",
+            )
+        self.features, self.labels = _load_pair(features, labels)
+        if val_features is None or val_labels is None:
+            self.held_out_features, self.held_out_labels = self.features, self.labels
+            self.train_rows, self.held_out_rows = stratified_split(self.labels, held_out, seed)
+        else:
+            self.held_out_features, self.held_out_labels = _load_pair(val_features, val_labels)
+            if self.held_out_features.shape[1:] != self.features.shape[1:]:
+                raise InputError(
+                    f"shape of {val_features}",
+                    expected=f"(N, {_sizes(self.features)}) like {features}",
+                    got=f"(N, {_sizes(self.held_out_features)})",
+                )
+            self.train_rows = np.arange(len(self.labels))
+            self.held_out_rows = np.arange(len(self.held_out_labels))
+        if not len(self.held_out_rows):
+            raise InputError(
+                f"classes in {labels}",
+                expected="at least one of two rows, so that one can be held out",
+                got="one row for each label",
+                fix="Give val_features and val_labels.",
+            )
+
+
+def _sizes(array: Array) -> str:
+    return ", ".join(str(size) for size in array.shape[1:])
+
+
+def _open(path: PathLike, what: str) -> Array:
+    """Memory map an .npy file."""
+    expected = "an .npy file as numpy.save writes it"
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError as error:
+        fix = f"Paths are relative to {os.getcwd()}."
+        raise InputError(f"{what} {path}", expected=expected, got="no such file", fix=fix) from error
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"{what} {path}", expected=expected, got=str(error)) from error
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise InputError(f"{what} {path}", expected=expected, got="an .npz archive")
+    return array
+
+
+def _load_pair(features_path: PathLike, labels_path: PathLike) -> tuple[Array, Array]:
+    """Open features and labels and check one against the other."""
+    features, labels = _open(features_path, "features"), _open(labels_path, "labels")
+    if features.ndim < 2 or 0 in features.shape:
+        shape = "(N, D) or (N, channels, height, width), nothing of length 0"
+        raise InputError(f"shape of {features_path}", expected=shape, got=features.shape)
+    if features.dtype.kind not in "fiu":
+        raise InputError(f"dtype of {features_path}", expected="floating or integer numbers", got=features.dtype)
+    if labels.ndim != 1:
+        raise InputError(f"shape of {labels_path}", expected=f"({len(features)},)", got=labels.shape)
+    if labels.dtype.kind not in "iu":
+        fix = "Number the classes from 0: numpy.unique(names, return_inverse=True)[1]."
+        raise InputError(f"dtype of {labels_path}", expected="integers", got=labels.dtype, fix=fix)
+    if len(labels) != len(features):
+        raise InputError(
+            f"rows of {labels_path}",
+            expected=f"{len(features)}, as in {features_path}",
+            got=len(labels),
+            fix="Write one label for each row of the features.",
+        )
+    labels = np.asarray(labels).astype(np.int64)
+    if labels.min() < 0:
+        fix = "Number the classes from 0."
+        raise InputError(f"labels in {labels_path}", expected="0 or more", got=labels.min(), fix=fix)
+    return features, labels

@@ -6,25 +6,29 @@ one row over all ranks pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import LayerSync
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
-from lightning_ddp_losses.core.forward_patch import MethodPatch
+from lightning_ddp_losses.core import autograd_graph
+from lightning_ddp_losses.core.forward_patch import ForwardPatch, MethodPatch, eager_recursive
 from lightning_ddp_losses.core.module_search import unregistered_modules
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.layers.agreement import BackwardMeeting, agree_on_names
-from lightning_ddp_losses.layers.batch_norm_function import Scope
-from lightning_ddp_losses.layers.synced import SyncedForward, UnregisteredSentinel
+from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError
+from lightning_ddp_losses.layers.batch_norm_function import Call, Scope, gather_statistics, normalise
 
 
 class SyncBatchNorm(LayerSync):
@@ -225,3 +229,216 @@ def _unregistered_layers(model: nn.Module, known: set[int]) -> Iterator[tuple[st
             if isinstance(module, _BatchNorm) and id(module) not in known:
                 known.add(id(module))
                 yield f"{path}.{name}" if name else path, module
+
+
+# ---------- from agreement.py: Do all ranks' losses depend on the same batch norms? Asked before backward, where a difference is still an error and not a hang.
+
+_SHOWN = 6  # differing names shown in an error
+
+
+class BackwardMeeting(MethodPatch):
+    """Stands in for the LightningModule's ``on_before_backward``, which Lightning calls in each backward, manual ones too.
+
+    Args:
+        module: The LightningModule.
+        layers: The synchronised layers.
+        scope: Answers who meets.
+    """
+
+    def __init__(self, module: pl.LightningModule, layers: Sequence[SyncedForward], scope: Callable[[], Scope]) -> None:
+        super().__init__(module, "on_before_backward")
+        self._layers, self._scope = layers, scope
+
+    def __call__(self, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Compare, then what the module itself does here."""
+        if any(layer.calls for layer in self._layers):
+            scope = self._scope()
+            try:
+                agree_on_names(
+                    "batch norms that the loss depends on",
+                    calls_in(loss),
+                    "Use the output of every batch norm in the loss of every rank (times 0 where it should not count).",
+                    group=scope.meeting,
+                )
+            except Exception as error:
+                fail_in(scope, error, "backward")
+        return self.original(loss, *args, **kwargs)
+
+
+def calls_in(loss: Tensor) -> list[str]:
+    """The calls of synchronised layers in the graph of ``loss``, sorted."""
+    found, seen = [], set()
+    stack = [loss.grad_fn] if loss.grad_fn is not None else []
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        label = getattr(node, "awaited_by_peers", None)
+        if label is not None:
+            found.append(label)
+        stack += [child for child, _ in node.next_functions if child is not None]
+    return sorted(found)
+
+
+def agree_on_names(what: str, names: Iterable[str], fix: str, *, group: Group = None) -> None:
+    """Compare lists of names between ranks.
+
+    Raises:
+        RankMismatchError: on every rank, with the first names that are not on all of them.
+
+    Communication: one frame; one more where ranks differ.
+    """
+    own = list(names)
+    digest = hashlib.sha256("\n".join(own).encode()).digest()
+    if process_groups.world_size(group) == 1 or len(set(handshake.all_gather(what, {}, digest, group=group))) == 1:
+        return
+    everyone = [json.loads(p) for p in handshake.all_gather(f"all {what}", {}, json.dumps(own).encode(), group=group)]
+    common = set.intersection(*map(set, everyone))
+    ranks = []
+    for theirs in everyone:
+        more = [name for name in theirs if name not in common]
+        shown = ", ".join(more[:_SHOWN]) + (f" and {len(more) - _SHOWN} more" if len(more) > _SHOWN else "")
+        ranks.append(f"{len(common)} in common{f', and {shown}' if more else ''}")
+    raise RankMismatchError(what, expected="the same on every rank", ranks=ranks, fix=fix, collective=True)
+
+
+# ---------- from synced.py: One batch norm layer whose training statistics are those of all ranks: a stand-in for its ``forward``, the layer itself unchanged.
+
+
+class SyncedForward(ForwardPatch):
+    """Runs one layer over the rows of all ranks while it trains.
+
+    Args:
+        layer: A batch norm.
+        title: How messages name it.
+        scope: Answers who normalises together (only once torch.distributed is there).
+
+    Attributes:
+        calls: Calls over more than one rank.
+        rows: Rows (dimension 0) of the last of them on this rank.
+    """
+
+    synchronises = True
+
+    def __init__(self, layer: nn.Module, title: str, scope: Callable[[], Scope]) -> None:
+        super().__init__(layer)
+        self.title, self.scope = title, scope
+        self.calls = self.rows = 0
+
+    @eager_recursive
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's forward; in evaluation mode, in a world of one and where all rows are here already, untouched."""
+        if not self.module.training or autograd_graph.is_inside_global_batch() or not process_groups.is_distributed():
+            return self.original(*args, **kwargs)
+        scope = self.scope()
+        if process_groups.world_size(scope.meeting) == 1 or scope.part == 1:
+            return self.original(*args, **kwargs)
+        try:
+            with _Instead(self, scope) as inside:
+                output = self.original(*args, **kwargs)
+            if not inside.met:
+                raise self._unreachable()
+        except Exception as error:  # what all ranks raise alike passes through
+            fail_in(scope, error, self.title)
+        return output
+
+    def batch_norm(
+        self,
+        scope: Scope,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """``torch.nn.functional.batch_norm`` over the rows of all ranks."""
+        plain = (input, running_mean, running_var, weight, bias, training, momentum, eps)
+        if not training or not input.is_floating_point() or eps <= 0:
+            return functional.batch_norm(*plain)  # or its error
+        self.calls += 1
+        self.rows = input.shape[0]
+        call = Call(self.title, self.calls, scope)
+        statistics = gather_statistics(call, input, f"eps={eps}, momentum={momentum}")
+        known = next((t for t in (running_mean, weight) if t is not None), None)
+        if statistics.total == 0 or (known is not None and known.numel() != input.shape[1]):
+            return functional.batch_norm(*plain)
+        _keep_average(running_mean, statistics.mean, momentum)
+        _keep_average(running_var, statistics.unbiased, momentum)
+        return normalise(call, input, statistics, weight, bias, eps)
+
+    def _unreachable(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self.title}: {type(self.module).__name__}.forward",
+            expected="a call of torch.nn.functional.batch_norm",
+            got="none: it computes the statistics of this rank's rows by itself",
+            fix="Leave the layer out, or let its forward end in torch.nn.functional.batch_norm.",
+        )
+
+
+class _Instead(TorchFunctionMode):
+    """Puts the synchronised batch norm into the place of torch's."""
+
+    def __init__(self, layer: SyncedForward, scope: Scope) -> None:
+        super().__init__()
+        self._layer, self._scope = layer, scope
+        self.met = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not functional.batch_norm:
+            return func(*args, **(kwargs or {}))
+        self.met = True
+        return self._layer.batch_norm(self._scope, *args, **(kwargs or {}))
+
+
+class UnregisteredSentinel(ForwardPatch):
+    """Waits on a batch norm that the model has not registered: trained, it is an error, unless it was registered since.
+
+    Args:
+        layer: A batch norm.
+        path: Where it was found.
+        registered: Puts a ``SyncedForward`` into our place where the model knows the layer by now; else answers None.
+    """
+
+    def __init__(self, layer: nn.Module, path: str, registered: Callable[[nn.Module], SyncedForward | None]) -> None:
+        super().__init__(layer)
+        self.path = path
+        self._registered = registered
+
+    @eager_recursive
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own forward in evaluation mode and in a world of one."""
+        if not self.module.training or process_groups.world_size() == 1:
+            return self.original(*args, **kwargs)
+        synced = self._registered(self.module)
+        if synced is not None:
+            return synced(*args, **kwargs)
+        raise ConfigurationError(
+            f"{type(self.module).__name__} at {self.path}",
+            expected="a batch norm in a registered submodule",
+            got="one that trains on this rank's rows alone: the model has not registered it, so it is not synchronised",
+            fix="Assign the module that holds it to an attribute of the LightningModule (nn.ModuleList or nn.ModuleDict for "
+            "several), or put it into evaluation mode.",
+        )
+
+
+def fail_in(scope: Scope, error: Exception, where: str) -> NoReturn:
+    """Raise on every rank of the meeting; where that is a part of the world, the rest may be told by whoever comes next."""
+    try:
+        handshake.raise_on_all_ranks(error, where, group=scope.meeting)
+    except Exception as known:
+        if process_groups.world_size(scope.meeting) < process_groups.world_size():
+            with contextlib.suppress(AttributeError):  # an exception class may forbid it
+                known.collective = False  # type: ignore[attr-defined]
+        raise
+
+
+def _keep_average(running: Tensor | None, value: Tensor, momentum: float) -> None:
+    if running is not None:
+        with torch.no_grad():
+            running.copy_((1 - momentum) * running.to(value.dtype) + momentum * value)

@@ -19,8 +19,7 @@ from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Composite
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric
-from lightning_ddp_losses.metrics.refusals import reason_against
-from lightning_ddp_losses.metrics.states import Gather
+from lightning_ddp_losses.metrics.states import Gather, reason_against
 
 M = TypeVar("M", bound="Metric | MetricCollection")
 C = TypeVar("C", bound="type[Metric] | type[MetricCollection]")

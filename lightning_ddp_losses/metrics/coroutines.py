@@ -16,8 +16,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from lightning_ddp_losses.core import autograd_graph, precision
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.metrics.exchange import meet
-from lightning_ddp_losses.metrics.layout import State
+from lightning_ddp_losses.metrics.exchange import State, meet
 
 
 class Member(Protocol):

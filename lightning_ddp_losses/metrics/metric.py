@@ -16,8 +16,14 @@ from lightning_ddp_losses.core.configuration import configuration
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.metrics.coroutines import Request, Stages, answer, gather_inputs, gradient_is_wanted, run
-from lightning_ddp_losses.metrics.refusals import looks_at_whole_batch, refuse_options
-from lightning_ddp_losses.metrics.states import Gather, MetricStates, Shared, detached
+from lightning_ddp_losses.metrics.states import (
+    Gather,
+    MetricStates,
+    Shared,
+    detached,
+    looks_at_whole_batch,
+    refuse_options,
+)
 
 
 class DifferentiableMetric(MetricStates):

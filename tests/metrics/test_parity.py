@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ddp_losses.metrics.refusals import WITHOUT_GRADIENT
+from lightning_ddp_losses.metrics.states import WITHOUT_GRADIENT
 from tests.metrics.cases import CASES, NOT_FED, differentiable_classes
 from tests.metrics.harness import compare
 from tests.rank_pool import RankPool
@@ -18,11 +18,11 @@ def test_the_table_knows_every_class() -> None:
     assert not set(CASES) & (set(WITHOUT_GRADIENT) | set(NOT_FED))
 
 
-def differences(internal_groups: str, even: bool) -> dict[str, float]:
+def differences(family: str, even: bool) -> dict[str, float]:
     """Each case of a family by name: its difference from one process over the tolerance."""
     found = {}
     for name, cls in differentiable_classes().items():
-        if name in CASES and cls.__module__.split(".")[1] == internal_groups:
+        if name in CASES and cls.__module__.split(".")[1] == family:
             for index, case in enumerate(CASES[name]):
                 found[f"{name} {index}"] = compare(case, even)
     return found
@@ -32,8 +32,8 @@ def differences(internal_groups: str, even: bool) -> dict[str, float]:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_value_and_gradient_are_those_of_one_process(
-    pool: RankPool, internal_groups: str, world_size: int, even: bool
+    pool: RankPool, family: str, world_size: int, even: bool
 ) -> None:
-    for found in pool.run(world_size, differences, internal_groups, even, seconds=60):
+    for found in pool.run(world_size, differences, family, even, seconds=60):
         assert found
         assert {name: off for name, off in found.items() if not off < 1} == {}
