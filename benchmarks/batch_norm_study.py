@@ -27,7 +27,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.records import RESULTS, Row
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchSampler, SyncBatchNorm
 from lightning_ddp_losses.cli import DigitsDataModule, EmbeddingModule
-from lightning_ddp_losses.cli.data import _as_fetched
+from lightning_ddp_losses.cli.data import as_fetched
 from lightning_ddp_losses.cli.demo import DigitsEncoder
 from lightning_ddp_losses.cli.evaluation import retrieval_metrics
 from tests.lightning_ranks import make_trainer
@@ -102,7 +102,7 @@ class Digits(DigitsDataModule):
         labels = self.labels[self.train_rows]
         source = ByClass(labels, self.batch_size) if self.unbalanced else RandomSampler(rows)
         batches = GlobalBatchSampler.batches(source, self.batch_size, drop_last=True, seed=self.order_seed)
-        return DataLoader(rows, batch_sampler=batches, collate_fn=_as_fetched)
+        return DataLoader(rows, batch_sampler=batches, collate_fn=as_fetched)
 
 
 def trained(setting: Setting, seed: int) -> float:

@@ -1,4 +1,15 @@
-"""The command line and what it trains: an embedding module, two data modules, small encoders."""
+"""The command line and what it trains: an embedding module, two data modules, small encoders.
+
+* ``app``: the subcommands and their options, the audit among them.
+* ``module``: ``EmbeddingModule``, which trains an encoder with a loss.
+* ``data``: rows of arrays as global batches cut by rank; the user's own arrays.
+* ``evaluation``: retrieval metrics of the whole held-out set.
+* ``report``: the table and the pictures at the end of a run.
+* ``demo``: the digits, two encoders and a regression to try it all on.
+
+What is exported here is named in configs by these paths, whatever file it lies in. A new config is ``configs/<name>.yaml`` with its
+command in the header.
+"""
 
 from lightning_ddp_losses.cli.app import LossCLI, main
 from lightning_ddp_losses.cli.data import ArrayDataModule

@@ -2,6 +2,8 @@
 
 LightningCLI with our defaults, a progress bar for every kind of terminal, and the report at the end. What can be known to be
 wrong before training is found before anything is written.
+
+`ddp-losses audit --config X` takes the config that `fit` takes; exit status 0 equal, 1 different, 2 could not run.
 """
 
 from __future__ import annotations
@@ -61,17 +63,18 @@ class LossCLI(LightningCLI):
         }
         kwargs.setdefault("parser_kwargs", {"prog": "ddp-losses"})
         kwargs.setdefault("seed_everything_default", 0)
-        kwargs.setdefault(
-            "auto_configure_optimizers", False
-        )  # one learning rate would replace those of encoder and loss
+        # one learning rate would replace those of encoder and loss
+        kwargs.setdefault("auto_configure_optimizers", False)
         kwargs.setdefault("trainer_class", AuditedTrainer)
+        # each run has a new folder unless one is named
+        kwargs.setdefault("save_config_kwargs", {"overwrite": True})
+        defaults |= kwargs.pop("trainer_defaults", {})
         self.exit_status = 0
-        kwargs.setdefault("save_config_kwargs", {"overwrite": True})  # each run has a new folder unless one is named
-        super().__init__(args=args, run=run, trainer_defaults=defaults | kwargs.pop("trainer_defaults", {}), **kwargs)
+        super().__init__(args=args, run=run, trainer_defaults=defaults, **kwargs)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's, and the audit."""
+        """Return Lightning's, and the audit."""
         return {**LightningCLI.subcommands(), "audit": {"model", "datamodule"}}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -103,12 +106,12 @@ class LossCLI(LightningCLI):
             raise ConfigurationError("trainer.devices", expected="1 or more ranks", got=0, fix=fix)
         callbacks = config.get("callbacks") or []
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
-        if config.get("enable_progress_bar") is not False and not any(
-            isinstance(each, ProgressBar) for each in callbacks
-        ):
+        has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if config.get("enable_progress_bar") is not False and not has_bar:
             callbacks.append(TQDMProgressBar(refresh_rate=10))  # needs a carriage return only
+        callbacks.append(RunReport())
         try:
-            return super().instantiate_trainer(callbacks=[*callbacks, RunReport()], **kwargs)
+            return super().instantiate_trainer(callbacks=callbacks, **kwargs)
         except ValueError as error:  # a strategy or precision that Lightning does not know
             raise ConfigurationError(f"trainer: {error}") from error
 
@@ -117,7 +120,8 @@ class LossCLI(LightningCLI):
         try:
             if self.subcommand == "audit":  # its trainers are made in processes of their own
                 self.config_init = self.parser.instantiate_classes(self.config)
-                self.model, self.datamodule = (self._get(self.config_init, key) for key in ("model", "data"))
+                self.model = self._get(self.config_init, "model")
+                self.datamodule = self._get(self.config_init, "data")
             else:
                 super().instantiate_classes()
         except ValueError as error:
@@ -128,8 +132,12 @@ class LossCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         """Check what needs both the data and the number of ranks."""
         check = getattr(self.datamodule, "check", None)
-        if check is not None:
-            check(devices_of(*self._audit_options()) if self.subcommand == "audit" else self.trainer.world_size)
+        if check is None:
+            return
+        if self.subcommand == "audit":
+            check(devices_of(*self._audit_options()))
+        else:
+            check(self.trainer.world_size)
 
     def _audit_options(self) -> tuple[AuditOptions, dict[str, Any]]:
         trainer = self._get(self.config_init, "trainer", default={})
@@ -141,38 +149,7 @@ class LossCLI(LightningCLI):
             return
         options, trainer = self._audit_options()
         report = run_audit(self.model, self.datamodule, trainer, options, self._get(self.config_init, "ckpt_path"))
-        self.exit_status = 0 if report.equal else 1
-
-
-def main() -> None:
-    """Entry point of the console script: a mistake of the user's ends in its message, not in a traceback.
-
-    Exit status: 0 done (or an audit that found both sides equal), 1 an error (or an audit that found a difference), 2 a
-    command line that cannot be read, or an audit that could not run.
-    """
-    for message in QUIET:
-        warnings.filterwarnings("ignore", message)
-    auditing = sys.argv[1:2] == ["audit"]
-    try:
-        status = LossCLI().exit_status
-    except (DDPLossError, MisconfigurationException) as error:
-        if getattr(error, "collective", False) and process_groups.rank() > 0:
-            sys.exit(1)  # rank 0 says the same
-        message = f"ddp-losses: {type(error).__name__}: {error}"
-        if not auditing:
-            sys.exit(message)
-        sys.stderr.write(f"{message}\n")
-        sys.exit(2)
-    except Exception:
-        if not auditing:
-            raise
-        traceback.print_exc()
-        sys.exit(2)
-    if status:
-        sys.exit(status)
-
-
-# ---------- from audit.py: `ddp-losses audit --config X`: the config that `fit` takes, audited; exit status 0 equal, 1 different, 2 could not run.
+        self.exit_status = int(not report.equal)
 
 
 @dataclass
@@ -252,13 +229,15 @@ def run_audit(
 
 
 def devices_of(options: AuditOptions, trainer: dict[str, Any]) -> int:
-    """Number of ranks: the option, or the trainer's, or 2."""
+    """Return the number of ranks: the option, or the trainer's, or 2."""
     if options.devices is not None:
         return options.devices
     given = trainer.get("devices")
     if isinstance(given, list):
         return max(2, len(given))
-    return max(2, int(given)) if given is not None and str(given).isdigit() else 2
+    if str(given).isdigit():
+        return max(2, int(str(given)))
+    return 2
 
 
 def _new_folder(root: Path) -> Path:
@@ -266,3 +245,31 @@ def _new_folder(root: Path) -> Path:
     folder = root / f"version_{max(taken, default=-1) + 1}"
     folder.mkdir(parents=True)
     return folder
+
+
+def main() -> None:
+    """Entry point of the console script: a mistake of the user's ends in its message, not in a traceback.
+
+    Exit status: 0 done (or an audit that found both sides equal), 1 an error (or an audit that found a difference), 2 a
+    command line that cannot be read, or an audit that could not run.
+    """
+    for message in QUIET:
+        warnings.filterwarnings("ignore", message)
+    auditing = sys.argv[1:2] == ["audit"]
+    try:
+        status = LossCLI().exit_status
+    except (DDPLossError, MisconfigurationException) as error:
+        if getattr(error, "collective", False) and process_groups.rank() > 0:
+            sys.exit(1)  # rank 0 says the same
+        message = f"ddp-losses: {type(error).__name__}: {error}"
+        if not auditing:
+            sys.exit(message)
+        sys.stderr.write(f"{message}\n")
+        sys.exit(2)
+    except Exception:
+        if not auditing:
+            raise
+        traceback.print_exc()
+        sys.exit(2)
+    if status:
+        sys.exit(status)

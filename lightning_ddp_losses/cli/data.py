@@ -1,7 +1,11 @@
-"""Rows of arrays as global batches cut by rank: what the two data modules share.
+"""Cuts the rows of arrays into global batches, and these by rank; with a data module for the user's own arrays.
 
 Training batches are ``(x, labels)``; held-out ones ``(x, labels, indices)``, the indices being positions in the held-out set:
 with them the ranks' results are put back into the order of one process, and no row counts twice.
+
+Which rows go into which batch is the same for any number of ranks: `GlobalBatchSampler` deals training batches to them, and held-out
+rows have a cut of their own (`HeldOutSlices`). A user's `features.npy` and `labels.npy` are memory mapped, so that a file may be larger
+than memory; what can be wrong with them is found when the module is made, before a run writes anything.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 
 Array = np.ndarray[Any, Any]
+PathLike = Union[str, "os.PathLike[str]"]
 
 
 class Rows(Dataset[tuple[Tensor, ...]]):
@@ -45,18 +50,20 @@ class Rows(Dataset[tuple[Tensor, ...]]):
         return len(self.rows)
 
     def __getitem__(self, positions: Sequence[int]) -> tuple[Tensor, ...]:
-        """Batch of the rows at `positions`: features (b, ...) of `dtype`, labels (b,) int64 and, if asked for, (b,) int64 positions."""
+        """Return the rows at `positions`: features (b, ...) of `dtype`, labels (b,) int64 and, if asked for, (b,) int64 positions."""
         rows = self.rows[positions]
-        batch = (
+        batch: tuple[Tensor, ...] = (
             torch.as_tensor(np.asarray(self.features[rows]), dtype=self.dtype),
             torch.as_tensor(np.asarray(self.labels[rows]), dtype=torch.int64),
         )
-        return (*batch, torch.as_tensor(positions, dtype=torch.int64)) if self.with_indices else batch
+        if self.with_indices:
+            batch = (*batch, torch.as_tensor(positions, dtype=torch.int64))
+        return batch
 
     __getitems__ = __getitem__  # under this name PyTorch asks for the rows of a batch sampler
 
 
-def _as_fetched(batch: Any) -> Any:
+def as_fetched(batch: Any) -> Any:
     """Collate nothing: a batch comes out of `Rows` in one piece."""
     return batch
 
@@ -113,9 +120,10 @@ class BatchedArrayDataModule(LightningDataModule):
         return x, labels
 
     def _rows(self, *, train: bool) -> Rows:
+        dtype = torch.get_default_dtype()
         # in double precision the trainer widens what it gets, which is too late for a float64 file read as float32
-        double = self.trainer is not None and str(self.trainer.precision).startswith("64")
-        dtype = torch.float64 if double else torch.get_default_dtype()
+        if self.trainer is not None and str(self.trainer.precision).startswith("64"):
+            dtype = torch.float64
         if train:
             return Rows(self.features, self.labels, self.train_rows, dtype=dtype)
         return Rows(self.held_out_features, self.held_out_labels, self.held_out_rows, dtype=dtype, with_indices=True)
@@ -123,11 +131,13 @@ class BatchedArrayDataModule(LightningDataModule):
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """This rank's slices of the global batches, which differ by epoch."""
         self.check(process_groups.world_size())
-        rows, G = self._rows(train=True), self.batch_size
-        labels, m_per_class = self.labels[self.train_rows], self.m_per_class
-        source = RandomSampler(rows) if m_per_class is None else class_batches(labels, m_per_class, G)
-        batches = GlobalBatchSampler.batches(source, G, drop_last=True, seed=self.seed)
-        return DataLoader(rows, batch_sampler=batches, collate_fn=_as_fetched, **self._workers())
+        rows = self._rows(train=True)
+        # the order of one process, dealt to the ranks
+        source: Any = RandomSampler(rows)
+        if self.m_per_class is not None:
+            source = class_batches(self.labels[self.train_rows], self.m_per_class, self.batch_size)
+        batches = GlobalBatchSampler.batches(source, self.batch_size, drop_last=True, seed=self.seed)
+        return DataLoader(rows, batch_sampler=batches, collate_fn=as_fetched, **self._workers())
 
     def _held_out_loader(self) -> DataLoader[tuple[Tensor, ...]]:
         self.check(process_groups.world_size())
@@ -151,128 +161,7 @@ class BatchedArrayDataModule(LightningDataModule):
         return self._held_out_loader()
 
 
-# ---------- from sampling.py: Which rows go into which global batch: the same for any number of ranks.
-
-
-def class_batches(labels: np.ndarray, m_per_class: int, batch_size: int) -> MPerClassSampler:
-    """A sampler of row numbers in batches of `batch_size` that hold `m_per_class` rows of each of their classes.
-
-    An epoch has as many rows as there are, in whole batches. A class of fewer rows repeats some of them.
-
-    Args:
-        labels: (N,) integers.
-        m_per_class: Rows of a class in a batch.
-        batch_size: Rows of the global batch.
-    """
-    check_classes(labels, m_per_class, batch_size)
-    rows = len(labels) // batch_size * batch_size
-    return MPerClassSampler(labels, m_per_class, batch_size, rows)
-
-
-class HeldOutSlices(DistributedSampler[list[int]]):
-    """This rank's slice of every held-out batch, in rank order; one list of row numbers per step.
-
-    Every row exactly once, in order, in batches of `batch_size` rows at most that do not depend on the number of ranks;
-    the ranks' slices differ by one row at most. (With one row per rank, batches are larger and no rank gets an empty one.)
-    To be given as ``DataLoader(dataset, sampler=...,
-    batch_size=None)``: a `DistributedSampler` is the one thing that Lightning evaluates with on several ranks without
-    advising against it.
-
-    Args:
-        size: Rows in the data set.
-        batch_size: Rows of the global batch.
-    """
-
-    def __init__(self, size: int, batch_size: int) -> None:
-        super().__init__(range(size), process_groups.world_size(), process_groups.rank(), shuffle=False)  # type: ignore[arg-type]
-        self.size, self.batch_size = size, batch_size
-
-    def __len__(self) -> int:
-        """Number of steps, equal on every rank."""
-        full, rest = divmod(self.size, self.batch_size)
-        return max(1, full + (rest > 0 and self.batch_size > self.num_replicas))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Row numbers of this rank, one list per step."""
-        for batch in np.array_split(np.arange(self.size), len(self)):
-            yield np.array_split(batch, self.num_replicas)[self.rank].tolist()
-
-
-def check_cut(size: int, batch_size: int, world_size: int, *, shuffle: bool) -> None:
-    """Raise unless every rank gets its share of every batch.
-
-    Args:
-        size: Rows in the data set.
-        batch_size: Rows of the global batch.
-        world_size: Number of ranks.
-        shuffle: Training, with batches of exactly `batch_size` rows, or evaluation.
-
-    Raises:
-        ConfigurationError: `batch_size` is not a positive multiple of `world_size`.
-        InputError: Fewer rows than a training batch, or than ranks.
-    """
-    if batch_size < 1 or batch_size % world_size:
-        below = batch_size // world_size * world_size
-        choices = " or ".join(str(choice) for choice in (below, below + world_size) if choice > 0)
-        raise ConfigurationError(
-            "batch_size (rows of the global batch, over all ranks)",
-            expected=f"a positive multiple of the {world_size} ranks",
-            got=batch_size,
-            fix=f"Set data.init_args.batch_size to {choices}, or change trainer.devices.",
-        )
-    if size < (batch_size if shuffle else world_size):
-        part, least = (
-            ("training", f"batch_size={batch_size}") if shuffle else ("held-out", f"one for each of {world_size} ranks")
-        )
-        fix = "Lower batch_size, or give more rows." if shuffle else "Hold out more rows, or use fewer ranks."
-        raise InputError(f"{part} rows", expected=f"at least {least}", got=size, fix=fix)
-
-
-def check_classes(labels: np.ndarray, m_per_class: int, batch_size: int) -> None:
-    """Raise unless `labels` have the classes that fill a batch with `m_per_class` rows each.
-
-    Raises:
-        ConfigurationError: `m_per_class` does not divide `batch_size`, or there are too few classes.
-    """
-    what = f"m_per_class (rows of a class in the global batch of {batch_size})"
-    if m_per_class < 1 or batch_size % m_per_class:
-        raise ConfigurationError(what, expected=f"a divisor of {batch_size}", got=m_per_class)
-    classes = len(np.unique(labels))
-    if classes * m_per_class < batch_size:
-        raise ConfigurationError(
-            what,
-            expected=f"at least {-(-batch_size // classes)}, as there are {classes} classes",
-            got=m_per_class,
-            fix="Raise m_per_class, or lower batch_size.",
-        )
-
-
-def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split row numbers into train and held-out rows, class by class.
-
-    Args:
-        labels: (N,) integers.
-        fraction: Share of every class that is held out; a class of one row stays in training.
-        seed: Fixes the choice, the same on every rank.
-
-    Returns:
-        Sorted row numbers (train, held out) without overlap.
-    """
-    if not 0 < fraction < 1:
-        raise ConfigurationError("held_out (share of every class)", expected="between 0 and 1", got=fraction)
-    random = np.random.default_rng(seed)
-    held_out = []
-    for label in np.unique(labels):
-        rows = random.permutation(np.flatnonzero(labels == label))
-        count = min(max(1, round(fraction * len(rows))), len(rows) - 1)
-        held_out.append(rows[:count])
-    chosen = np.sort(np.concatenate(held_out))
-    return np.setdiff1d(np.arange(len(labels)), chosen, assume_unique=True), chosen
-
-
-# ---------- from arrays.py: The user's own data: `features.npy` and `labels.npy`, memory mapped, so that a file may be larger than memory.
-
-PathLike = Union[str, "os.PathLike[str]"]
+# ---------------------------------------------------------------------- the user's own arrays
 
 
 class ArrayDataModule(BatchedArrayDataModule):
@@ -382,3 +271,122 @@ def _load_pair(features_path: PathLike, labels_path: PathLike) -> tuple[Array, A
         fix = "Number the classes from 0."
         raise InputError(f"labels in {labels_path}", expected="0 or more", got=labels.min(), fix=fix)
     return features, labels
+
+
+# ---------------------------------------------------------------------- which rows go into which batch
+
+
+def class_batches(labels: np.ndarray, m_per_class: int, batch_size: int) -> MPerClassSampler:
+    """Return a sampler of row numbers in batches of `batch_size` that hold `m_per_class` rows of each of their classes.
+
+    An epoch has as many rows as there are, in whole batches. A class of fewer rows repeats some of them.
+
+    Args:
+        labels: (N,) integers.
+        m_per_class: Rows of a class in a batch.
+        batch_size: Rows of the global batch.
+    """
+    check_classes(labels, m_per_class, batch_size)
+    rows = len(labels) // batch_size * batch_size
+    return MPerClassSampler(labels, m_per_class, batch_size, rows)
+
+
+class HeldOutSlices(DistributedSampler[list[int]]):
+    """This rank's slice of every held-out batch, in rank order; one list of row numbers per step.
+
+    Every row exactly once, in order, in batches of `batch_size` rows at most that do not depend on the number of ranks;
+    the ranks' slices differ by one row at most. (With one row per rank, batches are larger and no rank gets an empty one.)
+    Give it as ``DataLoader(dataset, sampler=..., batch_size=None)``: a `DistributedSampler` is the one thing that Lightning (2.6,
+    measured 2026) evaluates with on several ranks without advising against it.
+
+    Args:
+        size: Rows in the data set.
+        batch_size: Rows of the global batch.
+    """
+
+    def __init__(self, size: int, batch_size: int) -> None:
+        super().__init__(range(size), process_groups.world_size(), process_groups.rank(), shuffle=False)  # type: ignore[arg-type]
+        self.size, self.batch_size = size, batch_size
+
+    def __len__(self) -> int:
+        """Number of steps, equal on every rank."""
+        full, rest = divmod(self.size, self.batch_size)
+        return max(1, full + (rest > 0 and self.batch_size > self.num_replicas))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Row numbers of this rank, one list per step."""
+        for batch in np.array_split(np.arange(self.size), len(self)):
+            yield np.array_split(batch, self.num_replicas)[self.rank].tolist()
+
+
+def check_cut(size: int, batch_size: int, world_size: int, *, shuffle: bool) -> None:
+    """Raise unless every rank gets its share of every batch.
+
+    Args:
+        size: Rows in the data set.
+        batch_size: Rows of the global batch.
+        world_size: Number of ranks.
+        shuffle: Training, with batches of exactly `batch_size` rows, or evaluation.
+
+    Raises:
+        ConfigurationError: `batch_size` is not a positive multiple of `world_size`.
+        InputError: Fewer rows than a training batch, or than ranks.
+    """
+    if batch_size < 1 or batch_size % world_size:
+        below = batch_size // world_size * world_size
+        choices = " or ".join(str(choice) for choice in (below, below + world_size) if choice > 0)
+        raise ConfigurationError(
+            "batch_size (rows of the global batch, over all ranks)",
+            expected=f"a positive multiple of the {world_size} ranks",
+            got=batch_size,
+            fix=f"Set data.init_args.batch_size to {choices}, or change trainer.devices.",
+        )
+    if shuffle and size < batch_size:
+        fix = "Lower batch_size, or give more rows."
+        raise InputError("training rows", expected=f"at least batch_size={batch_size}", got=size, fix=fix)
+    if not shuffle and size < world_size:
+        fix = "Hold out more rows, or use fewer ranks."
+        raise InputError("held-out rows", expected=f"at least one for each of {world_size} ranks", got=size, fix=fix)
+
+
+def check_classes(labels: np.ndarray, m_per_class: int, batch_size: int) -> None:
+    """Raise unless `labels` have the classes that fill a batch with `m_per_class` rows each.
+
+    Raises:
+        ConfigurationError: `m_per_class` does not divide `batch_size`, or there are too few classes.
+    """
+    what = f"m_per_class (rows of a class in the global batch of {batch_size})"
+    if m_per_class < 1 or batch_size % m_per_class:
+        raise ConfigurationError(what, expected=f"a divisor of {batch_size}", got=m_per_class)
+    classes = len(np.unique(labels))
+    if classes * m_per_class < batch_size:
+        raise ConfigurationError(
+            what,
+            expected=f"at least {-(-batch_size // classes)}, as there are {classes} classes",
+            got=m_per_class,
+            fix="Raise m_per_class, or lower batch_size.",
+        )
+
+
+def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split row numbers into train and held-out rows, class by class.
+
+    Args:
+        labels: (N,) integers.
+        fraction: Share of every class that is held out; a class of one row stays in training.
+        seed: Fixes the choice, the same on every rank.
+
+    Returns:
+        Sorted row numbers (train, held out) without overlap.
+    """
+    if not 0 < fraction < 1:
+        raise ConfigurationError("held_out (share of every class)", expected="between 0 and 1", got=fraction)
+    random = np.random.default_rng(seed)
+    held_out = []
+    for label in np.unique(labels):
+        rows = random.permutation(np.flatnonzero(labels == label))
+        count = min(max(1, round(fraction * len(rows))), len(rows) - 1)
+        held_out.append(rows[:count])
+    held_out_rows = np.sort(np.concatenate(held_out))
+    train_rows = np.setdiff1d(np.arange(len(labels)), held_out_rows, assume_unique=True)
+    return train_rows, held_out_rows

@@ -1,4 +1,8 @@
-"""Real images without a download: scikit-learn's bundled handwritten digits, 1,797 grey images of 8x8 pixels in 10 classes."""
+"""Something to try it all on: real images without a download, two small encoders, and a number to predict of each image.
+
+The images are scikit-learn's bundled handwritten digits, 1,797 grey images of 8x8 pixels in 10 classes. Each row's embedding depends on
+that row only, so it is the same on any number of ranks; but with ``batch_norm``.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.core.mixins import hparams_mixin
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_ddp_losses.cli.data import BatchedArrayDataModule, stratified_split
+from lightning_ddp_losses.core.compat import is_made_by_command_line
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 
@@ -59,9 +63,6 @@ class DigitsDataModule(BatchedArrayDataModule):
         self.train_rows, self.held_out_rows = stratified_split(self.labels, held_out, seed)
 
 
-# ---------- from encoders.py: Two small encoders. Each row's embedding depends on that row only, so it is the same on any number of ranks; but with ``batch_norm``.
-
-
 class DigitsEncoder(nn.Module):
     """Three convolutions and a linear layer for 8x8 grey images.
 
@@ -75,21 +76,23 @@ class DigitsEncoder(nn.Module):
     def __init__(self, embedding_size: int = 32, channels: int = 32, batch_norm: bool = False) -> None:
         super().__init__()
 
-        def normed(width: int) -> list[nn.Module]:
+        def activation(width: int) -> list[nn.Module]:
             return [nn.BatchNorm2d(width), nn.ReLU()] if batch_norm else [nn.ReLU()]
 
-        self.layers = nn.Sequential(
+        layers = [
             nn.Conv2d(1, channels, 3, padding=1),
-            *normed(channels),
+            *activation(channels),
             nn.Conv2d(channels, 2 * channels, 3, padding=1),
-            *normed(2 * channels),
+            *activation(2 * channels),
             nn.MaxPool2d(2),
             nn.Conv2d(2 * channels, 2 * channels, 3, padding=1),
-            *normed(2 * channels),
+            *activation(2 * channels),
             nn.Flatten(),
             nn.Linear(2 * channels * 16, embedding_size),
-            *([nn.BatchNorm1d(embedding_size)] if batch_norm else []),
-        )
+        ]
+        if batch_norm:
+            layers.append(nn.BatchNorm1d(embedding_size))
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed images (B, 1, 8, 8) as (B, D).
@@ -139,18 +142,17 @@ class MLPEncoder(nn.Module):
         return embeddings
 
 
-# ---------- from regression.py: A LightningModule that is trained on a metric of all ranks: an encoder, a linear head, and a number to predict of each input.
-
-
 def slant(images: Tensor) -> Tensor:
-    """How far handwriting leans: columns of ink per row, of images (B, 1, H, W), as (B,); what deslanting would take away.
+    """Return how far handwriting leans: columns of ink per row, of images (B, 1, H, W), as (B,); what deslanting would take away.
 
     It is the covariance of the ink's column and row over the variance of its row.
     """
+    # ink as a distribution over the image
     ink = images[:, 0]
     ink = ink / ink.sum((1, 2), keepdim=True)
     rows = torch.arange(ink.shape[1], dtype=ink.dtype, device=ink.device)[:, None]
     columns = torch.arange(ink.shape[2], dtype=ink.dtype, device=ink.device)
+    # distances from its centre
     down = rows - (ink * rows).sum((1, 2), keepdim=True)
     across = columns - (ink * columns).sum((1, 2), keepdim=True)
     return (ink * down * across).sum((1, 2)) / (ink * down * down).sum((1, 2))
@@ -187,8 +189,9 @@ class RegressionModule(LightningModule):
         optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = torch.optim.Adam,
     ) -> None:
         super().__init__()
-        plain = hparams_mixin._given_hyperparameters.get() is not None
-        self.save_hyperparameters(ignore=() if plain else ("encoder", "metric", "target", "optimizer"))
+        # made by the command line, the module is described by its plain config; else its parts are not hyperparameters
+        parts = () if is_made_by_command_line() else ("encoder", "metric", "target", "optimizer")
+        self.save_hyperparameters(ignore=parts)
         self.encoder, self.head = encoder, nn.Linear(embedding_size, 1)
         self.metric, self.held_out_metric = metric, metric.clone()
         self.target, self.goal, self.lr, self.make_optimizer = target, goal, lr, optimizer
@@ -235,4 +238,6 @@ class RegressionModule(LightningModule):
         self.log_dict(values, prog_bar=True, sync_dist=True, rank_zero_only=True)
 
     def _loss_of(self, value: Tensor) -> Tensor:
-        return 1 - value if self.goal == "maximize" else value
+        if self.goal == "maximize":
+            return 1 - value
+        return value

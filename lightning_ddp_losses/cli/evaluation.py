@@ -78,24 +78,29 @@ class HeldOutRows:
         if not self.embeddings:
             fix = "Give every rank at least one held-out batch."
             raise InputError("held-out rows of this rank", expected="one at least", got=0, fix=fix)
+        # the rows of all ranks, by rank
         embeddings = all_gather_with_grad(torch.cat(self.embeddings))
         labels = all_gather_with_grad(torch.cat(self.labels))
+        # in the order of the set, each once
         if self.indices:
             indices = all_gather_with_grad(torch.cat(self.indices)).cpu().numpy()
             first = torch.from_numpy(np.unique(indices, return_index=True)[1]).to(labels.device)
             embeddings, labels = embeddings[first], labels[first]
+        # the mean loss over rows
         sums = exact_scalars([self.loss_sum, self.loss_rows], embeddings.device)
         loss_sum, loss_rows = all_reduce_with_grad(sums).tolist()
-        return HeldOut(embeddings, labels, loss_sum / loss_rows if loss_rows else float("nan"))
+        loss = loss_sum / loss_rows if loss_rows else float("nan")
+        return HeldOut(embeddings, labels, loss)
 
 
 def exact_scalars(values: list[float], device: torch.device) -> Tensor:
-    """Numbers as a tensor of the widest floating dtype that the device has."""
-    return torch.tensor(values, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    """Return numbers as a tensor of the widest floating dtype that the device has."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def retrieval_metrics(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
-    """Each row as a query among all others, by cosine similarity.
+    """Return the metrics of each row as a query among all others, by cosine similarity.
 
     Args:
         embeddings: (G, ...), flattened and normalised here; computed in their own precision, at least float32.

@@ -8,13 +8,13 @@ from typing import Any, Optional
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.core.mixins import hparams_mixin
 from lightning.pytorch.utilities import rank_zero_warn
 from pytorch_metric_learning.losses import CrossBatchMemory
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from lightning_ddp_losses.cli.evaluation import HeldOut, HeldOutRows, exact_scalars, retrieval_metrics
+from lightning_ddp_losses.core.compat import is_made_by_command_line
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import format_error
 from lightning_ddp_losses.microbatch import microbatched
@@ -52,13 +52,17 @@ class EmbeddingModule(LightningModule):
     ) -> None:
         super().__init__()
         # made by the command line, the module is described by its plain config; else its parts are not hyperparameters
-        plain = hparams_mixin._given_hyperparameters.get() is not None
-        self.save_hyperparameters(ignore=() if plain else ("encoder", "loss", "miner", "optimizer"))
+        parts = () if is_made_by_command_line() else ("encoder", "loss", "miner", "optimizer")
+        self.save_hyperparameters(ignore=parts)
         self.encoder, self.loss, self.miner = encoder, loss, miner
-        self.lr, self.loss_lr = lr, lr if loss_lr is None else loss_lr
+        self.lr = self.loss_lr = lr
+        if loss_lr is not None:
+            self.loss_lr = loss_lr
         self.make_optimizer = optimizer
-        # no submodule: it would name every parameter twice
-        self._pieces = None if chunk_size is None else microbatched(encoder, chunk_size)
+        # the encoder, in chunks; no submodule, which would name every parameter twice
+        self._chunked: Callable[[Tensor], Tensor] | None = None
+        if chunk_size is not None:
+            self._chunked = microbatched(encoder, chunk_size)
         self.rows = HeldOutRows()
         self._evaluated: tuple[nn.Module, ...] = (loss,)  # no submodule of its own
         self.held_out: HeldOut | None = None
@@ -66,8 +70,9 @@ class EmbeddingModule(LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed a batch."""
-        encode = self.encoder if self._pieces is None or not self.training else self._pieces
-        embeddings: Tensor = encode(x)
+        if self.training and self._chunked is not None:
+            return self._chunked(x)
+        embeddings: Tensor = self.encoder(x)
         return embeddings
 
     def compute_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -75,8 +80,10 @@ class EmbeddingModule(LightningModule):
         return self._loss_of(self.loss, embeddings, labels)
 
     def _loss_of(self, loss: nn.Module, embeddings: Tensor, labels: Tensor) -> Tensor:
-        tuples = () if self.miner is None else (self.miner(embeddings, labels),)
-        value: Tensor = loss(embeddings, labels, *tuples)
+        arguments = [embeddings, labels]
+        if self.miner is not None:
+            arguments.append(self.miner(embeddings, labels))
+        value: Tensor = loss(*arguments)
         return value
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -104,7 +111,9 @@ class EmbeddingModule(LightningModule):
         """Forget the last evaluation, and keep held-out rows out of a loss that remembers rows."""
         self.rows = HeldOutRows()
         remembers = any(isinstance(module, CrossBatchMemory) for module in self.loss.modules())
-        self._evaluated = (copy.deepcopy(self.loss) if remembers else self.loss,)
+        self._evaluated = (self.loss,)
+        if remembers:
+            self._evaluated = (copy.deepcopy(self.loss),)
 
     on_test_epoch_start = on_validation_epoch_start
 
@@ -143,9 +152,8 @@ class EmbeddingModule(LightningModule):
     def _evaluate(self, loss_name: str, prefix: str) -> None:
         held_out = self._gather()
         metrics = {loss_name: held_out.loss}
-        metrics |= {
-            prefix + name: value for name, value in retrieval_metrics(held_out.embeddings, held_out.labels).items()
-        }
+        for name, value in retrieval_metrics(held_out.embeddings, held_out.labels).items():
+            metrics[prefix + name] = value
         self._evaluated = (self.loss,)
         # float64, or the logger would round them
         values = exact_scalars(list(metrics.values()), held_out.embeddings.device)
@@ -165,8 +173,11 @@ class EmbeddingModule(LightningModule):
 
     def _warn_of_repeated_rows(self) -> None:
         """Say so where a sampler that pads makes rows count twice and nothing tells which."""
-        loaders = self.trainer.predict_dataloaders if self.trainer.predicting else self.trainer.val_dataloaders
-        loader = self.trainer.test_dataloaders if self.trainer.testing else loaders
+        loader = self.trainer.val_dataloaders
+        if self.trainer.testing:
+            loader = self.trainer.test_dataloaders
+        elif self.trainer.predicting:
+            loader = self.trainer.predict_dataloaders
         sampler = getattr(loader, "sampler", None)
         if self.rows.indices or not isinstance(sampler, DistributedSampler):
             return

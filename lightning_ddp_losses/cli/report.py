@@ -19,13 +19,18 @@ from torch import Tensor
 
 from lightning_ddp_losses.cli.evaluation import HeldOut, retrieval_metrics
 
-_ROWS = (
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_RETRIEVAL_ROWS = (
     ("loss", "val_loss"),
     ("precision@1", "precision_at_1"),
     ("R-precision", "r_precision"),
     ("MAP@R", "map_at_r"),
 )
 _MOST_RAW_BYTES = 2**30  # raw features are read whole for the comparison; beyond this it is left out
+_MOST_POINTS = 4000  # of the held-out set in the map
+_MOST_CLASSES_IN_LEGEND = 20
 
 
 class RunReport(Callback):
@@ -56,16 +61,18 @@ class RunReport(Callback):
         seconds = time.perf_counter() - self.started
         held_out: HeldOut | None = getattr(pl_module, "held_out", None)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.outputs = [
-            ("time", f"{seconds:.1f} s of training on {trainer.world_size} rank{'s' * (trainer.world_size > 1)}")
-        ]
+        ranks = f"{trainer.world_size} rank{'s' * (trainer.world_size > 1)}"
+        self.outputs = [("time", f"{seconds:.1f} s of training on {ranks}")]
         if folder is not None and trainer.loggers:
             self._write(trainer, held_out, metrics, Path(folder))
-        rows = "" if held_out is None else f" ({len(held_out.labels)} rows)"
-        own = getattr(pl_module, "report_rows", None)  # a module that is not about retrieval says what it measures
         title = getattr(pl_module, "report_title", "Retrieval on the held-out set")
-        raw = _raw_metrics(trainer) if own is None else None
-        self.tables = [f"{title}{rows}", _table(metrics, own or _ROWS, raw)]
+        if held_out is not None:
+            title += f" ({len(held_out.labels)} rows)"
+        own = getattr(pl_module, "report_rows", None)  # a module that is not about retrieval says what it measures
+        if own is None:
+            self.tables = [title, _metrics_table(metrics, "embeddings", _RETRIEVAL_ROWS, _raw_metrics(trainer))]
+        else:
+            self.tables = [title, _metrics_table(metrics, "prediction", own, None)]
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the embeddings in the order of the held-out set."""
@@ -91,19 +98,20 @@ class RunReport(Callback):
 
     def _write(self, trainer: Trainer, held_out: HeldOut | None, metrics: dict[str, float], folder: Path) -> None:
         """Draw the pictures and note where everything is."""
-        csv = None
+        logged: dict[str, list[tuple[float, float]]] = {}
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 logger.save()
-                csv = Path(logger.log_dir) / logger.experiment.NAME_METRICS_FILE
-        if csv is not None and csv.is_file():
-            self.outputs.append(("metrics", str(csv)))
+                file = Path(logger.log_dir) / logger.experiment.NAME_METRICS_FILE
+                if file.is_file():
+                    self.outputs.append(("metrics", str(file)))
+                    logged = read_metrics(file)
         checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
         if checkpoint:
             self.outputs.append(("checkpoint", checkpoint))
         try:
-            if csv is not None and csv.is_file() and read_metrics(csv):
-                draw_loss_curve(read_metrics(csv), folder / "loss_curve.png")
+            if logged:
+                draw_loss_curve(logged, folder / "loss_curve.png")
                 self.outputs.append(("picture", str(folder / "loss_curve.png")))
             if held_out is not None and len(held_out.labels) > 3:
                 title = f"{len(held_out.labels)} held-out rows, MAP@R {metrics.get('map_at_r', float('nan')):.3f}"
@@ -115,7 +123,7 @@ class RunReport(Callback):
 
 
 def _raw_metrics(trainer: Trainer) -> tuple[str, dict[str, float]] | None:
-    """Name of the inputs and their retrieval metrics, where the data module can hand over the held-out set."""
+    """Return the name of the inputs and their retrieval metrics, where the data module can hand over the held-out set."""
     data: Any = getattr(trainer, "datamodule", None)
     if not hasattr(data, "held_out") or not hasattr(data, "inputs_name"):
         return None
@@ -124,13 +132,23 @@ def _raw_metrics(trainer: Trainer) -> tuple[str, dict[str, float]] | None:
     return data.inputs_name, retrieval_metrics(*data.held_out())
 
 
-def _table(
-    metrics: dict[str, float], rows: Sequence[tuple[str, str]], raw: tuple[str, dict[str, float]] | None
+def _metrics_table(
+    metrics: dict[str, float],
+    heading: str,
+    rows: Sequence[tuple[str, str]],
+    raw: tuple[str, dict[str, float]] | None,
 ) -> Table:
-    """The figures of the embeddings, beside those of the raw inputs."""
+    """Return the figures of a run as a table, beside those of the raw inputs.
+
+    Args:
+        metrics: By name.
+        heading: What they are of.
+        rows: Title and name of each.
+        raw: Name of the inputs, and their figures.
+    """
     table = Table()
     table.add_column("metric")
-    table.add_column("embeddings" if rows is _ROWS else "prediction", justify="right")
+    table.add_column(heading, justify="right")
     if raw is not None:
         table.add_column(raw[0], justify="right")
     for title, name in rows:
@@ -145,14 +163,7 @@ def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-# ---------- from pictures.py: Draws what a run learned: the loss over the epochs, and the held-out embeddings in two dimensions.
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
-_MOST_POINTS = 4000
-_MOST_CLASSES_IN_LEGEND = 20
+# ---------------------------------------------------------------------- pictures
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[float, float]]]:
@@ -194,18 +205,19 @@ def draw_embedding(embeddings: Tensor, labels: Tensor, path: Path, *, title: str
     """
     from sklearn.manifold import TSNE
 
+    # a fixed sample, on the unit sphere: there squared Euclidean distance is twice the cosine distance
     axes = _axes(path, width=7.4)
     chosen = np.sort(np.random.default_rng(0).permutation(len(labels))[:_MOST_POINTS])
     rows = torch.nn.functional.normalize(torch.flatten(embeddings, 1)[chosen].double()).numpy()
     names = labels[chosen].numpy()
-    # on the unit sphere squared Euclidean distance is twice the cosine distance
     perplexity = min(30.0, (len(rows) - 1) / 3)
     points = TSNE(perplexity=perplexity, init="random", random_state=0).fit_transform(rows)
+    # few classes get a colour each, many a scale
     classes = np.unique(names)
     if len(classes) <= _MOST_CLASSES_IN_LEGEND:
+        palette = "tab10" if len(classes) <= 10 else "tab20"
         for position, name in enumerate(classes):
             x, y = points[names == name].T
-            palette = "tab10" if len(classes) <= 10 else "tab20"
             axes.scatter(x, y, s=14, color=_color(palette, position), label=str(name), linewidths=0)
         axes.legend(title="class", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     else:

@@ -110,3 +110,15 @@ def use_existing_processes_(strategy: Any, timeout: Any) -> None:
 def syncs_batch_norm(trainer: Any) -> bool:
     """Say whether the trainer was asked to synchronise batch norm; it keeps the plugin in a private part."""
     return trainer._accelerator_connector._layer_sync is not None
+
+
+def attached_trainer(module: Any) -> Any:
+    """Return the trainer that a module is attached to, None without one; ``LightningModule.trainer`` raises there."""
+    return getattr(module, "_trainer", None)
+
+
+def is_made_by_command_line() -> bool:
+    """Say whether LightningCLI builds the module now; it hands the plain config to ``save_hyperparameters`` in a private context."""
+    from lightning.pytorch.core.mixins import hparams_mixin
+
+    return hparams_mixin._given_hyperparameters.get() is not None

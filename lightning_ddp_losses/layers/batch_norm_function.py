@@ -28,6 +28,7 @@ from lightning_ddp_losses.errors import InputError, RankMismatchError
 
 _HEAD = struct.Struct("<q?")  # values per channel, whether the gradient of the input is needed
 _LABEL_BYTES = 64
+_PENALTY = "Put this layer into evaluation mode for the penalty, or use a norm without batch statistics there (group norm, layer norm)."
 
 
 class TooFewValuesError(InputError, ValueError):
@@ -36,28 +37,28 @@ class TooFewValuesError(InputError, ValueError):
 
 @dataclass(frozen=True)
 class Scope:
-    """Who normalises together, and who meets before they do.
+    """Who normalises together, and who makes the handshakes before they do.
 
     Attributes:
         group: Whose rows are normalised together.
-        meeting: The group of the frames: where parts of it normalise apart, all of them still hear of each other's errors.
-        part: Ranks in each part of the meeting; None: all are one part.
+        handshake_group: Who makes the handshakes: where subgroups of it normalise apart, all still receive each other's errors.
+        subgroup_size: Ranks in each subgroup of it; None: all are one.
     """
 
     group: Group = None
-    meeting: Group = None
-    part: int | None = None
+    handshake_group: Group = None
+    subgroup_size: int | None = None
 
-    def parts(self) -> list[range]:
-        """The parts of the meeting, as ranks of it."""
-        world = process_groups.world_size(self.meeting)
-        step = self.part or world
+    def subgroups(self) -> list[range]:
+        """Return the subgroups that normalise together, as ranks of ``handshake_group``."""
+        world = process_groups.world_size(self.handshake_group)
+        step = self.subgroup_size or world
         return [range(first, first + step) for first in range(0, world, step)]
 
-    def own_part(self) -> range:
-        """The part with this rank in it."""
-        rank = process_groups.rank(self.meeting)
-        return next(part for part in self.parts() if rank in part)
+    def own_subgroup(self) -> range:
+        """Return the subgroup with this rank in it."""
+        rank = process_groups.rank(self.handshake_group)
+        return next(ranks for ranks in self.subgroups() if rank in ranks)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Statistics:
 
 
 def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
-    """Statistics of the concatenated batch.
+    """Return the statistics of the concatenated batch.
 
     Args:
         call: Which call this is.
@@ -107,37 +108,55 @@ def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
 
     Raises:
         RankMismatchError: on every rank, when channels, dtype, device, settings or the place in the program differ.
-        TooFewValuesError: on every rank, for one value per channel over all ranks of a part.
+        TooFewValuesError: on every rank, for one value per channel over all ranks of a subgroup.
 
-    Communication: one frame; one gather of 2 C numbers per rank where they do not fit into it (``handshake.inline_capacity``), or may not.
+    Communication: one handshake; one gather of 2 C numbers per rank where they do not fit into it (``handshake.inline_capacity``), or
+        may not.
     """
-    count, channels = x.numel() // max(1, x.shape[1]), x.shape[1]
-    mean, squares = _local(x, count)
-    head = _HEAD.pack(count, x.requires_grad and torch.is_grad_enabled())
+    # this rank's rows
+    channels = x.shape[1]
+    count = x.numel() // max(1, channels)
+    moments = torch.cat(_local_moments(x, count))
+
+    # handshake: counts, who needs a gradient, and the moments themselves where they may be inline
     must_match = {
         "channels": channels,
         "dtype": f"{str(x.dtype).removeprefix('torch.')} {x.device.type}",
         "gradients": torch.is_grad_enabled(),
         "settings": settings,
     }
-    # an accelerator would have to be waited for; what is only for one part is not sent to all
-    in_frame = x.device.type != "cuda" and call.scope.part is None
-    both = torch.cat([mean, squares])
-    own = head + (both.cpu().numpy().tobytes() if in_frame else b"")
-    payloads = handshake.all_gather(str(call), must_match, own, group=call.scope.meeting)
-    counts, needs = zip(*(_HEAD.unpack_from(p) for p in payloads), strict=True)
-    if any(sum(counts[rank] for rank in part) == 1 for part in call.scope.parts()):
+    payload = _HEAD.pack(count, x.requires_grad and torch.is_grad_enabled())
+    # an accelerator would have to be waited for; what is only for one subgroup is not sent to all
+    is_inline = x.device.type != "cuda" and call.scope.subgroup_size is None
+    if is_inline:
+        payload += moments.cpu().numpy().tobytes()
+    payloads = handshake.all_gather(str(call), must_match, payload, group=call.scope.handshake_group)
+    counts, needs_gradient = zip(*(_HEAD.unpack_from(sent) for sent in payloads), strict=True)
+    if any(sum(counts[rank] for rank in ranks) == 1 for ranks in call.scope.subgroups()):
         raise _too_few(call, x, counts)
-    if in_frame:
-        table = torch.frombuffer(bytearray(b"".join(p[_HEAD.size :] for p in payloads)), dtype=both.dtype)
+
+    # moments of each rank, merged
+    if is_inline:
+        table = torch.frombuffer(bytearray(b"".join(sent[_HEAD.size :] for sent in payloads)), dtype=moments.dtype)
     else:
-        table = both.new_empty(process_groups.world_size(call.scope.group) * both.numel())
-        gather(table, both, group=group_for(both, call.scope.group))
-    return _merge([counts[rank] for rank in call.scope.own_part()], table, x, any(needs))
+        table = moments.new_empty(process_groups.world_size(call.scope.group) * moments.numel())
+        gather(table, moments, group=group_for(moments, call.scope.group))
+    own_counts = [counts[rank] for rank in call.scope.own_subgroup()]
+    return _merge_moments(own_counts, table, x, any(needs_gradient))
 
 
-def _merge(counts: list[int], table: Tensor, x: Tensor, in_backward: bool) -> Statistics:
-    """Chan's formula over all ranks at once, in float64."""
+def _local_moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return mean and M2 of each channel of this rank's rows, at least float32."""
+    zeros = x.new_zeros(x.shape[1], dtype=_wide(x.dtype))
+    if count == 0:
+        return zeros, zeros
+    # the running averages that it also computes are nobody's; their dtype makes it accumulate in theirs
+    mean, var = torch.batch_norm_update_stats(x.detach(), zeros.clone(), zeros.clone(), 0.0)
+    return mean, var * count
+
+
+def _merge_moments(counts: list[int], table: Tensor, x: Tensor, in_backward: bool) -> Statistics:
+    """Apply Chan's formula to all ranks at once, in float64."""
     means, squares = table.view(len(counts), 2, -1).double().unbind(1)
     rows = torch.tensor(counts, dtype=torch.float64, device=table.device)[:, None]
     total = sum(counts)
@@ -148,10 +167,21 @@ def _merge(counts: list[int], table: Tensor, x: Tensor, in_backward: bool) -> St
     return Statistics(total, mean, biased, unbiased, in_backward)
 
 
+def _too_few(call: Call, x: Tensor, counts: tuple[int, ...]) -> TooFewValuesError:
+    size = torch.Size([1, x.shape[1]] + [1] * (x.ndim - 2))
+    one_process = f"Expected more than 1 value per channel when training, got input size {size}"
+    return TooFewValuesError(
+        f"{one_process} over all ranks, in {call}",
+        ranks=[f"{n} value{'s' * (n != 1)} per channel" for n in counts],
+        fix="Give the group two rows at least (drop_last=True), or put the layer into evaluation mode.",
+        collective=True,
+    )
+
+
 def normalise(
     call: Call, x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """The rows normalised: weight (x - mean) / sqrt(var + eps) + bias, in the dtype and memory format of ``x``.
+    """Return the rows normalised: weight (x - mean) / sqrt(var + eps) + bias, in the dtype and memory format of ``x``.
 
     Gradient: of the sum over ranks of what they back-propagate; the parameters receive this rank's share.
 
@@ -159,29 +189,11 @@ def normalise(
     """
     if statistics.in_backward and torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()  # this rank's share of the sums is needed elsewhere
-    y: Tensor = _Normalise.apply(x, weight, bias, statistics, eps, call)  # type: ignore[no-untyped-call]
+    y: Tensor = _NormaliseFunction.apply(x, weight, bias, statistics, eps, call)  # type: ignore[no-untyped-call]
     return y
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _local(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Mean and M2 of each channel of this rank's rows, at least float32."""
-    zeros = x.new_zeros(x.shape[1], dtype=_wide(x.dtype))
-    if count == 0:
-        return zeros, zeros
-    # the running averages that it also computes are nobody's; their dtype makes it accumulate in theirs
-    mean, var = torch.batch_norm_update_stats(x.detach(), zeros.clone(), zeros.clone(), 0.0)
-    return mean, var * count
-
-
-def _shape(x: Tensor) -> list[int]:
-    return [1, -1] + [1] * (x.ndim - 2)
-
-
-class _Normalise(torch.autograd.Function):
+class _NormaliseFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics, eps: float, call: Call
@@ -190,7 +202,7 @@ class _Normalise(torch.autograd.Function):
         ctx.statistics, ctx.eps, ctx.call = statistics, eps, call
         ctx.bias_dtype = None if bias is None else bias.dtype
         if statistics.in_backward:
-            ctx.awaited_by_peers = str(call)
+            ctx.synced_call = str(call)
         return _affine(x, weight, bias, statistics, eps)
 
     @staticmethod
@@ -204,6 +216,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Statistics, eps: float) -> Tensor:
+    """Return weight (x - mean) / sqrt(var + eps) + bias, in one pass over the activations."""
     if x.numel() == 0:
         return torch.empty_like(x)
     wide = _wide(x.dtype)
@@ -212,26 +225,36 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: S
 
 
 def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the input, the weight and the bias."""
     statistics, wide = ctx.statistics, _wide(x.dtype)
     if x.is_contiguous() and not grad.is_contiguous():  # a gradient that is one number expanded is slow to read
         grad = grad.contiguous()
-    own_dyx, own_dy = _sums(grad, x, statistics, ctx.eps)
-    of_weight = own_dyx.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
-    of_bias = own_dy.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+
+    # weight and bias: this rank's share
+    own_dyx, own_dy = _local_sums(grad, x, statistics, ctx.eps)
+    grad_weight = grad_bias = None
+    if weight is not None and ctx.needs_input_grad[1]:
+        grad_weight = own_dyx.to(weight.dtype)
+    if ctx.needs_input_grad[2]:
+        grad_bias = own_dy.to(ctx.bias_dtype)
     if not statistics.in_backward:
-        return None, of_weight, of_bias
-    dyx, dy = (_sum_over_ranks(torch.cat([own_dyx, own_dy]), ctx.call) / statistics.total).chunk(2)
+        return None, grad_weight, grad_bias
+
+    # input: the sums of all ranks; who needs no gradient still takes part in the exchange
+    sums = _sum_over_ranks(torch.cat([own_dyx, own_dy]), ctx.call)
+    dyx, dy = (sums / statistics.total).chunk(2)
     if not ctx.needs_input_grad[0]:
-        return None, of_weight, of_bias
+        return None, grad_weight, grad_bias
     scale = (statistics.var + ctx.eps).rsqrt()
-    scale = scale if weight is None else scale * weight.to(wide)
-    of_x = _affine(x.to(wide), -scale * dyx, -scale * dy, statistics, ctx.eps)
-    of_x.addcmul_(grad.to(wide), scale.view(_shape(x)))
-    return of_x.to(x.dtype), of_weight, of_bias
+    if weight is not None:
+        scale = scale * weight.to(wide)
+    grad_input = _affine(x.to(wide), -scale * dyx, -scale * dy, statistics, ctx.eps)
+    grad_input.addcmul_(grad.to(wide), scale.view(_channels_shape(x)))
+    return grad_input.to(x.dtype), grad_weight, grad_bias
 
 
-def _sums(grad: Tensor, x: Tensor, statistics: Statistics, eps: float) -> tuple[Tensor, Tensor]:
-    """sum(dy x^) and sum(dy) of this rank's rows."""
+def _local_sums(grad: Tensor, x: Tensor, statistics: Statistics, eps: float) -> tuple[Tensor, Tensor]:
+    """Return sum(dy x^) and sum(dy) of this rank's rows."""
     if x.numel() == 0:
         return torch.zeros_like(statistics.mean), torch.zeros_like(statistics.mean)
     ones = torch.ones_like(statistics.mean)
@@ -243,15 +266,16 @@ def _sums(grad: Tensor, x: Tensor, statistics: Statistics, eps: float) -> tuple[
 
 
 def _sum_over_ranks(own: Tensor, call: Call) -> Tensor:
-    """The sum over ranks, in rank order; who came from another layer is told, where the layers' sizes are equal."""
+    """Return the sum over ranks, in rank order; ranks that come from different layers of equal size get an error."""
     if own.device.type == "cuda":
         return sum_over_ranks(own, call.scope.group)
+    # the layer's label goes before the numbers
     label = str(call).encode()[-_LABEL_BYTES:].rjust(_LABEL_BYTES)
-    mine = torch.frombuffer(bytearray(label + own.cpu().numpy().tobytes()), dtype=torch.uint8)
-    everyone = mine.new_empty(process_groups.world_size(call.scope.group) * mine.numel())
-    gather(everyone, mine, group=group_for(mine, call.scope.group))
-    rows = everyone.view(-1, mine.numel())
-    labels = [row[:_LABEL_BYTES].numpy().tobytes().decode(errors="replace").strip() for row in rows]
+    sent = torch.frombuffer(bytearray(label + own.cpu().numpy().tobytes()), dtype=torch.uint8)
+    gathered = sent.new_empty(process_groups.world_size(call.scope.group) * sent.numel())
+    gather(gathered, sent, group=group_for(sent, call.scope.group))
+    by_rank = gathered.view(-1, sent.numel())
+    labels = [row[:_LABEL_BYTES].numpy().tobytes().decode(errors="replace").strip() for row in by_rank]
     if len(set(labels)) > 1:
         raise RankMismatchError(
             "backward of batch norm",
@@ -260,18 +284,12 @@ def _sum_over_ranks(own: Tensor, call: Call) -> Tensor:
             fix="Use the output of every batch norm in the loss of every rank (times 0 where it should not count).",
             collective=True,
         )
-    return rows[:, _LABEL_BYTES:].contiguous().view(own.dtype).sum(0).to(own.device)
+    return by_rank[:, _LABEL_BYTES:].contiguous().view(own.dtype).sum(0).to(own.device)
 
 
-_PENALTY = "Put this layer into evaluation mode for the penalty, or use a norm without batch statistics there (group norm, layer norm)."
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
-def _too_few(call: Call, x: Tensor, counts: tuple[int, ...]) -> TooFewValuesError:
-    size = torch.Size([1, x.shape[1]] + [1] * (x.ndim - 2))
-    one_process = f"Expected more than 1 value per channel when training, got input size {size}"
-    return TooFewValuesError(
-        f"{one_process} over all ranks, in {call}",
-        ranks=[f"{n} value{'s' * (n != 1)} per channel" for n in counts],
-        fix="Give the group two rows at least (drop_last=True), or put the layer into evaluation mode.",
-        collective=True,
-    )
+def _channels_shape(x: Tensor) -> list[int]:
+    return [1, -1] + [1] * (x.ndim - 2)

@@ -1,7 +1,15 @@
 """`SyncBatchNorm`: the Lightning plugin that makes every batch norm normalise over the rows of all ranks, on any device.
 
 torch's own ``SyncBatchNorm`` runs on accelerators only, changes the modules' type, waits for ever where ranks disagree, and lets
-one row over all ranks pass.
+one row over all ranks pass (torch 2.13, measured 2026).
+
+Here a layer stays what it is. Its own forward runs, with its checks, its counter and its momentum; only the
+``torch.nn.functional.batch_norm`` that it ends in is another one. So subclasses that do more (an activation, a dropout) work as they
+are.
+
+In backward each layer exchanges sums with its peers once. The autograd engine runs the layers in the reverse order of their calls, and
+the handshakes of forward have made that order the same on all ranks; so it is enough that the same calls are in every rank's graph.
+That is asked before backward, where a difference is still an error and not a hang.
 """
 
 from __future__ import annotations
@@ -18,17 +26,19 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import LayerSync
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from lightning_ddp_losses.core import autograd_graph
+from lightning_ddp_losses.core.compat import BATCH_NORM_TYPES, attached_trainer
 from lightning_ddp_losses.core.forward_patch import ForwardPatch, MethodPatch, eager_recursive
 from lightning_ddp_losses.core.module_search import unregistered_modules
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError
 from lightning_ddp_losses.layers.batch_norm_function import Call, Scope, gather_statistics, normalise
+
+_SHOWN = 6  # names shown in an error
 
 
 class SyncBatchNorm(LayerSync):
@@ -42,15 +52,15 @@ class SyncBatchNorm(LayerSync):
 
     Args:
         group_size: Normalise over this many neighbouring ranks each (ranks 0 to k - 1, k to 2 k - 1, ...); it must divide the
-            world. The frames still go to all, so that an error in one part ends all of them. None: over all.
+            world. The handshakes still go to all, so that an error in one part ends all of them. None: over all.
         process_group: Normalise over this group, and meet in it alone: a group, or a function that makes it once
             torch.distributed runs (each rank must be a member of its own). None: the world.
 
     Gradient: of the sum over ranks of what they back-propagate, as DDP's mean over ranks needs it. A second derivative is an
         error.
 
-    Communication: per layer and call in training, forward one frame and, where count, mean and M2 (2 C + 1 numbers) do not fit
-        into it, one gather; backward one gather of 2 C numbers. Before each backward one frame, in which ranks whose losses
+    Communication: per layer and call in training, forward one handshake and, where count, mean and M2 (2 C + 1 numbers) do not fit
+        into it, one gather; backward one gather of 2 C numbers. Before each backward one handshake, in which ranks whose losses
         depend on different layers get an error. None in evaluation mode and in a world of one.
 
     Raises:
@@ -74,40 +84,47 @@ class SyncBatchNorm(LayerSync):
         if group_size is not None and process_group is not None:
             raise ConfigurationError("SyncBatchNorm", expected="group_size= or process_group=, or neither", got="both")
         self.group_size, self.process_group = group_size, process_group
-        self._stand_ins: list[MethodPatch] = []
+        self._patches: list[MethodPatch] = []
         self._layers: list[SyncedForward] = []
-        self._made: tuple[Any, Scope] = (None, Scope())
+        self._scope_of_world: tuple[Any, Scope] = (None, Scope())
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Synchronise every batch norm in ``model``, in place; every rank of the world must come here. Communication: one frame."""
+        """Synchronise every batch norm in ``model``, in place.
+
+        Communication: one handshake of the world; every rank must come here.
+        """
+        # refuse what cannot work, on every rank alike
         try:
             found = list(_named_layers(model))
             self._refuse_wrong_order(model, found)
             self._scope()
         except Exception as error:
             handshake.raise_on_all_ranks(error, "SyncBatchNorm.apply")
-        agree_on_names(
+        check_same_names(
             "batch norms to synchronise",
             [f"{title} {type(layer).__name__}" for title, layer in found],
             "Build the same modules on every rank.",
         )
+
+        # put another forward into each layer; into those that the model does not know, one that says so
         self._layers = [SyncedForward(layer, title, self._scope) for title, layer in found]
-        sentinels = [
-            UnregisteredSentinel(layer, path, lambda layer: self._adopt(model, layer))
-            for path, layer in _unregistered_layers(model, {id(layer) for _, layer in found})
+        known = {id(layer) for _, layer in found}
+        unregistered = [
+            UnregisteredBatchNormPatch(layer, path, lambda layer: self._synchronise_late(model, layer))
+            for path, layer in _unregistered_layers(model, known)
         ]
-        self._stand_ins = [*self._layers, *sentinels]
+        self._patches = [*self._layers, *unregistered]
         if isinstance(model, pl.LightningModule):
-            self._stand_ins.append(BackwardMeeting(model, self._layers, self._scope))
-        for patch in self._stand_ins:
+            self._patches.append(BeforeBackwardPatch(model, self._layers, self._scope))
+        for patch in self._patches:
             patch.install()
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
         """Give the modules back as they came."""
-        for patch in self._stand_ins:
+        for patch in self._patches:
             patch.remove()
-        self._stand_ins, self._layers = [], []
+        self._patches, self._layers = [], []
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
@@ -117,26 +134,29 @@ class SyncBatchNorm(LayerSync):
         return type(self), (self.group_size, self.process_group)  # what it is at work on stays with the model
 
     def _scope(self) -> Scope:
-        """Who normalises together, once torch.distributed runs.
+        """Return who normalises together, once torch.distributed runs.
 
         Raises:
             ConfigurationError: a group size that does not divide the world, a group that this rank is not in.
         """
-        world = dist.group.WORLD if process_groups.is_distributed() else None
-        if self._made[0] is not world or world is None:
-            self._made = (world, Scope() if world is None else self._make_scope())
-        return self._made[1]
+        if not process_groups.is_distributed():
+            return Scope()
+        world = dist.group.WORLD
+        if self._scope_of_world[0] is not world:
+            self._scope_of_world = (world, self._make_scope())
+        return self._scope_of_world[1]
 
     def _make_scope(self) -> Scope:
         if self.group_size is not None:
-            if process_groups.world_size() % self.group_size:
+            world_size = process_groups.world_size()
+            if world_size % self.group_size:
                 raise ConfigurationError(
                     "SyncBatchNorm(group_size=)",
-                    expected=f"a divisor of the {process_groups.world_size()} ranks",
+                    expected=f"a divisor of the {world_size} ranks",
                     got=self.group_size,
                     fix="Leave it out to normalise over all ranks.",
                 )
-            if self.group_size == process_groups.world_size():
+            if self.group_size == world_size:
                 return Scope()
             return Scope(process_groups.subgroup_of_size(self.group_size), None, self.group_size)
         group = self.process_group() if callable(self.process_group) else self.process_group
@@ -150,26 +170,26 @@ class SyncBatchNorm(LayerSync):
         return Scope(group, group)
 
     def _refuse_wrong_order(self, model: nn.Module, found: list[tuple[str, nn.Module]]) -> None:
-        inside = [
+        wrapped = [
             f"`{name}`" if name else "the model itself"
             for name, module in model.named_modules()
-            if isinstance(module, DistributedDataParallel) and any(isinstance(m, _BatchNorm) for m in module.modules())
+            if isinstance(module, DistributedDataParallel) and next(_named_layers(module), None) is not None
         ]
-        if inside:
+        if wrapped:
             raise ConfigurationError(
                 "SyncBatchNorm",
                 expected="modules before the wrap in DistributedDataParallel",
-                got=f"{', '.join(inside)}, wrapped already",
+                got=f"{', '.join(wrapped)}, wrapped already",
                 fix="Synchronise first, wrap then; under Lightning's Trainer leave both to the strategy.",
             )
-        ours = [title for title, layer in found if isinstance(layer.__dict__.get("forward"), SyncedForward)]
-        torchs = [title for title, layer in found if isinstance(layer, nn.SyncBatchNorm)]
-        if ours or torchs:
+        by_us = [title for title, layer in found if isinstance(layer.__dict__.get("forward"), SyncedForward)]
+        by_torch = [title for title, layer in found if isinstance(layer, nn.SyncBatchNorm)]
+        if by_us or by_torch:
+            who = "" if by_us else " by torch.nn.SyncBatchNorm.convert_sync_batchnorm"
             raise ConfigurationError(
                 "SyncBatchNorm",
                 expected="batch norms that nobody has converted",
-                got=f"{', '.join((ours or torchs)[:6])}, converted already"
-                + ("" if ours else " by torch.nn.SyncBatchNorm.convert_sync_batchnorm"),
+                got=f"{', '.join((by_us or by_torch)[:_SHOWN])}, converted already{who}",
                 fix="Convert once: build the model with plain batch norms and leave the rest to the plugin.",
             )
         scripted = [
@@ -181,129 +201,68 @@ class SyncBatchNorm(LayerSync):
             raise ConfigurationError(
                 "SyncBatchNorm",
                 expected="batch norms in plain modules",
-                got=f"{', '.join(scripted[:6])} in TorchScript, which nobody can reach into",
+                got=f"{', '.join(scripted[:_SHOWN])} in TorchScript, which nobody can reach into",
                 fix="Script the model after training.",
             )
 
-    def _adopt(self, model: nn.Module, layer: nn.Module) -> SyncedForward | None:
-        """Synchronise a layer that was registered after ``apply``; None for one that still is not."""
-        for title, known in _named_layers(model):
-            if known is layer:
-                sentinel = layer.__dict__["forward"]
-                sentinel.remove()
-                synced = SyncedForward(layer, title, self._scope)
-                synced.install()
-                self._layers.append(synced)
-                self._stand_ins = [s for s in self._stand_ins if s is not sentinel] + [synced]
-                return synced
-        return None
+    def _synchronise_late(self, model: nn.Module, layer: nn.Module) -> SyncedForward | None:
+        """Synchronise a layer that was registered after ``apply``; return None for one that still is not."""
+        title = next((title for title, known in _named_layers(model) if known is layer), None)
+        if title is None:
+            return None
+        unregistered = layer.__dict__["forward"]
+        unregistered.remove()
+        synced = SyncedForward(layer, title, self._scope)
+        synced.install()
+        self._layers.append(synced)
+        self._patches = [patch for patch in self._patches if patch is not unregistered] + [synced]
+        return synced
+
+
+# ---------------------------------------------------------------------- which layers there are
 
 
 def batch_norms(model: nn.Module) -> dict[str, str]:
-    """Every registered batch norm by path, and whose rows its training statistics are of.
+    """Return every registered batch norm by path, and whose rows its training statistics are of.
 
     Returns:
         ``"group"`` (this package's plugin), ``"group (torch)"`` (torch's own conversion), or ``"rank"``.
     """
     kinds = {}
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
-            ours = isinstance(module.__dict__.get("forward"), SyncedForward)
-            kinds[name] = "group" if ours else "group (torch)" if isinstance(module, nn.SyncBatchNorm) else "rank"
+        if not isinstance(module, BATCH_NORM_TYPES):
+            continue
+        kinds[name] = "rank"
+        if isinstance(module.__dict__.get("forward"), SyncedForward):
+            kinds[name] = "group"
+        elif isinstance(module, nn.SyncBatchNorm):
+            kinds[name] = "group (torch)"
     return kinds
 
 
 def _named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every registered batch norm, with its name for messages."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BATCH_NORM_TYPES):
             yield f"SyncBatchNorm `{name}`" if name else "SyncBatchNorm", module
 
 
 def _unregistered_layers(model: nn.Module, known: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    trainer = getattr(model, "_trainer", None)
+    """Yield the batch norms that hide in lists, dicts, callbacks or the data module, with their paths."""
+    trainer = attached_trainer(model)
     callbacks = getattr(trainer, "callbacks", None) or []
-    elsewhere: dict[str, Any] = {f"callbacks[{i}] ({type(c).__name__})": c for i, c in enumerate(callbacks)}
+    elsewhere: dict[str, Any] = {}
+    for index, callback in enumerate(callbacks):
+        elsewhere[f"callbacks[{index}] ({type(callback).__name__})"] = callback
     elsewhere["datamodule"] = getattr(trainer, "datamodule", None)
     for path, outer in unregistered_modules(model, elsewhere):
         for name, module in outer.named_modules():
-            if isinstance(module, _BatchNorm) and id(module) not in known:
+            if isinstance(module, BATCH_NORM_TYPES) and id(module) not in known:
                 known.add(id(module))
                 yield f"{path}.{name}" if name else path, module
 
 
-# ---------- from agreement.py: Do all ranks' losses depend on the same batch norms? Asked before backward, where a difference is still an error and not a hang.
-
-_SHOWN = 6  # differing names shown in an error
-
-
-class BackwardMeeting(MethodPatch):
-    """Stands in for the LightningModule's ``on_before_backward``, which Lightning calls in each backward, manual ones too.
-
-    Args:
-        module: The LightningModule.
-        layers: The synchronised layers.
-        scope: Answers who meets.
-    """
-
-    def __init__(self, module: pl.LightningModule, layers: Sequence[SyncedForward], scope: Callable[[], Scope]) -> None:
-        super().__init__(module, "on_before_backward")
-        self._layers, self._scope = layers, scope
-
-    def __call__(self, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Compare, then what the module itself does here."""
-        if any(layer.calls for layer in self._layers):
-            scope = self._scope()
-            try:
-                agree_on_names(
-                    "batch norms that the loss depends on",
-                    calls_in(loss),
-                    "Use the output of every batch norm in the loss of every rank (times 0 where it should not count).",
-                    group=scope.meeting,
-                )
-            except Exception as error:
-                fail_in(scope, error, "backward")
-        return self.original(loss, *args, **kwargs)
-
-
-def calls_in(loss: Tensor) -> list[str]:
-    """The calls of synchronised layers in the graph of ``loss``, sorted."""
-    found, seen = [], set()
-    stack = [loss.grad_fn] if loss.grad_fn is not None else []
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        label = getattr(node, "awaited_by_peers", None)
-        if label is not None:
-            found.append(label)
-        stack += [child for child, _ in node.next_functions if child is not None]
-    return sorted(found)
-
-
-def agree_on_names(what: str, names: Iterable[str], fix: str, *, group: Group = None) -> None:
-    """Compare lists of names between ranks.
-
-    Raises:
-        RankMismatchError: on every rank, with the first names that are not on all of them.
-
-    Communication: one frame; one more where ranks differ.
-    """
-    own = list(names)
-    digest = hashlib.sha256("\n".join(own).encode()).digest()
-    if process_groups.world_size(group) == 1 or len(set(handshake.all_gather(what, {}, digest, group=group))) == 1:
-        return
-    everyone = [json.loads(p) for p in handshake.all_gather(f"all {what}", {}, json.dumps(own).encode(), group=group)]
-    common = set.intersection(*map(set, everyone))
-    ranks = []
-    for theirs in everyone:
-        more = [name for name in theirs if name not in common]
-        shown = ", ".join(more[:_SHOWN]) + (f" and {len(more) - _SHOWN} more" if len(more) > _SHOWN else "")
-        ranks.append(f"{len(common)} in common{f', and {shown}' if more else ''}")
-    raise RankMismatchError(what, expected="the same on every rank", ranks=ranks, fix=fix, collective=True)
-
-
-# ---------- from synced.py: One batch norm layer whose training statistics are those of all ranks: a stand-in for its ``forward``, the layer itself unchanged.
+# ---------------------------------------------------------------------- one layer
 
 
 class SyncedForward(ForwardPatch):
@@ -312,7 +271,7 @@ class SyncedForward(ForwardPatch):
     Args:
         layer: A batch norm.
         title: How messages name it.
-        scope: Answers who normalises together (only once torch.distributed is there).
+        scope: Returns who normalises together (only once torch.distributed is there).
 
     Attributes:
         calls: Calls over more than one rank.
@@ -328,19 +287,24 @@ class SyncedForward(ForwardPatch):
 
     @eager_recursive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's forward; in evaluation mode, in a world of one and where all rows are here already, untouched."""
+        """Run the layer's forward; in evaluation mode, in a world of one and where all rows are here already, untouched."""
         if not self.module.training or autograd_graph.is_inside_global_batch() or not process_groups.is_distributed():
             return self.original(*args, **kwargs)
         scope = self.scope()
-        if process_groups.world_size(scope.meeting) == 1 or scope.part == 1:
+        if process_groups.world_size(scope.handshake_group) == 1 or scope.subgroup_size == 1:
             return self.original(*args, **kwargs)
         try:
-            with _Instead(self, scope) as inside:
+            with _ReplacedBatchNorm(self, scope) as replaced:
                 output = self.original(*args, **kwargs)
-            if not inside.met:
-                raise self._unreachable()
+            if not replaced.was_called:
+                raise ConfigurationError(
+                    f"{self.title}: {type(self.module).__name__}.forward",
+                    expected="a call of torch.nn.functional.batch_norm",
+                    got="none: it computes the statistics of this rank's rows by itself",
+                    fix="Leave the layer out, or let its forward end in torch.nn.functional.batch_norm.",
+                )
         except Exception as error:  # what all ranks raise alike passes through
-            fail_in(scope, error, self.title)
+            raise_in_scope(scope, error, self.title)
         return output
 
     def batch_norm(
@@ -355,67 +319,68 @@ class SyncedForward(ForwardPatch):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        """``torch.nn.functional.batch_norm`` over the rows of all ranks."""
+        """Compute ``torch.nn.functional.batch_norm`` over the rows of all ranks."""
         plain = (input, running_mean, running_var, weight, bias, training, momentum, eps)
         if not training or not input.is_floating_point() or eps <= 0:
             return functional.batch_norm(*plain)  # or its error
         self.calls += 1
         self.rows = input.shape[0]
+        # statistics of all ranks' rows
         call = Call(self.title, self.calls, scope)
         statistics = gather_statistics(call, input, f"eps={eps}, momentum={momentum}")
+        # without rows, or with channels that do not fit, what torch does or says
         known = next((t for t in (running_mean, weight) if t is not None), None)
         if statistics.total == 0 or (known is not None and known.numel() != input.shape[1]):
             return functional.batch_norm(*plain)
-        _keep_average(running_mean, statistics.mean, momentum)
-        _keep_average(running_var, statistics.unbiased, momentum)
+        # running averages, equal on every rank, then the rows
+        _update_average_(running_mean, statistics.mean, momentum)
+        _update_average_(running_var, statistics.unbiased, momentum)
         return normalise(call, input, statistics, weight, bias, eps)
 
-    def _unreachable(self) -> ConfigurationError:
-        return ConfigurationError(
-            f"{self.title}: {type(self.module).__name__}.forward",
-            expected="a call of torch.nn.functional.batch_norm",
-            got="none: it computes the statistics of this rank's rows by itself",
-            fix="Leave the layer out, or let its forward end in torch.nn.functional.batch_norm.",
-        )
 
-
-class _Instead(TorchFunctionMode):
-    """Puts the synchronised batch norm into the place of torch's."""
+class _ReplacedBatchNorm(TorchFunctionMode):
+    """Puts the synchronised batch norm into the place of torch's for the length of a block."""
 
     def __init__(self, layer: SyncedForward, scope: Scope) -> None:
         super().__init__()
         self._layer, self._scope = layer, scope
-        self.met = False
+        self.was_called = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is not functional.batch_norm:
             return func(*args, **(kwargs or {}))
-        self.met = True
+        self.was_called = True
         return self._layer.batch_norm(self._scope, *args, **(kwargs or {}))
 
 
-class UnregisteredSentinel(ForwardPatch):
-    """Waits on a batch norm that the model has not registered: trained, it is an error, unless it was registered since.
+def _update_average_(running: Tensor | None, value: Tensor, momentum: float) -> None:
+    if running is not None:
+        with torch.no_grad():
+            running.copy_((1 - momentum) * running.to(value.dtype) + momentum * value)
+
+
+class UnregisteredBatchNormPatch(ForwardPatch):
+    """Makes the training of a batch norm that the model has not registered an error, unless it was registered since.
 
     Args:
         layer: A batch norm.
         path: Where it was found.
-        registered: Puts a ``SyncedForward`` into our place where the model knows the layer by now; else answers None.
+        synchronise: Puts a ``SyncedForward`` into our place where the model knows the layer by now; else returns None.
     """
 
-    def __init__(self, layer: nn.Module, path: str, registered: Callable[[nn.Module], SyncedForward | None]) -> None:
+    def __init__(self, layer: nn.Module, path: str, synchronise: Callable[[nn.Module], SyncedForward | None]) -> None:
         super().__init__(layer)
         self.path = path
-        self._registered = registered
+        self._synchronise = synchronise
 
     @eager_recursive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own forward in evaluation mode and in a world of one."""
+        """Run the layer's own forward in evaluation mode and in a world of one."""
         if not self.module.training or process_groups.world_size() == 1:
             return self.original(*args, **kwargs)
-        synced = self._registered(self.module)
+        synced = self._synchronise(self.module)
         if synced is not None:
             return synced(*args, **kwargs)
         raise ConfigurationError(
@@ -427,18 +392,87 @@ class UnregisteredSentinel(ForwardPatch):
         )
 
 
-def fail_in(scope: Scope, error: Exception, where: str) -> NoReturn:
-    """Raise on every rank of the meeting; where that is a part of the world, the rest may be told by whoever comes next."""
+# ---------------------------------------------------------------------- before backward
+
+
+class BeforeBackwardPatch(MethodPatch):
+    """Stands in for the LightningModule's ``on_before_backward``, which Lightning calls in each backward, manual ones too.
+
+    Args:
+        module: The LightningModule.
+        layers: The synchronised layers.
+        scope: Returns who exchanges statistics.
+    """
+
+    def __init__(self, module: pl.LightningModule, layers: Sequence[SyncedForward], scope: Callable[[], Scope]) -> None:
+        super().__init__(module, "on_before_backward")
+        self._layers, self._scope = layers, scope
+
+    def __call__(self, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Compare the layers in the ranks' graphs, then do what the module itself does here."""
+        if any(layer.calls for layer in self._layers):
+            scope = self._scope()
+            try:
+                check_same_names(
+                    "batch norms that the loss depends on",
+                    synced_calls(loss),
+                    "Use the output of every batch norm in the loss of every rank (times 0 where it should not count).",
+                    group=scope.handshake_group,
+                )
+            except Exception as error:
+                raise_in_scope(scope, error, "backward")
+        return self.original(loss, *args, **kwargs)
+
+
+def synced_calls(loss: Tensor) -> list[str]:
+    """Return the calls of synchronised layers in the graph of ``loss``, sorted."""
+    found, seen = [], set()
+    stack = [] if loss.grad_fn is None else [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        call = getattr(node, "synced_call", None)
+        if call is not None:
+            found.append(call)
+        stack += [child for child, _ in node.next_functions if child is not None]
+    return sorted(found)
+
+
+def check_same_names(what: str, names: Iterable[str], fix: str, *, group: Group = None) -> None:
+    """Compare lists of names between ranks.
+
+    Raises:
+        RankMismatchError: on every rank, with the first names that are not on all of them.
+
+    Communication: one handshake; one more where ranks differ.
+    """
+    own = list(names)
+    digest = hashlib.sha256("\n".join(own).encode()).digest()
+    if process_groups.world_size(group) == 1 or len(set(handshake.all_gather(what, {}, digest, group=group))) == 1:
+        return
+    payloads = handshake.all_gather(f"all {what}", {}, json.dumps(own).encode(), group=group)
+    gathered = [json.loads(payload) for payload in payloads]
+    common = set.intersection(*map(set, gathered))
+    ranks = []
+    for of_rank in gathered:
+        more = [name for name in of_rank if name not in common]
+        text = f"{len(common)} in common"
+        if more:
+            text += f", and {', '.join(more[:_SHOWN])}"
+        if len(more) > _SHOWN:
+            text += f" and {len(more) - _SHOWN} more"
+        ranks.append(text)
+    raise RankMismatchError(what, expected="the same on every rank", ranks=ranks, fix=fix, collective=True)
+
+
+def raise_in_scope(scope: Scope, error: Exception, where: str) -> NoReturn:
+    """Raise on every rank of the handshakes' group; where that is a part of the world, whoever comes next may tell the rest."""
     try:
-        handshake.raise_on_all_ranks(error, where, group=scope.meeting)
-    except Exception as known:
-        if process_groups.world_size(scope.meeting) < process_groups.world_size():
+        handshake.raise_on_all_ranks(error, where, group=scope.handshake_group)
+    except Exception as raised:
+        if process_groups.world_size(scope.handshake_group) < process_groups.world_size():
             with contextlib.suppress(AttributeError):  # an exception class may forbid it
-                known.collective = False  # type: ignore[attr-defined]
+                raised.collective = False  # type: ignore[attr-defined]
         raise
-
-
-def _keep_average(running: Tensor | None, value: Tensor, momentum: float) -> None:
-    if running is not None:
-        with torch.no_grad():
-            running.copy_((1 - momentum) * running.to(value.dtype) + momentum * value)

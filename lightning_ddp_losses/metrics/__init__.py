@@ -1,10 +1,20 @@
 """Metrics over all ranks that can be trained on, and the one statement of their gradient.
 
 Legend: ``W`` ranks, s_r the state of rank r. A metric is L = f(s_0 + ... + s_{W-1}) (or min, max, the rows one after the other
-...). After the states have met, every rank computes the same L from the same bytes; in its backward, rank r passes on
+...). After the states were exchanged, every rank computes the same L from the same bytes; in its backward, rank r passes on
 W * dL/ds_r through its own state and nothing through the others', which are constants to it. DDP's mean over ranks,
 (1/W) * sum_r W * dL/ds_r * ds_r/dtheta, then is the gradient of one process. It holds where the same factor comes back
 into L on every rank.
+
+* ``metric``: ``DifferentiableMetric``, with the forward that all of this is about.
+* ``states``: a metric's states taken, put, sent and copied; the table of metrics that need the rows of all ranks.
+* ``exchange``: the states of all ranks in one exchange.
+* ``coroutines``: a forward that pauses at its exchange, so that several metrics share one.
+* ``composites``: compositions, wrappers and collections.
+* ``conversion``: ``differentiable``, and the table of what has no gradient.
+
+A metric of torchmetrics that looks at the whole batch gets a line in ``states._WHOLE_BATCH``; one without gradient in
+``conversion.WITHOUT_GRADIENT``; a wrapper a class and a line in ``composites``. Each gets a row in ``tests/metrics/cases.py``.
 """
 
 from lightning_ddp_losses.metrics.conversion import differentiable

@@ -2,6 +2,10 @@
 
 A class gets a subclass of the same name that stands on ``DifferentiableMetric``, made once; an instance is copied and the
 copy becomes of that class. So ``isinstance`` of the original class holds, and names in results and plots stay.
+
+What cannot be trained on, and why, is in ``WITHOUT_GRADIENT``. The names are torchmetrics' own, which marks metrics of labels as
+differentiable too (1.9, measured 2026). A metric that is not listed is taken as it says of itself, and found out at its first value
+if it has no gradient after all.
 """
 
 from __future__ import annotations
@@ -19,11 +23,30 @@ from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Composite
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric
-from lightning_ddp_losses.metrics.states import Gather, reason_against
+from lightning_ddp_losses.metrics.states import Gather, torchmetrics_names
 
 M = TypeVar("M", bound="Metric | MetricCollection")
 C = TypeVar("C", bound="type[Metric] | type[MetricCollection]")
 WithoutGradient = Literal["refuse", "keep"]
+
+_IN_PLACE = "torchmetrics changes in place what backward needs, which fails"
+_LABELS = "it compares cluster labels, which are integers"
+
+WITHOUT_GRADIENT = {
+    "AdjustedMutualInfoScore": _LABELS,
+    "AdjustedRandScore": _LABELS,
+    "CompletenessScore": _LABELS,
+    "DaviesBouldinScore": _IN_PLACE,
+    "FowlkesMallowsIndex": _LABELS,
+    "HomogeneityScore": _LABELS,
+    "MutualInfoScore": _LABELS,
+    "NormalizedMutualInfoScore": _LABELS,
+    "RandScore": _LABELS,
+    "VMeasureScore": _LABELS,
+    "VisualInformationFidelity": _IN_PLACE,
+    "HausdorffDistance": "it measures between masks, which are integers",
+}
+"""torchmetrics marks these as differentiable; there is no gradient, in one process either."""
 
 
 @overload
@@ -70,7 +93,7 @@ def differentiable(  # type: ignore[misc]
         )
     keep = without_gradient == "keep"
     if isinstance(metric, type) and issubclass(metric, (Metric, MetricCollection)):
-        _refuse(metric, keep)
+        _refuse_class(metric, keep)
         return _class_of(metric)  # type: ignore[return-value]
     if not isinstance(metric, (Metric, MetricCollection)):
         raise ConfigurationError(
@@ -79,15 +102,15 @@ def differentiable(  # type: ignore[misc]
             got=f"{type(metric).__name__}",
             fix="Give it the metric that is inside.",
         )
-    for part in _metrics_in(metric):
-        _refuse(type(part), keep)
+    for part in _metrics_inside(metric):
+        _refuse_class(type(part), keep)
     copied = _copy(metric)
-    for part in _metrics_in(copied):
+    for part in _metrics_inside(copied):
         _convert(part, gather=gather, keep_graph=keep_graph, keep=keep)
     return copied  # type: ignore[no-any-return]
 
 
-def _metrics_in(metric: nn.Module) -> list[nn.Module]:
+def _metrics_inside(metric: nn.Module) -> list[nn.Module]:
     return [m for m in nn.Module.modules(metric) if isinstance(m, (Metric, MetricCollection))]
 
 
@@ -155,7 +178,7 @@ def _base_for(original: type) -> type:
 def _copy(metric: Any) -> Any:
     """A copy with its own states and the same parameters; what holds a graph is cut from it."""
     memo: dict[int, Any] = {id(p): p for p in metric.parameters()}
-    for part in _metrics_in(metric):
+    for part in _metrics_inside(metric):
         kept = vars(part)
         for tensor in precision.tensors_in(list(kept.values())):
             if not tensor.is_leaf:
@@ -174,7 +197,7 @@ def _convert(part: nn.Module, *, gather: Gather, keep_graph: bool, keep: bool) -
     part.__class__ = cls
     if isinstance(part, DifferentiableMetric):
         on_step = True  # False is torchmetrics' default, not the user's wish
-        part._become(gather=gather, keep_graph=keep_graph, on_step=on_step, expects_gradient=not keep)
+        part._set_up(gather=gather, keep_graph=keep_graph, on_step=on_step, expects_gradient=not keep)
     if isinstance(part, Metric):
         for name in ("update", "compute"):
             state.pop(name, None)
@@ -182,11 +205,11 @@ def _convert(part: nn.Module, *, gather: Gather, keep_graph: bool, keep: bool) -
         part.compute = part._wrap_compute(part.compute)  # type: ignore[method-assign]
 
 
-def _refuse(cls: type, keep: bool) -> None:
+def _refuse_class(cls: type, keep: bool) -> None:
     """Refuse a class that has no gradient, or that does things of its own that are not known here."""
     if issubclass(cls, (DifferentiableMetric, Composite)) or _base_for(cls) is not DifferentiableMetric:
         return
-    reason = None if keep else reason_against(cls)  # type: ignore[arg-type]
+    reason = None if keep else _reason_against(cls)  # type: ignore[arg-type]
     if reason is not None:
         raise ConfigurationError(
             f"differentiable: {cls.__name__}",
@@ -202,3 +225,13 @@ def _refuse(cls: type, keep: bool) -> None:
             got=f"the forward of {own.__name__}",
             fix="Make the metric inside differentiable, or subclass DifferentiableMetric.",
         )
+
+
+def _reason_against(cls: type[Metric]) -> str | None:
+    """Return why metrics of a class have no gradient, None where nothing is known against them."""
+    for name in torchmetrics_names(cls):
+        if name in WITHOUT_GRADIENT:
+            return WITHOUT_GRADIENT[name]
+    if cls.is_differentiable is False:
+        return "torchmetrics says is_differentiable=False: it counts, ranks or decides"
+    return None

@@ -15,15 +15,11 @@ from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.configuration import configuration
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.metrics.coroutines import Request, Stages, answer, gather_inputs, gradient_is_wanted, run
-from lightning_ddp_losses.metrics.states import (
-    Gather,
-    MetricStates,
-    Shared,
-    detached,
-    looks_at_whole_batch,
-    refuse_options,
-)
+from lightning_ddp_losses.metrics.coroutines import Coroutine, Request, gather_inputs, reply, run, wants_gradient
+from lightning_ddp_losses.metrics.states import Gather, MetricRecord, MetricStates, detached, needs_whole_batch
+
+# modules whose `_sync_dist` is torchmetrics' own or ours
+_KNOWN_SYNC = ("torchmetrics.metric", "lightning_ddp_losses.metrics")
 
 
 class DifferentiableMetric(MetricStates):
@@ -50,8 +46,8 @@ class DifferentiableMetric(MetricStates):
     Gradient: after DDP's mean over ranks, that of one process. Multiply the value by the same factor on every rank (one
         that differs is an error at the next call).
 
-    Communication: ``forward`` and ``compute`` one frame with the states in it, or one more collective for many of them; no
-        barrier, none in backward. ``update`` none; with ``gather="inputs"`` as ``forward``, and ``compute`` none.
+    Communication: ``forward`` and ``compute`` one handshake with the states in it, or one more collective for many of them;
+        no barrier, none in backward. ``update`` none; with ``gather="inputs"`` as ``forward``, and ``compute`` none.
 
     Raises:
         ConfigurationError: options that cannot work; a value without gradient although an input asks for one.
@@ -82,21 +78,21 @@ class DifferentiableMetric(MetricStates):
     def __init__(self, *args: Any, gather: Gather = "auto", keep_graph: bool = False, **kwargs: Any) -> None:
         on_step = kwargs.pop("dist_sync_on_step", True)
         super().__init__(*args, **kwargs)
-        self._become(gather=gather, keep_graph=keep_graph, on_step=on_step)
+        self._set_up(gather=gather, keep_graph=keep_graph, on_step=on_step)
 
-    def _become(self, *, gather: Gather, keep_graph: bool, on_step: bool = True, expects_gradient: bool = True) -> None:
+    def _set_up(self, *, gather: Gather, keep_graph: bool, on_step: bool = True, expects_gradient: bool = True) -> None:
         """Set up what is ours, on a metric that torchmetrics has set up."""
-        title = type(self).__name__
-        refuse_options(self, title, gather, on_step=on_step)
+        _check_options(self, gather, on_step=on_step)
         if gather == "auto":
-            gather = "inputs" if looks_at_whole_batch(self) else "states"
+            gather = "inputs" if needs_whole_batch(self) else "states"
         self.dist_sync_on_step = True
-        self._shared = Shared(gather, keep_graph, expects_gradient and type(self).is_differentiable is not False)
+        expects_gradient = expects_gradient and type(self).is_differentiable is not False
+        self._record = MetricRecord(gather, keep_graph, expects_gradient)
 
     # ------------------------------------------------------------------ forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The metric of the global batch, with its gradient; accumulates this batch for ``compute``.
+        """Return the metric of the global batch, with its gradient; accumulate this batch for ``compute``.
 
         Args:
             *args: What ``update`` takes: this rank's rows.
@@ -109,63 +105,83 @@ class DifferentiableMetric(MetricStates):
             raise TorchMetricsUserError(
                 "The Metric shouldn't be synced when performing ``forward``. HINT: Did you forget to call ``unsync`` ?."
             )
-        return run(self, self._title("forward"), self._stages, args, kwargs)
+        return run(self, self._title("forward"), self._forward_coroutine, args, kwargs)
 
-    def _stages(self, *args: Any, **kwargs: Any) -> Stages:
-        """One forward: update on the batch alone, meet, compute, and only then add the batch to what was there."""
-        shared, given = self._shared, precision.tensors_in((args, kwargs))
+    def _forward_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
+        """Update on the batch alone, exchange, compute, and only then add the batch to what was there."""
+        record = self._record
+        given = precision.tensors_in((args, kwargs))
+        wanted = wants_gradient(given)
         self._prepare(given)
-        meets = self._meets
-        if meets and shared.gather == "inputs":
+
+        # inputs of all ranks, for a metric whose update looks at the whole batch
+        has_peers = self._has_peers
+        if has_peers and record.gather == "inputs":
             args, kwargs = yield from gather_inputs(self, self._title(), args, kwargs)
-        wanted, rows, rows_before = gradient_is_wanted(given), inputs.num_rows(args, kwargs), shared.rows
-        before, count, grad, ends = self._states(), self._update_count, torch.is_grad_enabled(), dict(shared.ends)
-        shared.inside = True
+
+        # put what is accumulated aside; it comes back if anything fails
+        states, count, update_ends = self._states(), self._update_count, dict(record.update_ends)
+        rows, rows_before = inputs.num_rows(args, kwargs), record.rows
+        grad_enabled = torch.is_grad_enabled()
+        record.in_forward = True
         try:
-            after = None if self._adds_up else self._accumulated(args, kwargs)
+            # states that do not add up need a second update, on what is accumulated
+            accumulated = None if self._adds_up else self._states_after(args, kwargs)
+
+            # update from the defaults, on this batch alone
             self._clear()
-            self._enable_grad = grad
+            self._enable_grad = grad_enabled
             self.update(*args, **kwargs)
             batch = self._states()
-            if meets and shared.gather == "states":
-                (values,) = yield [Request(self, self._outgoing(rows))]
-                together = dict(zip(self._defaults, values, strict=True))
-                self._put(together)
-                if self.sync_on_compute:  # a rank's share of the rows may be another in every step
-                    batch |= {name: together[name] for name in self._means()}
-            self._put({"_to_sync": False, "_should_unsync": False})
-            value = self.compute()
-            self._update_count = count + 1
-            if after is None:
-                self._put(detached(batch))
-                self._reduce_states(before)
-                after = self._states()
-            before, count, rows_before = after, count + 1, rows_before + rows
-            ends = self._longer(ends, after)
-        finally:  # with what there was before, if anything failed
-            self._put(before)
-            shared.rows, shared.ends, shared.inside = rows_before, ends, False
-            self._put({"_update_count": count, "_to_sync": self.sync_on_compute, "_should_unsync": True})
-            self._put({"_enable_grad": False, "_is_synced": False, "_computed": None})
-            self._drop_graphs()
-        return self._returned(value, wanted=wanted, meets=meets)
 
-    def _returned(self, value: Any, *, wanted: bool, meets: bool) -> Any:
-        """Check, watch and note a value that is about to leave."""
-        shared = self._shared
-        if wanted and shared.expects_gradient and not any(t.requires_grad for t in precision.tensors_in(value)):
+            # exchange: the states of all ranks, with this rank's graph
+            if has_peers and record.gather == "states":
+                (values,) = yield [Request(self, self._states_to_send(rows))]
+                reduced = self._receive(values)
+                if self.sync_on_compute:  # a rank's share of the rows may be another in every step
+                    batch |= {name: reduced[name] for name in self._means()}
+
+            # compute the value of the global batch
+            self._assign({"_to_sync": False, "_should_unsync": False})
+            value = self.compute()
+
+            # add the batch to what was there
+            self._update_count = count + 1
+            if accumulated is None:
+                self._assign(detached(batch))
+                self._reduce_states(states)
+                accumulated = self._states()
+            states, count, rows_before = accumulated, count + 1, rows_before + rows
+            update_ends = self._ends_after_update(update_ends, states)
+        finally:
+            self._assign(states)
+            record.rows, record.update_ends, record.in_forward = rows_before, update_ends, False
+            self._assign({"_update_count": count, "_to_sync": self.sync_on_compute, "_should_unsync": True})
+            self._assign({"_enable_grad": False, "_is_synced": False, "_computed": None})
+            self._drop_graphs()
+
+        if wanted:
+            self._check_gradient(value)
+        return self._shared_value(value, has_peers=has_peers)
+
+    def _check_gradient(self, value: Any) -> None:
+        """Refuse a value without a graph where an input asks for a gradient."""
+        if self._record.expects_gradient and not any(t.requires_grad for t in precision.tensors_in(value)):
             raise ConfigurationError(
                 f"{self._title()}: value",
                 expected="a gradient, as an input asks for one",
                 got="none, in one process either: it is computed from ranks, counts or decisions",
                 fix="Log it without gradient: differentiable(metric, without_gradient='keep').",
             )
+
+    def _shared_value(self, value: Any, *, has_peers: bool) -> Any:
+        """Remember a value that is about to leave, and watch what comes back into it where other ranks have it too."""
         self._forward_cache = precision.map_tensors(Tensor.detach, value)
-        if meets:
-            for tensor in precision.tensors_in(value):
-                autograd_graph.remember_global_value(tensor)
-            value = shared.coefficients.watch(value, group=self.process_group)
-        return value
+        if not has_peers:
+            return value
+        for tensor in precision.tensors_in(value):
+            autograd_graph.remember_global_value(tensor)
+        return self._record.upstream_grads.watch(value, group=self.process_group)
 
     # ------------------------------------------------------------------ update, compute, sync
 
@@ -174,28 +190,29 @@ class DifferentiableMetric(MetricStates):
 
         @functools.wraps(update)
         def wrapped(*args: Any, **kwargs: Any) -> None:
-            if self._shared.inside:
+            if self._record.in_forward:
                 plain(*args, **kwargs)
             else:
-                run(self, self._title("update"), self._update_stages, args, kwargs)
+                run(self, self._title("update"), self._update_coroutine, args, kwargs)
 
         self.__dict__["_plain_update"] = plain
         return wrapped
 
-    def _update_stages(self, *args: Any, **kwargs: Any) -> Stages:
-        shared = self._shared
+    def _update_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
+        """Add a batch to what was there; with a graph only where it is to be kept."""
+        record = self._record
         self._prepare(precision.tensors_in((args, kwargs)))
-        if shared.gather == "inputs" and self._meets:
+        if record.gather == "inputs" and self._has_peers:
             args, kwargs = yield from gather_inputs(self, self._title(), args, kwargs)
-        self._enable_grad = shared.keep_graph and torch.is_grad_enabled()
+        self._enable_grad = record.keep_graph and torch.is_grad_enabled()
         try:
             self.__dict__["_plain_update"](*args, **kwargs)
         finally:
             self._enable_grad = False
-        shared.rows += inputs.num_rows(args, kwargs)
-        shared.ends = self._longer(shared.ends, self._states())
-        if not shared.keep_graph:  # what is appended to a list brings its own
-            self._put(detached(self._states()))
+        record.rows += inputs.num_rows(args, kwargs)
+        record.update_ends = self._ends_after_update(record.update_ends, self._states())
+        if not record.keep_graph:  # what is appended to a list brings its own
+            self._assign(detached(self._states()))
             self._drop_graphs()
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,15 +220,17 @@ class DifferentiableMetric(MetricStates):
 
         @functools.wraps(compute)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self._shared.inside or self._computed is not None:
+            if self._record.in_forward or self._computed is not None:
                 return plain(*args, **kwargs)
-            meets = self._meets and self._to_sync
+            is_shared = self._has_peers and self._to_sync
             dtype = precision.compute_dtype(precision.tensors_in(self._states()))
             with precision.full_precision(dtype, [self.device.type]):
                 value = plain(*args, **kwargs)
-            if self._shared.keep_graph:
-                self._put(detached(self._states()))
-                value = self._shared.coefficients.watch(value, group=self.process_group) if meets else value
+            if self._record.keep_graph:
+                # the graph ends here: what was accumulated goes on without it
+                self._assign(detached(self._states()))
+                if is_shared:
+                    value = self._record.upstream_grads.watch(value, group=self.process_group)
                 self._computed = value if self.compute_with_cache else None
             return value
 
@@ -232,41 +251,42 @@ class DifferentiableMetric(MetricStates):
             should_sync: False: do nothing.
             distributed_available: Whether there are other ranks.
 
-        Communication: one frame, or one more collective.
+        Communication: one handshake, or one more collective.
         """
         if self._is_synced and should_sync:
             raise TorchMetricsUserError("The Metric has already been synced.")
         available = distributed_available or self.distributed_available_fn
-        if not should_sync or not (available() if callable(available) else False):
+        if not should_sync or not callable(available) or not available():
             return
-        refuse_options(self, type(self).__name__, self._shared.gather, dist_sync_fn=dist_sync_fn)
+        _check_options(self, self._record.gather, dist_sync_fn=dist_sync_fn)
         self._cache = detached(self._states())
-        alone = process_groups.world_size(process_group or self.process_group) == 1
-        if not alone and self._shared.gather == "states":  # else every rank has them already
+        is_alone = process_groups.world_size(process_group or self.process_group) == 1
+        if not is_alone and self._record.gather == "states":  # else every rank has them already
             self._sync_dist(process_group=process_group)
         self._is_synced = True
 
     def _sync_dist(self, dist_sync_fn: Callable[..., Any] | None = None, process_group: Any | None = None) -> None:
         own, self.process_group = self.process_group, process_group or self.process_group
         try:
-            request = Request(self, self._outgoing(self._shared.rows))
-            (values,) = answer(self._title("compute"), [request])
+            request = Request(self, self._states_to_send(self._record.rows))
+            (values,) = reply(self._title("compute"), [request])
         finally:
             self.process_group = own
-        self._put(dict(zip(self._defaults, values, strict=True)))
+        self._receive(values)
 
     def reset(self) -> None:
-        """Back to the defaults."""
+        """Go back to the defaults."""
         super().reset()
-        if "_shared" in self.__dict__:
-            self._shared.rows, self._shared.ends = 0, {}
+        if "_record" in self.__dict__:
+            self._record.rows, self._record.update_ends = 0, {}
 
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
         """Add the states of another metric of the same kind, differentiable or not, or a dict of them."""
         kind = next(cls for cls in type(self).__mro__ if not issubclass(cls, MetricStates))
+        kind = type(self) if kind is Metric else kind
         if isinstance(incoming_state, DifferentiableMetric):
-            self._shared.rows += incoming_state._shared.rows
-        if isinstance(incoming_state, Metric) and isinstance(incoming_state, type(self) if kind is Metric else kind):
+            self._record.rows += incoming_state._record.rows
+        if isinstance(incoming_state, Metric) and isinstance(incoming_state, kind):
             incoming_state = incoming_state.metric_state
         self.dist_sync_on_step = False  # torchmetrics asks; what is accumulated here is not synced
         try:
@@ -274,22 +294,65 @@ class DifferentiableMetric(MetricStates):
         finally:
             self.dist_sync_on_step = True
 
-    # ------------------------------------------------------------------ help
+    # ------------------------------------------------------------------ as a member of an exchange
 
     @property
-    def _meets(self) -> bool:
-        """Whether there are other ranks to meet."""
+    def _has_peers(self) -> bool:
+        """Whether there are other ranks to exchange states with."""
         available = self.distributed_available_fn
         return bool(available is None or available()) and process_groups.world_size(self.process_group) > 1
 
-    def told(self) -> str:
-        """What came back into its values in backward since it was last asked, as text."""
-        return self._shared.coefficients.take()
+    def take_upstream_grads(self) -> str:
+        """Return what came back into its values in backward since this was last asked, as text."""
+        return self._record.upstream_grads.take()
 
     def description(self) -> str:
-        """Its configuration as text, to compare between ranks."""
-        self._shared.configuration = self._shared.configuration or configuration(self)
-        return self._shared.configuration
+        """Return its configuration as text, to compare between ranks."""
+        self._record.configuration = self._record.configuration or configuration(self)
+        return self._record.configuration
 
     def _title(self, where: str = "") -> str:
-        return f"metric {type(self).__name__}{f', {where}' if where else ''}"
+        title = f"metric {type(self).__name__}"
+        return f"{title}, {where}" if where else title
+
+
+def _check_options(
+    metric: Metric, gather: str, *, on_step: bool = True, dist_sync_fn: Callable[..., Any] | None = None
+) -> None:
+    """Refuse options that cannot go with a value over all ranks.
+
+    Raises:
+        ConfigurationError: naming the option.
+    """
+    what = f"differentiable {type(metric).__name__}"
+    if gather not in ("auto", "states", "inputs"):
+        raise ConfigurationError(f"{what}: gather", expected="'auto', 'states' or 'inputs'", got=repr(gather))
+    if not on_step:
+        raise ConfigurationError(
+            f"{what}: dist_sync_on_step",
+            expected="True",
+            got="False, which gives the gradient of this rank's rows alone",
+            fix="Leave it out; use torchmetrics' own class for a value per rank.",
+        )
+    if metric.compute_on_cpu:
+        raise ConfigurationError(
+            f"{what}: compute_on_cpu",
+            expected="False, with dist_sync_on_step as a loss",
+            got="True, which takes the states of each step from their device",
+            fix="Leave it out, or call differentiable on a metric that is made without it.",
+        )
+    if metric.dist_sync_fn is not None or dist_sync_fn is not None:
+        raise ConfigurationError(
+            f"{what}: dist_sync_fn",
+            expected="None",
+            got=repr(metric.dist_sync_fn or dist_sync_fn),
+            fix="Leave it out: the states of all ranks travel in one exchange; process_group= says among whom.",
+        )
+    foreign = [cls for cls in type(metric).__mro__ if not cls.__module__.startswith(_KNOWN_SYNC)]
+    if any("_sync_dist" in vars(cls) for cls in foreign):
+        raise ConfigurationError(
+            f"{what}: _sync_dist",
+            expected="torchmetrics' own",
+            got="an override, whose exchange is not known here",
+            fix="Declare the states with add_state and a reduction.",
+        )

@@ -1,10 +1,14 @@
-"""What a metric holds: its states, taken, put, widened, added up, sent and copied, with nothing of a graph left behind."""
+"""Holds a metric's states: taken, put, widened, added up, sent and copied, with nothing of a graph left behind.
+
+Which metrics must see the rows of all ranks in one update, because their states do not add up over ranks, is said here too
+(``needs_whole_batch``), and what their states lack where ranks have few rows (``MetricStates._receive``).
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -17,43 +21,117 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.core.configuration import configuration
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
-from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.metrics.exchange import State
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
-_OURS = ("torchmetrics.metric", "lightning_ddp_losses.metrics", "torch.", "abc", "builtins")
+# modules whose classes do nothing of their own in `reset`
+_PLAIN_RESET = ("torchmetrics.metric", "lightning_ddp_losses.metrics", "torch.", "abc", "builtins")
 
 
 @dataclass
-class Shared:
+class MetricRecord:
     """What a metric keeps beside torchmetrics' own attributes.
 
     Attributes:
         gather: ``"states"`` or ``"inputs"``.
         keep_graph: Whether ``update`` keeps its graph for ``compute``.
         expects_gradient: Whether a value without a graph is an error.
-        coefficients: What came back into its values.
+        upstream_grads: What came back into its values.
         configuration: As text; made once, before the first update.
         rows: Seen since the last reset.
-        ends: Of each tensor that grows by "cat", its length after each update.
-        inside: A forward is under way: calls of ``update`` and ``compute`` are its own.
+        update_ends: Of each tensor that grows by "cat", its length after each update.
+        in_forward: A forward is under way: calls of ``update`` and ``compute`` are its own.
     """
 
     gather: Gather = "states"
     keep_graph: bool = False
     expects_gradient: bool = True
-    coefficients: UpstreamGradWatch = field(default_factory=UpstreamGradWatch)
+    upstream_grads: UpstreamGradWatch = field(default_factory=UpstreamGradWatch)
     configuration: str = ""
     rows: int = 0
-    ends: dict[str, list[int]] = field(default_factory=dict)
-    inside: bool = False
+    update_ends: dict[str, list[int]] = field(default_factory=dict)
+    in_forward: bool = False
 
 
 class MetricStates(Metric):
     """torchmetrics' base, with the handling of states that a differentiable metric needs."""
 
-    _shared: Shared
+    _record: MetricRecord
+
+    # ------------------------------------------------------------------ take and put
+
+    def _states(self) -> States:
+        """Return the states by name; lists are copied, tensors are not."""
+        found = {}
+        for name in self._defaults:
+            value = getattr(self, name)
+            found[name] = list(value) if isinstance(value, list) else value
+        return found
+
+    def _assign(self, values: dict[str, Any]) -> None:
+        """Set attributes, past torch.nn.Module, which takes ten times as long."""
+        self.__dict__.update(values)
+
+    def _clear(self) -> None:
+        """Reset, without emptying lists that others hold (members of a collection share theirs)."""
+        self._assign({name: [] for name, default in self._defaults.items() if isinstance(default, list)})
+        if not _has_plain_reset(type(self)):
+            self.reset()
+            return
+        tensors = {name: value for name, value in self._defaults.items() if isinstance(value, Tensor)}
+        self._assign({name: value.detach().clone() for name, value in tensors.items()})
+        self._assign({"_update_count": 0, "_computed": None, "_cache": None, "_is_synced": False})
+
+    def _prepare(self, given: list[Tensor]) -> None:
+        """Note the configuration, and widen states that are narrower than the inputs or than float32."""
+        record = self._record
+        record.configuration = record.configuration or configuration(self)
+        own = self.parameters() if self._parameters or self._modules else ()
+        dtype = precision.compute_dtype([*own, *given])
+        for name, default in self._defaults.items():
+            if isinstance(default, Tensor) and default.is_floating_point():
+                wide = torch.promote_types(dtype, default.dtype)
+                if wide != default.dtype:
+                    self._defaults[name] = default.to(wide)
+                    setattr(self, name, getattr(self, name).to(wide))
+                    self._dtype = wide
+
+    # ------------------------------------------------------------------ send and receive
+
+    def _states_to_send(self, rows: int) -> list[State]:
+        title, untouched = type(self).__name__, self._update_count == 0
+        reductions: dict[str, Any] = self._reductions  # functions by now, also where add_state was given a name
+        found = []
+        for name, reduce in reductions.items():
+            value = self._split_by_update(name)
+            found.append(State(f"{title}.{name}", value, self.device, reduce, float(rows), untouched))
+        return found
+
+    def _receive(self, values: Sequence[Any]) -> States:
+        """Put the states of all ranks, as ``_states_to_send`` named them, in the place of this rank's."""
+        reduced = dict(zip(self._defaults, values, strict=True))
+        self._assign(reduced)
+        return reduced
+
+    def _split_by_update(self, name: str) -> Any:
+        """Return a state; a tensor that grew by "cat" in the pieces that it grew by, so that they can be put in order."""
+        value, ends = getattr(self, name), self._record.update_ends.get(name, [0])
+        grew = isinstance(value, Tensor) and len(ends) > 1 and ends[-1] == len(value)
+        if self._record.in_forward or not grew:
+            return value
+        sizes = [after - before for before, after in pairwise([0, *ends])]
+        return list(torch.split(value, sizes))
+
+    def _ends_after_update(self, ends: dict[str, list[int]], states: States) -> dict[str, list[int]]:
+        """Return ``update_ends`` with the lengths that tensors reduced by "cat" have now."""
+        found = {}
+        for name, value in states.items():
+            if self._reductions[name] is dim_zero_cat and isinstance(value, Tensor) and value.ndim:
+                found[name] = [*ends.get(name, ()), len(value)]
+        return found
+
+    # ------------------------------------------------------------------ add up
 
     @property
     def _adds_up(self) -> bool:
@@ -65,66 +143,9 @@ class MetricStates(Metric):
                 return False
         return self.full_state_update is False
 
-    def _prepare(self, given: list[Tensor]) -> None:
-        """Note the configuration, and widen states that are narrower than the inputs or than float32."""
-        shared = self._shared
-        shared.configuration = shared.configuration or configuration(self)
-        own = self.parameters() if self._parameters or self._modules else ()
-        dtype = precision.compute_dtype([*own, *given])
-        for name, default in self._defaults.items():
-            if isinstance(default, Tensor) and default.is_floating_point():
-                wide = torch.promote_types(dtype, default.dtype)
-                if wide != default.dtype:
-                    self._defaults[name] = default.to(wide)
-                    setattr(self, name, getattr(self, name).to(wide))
-                    self._dtype = wide
-
-    def _states(self) -> States:
-        return {name: _own(getattr(self, name)) for name in self._defaults}
-
-    def _put(self, values: States) -> None:
-        self.__dict__.update(values)  # plain attributes, which torch.nn.Module sets ten times as slowly
-
-    def _clear(self) -> None:
-        """Reset, without emptying lists that others hold (members of a collection share theirs)."""
-        self._put({name: [] for name, default in self._defaults.items() if isinstance(default, list)})
-        if _resets_states_only(type(self)):
-            self._put({n: d.detach().clone() for n, d in self._defaults.items() if isinstance(d, Tensor)})
-            self._put({"_update_count": 0, "_computed": None, "_cache": None, "_is_synced": False})
-        else:
-            self.reset()
-
-    def _outgoing(self, rows: int) -> list[State]:
-        title, fresh = type(self).__name__, self._update_count == 0
-        reductions: dict[str, Any] = self._reductions  # functions by now, also where add_state was given a name
-        return [
-            State(f"{title}.{name}", self._by_update(name), self.device, reduce, float(rows), fresh)
-            for name, reduce in reductions.items()
-        ]
-
-    def _longer(self, ends: dict[str, list[int]], states: States) -> dict[str, list[int]]:
-        return {
-            name: [*ends.get(name, ()), len(value)]
-            for name, value in states.items()
-            if self._reductions[name] is dim_zero_cat and isinstance(value, Tensor) and value.ndim
-        }
-
-    def _by_update(self, name: str) -> Any:
-        """A state; a tensor that grew by "cat" in the pieces that it grew by, so that they can be put in order."""
-        value, ends = getattr(self, name), self._shared.ends.get(name, [0])
-        if self._shared.inside or not isinstance(value, Tensor) or len(ends) < 2 or ends[-1] != len(value):
-            return value
-        return list(torch.split(value, [after - before for before, after in pairwise([0, *ends])]))
-
-    def _accumulated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> States:
-        """The states after one more update, for a metric whose states do not just add up."""
-        self._enable_grad = False
-        # of its own: they are changed in place
-        own = {name: list(v) if isinstance(v, list) else v.clone() for name, v in self._states().items()}
-        self._put(own)
-        before = {id(t) for t in precision.tensors_in(self._states())}
-        self.update(*args, **kwargs)
-        return precision.map_tensors(lambda t: t if id(t) in before else t.detach(), self._states())  # type: ignore[no-any-return]
+    def _means(self) -> list[str]:
+        """Return the names of the states reduced by "mean"."""
+        return [name for name, reduce in self._reductions.items() if reduce is dim_zero_mean]
 
     def _reduce_states(self, incoming_state: dict[str, Any]) -> None:
         means = {name: getattr(self, name) for name in self._means()}
@@ -133,18 +154,28 @@ class MetricStates(Metric):
         for name, local in means.items():  # torchmetrics rounds these to float32
             setattr(self, name, ((n - 1) * incoming_state[name] + local) / n)
 
-    def _means(self) -> list[str]:
-        """States reduced by "mean"."""
-        return [name for name, reduce in self._reductions.items() if reduce is dim_zero_mean]
+    def _states_after(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> States:
+        """Return the states after one more update, for a metric whose states do not just add up."""
+        self._enable_grad = False
+        # copies, as update may change them in place
+        own = {}
+        for name, value in self._states().items():
+            own[name] = value if isinstance(value, list) else value.clone()
+        self._assign(own)
+        before = {id(tensor) for tensor in precision.tensors_in(self._states())}
+        self.update(*args, **kwargs)
+        return precision.map_tensors(lambda t: t if id(t) in before else t.detach(), self._states())  # type: ignore[no-any-return]
+
+    # ------------------------------------------------------------------ graphs and copies
 
     def _drop_graphs(self) -> None:
-        """A metric may keep tensors beside its states; no graph may grow with the steps."""
+        """Detach what a metric keeps beside its states; no graph may grow with the steps."""
         for name, value in self.__dict__.items():
             if isinstance(value, Tensor) and value.grad_fn is not None and name not in self._defaults:
                 self.__dict__[name] = value.detach()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied: nothing with a graph."""
+        """Return what is pickled and copied: nothing with a graph."""
         state = super().__getstate__()
         state.pop("_plain_update", None)
         for name in (*self._defaults, "_forward_cache", "_computed"):
@@ -160,40 +191,18 @@ class MetricStates(Metric):
 
 
 @functools.cache
-def _resets_states_only(cls: type) -> bool:
-    return not any("reset" in vars(base) for base in cls.__mro__ if not base.__module__.startswith(_OURS))
-
-
-def _own(value: Any) -> Any:
-    return list(value) if isinstance(value, list) else value
+def _has_plain_reset(cls: type) -> bool:
+    """Whether ``reset`` of a class does no more than torchmetrics' own."""
+    foreign = [base for base in cls.__mro__ if not base.__module__.startswith(_PLAIN_RESET)]
+    return not any("reset" in vars(base) for base in foreign)
 
 
 def detached(states: States) -> States:
-    """The states without their graph, in the same memory."""
+    """Return the states without their graph, in the same memory."""
     return {name: precision.map_tensors(Tensor.detach, value) for name, value in states.items()}
 
 
-# ---------- from refusals.py: What cannot be trained on, and why; which metrics look at the whole batch; options that do not go with a loss.
-
-_OWN = ("torchmetrics.metric", "lightning_ddp_losses.metrics")
-_IN_PLACE = "torchmetrics changes in place what backward needs, which fails"
-_LABELS = "it compares cluster labels, which are integers"
-
-WITHOUT_GRADIENT = {
-    "AdjustedMutualInfoScore": _LABELS,
-    "AdjustedRandScore": _LABELS,
-    "CompletenessScore": _LABELS,
-    "DaviesBouldinScore": _IN_PLACE,
-    "FowlkesMallowsIndex": _LABELS,
-    "HomogeneityScore": _LABELS,
-    "MutualInfoScore": _LABELS,
-    "NormalizedMutualInfoScore": _LABELS,
-    "RandScore": _LABELS,
-    "VMeasureScore": _LABELS,
-    "VisualInformationFidelity": _IN_PLACE,
-    "HausdorffDistance": "it measures between masks, which are integers",
-}
-"""torchmetrics marks these as differentiable; there is no gradient, in one process either."""
+# ---------------------------------------------------------------------- metrics that look at the whole batch
 
 
 def _always(_: Any) -> bool:
@@ -215,62 +224,11 @@ _WHOLE_BATCH: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def looks_at_whole_batch(metric: Metric) -> bool:
+def needs_whole_batch(metric: Metric) -> bool:
     """Whether the metric is only right when its update sees the rows of all ranks."""
-    return any(name in _WHOLE_BATCH and _WHOLE_BATCH[name](metric) for name in _names(type(metric)))
+    return any(name in _WHOLE_BATCH and _WHOLE_BATCH[name](metric) for name in torchmetrics_names(type(metric)))
 
 
-def reason_against(cls: type[Metric]) -> str | None:
-    """Why metrics of a class have no gradient, None where nothing is known against them."""
-    for name in _names(cls):
-        if name in WITHOUT_GRADIENT:
-            return WITHOUT_GRADIENT[name]
-    if cls.is_differentiable is False:
-        return "torchmetrics says is_differentiable=False: it counts, ranks or decides"
-    return None
-
-
-def _names(cls: type) -> list[str]:
-    """The class and its bases of torchmetrics, by name; subclasses of the user's keep what they inherit."""
+def torchmetrics_names(cls: type) -> list[str]:
+    """Return the class and its bases of torchmetrics, by name; subclasses of the user's keep what they inherit."""
     return [base.__name__.lstrip("_") for base in cls.__mro__ if base.__module__.startswith("torchmetrics.")]
-
-
-def refuse_options(
-    metric: Metric, title: str, gather: str, *, on_step: bool = True, dist_sync_fn: Callable[..., Any] | None = None
-) -> None:
-    """Refuse options that cannot go with a value over all ranks.
-
-    Raises:
-        ConfigurationError: naming the option.
-    """
-    what = f"differentiable {title}"
-    if gather not in ("auto", "states", "inputs"):
-        raise ConfigurationError(f"{what}: gather", expected="'auto', 'states' or 'inputs'", got=repr(gather))
-    if not on_step:
-        raise ConfigurationError(
-            f"{what}: dist_sync_on_step",
-            expected="True",
-            got="False, which gives the gradient of this rank's rows alone",
-            fix="Leave it out; use torchmetrics' own class for a value per rank.",
-        )
-    if metric.compute_on_cpu:
-        raise ConfigurationError(
-            f"{what}: compute_on_cpu",
-            expected="False, with dist_sync_on_step as a loss",
-            got="True, which takes the states of each step from their device",
-            fix="Leave it out, or call differentiable on a metric that is made without it.",
-        )
-    if metric.dist_sync_fn is not None or dist_sync_fn is not None:
-        raise ConfigurationError(
-            f"{what}: dist_sync_fn",
-            expected="None",
-            got=f"{metric.dist_sync_fn or dist_sync_fn!r}",
-            fix="Leave it out: the states of all ranks travel in one exchange; process_group= says among whom.",
-        )
-    if any("_sync_dist" in vars(cls) and not cls.__module__.startswith(_OWN) for cls in type(metric).__mro__):
-        raise ConfigurationError(
-            f"{what}: _sync_dist",
-            expected="torchmetrics' own",
-            got="an override, whose exchange is not known here",
-            fix="Declare the states with add_state and a reduction.",
-        )

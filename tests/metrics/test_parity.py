@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_ddp_losses.metrics.states import WITHOUT_GRADIENT
+from lightning_ddp_losses.metrics.conversion import WITHOUT_GRADIENT
 from tests.metrics.cases import CASES, NOT_FED, differentiable_classes
 from tests.metrics.harness import compare
 from tests.rank_pool import RankPool
@@ -31,9 +31,7 @@ def differences(family: str, even: bool) -> dict[str, float]:
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_value_and_gradient_are_those_of_one_process(
-    pool: RankPool, family: str, world_size: int, even: bool
-) -> None:
+def test_value_and_gradient_are_those_of_one_process(pool: RankPool, family: str, world_size: int, even: bool) -> None:
     for found in pool.run(world_size, differences, family, even, seconds=60):
         assert found
         assert {name: off for name, off in found.items() if not off < 1} == {}
