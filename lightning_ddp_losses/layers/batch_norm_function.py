@@ -132,8 +132,9 @@ def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
         payload += moments.cpu().numpy().tobytes()
     payloads = handshake.all_gather(str(call), must_match, payload, group=call.scope.handshake_group)
     counts, needs_gradient = zip(*(_HEAD.unpack_from(sent) for sent in payloads), strict=True)
-    if any(sum(counts[rank] for rank in ranks) == 1 for ranks in call.scope.subgroups()):
-        raise _too_few(call, x, counts)
+    for ranks in call.scope.subgroups():
+        if sum(counts[rank] for rank in ranks) == 1:
+            raise _too_few(call, x, counts)
 
     # moments of each rank, merged
     if is_inline:

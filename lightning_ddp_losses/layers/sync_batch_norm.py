@@ -426,18 +426,8 @@ class BeforeBackwardPatch(MethodPatch):
 
 def synced_calls(loss: Tensor) -> list[str]:
     """Return the calls of synchronised layers in the graph of ``loss``, sorted."""
-    found, seen = [], set()
-    stack = [] if loss.grad_fn is None else [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        call = getattr(node, "synced_call", None)
-        if call is not None:
-            found.append(call)
-        stack += [child for child, _ in node.next_functions if child is not None]
-    return sorted(found)
+    calls = [getattr(node, "synced_call", None) for node, _ in autograd_graph.walk_graph([loss])]
+    return sorted(call for call in calls if call is not None)
 
 
 def check_same_names(what: str, names: Iterable[str], fix: str, *, group: Group = None) -> None:

@@ -105,13 +105,16 @@ class _DifferentiableComposition(Composite):
 
     def _forward_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
         parts = [self.metric_a, self.metric_b]
-        calls = [_call_of(part, args, kwargs) for part in parts if isinstance(part, Metric)]
-        values = iter((yield from together(calls)))
-        a, b = (next(values) if isinstance(part, Metric) else part for part in parts)
-        if a is None or (b is None and isinstance(self.metric_b, Metric)):
-            return None
-        operands = (a,) if b is None else (a, b)
-        value = self.op(*operands)  # type: ignore[attr-defined]
+        indices = [index for index, part in enumerate(parts) if isinstance(part, Metric)]
+        values = yield from together([_call_of(parts[index], args, kwargs) for index in indices])
+        # numbers and tensors stay what they are
+        for index, value in zip(indices, values, strict=True):
+            if value is None:
+                return None
+            parts[index] = value
+        if self.metric_b is None:
+            parts.pop()
+        value = self.op(*parts)  # type: ignore[attr-defined]
         self._forward_cache = precision.map_tensors(Tensor.detach, value)
         return value
 

@@ -62,7 +62,7 @@ def differentiable(  # type: ignore[misc]
     keep_graph: bool = False,
     without_gradient: WithoutGradient = "refuse",
 ) -> Metric:  # what it was given; a command line reads here that it makes metrics
-    """A differentiable form of a metric: its value over all ranks, with the gradient of one process.
+    """Return a differentiable form of a metric: its value over all ranks, with the gradient of one process.
 
     Args:
         metric: An instance (copied with configuration, states, device and dtype; parameters are shared), a class, a
@@ -92,6 +92,8 @@ def differentiable(  # type: ignore[misc]
             "differentiable: without_gradient", expected="'refuse' or 'keep'", got=repr(without_gradient)
         )
     keep = without_gradient == "keep"
+
+    # a class: a differentiable subclass
     if isinstance(metric, type) and issubclass(metric, (Metric, MetricCollection)):
         _refuse_class(metric, keep)
         return _class_of(metric)  # type: ignore[return-value]
@@ -99,118 +101,33 @@ def differentiable(  # type: ignore[misc]
         raise ConfigurationError(
             "differentiable",
             expected="a metric or a collection of torchmetrics, or a class of them",
-            got=f"{type(metric).__name__}",
+            got=type(metric).__name__,
             fix="Give it the metric that is inside.",
         )
+
+    # an instance: a copy, and each metric inside it made one of such a class
     for part in _metrics_inside(metric):
         _refuse_class(type(part), keep)
-    copied = _copy(metric)
+    copied = _copy_of(metric)
     for part in _metrics_inside(copied):
-        _convert(part, gather=gather, keep_graph=keep_graph, keep=keep)
+        _convert_(part, gather=gather, keep_graph=keep_graph, keep=keep)
     return copied  # type: ignore[no-any-return]
 
 
 def _metrics_inside(metric: nn.Module) -> list[nn.Module]:
+    """Return the metric and all that it holds, each once; a collection's own ``modules`` may leave some out."""
     return [m for m in nn.Module.modules(metric) if isinstance(m, (Metric, MetricCollection))]
 
 
-# ---------------------------------------------------------------------- classes
-
-
-class _Generated(ABCMeta):
-    """The class of generated classes: they are pickled as what they were made of."""
-
-
-def _reduce_class(cls: type) -> Any:
-    # a subclass of the user's is found by its name, as any class
-    return (_class_of, (cls.__dict__["_original"],)) if "_original" in cls.__dict__ else cls.__qualname__
-
-
-copyreg.pickle(_Generated, _reduce_class)
-_made: dict[type, type] = {}
-
-
-def _class_of(original: type) -> type:
-    """The differentiable subclass of a class; one that is differentiable itself stays."""
-    if issubclass(original, (DifferentiableMetric, Composite)):
-        return original
-    if original not in _made:
-        bases = (_base_for(original), original)
-        namespace = {
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
-            "_original": original,
-        }
-        if issubclass(bases[0], Composite):
-            namespace["__init__"] = _composite_init(original)
-        _made[original] = _Generated(original.__name__, bases, namespace)
-    return _made[original]
-
-
-def _composite_init(original: type) -> Any:
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original.__init__(self, *(_differentiable_in(a) for a in args), **_differentiable_in(kwargs))  # type: ignore[misc]
-
-    init.__signature__ = inspect.signature(original.__init__)  # type: ignore[attr-defined, misc]
-    return init
-
-
-def _differentiable_in(tree: Any) -> Any:
-    """The same nest, its metrics differentiable."""
-    if isinstance(tree, (Metric, MetricCollection)):
-        return differentiable(tree)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_differentiable_in(item) for item in tree)
-    return {key: _differentiable_in(item) for key, item in tree.items()} if isinstance(tree, dict) else tree
-
-
-def _base_for(original: type) -> type:
-    for kind, composite in COMPOSITES.items():
-        if issubclass(original, kind):
-            return composite
-    return DifferentiableMetric
-
-
-# ---------------------------------------------------------------------- instances
-
-
-def _copy(metric: Any) -> Any:
-    """A copy with its own states and the same parameters; what holds a graph is cut from it."""
-    memo: dict[int, Any] = {id(p): p for p in metric.parameters()}
-    for part in _metrics_inside(metric):
-        kept = vars(part)
-        for tensor in precision.tensors_in(list(kept.values())):
-            if not tensor.is_leaf:
-                memo[id(tensor)] = tensor.detach()
-        group = kept.get("process_group")
-        memo[id(group)] = group  # a group of processes has no copy
-    return copy.deepcopy(metric, memo)
-
-
-def _convert(part: nn.Module, *, gather: Gather, keep_graph: bool, keep: bool) -> None:
-    """Make an instance one of the differentiable subclass of its class, in place."""
-    if isinstance(part, (DifferentiableMetric, Composite)):
-        return
-    cls = _class_of(type(part))
-    state = part.__dict__
-    part.__class__ = cls
-    if isinstance(part, DifferentiableMetric):
-        on_step = True  # False is torchmetrics' default, not the user's wish
-        part._set_up(gather=gather, keep_graph=keep_graph, on_step=on_step, expects_gradient=not keep)
-    if isinstance(part, Metric):
-        for name in ("update", "compute"):
-            state.pop(name, None)
-        part.update = part._wrap_update(part.update)  # type: ignore[method-assign]
-        part.compute = part._wrap_compute(part.compute)  # type: ignore[method-assign]
+# ---------------------------------------------------------------------- refusals
 
 
 def _refuse_class(cls: type, keep: bool) -> None:
     """Refuse a class that has no gradient, or that does things of its own that are not known here."""
     if issubclass(cls, (DifferentiableMetric, Composite)) or _base_for(cls) is not DifferentiableMetric:
         return
-    reason = None if keep else _reason_against(cls)  # type: ignore[arg-type]
-    if reason is not None:
+    reason = _reason_against(cls)  # type: ignore[arg-type]
+    if reason is not None and not keep:
         raise ConfigurationError(
             f"differentiable: {cls.__name__}",
             expected="a metric with a gradient",
@@ -235,3 +152,99 @@ def _reason_against(cls: type[Metric]) -> str | None:
     if cls.is_differentiable is False:
         return "torchmetrics says is_differentiable=False: it counts, ranks or decides"
     return None
+
+
+# ---------------------------------------------------------------------- classes
+
+
+class _Generated(ABCMeta):
+    """The class of generated classes: they are pickled as what they were made of."""
+
+
+def _reduce_class(cls: type) -> Any:
+    if "_original" in cls.__dict__:
+        return _class_of, (cls.__dict__["_original"],)
+    return cls.__qualname__  # a subclass of the user's is found by its name, as any class
+
+
+copyreg.pickle(_Generated, _reduce_class)
+_class_by_original: dict[type, type] = {}
+
+
+def _class_of(original: type) -> type:
+    """Return the differentiable subclass of a class, made once; one that is differentiable itself stays."""
+    if issubclass(original, (DifferentiableMetric, Composite)):
+        return original
+    if original not in _class_by_original:
+        bases = (_base_for(original), original)
+        namespace = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "_original": original,
+        }
+        if issubclass(bases[0], Composite):
+            namespace["__init__"] = _composite_init(original)
+        _class_by_original[original] = _Generated(original.__name__, bases, namespace)
+    return _class_by_original[original]
+
+
+def _base_for(original: type) -> type:
+    for kind, composite in COMPOSITES.items():
+        if issubclass(original, kind):
+            return composite
+    return DifferentiableMetric
+
+
+def _composite_init(original: type) -> Any:
+    """Return an ``__init__`` that makes the metrics among its arguments differentiable."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        args, kwargs = _differentiable_inside((args, kwargs))
+        original.__init__(self, *args, **kwargs)  # type: ignore[misc]
+
+    init.__signature__ = inspect.signature(original.__init__)  # type: ignore[attr-defined, misc]
+    return init
+
+
+def _differentiable_inside(tree: Any) -> Any:
+    """Return the same nest, its metrics differentiable."""
+    if isinstance(tree, (Metric, MetricCollection)):
+        return differentiable(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_differentiable_inside(item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _differentiable_inside(item) for key, item in tree.items()}
+    return tree
+
+
+# ---------------------------------------------------------------------- instances
+
+
+def _copy_of(metric: Any) -> Any:
+    """Return a copy with its own states and the same parameters; what holds a graph is cut from it."""
+    memo: dict[int, Any] = {id(p): p for p in metric.parameters()}
+    for part in _metrics_inside(metric):
+        attributes = vars(part)
+        for tensor in precision.tensors_in(list(attributes.values())):
+            if not tensor.is_leaf:
+                memo[id(tensor)] = tensor.detach()
+        group = attributes.get("process_group")
+        memo[id(group)] = group  # a group of processes has no copy
+    return copy.deepcopy(metric, memo)
+
+
+def _convert_(part: nn.Module, *, gather: Gather, keep_graph: bool, keep: bool) -> None:
+    """Make an instance one of the differentiable subclass of its class, in place."""
+    if isinstance(part, (DifferentiableMetric, Composite)):
+        return
+    part.__class__ = _class_of(type(part))
+    if isinstance(part, DifferentiableMetric):
+        # dist_sync_on_step=False is torchmetrics' default there, not the user's wish
+        part._set_up(gather=gather, keep_graph=keep_graph, on_step=True, expects_gradient=not keep)
+    if isinstance(part, Metric):
+        # torchmetrics wrapped the methods of the class that it was
+        for name in ("update", "compute"):
+            part.__dict__.pop(name, None)
+        part.update = part._wrap_update(part.update)  # type: ignore[method-assign]
+        part.compute = part._wrap_compute(part.compute)  # type: ignore[method-assign]

@@ -74,7 +74,9 @@ class State:
         """How it is gathered."""
         if self.reduce is dim_zero_cat:
             return "rows"
-        return "stack" if isinstance(self.value, Tensor) else "list"
+        if isinstance(self.value, Tensor):
+            return "stack"
+        return "list"
 
     @property
     def reduction(self) -> str:
@@ -245,9 +247,9 @@ def _unpack(payload: bytes, weight_bytes: int) -> _Message:
     contents_end = _HEAD.size + length
     weights_end = contents_end + weight_bytes
     contents = payload[_HEAD.size : contents_end].decode()
-    # of a rank that holds other states, the rest may be shorter; it is not read then
-    whole = payload[contents_end:weights_end][: weight_bytes if len(payload) >= weights_end else 0]
-    weights = tuple(weight for (weight,) in _WEIGHT.iter_unpack(whole))
+    weights: tuple[float, ...] = ()
+    if len(payload) >= weights_end:  # a rank that has other states may send fewer; they are not read then
+        weights = tuple(weight for (weight,) in _WEIGHT.iter_unpack(payload[contents_end:weights_end]))
     return _Message(digest, is_inline, contents, weights, memoryview(payload)[weights_end:])
 
 
@@ -383,7 +385,8 @@ def _place_rows(
         length = _num_bytes(dtype, (rows, *row_shape))
         placed[rank, k] = Slot(start, length, state, 0, first_row, rows)
         start, first_row = start + length, first_row + rows
-    regions.append((Region(size, dtype, (first_row, *row_shape)),) if placed else ())
+    found = [Region(size, dtype, (first_row, *row_shape))] if placed else []
+    regions.append(tuple(found))
     _add_in_order_(slots, placed)
     return _next_start(start)
 
@@ -444,17 +447,19 @@ def _common_row(title: str, name: str, entries: Sequence[Sequence[Entry]]) -> En
     with_rows = [entry for entry in known if entry[1] != (0,)] or known
     found = {(dtype, shape[1:]) for dtype, shape in with_rows}
     if len(found) > 1:
-        held = []
+        by_rank = []
         for of_rank in entries:
             rows = [f"rows of shape {shape[1:]} {str(dtype)[6:]}" for dtype, shape in of_rank]
-            held.append(", ".join(dict.fromkeys(rows)) or "no data")
+            by_rank.append(", ".join(dict.fromkeys(rows)) or "no data")
         _raise_mismatch(
             f"{title}: state `{name}`",
             "rows of one shape and dtype on every rank",
-            held,
+            by_rank,
             "Call update with inputs of the same number of dimensions, width and dtype on every rank.",
         )
-    return found.pop() if found else (torch.float32, ())
+    if not found:
+        return torch.float32, ()
+    return found.pop()
 
 
 def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
@@ -525,8 +530,10 @@ def _reduce(state: State, gathered: list[Tensor], rows: Sequence[float] | None) 
     """Reduce what all ranks hold as torchmetrics does; ``rows`` of each rank weigh a mean."""
     if state.kind == "rows":
         return gathered[0] if gathered else []
+    if state.kind == "list" and state.reduce is None:
+        return gathered
     if state.kind == "list":
-        return gathered if state.reduce is None else state.reduce(gathered)
+        return state.reduce(gathered)  # type: ignore[misc]
     (stacked,) = gathered
     if state.reduce is None:
         return stacked
@@ -562,14 +569,16 @@ def _adapt_states(
     for what in ("configuration", "device"):
         texts = [of_rank[what] for of_rank in gathered]
         if len(set(texts)) > 1:
-            held = _differing_parts(texts)
-            _raise_mismatch(f"{title}: {what}", "the same on every rank", held, "Build the metric alike on every rank.")
-    held = []
+            by_rank = _differing_parts(texts)
+            _raise_mismatch(
+                f"{title}: {what}", "the same on every rank", by_rank, "Build the metric alike on every rank."
+            )
+    by_rank = []
     for of_rank in gathered:
         described = [f"{name} ({kind}, {reduction})" for name, reduction, kind, *_ in of_rank["states"]]
-        held.append(", ".join(described) or "no states")
-    if len(set(held)) > 1:
-        _raise_mismatch(f"{title}: states", "the same on every rank", held, "Build the metric alike on every rank.")
+        by_rank.append(", ".join(described) or "no states")
+    if len(set(by_rank)) > 1:
+        _raise_mismatch(f"{title}: states", "the same on every rank", by_rank, "Build the metric alike on every rank.")
 
     # each state: the ranks that put something in must agree, the others' defaults follow
     adapted = []
@@ -629,5 +638,5 @@ def _parts_of(text: str) -> list[str]:
     return [part.strip() for part in text.replace("; ", ", ").split(", ")]
 
 
-def _raise_mismatch(what: str, expected: str, held: Sequence[str], fix: str) -> NoReturn:
-    raise RankMismatchError(what, expected=expected, ranks=held, fix=fix, collective=True)
+def _raise_mismatch(what: str, expected: str, by_rank: Sequence[str], fix: str) -> NoReturn:
+    raise RankMismatchError(what, expected=expected, ranks=by_rank, fix=fix, collective=True)

@@ -283,7 +283,8 @@ class DifferentiableMetric(MetricStates):
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
         """Add the states of another metric of the same kind, differentiable or not, or a dict of them."""
         kind = next(cls for cls in type(self).__mro__ if not issubclass(cls, MetricStates))
-        kind = type(self) if kind is Metric else kind
+        if kind is Metric:
+            kind = type(self)
         if isinstance(incoming_state, DifferentiableMetric):
             self._record.rows += incoming_state._record.rows
         if isinstance(incoming_state, Metric) and isinstance(incoming_state, kind):
@@ -313,7 +314,9 @@ class DifferentiableMetric(MetricStates):
 
     def _title(self, where: str = "") -> str:
         title = f"metric {type(self).__name__}"
-        return f"{title}, {where}" if where else title
+        if where:
+            title += f", {where}"
+        return title
 
 
 def _check_options(

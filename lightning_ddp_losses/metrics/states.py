@@ -87,8 +87,7 @@ class MetricStates(Metric):
         """Note the configuration, and widen states that are narrower than the inputs or than float32."""
         record = self._record
         record.configuration = record.configuration or configuration(self)
-        own = self.parameters() if self._parameters or self._modules else ()
-        dtype = precision.compute_dtype([*own, *given])
+        dtype = precision.compute_dtype([*precision.parameters_of(self), *given])
         for name, default in self._defaults.items():
             if isinstance(default, Tensor) and default.is_floating_point():
                 wide = torch.promote_types(dtype, default.dtype)
