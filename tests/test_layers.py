@@ -31,7 +31,36 @@ LAYER_OF = {unit: number for number, (units, _) in enumerate(LAYERS) for unit in
 # inside functions, so that `core` needs torch only
 COMPAT = ROOT / "core" / "compat.py"
 # subclassing or overriding what a library keeps private: file, then the names it may use and why
-PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {}
+PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {
+    "cli/app.py": {
+        "_add_arguments": "a subcommand of LightningCLI's adds what its own have",
+        "_get": "LightningCLI's reader of a config that may have subcommands",
+        "_prepare_subcommand_parser": "overridden: the audit's parser",
+        "_run_subcommand": "overridden: the audit runs no method of a trainer",
+    },
+    "metrics/composites.py": {
+        "_base_metric": "the member of MinMaxMetric, which is subclassed",
+        "_compute_and_reduce": "MetricCollection's names for its values, which no public method gives",
+        "_convert_output": "a wrapper's names for its values, which no public method gives",
+        "_filter_kwargs": "what a composition and a collection call their members with",
+        "_get_args_kwargs_by_output": "MultioutputWrapper's cut of the inputs",
+        "_is_suitable_val": "MinMaxMetric's check of its value",
+        "_num_vals_seen": "the place in the window of Running, which is subclassed",
+        "_to_sync": "torchmetrics' flag for compute: set by a base class, as torchmetrics' own wrappers set it",
+        "_wrap_transform": "an input transformer's change of the inputs",
+    },
+    "metrics/metric.py": {
+        "_sync_dist": "overridden: one exchange for all states; the seam that torchmetrics keeps for it",
+        "_to_sync": "torchmetrics' flags around compute, which forward sets as the forward that it overrides",
+        "_wrap_compute": "overridden: full precision, and a graph that ends there",
+        "_wrap_update": "overridden: update with a graph, or with the rows of all ranks",
+    },
+    "metrics/states.py": {
+        "_defaults": "the states by name; torchmetrics offers no public list of them",
+        "_reduce_states": "overridden: means in their own dtype",
+        "_reductions": "the reduction of each state, likewise",
+    },
+}
 # two documented import paths for what lies below them
 THIN = {"collectives", "sharding"}
 FILES = sorted(ROOT.rglob("*.py"))
