@@ -1,24 +1,45 @@
 """Losses over the global batch, and the one statement of their gradient.
 
-Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` = sum of B. DDP divides the sum of the ranks' gradients by W. Three exact
-ways to evaluate a global loss L = S / N:
+Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` = sum of B, ``S_r`` and ``n_r`` rank r's part of a sum and of its divisor. DDP divides
+the sum of the ranks' gradients by W. Three exact modes evaluate a global loss L = S / N:
 
 | mode | each rank computes | gather's backward | backward communication | exact for |
 |---|---|---|---|---|
-| ``replicated`` | the whole L on all G rows | own slice times W | none | every loss that is deterministic given its inputs |
+| ``replicated`` | the full L on all G rows | own slice times W | none | every loss that is deterministic given its inputs |
 | ``rows`` | S_r: elements whose anchor is on this rank, against all G rows | sum over ranks | 1 | sums over anchors |
 | ``rows``, symmetric tiles | S_r, and later all that its own rows take part in | never asked | none | four losses (``tiled``) |
 | ``elements`` | S_r: elements of its own rows | nothing is gathered | none | sums over samples |
 
-Beside them: ``ClassShardedLoss``, whose class weight is divided over the ranks (``class_softmax``: statistics over each rank's classes
-make every row's loss known to all), and two-tower losses in tiles (``two_towers``).
+In ``rows`` and ``elements`` each rank back-propagates ``W * S_r / N`` and reports ``L = sum(S_r) / sum(n_r)``; DDP's mean over ranks then
+gives the gradient of L. Symmetric tiles give this rank's rows W times their gradient of the full ``L``, from one statistic per row of
+every rank. ``replicated`` needs no factor for the loss's own parameters: every rank holds the full gradient and DDP's mean leaves it
+alone. ``partial_sums`` is the only file that names W as a factor.
 
-What is said to cost a frame and a gather costs the frame alone where the rows are few (``handshake.inline_capacity``, on the CPU): from the
-second call on they travel in it.
+A mode costs a handshake (``distributed/handshake.py``), and a gather of the rows unless it is ``elements``. Few rows on the CPU
+(``handshake.inline_capacity``) need no gather of their own: from the second call on they travel in the handshake.
 
-In ``rows`` and ``elements`` each rank back-propagates ``W * S_r / N`` and reports ``L`` (``reduction``); symmetric tiles give its rows W
-times their gradient of the whole ``L``, from one statistic per row of every rank. A ``replicated`` loss needs no
-factor for its own parameters: every rank holds the full gradient and DDP's mean leaves it alone.
+| file | what it holds |
+|---|---|
+| ``global_batch`` | `GlobalBatchLoss`, `GlobalBatchMiner`: validate, choose, run; what they refuse; a memory's position |
+| ``evaluations`` | `Elements`, `Rows`, `Tiled`, `Replicated`: how a call is evaluated |
+| ``pml_registry`` | pytorch-metric-learning (PML) by class: losses, reducers, distances |
+| ``gathered_call`` | a call's arguments over all ranks, its shared seed, a miner's weights |
+| ``anchor_tuples`` | pairs and triplets of some anchors |
+| ``partial_sums`` | numerators, divisors, the factor W, a number with a gradient of its own |
+| ``row_chunks`` | PML's own formula, some anchors at a time |
+| ``tiled`` | the common losses in tiles of our own |
+| ``torch_losses``, ``separable``, ``recorded_stats`` | torch.nn's losses as sums; a check of such claims; PML's statistics |
+| ``class_sharded``, ``sharded_weight``, ``sharded_softmax``, ``class_heads``, ``partial_fc`` | `ClassShardedLoss`: classes by rank |
+| ``clip``, ``siglip``, ``two_towers``, ``column_blocks`` | losses between two towers |
+| ``log_sum_exp`` | sums of exponentials that arrive in pieces |
+
+To add a PML loss: one row in ``pml_registry.LOSSES`` (and a ``PairLoss`` if it shall run in tiles), one row in ``tests/losses/cases.py``.
+To add a loss of our own: ``losses/<name>.py`` and one export here.
+
+Traps, measured on torch 2.13 and PML 2.9 in 2026: PML's learnable losses assign ``self.W.data`` in the dtype of the embeddings, so a loss
+runs with autocast off and its inputs in its parameters' dtype (``core/precision.py``). A zero loss of PML is ``sum(embeddings * 0)``, which
+leaves its weight out of the graph on that rank alone, so parameters always stay in the graph (``core/autograd_graph.py``). Rows are
+gathered in rank order: own rows first would make losses that depend on the index, and memories, differ by rank.
 """
 
 from lightning_ddp_losses.losses.class_sharded import ClassShardedLoss

@@ -32,6 +32,7 @@ def anchor_tuples(
     start, stop = bounds
     if mined is not None:
         return _of_anchors(mined, start, stop)
+    # (n, G') which references have an anchor's label
     matches = labels[start:stop].unsqueeze(1) == ref_labels.unsqueeze(0)
     differ = ~matches
     if same:
@@ -75,6 +76,7 @@ def enough_pairs(positives: Tensor, negatives: Tensor, *, mined: bool = False) -
 
 def same_label_counts(labels: Tensor, ref_labels: Tensor) -> Tensor:
     """Return, (G,), how many references have each anchor's label."""
+    # labels as small numbers, of which a histogram can be made
     _, kinds = torch.unique(torch.cat([labels, ref_labels]), return_inverse=True)
     kinds_of_anchors, kinds_of_references = kinds[: len(labels)], kinds[len(labels) :]
     return torch.bincount(kinds_of_references, minlength=len(kinds))[kinds_of_anchors]
@@ -89,6 +91,7 @@ def _triplets(matches: Tensor, differ: Tensor) -> Indices:
     negatives, negatives_per_row = torch.where(differ)[1], differ.sum(1)
     # each positive is repeated once for each negative of its anchor
     times = negatives_per_row[anchors]
+    # where a positive's triplets begin, and where its anchor's negatives do
     first_of_positive = (times.cumsum(0) - times).repeat_interleave(times)
     first_of_anchor = (negatives_per_row.cumsum(0) - negatives_per_row)[anchors].repeat_interleave(times)
     within = torch.arange(len(first_of_positive), device=matches.device) - first_of_positive

@@ -44,7 +44,9 @@ def by_name(title: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dic
     """
     twice = [name for name in names[: len(args)] if name in kwargs]
     if len(args) > len(names) or twice:
-        got = f"{', '.join(twice)} twice" if twice else f"{len(args)} positional ones"
+        got = f"{len(args)} positional ones"
+        if twice:
+            got = f"{', '.join(twice)} twice"
         raise InputError(f"{title}: arguments", expected=f"{', '.join(names)}, each once", got=got)
     given = dict(zip(names, args, strict=False)) | kwargs
     return {name: value for name, value in given.items() if value is not None}
@@ -204,10 +206,14 @@ class PMLCall:
         labels, ref_labels = self._all_labels()
         mined, (start, stop) = self.arguments.get("indices_tuple"), self.bound
         if mined is not None:
-            of_positives, of_negatives = mined[0], mined[2 if len(mined) == 4 else 0]
+            # the anchors of pairs come twice, those of triplets once
+            of_positives, of_negatives = mined[0], mined[0]
+            if len(mined) == 4:
+                of_negatives = mined[2]
             positives = torch.bincount(of_positives, minlength=len(labels))
             negatives = torch.bincount(of_negatives, minlength=len(labels))
             return positives[start:stop], negatives[start:stop]
+        # a row has its own label, but is no partner of itself
         matching = same_label_counts(labels, ref_labels)[start:stop]
         return matching - int(ref_labels is labels), len(ref_labels) - matching
 
@@ -228,7 +234,9 @@ class PMLCall:
     def rows_to_remember(self) -> int:
         """Return how many rows go to a cross-batch memory: all, or those that ``enqueue_mask`` marks."""
         mask = self.arguments.get("enqueue_mask")
-        return self.total_rows if mask is None else int(mask.sum())
+        if mask is None:
+            return self.total_rows
+        return int(mask.sum())
 
     def _all_labels(self) -> tuple[Tensor, Tensor]:
         ref_labels = self.ref_labels
@@ -269,12 +277,12 @@ class PMLCall:
     def _renumbered(self, indices: list[Tensor]) -> list[Tensor]:
         """Return local tuples of all ranks as global ones: anchors count rows, the others count references."""
         references = "ref_emb" if "ref_emb" in self.counts else "embeddings"
-        anchors = (0, 2) if len(indices) == 4 else (0,)
+        names = _indexed_rows(len(indices), references)
         renumbered = []
-        for position, index in enumerate(indices):
+        for position, (index, of) in enumerate(zip(indices, names, strict=True)):
             counts = self.counts[f"index {position}"]
-            of = "embeddings" if position in anchors else references
             self._refuse_indices(torch.split(index, counts), of)
+            # each rank's indices move to where its rows begin
             starts = torch.tensor([start for start, _ in self.bounds(of)], device=index.device)
             renumbered.append(index + starts.repeat_interleave(torch.tensor(counts, device=index.device)))
         return renumbered
@@ -283,13 +291,16 @@ class PMLCall:
         """Refuse tuples of rows that a rank has not: it mined something else. On an accelerator, to look would wait for it."""
         if by_rank[0].device.type != "cpu" or facts_of(self._inner).own_references:
             return
-        ranges = [(int(index.min()), int(index.max())) if index.numel() else (0, -1) for index in by_rank]
-        rows_by_rank = self.counts[of]
+        ranges, rows_by_rank = [_range_of(index) for index in by_rank], self.counts[of]
         if all(low >= 0 and high < rows for (low, high), rows in zip(ranges, rows_by_rank, strict=True)):
             return
         lines = []
         for (low, high), rows in zip(ranges, rows_by_rank, strict=True):
-            lines.append(f"{low} to {high} for {rows} rows" if high >= 0 else "none")
+            # a rank without tuples has no range
+            if high < 0:
+                lines.append("none")
+            else:
+                lines.append(f"{low} to {high} for {rows} rows")
         raise InputError(
             f"{type(self._inner).__name__}: indices_tuple",
             expected=f"rows of {of} on the same rank",
@@ -311,6 +322,20 @@ def _own_tuples(tuples: Any) -> Sequence[Tensor]:
     if tuples is None or isinstance(tuples, (GlobalTuples, Tensor)):
         return ()
     return tuples  # type: ignore[no-any-return]
+
+
+def _indexed_rows(number: int, references: str) -> tuple[str, ...]:
+    """Return which rows each index tensor of triplets, or of pairs, counts."""
+    if number == 4:
+        return "embeddings", references, "embeddings", references
+    return ("embeddings", *[references] * (number - 1))
+
+
+def _range_of(index: Tensor) -> tuple[int, int]:
+    """Return the smallest and the largest index; (0, -1) where there is none."""
+    if not index.numel():
+        return 0, -1
+    return int(index.min()), int(index.max())
 
 
 def _counts_from_zero(labels: Tensor) -> bool:

@@ -114,6 +114,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         super().__init__()
         refuse_unfit(loss, mode, backward)
         _refuse_tiles(loss, mode, tile_bytes, gather)
+        # how the loss is configured
         self.loss = loss
         self.mode = mode
         self.backward = backward
@@ -121,6 +122,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self.tile_bytes = tile_bytes
         self.gather = gather
         self._group = group
+        # what calls leave behind
         self._fingerprint = ""
         self._seeds = SeedCounter()
         self._warned = False
@@ -150,7 +152,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         return "tiled, symmetric" if plan.symmetric else "tiled"
 
     def exact_modes(self) -> tuple[Mode, ...]:
-        """Modes that are exact for this loss as it is configured now, cheapest first."""
+        """Return the modes that are exact for this loss as it is configured now, cheapest first."""
         if self.backward == "sum":  # a share of the loss has no meaning of its own when ranks weigh it differently
             return ("replicated",)
         allowed = allowed_modes(self.loss)
@@ -159,7 +161,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         return tuple(mode for mode in allowed if mode == "replicated" or is_separable(self.loss, mode))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The global loss.
+        """Compute the global loss.
 
         Args:
             args: For PML losses: embeddings (B, D), labels (B,) or None (with ``ref_emb``: each row its own identity,
@@ -191,8 +193,10 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if mode not in modes:
             handshake.raise_on_all_ranks(_not_exact(self._title, mode, modes), self._title, group=self._group)
         try:
-            choose = self._choose_pml if self._is_pml else self._choose_torch
-            evaluation, call = choose(mode, args, kwargs)
+            if self._is_pml:
+                evaluation, call = self._choose_pml(mode, args, kwargs)
+            else:
+                evaluation, call = self._choose_torch(mode, args, kwargs)
             value = evaluation.run(call)
         except Exception as error:  # what all ranks raise alike passes through
             handshake.raise_on_all_ranks(error, self._title, group=self._group)

@@ -106,10 +106,10 @@ def pack_stats(stats: PartialStats) -> bytes:
 
 def unpack_partials(payloads: Sequence[bytes]) -> list[list[PartialStats]]:
     """Return each rank's sub-losses."""
-    return [_unpack(payload) for payload in payloads]
+    return [_unpack_stats(payload) for payload in payloads]
 
 
-def _unpack(payload: bytes) -> list[PartialStats]:
+def _unpack_stats(payload: bytes) -> list[PartialStats]:
     sub_losses = _STATS.iter_unpack(payload)
     return [PartialStats(total, divisor, full, ElementCounts(*counts)) for total, divisor, full, *counts in sub_losses]
 
@@ -118,6 +118,7 @@ def total_counts(stats_by_rank: Sequence[Sequence[PartialStats]]) -> list[Elemen
     """Return how many elements each sub-loss has over all ranks."""
     totals = []
     for sub_loss in zip(*stats_by_rank, strict=True):
+        # what every rank computes in full has its elements once
         counted = sub_loss[:1] if sub_loss[0].full else sub_loss
         columns = zip(*(stats.counts for stats in counted), strict=True)
         totals.append(ElementCounts(*map(sum, columns)))
@@ -183,7 +184,8 @@ def _partial_sum(
     assert reduction is not None
     nothing = torch.sum(embeddings * 0)  # keeps the embeddings in the graph
     if not torch.is_tensor(losses):  # PML's zero loss is the number 0
-        return PartialSum(nothing, undivided(parts) if reduction.plain_sum else 0.0, name=name)
+        divisor = undivided(parts) if reduction.plain_sum else 0.0
+        return PartialSum(nothing, divisor, name=name)
     if kind == "already_reduced":
         return PartialSum(losses.sum() + nothing, 1.0, full=True, name=name, counts=ONE_ELEMENT)
     # pairs are averaged within their anchor first, if at all

@@ -112,7 +112,9 @@ _TORCH_REPLICATED: set[type] = {nn.CTCLoss}
 def facts_of(loss: nn.Module) -> LossFacts:
     """Return the row of a loss's class; a subclass inherits how it is called, but not in which mode it is exact."""
     facts = LOSSES.get(type(loss))
-    return _inherited(type(loss)) if facts is None else facts
+    if facts is None:
+        return _inherited(type(loss))
+    return facts
 
 
 def allowed_modes(loss: nn.Module) -> tuple[Mode, ...]:
@@ -289,7 +291,8 @@ def reduction_of(reducer: Any, name: str = "loss") -> Reduction | None:
         return reduction_of(reducer_of(reducer, name), name)
     if type(reducer) is reducers.PerAnchorReducer and reducer.aggregation_func is aggregation_func:
         inner = reduction_of(reducer.reducer, "loss")
-        return None if inner is None else inner._replace(per_anchor=True)
+        if inner is not None:
+            return inner._replace(per_anchor=True)
     return None
 
 

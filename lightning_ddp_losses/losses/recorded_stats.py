@@ -28,6 +28,7 @@ def record_counts(loss: Any, names: Sequence[str], stats_by_rank: Sequence[Seque
     if not _collects(loss):
         return
     for name, counts in zip(names, total_counts(stats_by_rank), strict=True):
+        # reducers that average per anchor got the pairs, the last one what is left of them
         *per_anchor, last = reducer_chain(loss.reducer, name)
         for reducer in per_anchor:
             _record_size(reducer, counts.pairs)

@@ -58,8 +58,8 @@ def chunks_of(loss: nn.Module, call: PMLCall, chunk_bytes: int | None) -> list[s
 
 def _rows_of_a_chunk(loss: nn.Module, call: PMLCall, positives: Tensor, negatives: Tensor, allowed: float) -> int:
     """Return how many rows take ``allowed`` bytes in PML's formula, on average."""
-    mean_positives = float(positives.double().mean()) if len(positives) else 0.0
-    mean_negatives = float(negatives.double().mean()) if len(positives) else 0.0
+    anchors = max(len(positives), 1)
+    mean_positives, mean_negatives = int(positives.sum()) / anchors, int(negatives.sum()) / anchors
     item, columns = call.references.element_size(), len(call.references)
     memory = facts_of(loss).memory
     if memory == "triplets":  # three indices and some numbers for each triplet
@@ -125,14 +125,16 @@ class RowChunks:
             gradients = [torch.zeros_like(t) for t in (embeddings, all_references, *parameters)]
             of_anchors, *of_others = gradients
             if not references:
-                del of_others[0]
+                del of_others[0]  # stays zeros
             for number, chunk in enumerate(self._chunks):
                 # the chunk once more, now with a graph
                 anchors = embeddings[chunk].requires_grad_()
                 columns = all_references.detach().requires_grad_(references)
                 with torch.enable_grad():
                     total = self._weighted_total(number, anchors, columns, factors)
-                leaves = [anchors, *([columns] if references else []), *parameters]
+                leaves = [anchors, *parameters]
+                if references:
+                    leaves.insert(1, columns)
                 found = torch.autograd.grad(total, leaves, allow_unused=True)
                 # rows of the chunk have their gradient from it alone, all else adds up
                 if found[0] is not None:

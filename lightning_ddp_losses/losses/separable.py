@@ -54,8 +54,7 @@ def _is_exact(loss: nn.Module, embeddings: Tensor, labels: Tensor, mode: Mode, r
     parameters = [leaf, *(p for p in loss.parameters() if p.requires_grad)]
     try:
         # the full batch in one go
-        target = leaf.detach().flip(0) if _wants_values(loss) else labels
-        expected_value = loss(leaf, target)
+        expected_value = loss(leaf, _targets(loss, leaf, labels))
         expected = torch.autograd.grad(expected_value, parameters, allow_unused=True)
         # and in two halves
         halves = [_half(loss, leaf, labels, bounds, mode) for bounds in _HALVES]
@@ -63,13 +62,13 @@ def _is_exact(loss: nn.Module, embeddings: Tensor, labels: Tensor, mode: Mode, r
         return False
     value = leaf.new_zeros(())
     for sub_loss in zip(*halves, strict=True):
-        value = value + _joined(sub_loss)
+        value = value + _sub_loss(sub_loss)
     found = torch.autograd.grad(value, parameters, allow_unused=True)
     pairs = [(expected_value, value), *zip(expected, found, strict=True)]
     return all(_is_close(a, b, rtol) for a, b in pairs)
 
 
-def _joined(halves: tuple[PartialSum, ...]) -> Tensor:
+def _sub_loss(halves: tuple[PartialSum, ...]) -> Tensor:
     """Return one sub-loss from its two partial sums, with its graph."""
     if halves[0].full:
         return halves[0].total
@@ -85,8 +84,8 @@ def _half(loss: nn.Module, leaf: Tensor, labels: Tensor, bounds: tuple[int, int]
     if isinstance(loss, TORCH_LOSS_TYPES):
         if mode == "rows":
             raise ValueError("torch.nn losses have no anchors")
-        target = leaf.detach().flip(0)[start:stop] if _wants_values(loss) else own_labels
-        return [torch_partial_sum(loss, (rows, target), {}, len(_HALVES))]
+        targets = _targets(loss, leaf, labels)[start:stop]
+        return [torch_partial_sum(loss, (rows, targets), {}, len(_HALVES))]
     if not can_split(getattr(loss, "reducer", None)):
         raise ValueError("the reducer cannot be split")
     if mode == "elements":
@@ -98,13 +97,17 @@ def _half(loss: nn.Module, leaf: Tensor, labels: Tensor, bounds: tuple[int, int]
     return partial_sums_of(loss.reducer, losses, rows, own_labels, len(_HALVES))
 
 
-def _wants_values(loss: nn.Module) -> bool:
-    """Say whether the target of a loss is of the kind of its input, not labels."""
+def _targets(loss: nn.Module, leaf: Tensor, labels: Tensor) -> Tensor:
+    """Return labels, or values like the input's where a loss of torch.nn compares with those."""
     by_class = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
-    return isinstance(loss, TORCH_LOSS_TYPES) and not isinstance(loss, by_class)
+    if isinstance(loss, TORCH_LOSS_TYPES) and not isinstance(loss, by_class):
+        return leaf.detach().flip(0)
+    return labels
 
 
 def _is_close(a: Tensor | None, b: Tensor | None, rtol: float) -> bool:
-    a = torch.zeros(()) if a is None else a
-    b = torch.zeros(()) if b is None else b
-    return bool((a - b).norm() <= rtol * a.norm().clamp(min=1e-300))
+    """Compare two gradients by their norms; None is a gradient of zeros."""
+    if a is None:
+        return b is None or not bool(b.any())
+    difference = a if b is None else a - b
+    return bool(difference.norm() <= rtol * a.norm().clamp(min=1e-300))
