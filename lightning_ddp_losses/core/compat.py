@@ -8,11 +8,15 @@ test lists them.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm, dropout, loss
+from torch.utils import _python_dispatch, _pytree
 
 # ---------------------------------------------------------------------- torch 2.13
 
@@ -24,6 +28,9 @@ NORM_TYPES: tuple[type[nn.Module], ...] = (batchnorm._NormBase,)
 
 DROPOUT_TYPES: tuple[type[nn.Module], ...] = (dropout._DropoutNd,)
 """The base of all dropouts; torch has no public one."""
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+"""Sees every operator of a thread; documented, in a module whose name is private."""
 
 TORCH_LOSS_TYPES: tuple[type[nn.Module], ...] = (loss._Loss,)
 """The base of ``torch.nn``'s losses; torch has no public one."""
@@ -54,6 +61,11 @@ def without_parameter(module: nn.Module, name: str) -> nn.Module:
     return bare
 
 
+def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the slots of a module's own buffers, those without a value too; ``named_buffers()`` leaves them out."""
+    return module._buffers
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module inside ``torch.compile``'s wrapper, or the module itself."""
     inner: nn.Module = getattr(module, "_orig_mod", module)
@@ -80,7 +92,97 @@ def operator_schema(function: Any) -> Any:
     return function._schema
 
 
+def tree_leaves(nest: Any) -> list[Any]:
+    """Return what a nest of lists, tuples and dicts holds; torch's own walk, which has no public name."""
+    leaves: list[Any] = _pytree.tree_leaves(nest)
+    return leaves
+
+
+def is_in_dispatch_mode() -> bool:
+    """Say whether a dispatch mode sees the operators of this thread."""
+    return bool(_python_dispatch.is_in_torch_dispatch_mode())
+
+
+def without_dispatch_modes() -> AbstractContextManager[object]:
+    """Return a block in which no dispatch mode sees anything; torch offers no public way out of one."""
+    context: AbstractContextManager[object] = _python_dispatch._disable_current_modes()
+    return context
+
+
+def reads_scalar(function: Any) -> bool:
+    """Say whether an operator that a dispatch mode sees is ``Tensor.item()``."""
+    return function is torch.ops.aten._local_scalar_dense.default
+
+
+def on_completion(work: Any, callback: Callable[[Any], None]) -> None:
+    """Call back when a collective that a dispatch mode has seen is complete; the mode gets torch's boxed work.
+
+    Raises:
+        AttributeError, RuntimeError, TypeError: a backend whose works have no future.
+    """
+    torch._C._distributed_c10d.Work.unbox(work).get_future().add_done_callback(callback)
+
+
+def default_store() -> Any:
+    """Return the store of the default process group; None where there is none, or torch does not show it."""
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+
+
+def ddp_logging_data(ddp: nn.parallel.DistributedDataParallel) -> dict[str, Any]:
+    """Return DDP's own record of buckets and times; collectives on autograd's threads are seen nowhere else."""
+    data: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    return data
+
+
 # ---------------------------------------------------------------------- Lightning 2.6
+
+
+def steps_as_logged(trainer: Any) -> int:
+    """Return the number of batches that stepped, which loggers count by; ``global_step`` counts each optimizer."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def teardown_trainer(trainer: Any) -> None:
+    """Clean up as Lightning does after an error; it leaves that out where a hook raises another one."""
+    trainer._teardown()
+
+
+def attach_trainer(module: Any, trainer: Any) -> None:
+    """Give a copy of a module its trainer, without the checks of the public setter, which looks at submodules too."""
+    module._trainer = trainer
+
+
+def combined_loader(loop: Any) -> Any:
+    """Return the loader that a loop draws from, with Lightning's samplers; None before there is one."""
+    return loop._combined_loader
+
+
+def wrapped_sampler(dataset: Any) -> Any:
+    """Return the user's sampler inside the data set that Lightning makes of one."""
+    return getattr(dataset, "_sampler", None)
+
+
+def drawn_indices(dataset: Any) -> list[Any]:
+    """Return the indices that Lightning drew from the user's sampler in this epoch; empty before the first."""
+    return getattr(dataset, "_sampler_list", None) or []
+
+
+def logged_results(loop: Any) -> Any:
+    """Return what a loop has logged, with how each value is reduced; ``callback_metrics`` does not say."""
+    return loop._results
+
+
+def has_layer_sync(strategy: Any) -> bool:
+    """Say whether a strategy converts batch norm (``sync_batchnorm``)."""
+    return getattr(strategy, "_layer_sync", None) is not None
+
+
+def averages_models(strategy: Any) -> bool:
+    """Say whether parameters differ between ranks by intent (local SGD, which averages models now and then)."""
+    return getattr(strategy, "_model_averager", None) is not None
 
 
 def injects_distributed_sampler(trainer: Any) -> bool:
@@ -122,3 +224,12 @@ def is_made_by_command_line() -> bool:
     from lightning.pytorch.core.mixins import hparams_mixin
 
     return hparams_mixin._given_hyperparameters.get() is not None
+
+
+# ---------------------------------------------------------------------- torchmetrics 1.9
+
+
+def state_reductions(metric: Any) -> dict[str, Any] | None:
+    """Return how each state of a metric is reduced over ranks, by name; None for what is no metric."""
+    reductions: dict[str, Any] | None = getattr(metric, "_reductions", None)
+    return reductions
