@@ -93,24 +93,24 @@ class OwnTime(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Time the gathers."""
-        session = self.checks._session
-        assert session is not None
-        swap = session.meeting.swap
+        runner = self.checks._own_runner
+        assert runner is not None
+        gather_rows = runner.row_exchange.gather_rows
 
         def timed(*args: Any) -> list[bytes]:
-            begun = time.perf_counter()
+            began = time.perf_counter()
             try:
-                return swap(*args)
+                return gather_rows(*args)
             finally:
-                self.waited += time.perf_counter() - begun
+                self.waited += time.perf_counter() - began
 
-        session.meeting.swap = timed  # type: ignore[method-assign]
+        runner.row_exchange.gather_rows = timed  # type: ignore[method-assign]
 
     def on_train_batch_end(self, *_: Any) -> None:
         """After the checks of this step."""
-        session = self.checks._session
-        assert session is not None
-        self.marks.append((session._own.seconds - self.waited) * 1e3)
+        runner = self.checks._own_runner
+        assert runner is not None
+        self.marks.append((runner.own_time.seconds - self.waited) * 1e3)
 
     def per_step_ms(self) -> float:
         """Median, the first steps left out: they look at everything."""

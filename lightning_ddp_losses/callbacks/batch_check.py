@@ -1,40 +1,90 @@
 """`BatchCheck`: every rank trains on rows of its own, as many batches as its peers, in another order each epoch.
 
-Rows are compared by short hashes (``batches.py``), samplers by what can be read off them (``loaders.py``).
+Rows are compared by short hashes, samplers by what can be read off them (``batch_reader.py``). The check stands first, then what one
+rank finds by itself, then what the ranks' rows say together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_ddp_losses.callbacks import loaders, own_data
-from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, SKETCH, Batches
-from lightning_ddp_losses.callbacks.check_stage import Moment
-from lightning_ddp_losses.callbacks.data_verdicts import (
-    SameBatches,
-    different_ends,
-    different_orders,
-    imbalance,
-    overlap,
-)
-from lightning_ddp_losses.callbacks.findings import Finding
-from lightning_ddp_losses.callbacks.local_findings import LocalFacts
-from lightning_ddp_losses.callbacks.loss_observations import PositivePairs, local_contrastive, uses_foreign_gather
+from lightning_ddp_losses.callbacks import batch_reader
+from lightning_ddp_losses.callbacks.base import LocalCheck
+from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, SKETCH, BatchReader, label_imbalance
+from lightning_ddp_losses.callbacks.check_stage import CheckStage
+from lightning_ddp_losses.callbacks.ddp_state import learning_rate
+from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings, LocalRow, odd_ranks
+from lightning_ddp_losses.callbacks.loss_observations import PositivePairs, local_contrastive_losses, pml_gather
+from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 
-_UNBOUNDED = 1 << 40
-_WITHOUT_PAIRS = 3  # steps in a row
+_UNBOUNDED = 1 << 40  # batches of a fit without max_steps
+_STEPS_WITHOUT_PAIRS = 3  # in a row
+_RANDOM_STEPS = 2  # steps whose random states are compared
+_MIN_SAME_BATCHES, _MIN_SAME_ROWS = 2, 8
+_MIN_SHARED_ROWS = 4
+_COUNT_BITS = 3  # the low bits of a hash hold how often it came
 
 
-class BatchCheck(RankCheck):
+class StepRow(NamedTuple):
+    """What travels before backward, besides this rank's own findings.
+
+    Attributes:
+        end: The index of the batch, shifted left by one; the low bit says that it is the last of the epoch.
+        rows: Rows of the batch.
+        content: A hash of it; 0 where it was not read.
+        distinct: Different rows in it, shifted left by one; the low bit says that the data set is iterable.
+        random_state: A hash of torch's random state in the first steps; else 0.
+        order: A number of the order that rows are cut from; 0 where it is not known.
+    """
+
+    end: int
+    rows: int
+    content: int
+    distinct: int
+    random_state: int
+    order: int
+
+
+class EpochRow(NamedTuple):
+    """What travels at the start of an epoch and at the end, besides this rank's own findings; always of one length.
+
+    Attributes:
+        batches: Batches of the epoch; -1 where it is endless.
+        full_size: Rows of a full batch; 0 where they cannot be known.
+        last_size: Rows of the last batch, likewise.
+        gathers: A hash of the path of a loss that gathers rows of equal numbers only; 0 for none.
+        labels: Labels of the last epoch by bucket.
+        sketch: Rows read in it, and the smallest of their hashes with how often each came in the low two bits.
+    """
+
+    batches: int
+    full_size: int
+    last_size: int
+    gathers: int
+    labels: list[int]
+    sketch: list[int]
+
+    def pack(self) -> list[int]:
+        """Return the numbers as they travel."""
+        padding = [0] * (SKETCH + 1 - len(self.sketch))
+        return [*self[:4], *self.labels, *self.sketch, *padding]
+
+    @classmethod
+    def unpack(cls, row: Sequence[int]) -> EpochRow:
+        """Return what ``pack`` was given."""
+        return cls(row[0], row[1], row[2], row[3], list(row[4 : 4 + BUCKETS]), list(row[4 + BUCKETS :]))
+
+
+class BatchCheck(LocalCheck, default=True):
     """The data of each rank: different rows, equal numbers of batches, batches that belong together, positive pairs.
 
     Covers F18, F28, F29, F31, F33, F36, F54, F62, F67-F72.
@@ -46,15 +96,15 @@ class BatchCheck(RankCheck):
     Args:
         **options: As ``RankCheck``.
 
-    Communication: 64 bytes in the frame before backward; at the start of an epoch and at the end 0.7 KiB.
+    Communication: 64 bytes in the handshake before backward; at the start of an epoch and at the end 0.7 KiB.
     """
 
-    moments = (
-        Moment.TRAIN_START,
-        Moment.EPOCH_START,
-        Moment.BEFORE_BACKWARD,
-        Moment.VALIDATION_START,
-        Moment.TRAIN_END,
+    stages = (
+        CheckStage.TRAIN_START,
+        CheckStage.EPOCH_START,
+        CheckStage.BEFORE_BACKWARD,
+        CheckStage.VALIDATION_START,
+        CheckStage.TRAIN_END,
     )
     needs_peers = False
     faults = ("F18", "F28", "F29", "F31", "F33", "F36", "F54", "F62", "F67", "F68", "F69", "F70", "F71", "F72")
@@ -62,111 +112,124 @@ class BatchCheck(RankCheck):
     def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | None = None) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self._pairs: PositivePairs | None = None
-        self._norms: list[Any] = []
-        self._begin()
+        self._norm_handles: list[Any] = []
+        self._forget()
 
-    def _begin(self) -> None:
-        self._facts = LocalFacts(self.faults)
-        self._same = SameBatches()
-        self._index = 0
-        self._epochs: dict[int, dict[str, int]] = {}
-        self._unpaired: dict[str, int] = {}
+    def _forget(self) -> None:
+        self.local = LocalFindings(self.faults)
+        self._batch_idx = 0
+        # what this rank remembers of its own data
+        self._sampler_epochs: dict[int, dict[str, int]] = {}
+        self._steps_without_pairs: dict[str, int] = {}
         self._order = 0
-        self._random: list[tuple[int, ...]] = []
-        self._flat_norm = False
+        self._has_flat_norm = False
+        # what it remembers of all ranks' data
+        self._same = SameBatches()
+        self._random_states: list[tuple[int, ...]] = []
         self._imbalance = 0.0
-        self._rows: tuple[int, ...] = ()
+        self._global_rows: tuple[int, ...] = ()
+
+    # ------------------------------------------------------------------ observe
 
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Watch the losses that compare samples, and batch norm's input in the first step."""
-        self._begin()
-        self._pairs = PositivePairs(local_contrastive(module))
-        flat = [norm for norm in module.modules() if type(norm) is nn.BatchNorm1d]
+        self._forget()
+        self._pairs = PositivePairs(local_contrastive_losses(module))
 
-        # a function and no method: a copy of the module (the scale probe makes one) must not copy the check along
-        def see(norm: nn.Module, args: tuple[Any, ...]) -> None:
-            self._flat_norm |= norm.training and bool(args) and args[0].ndim == 2
+        # a function and no method: a copy of the module (the dry run makes one) must not copy the check along
+        def see_input(norm: nn.Module, args: tuple[Any, ...]) -> None:
+            self._has_flat_norm |= norm.training and bool(args) and args[0].ndim == 2
 
-        self._norms = [norm.register_forward_pre_hook(see) for norm in flat]
+        self._norm_handles = []
+        for norm in module.modules():
+            if type(norm) is nn.BatchNorm1d:
+                self._norm_handles.append(norm.register_forward_pre_hook(see_input))
 
     def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Leave no hook behind."""
         if self._pairs is not None:
             self._pairs.remove()
-        for handle in self._norms:
+        for handle in self._norm_handles:
             handle.remove()
 
     def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Read the batch."""
-        self._index = batch_idx
+        self._batch_idx = batch_idx
         self._batches.see(batch, batch_idx)
 
     @property
-    def _batches(self) -> Batches:
-        return self.session.shared(Batches)
+    def _batches(self) -> BatchReader:
+        return self.runner.shared(BatchReader)
 
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[int]:
-        """What this rank's data are at this moment."""
-        self._facts.found = []
-        if moment == Moment.TRAIN_START:
-            self._facts.found += own_data.local_losses(trainer, module)
-            return self._facts.row()
-        if moment == Moment.VALIDATION_START:
-            self._facts.found += own_data.repeated(trainer)
-            return self._facts.row()
-        if moment == Moment.BEFORE_BACKWARD:
-            return self._step_row(trainer)
-        sizes = (0, 0)
-        if moment == Moment.EPOCH_START:
-            self._facts.found += own_data.reshuffled(trainer)
-            sizes = own_data.sizes(trainer)
-        batches = trainer.num_training_batches
-        number = int(batches) if math.isfinite(batches) else -1
-        gathers = hash_text(uses_foreign_gather(module)) if uses_foreign_gather(module) else 0
-        row = [*self._facts.row(), number, *sizes, gathers, *self._batches.counts]
-        # always of one length: the frame has its size before the first step
-        return [*row, *(self._batches.sketch() + [0] * (SKETCH + 1))[: SKETCH + 1]]
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int]:
+        """Return what this rank's data are at this stage."""
+        self.local.found = []
+        if stage == CheckStage.TRAIN_START:
+            _find_local_losses(self.local, trainer, module)
+            return [*self.local.row()]
+        if stage == CheckStage.VALIDATION_START:
+            _find_repeated_rows(self.local, trainer)
+            return [*self.local.row()]
+        if stage == CheckStage.BEFORE_BACKWARD:
+            step_row = self._step_row(trainer)
+            return [*self.local.row(), *step_row]
+        # at the start of an epoch its sizes, and there as at the end what was read of the epoch before
+        full_size = last_size = 0
+        if stage == CheckStage.EPOCH_START:
+            _find_reshuffled(self.local, trainer)
+            full_size, last_size = _batch_sizes(trainer)
+        batches = -1
+        if math.isfinite(trainer.num_training_batches):
+            batches = int(trainer.num_training_batches)
+        gathers = 0
+        path = pml_gather(module)
+        if path:
+            gathers = hash_text(path)
+        read = self._batches
+        row = EpochRow(batches, full_size, last_size, gathers, read.counts, read.sketch())
+        return [*self.local.row(), *row.pack()]
 
-    def _step_row(self, trainer: pl.Trainer) -> list[int]:
-        first = self._index == 0
-        found = loaders.loaders(trainer)
-        if first:
-            self._order = loaders.drawn_order(found[0]) if found else 0
-            self._find_stale(trainer, found)
-        self._find_without_pairs()
-        if self.session.step == 0 and self._flat_norm:
-            self._facts.found += own_data.lonely_rows(trainer)
-        last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        iterable = any(loaders.is_iterable(loader) for loader in found)
-        state = hash_text(repr(torch.get_rng_state().tolist())) if self.session.step < 2 else 0
-        batches = self._batches
-        return [
-            *self._facts.row(),
-            self._index << 1 | bool(last),
-            batches.rows,
-            batches.content,
-            batches.distinct << 1 | iterable,
-            state,
-            self._order,
-        ]
+    def _step_row(self, trainer: pl.Trainer) -> StepRow:
+        loaders = batch_reader.data_loaders(trainer)
+        if self._batch_idx == 0:
+            self._order = 0
+            if loaders:
+                self._order = batch_reader.drawn_order(loaders[0])
+            self._find_stale_samplers(trainer, loaders)
+        self._find_missing_pairs()
+        if self.runner.step == 0 and self._has_flat_norm:
+            _find_single_row(self.local, trainer)
+        random_state = 0
+        if self.runner.step < _RANDOM_STEPS:
+            random_state = hash_text(repr(torch.get_rng_state().tolist()))
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        is_iterable = any(batch_reader.is_iterable(loader) for loader in loaders)
+        read = self._batches
+        return StepRow(
+            end=self._batch_idx << 1 | bool(is_last),
+            rows=read.rows,
+            content=read.content,
+            distinct=read.distinct << 1 | is_iterable,
+            random_state=random_state,
+            order=self._order,
+        )
 
-    # ------------------------------------------------------------------ what one rank finds by itself
-
-    def _say(self, fault: str, what: str, name: str, fix: str, expected: str = "") -> None:
-        self._facts.found.append(Finding(fault, what, expected, name=name, fix=fix))
-
-    def _find_stale(self, trainer: pl.Trainer, found: list[Any]) -> None:
+    def _find_stale_samplers(self, trainer: pl.Trainer, loaders: list[DataLoader[Any]]) -> None:
+        """Look for samplers that shuffle by epoch and were not told of this one."""
         epoch = trainer.current_epoch
-        samplers = {path: s for loader in found for path, s in loaders.shuffling_samplers(loader).items()}
-        self._epochs[epoch] = {path: int(sampler.epoch) for path, sampler in samplers.items()}
-        before = self._epochs.get(epoch - 1, {})
+        samplers: dict[str, Any] = {}
+        for loader in loaders:
+            samplers |= batch_reader.shuffling_samplers(loader)
+        self._sampler_epochs[epoch] = {path: int(sampler.epoch) for path, sampler in samplers.items()}
+        before = self._sampler_epochs.get(epoch - 1, {})
         first = self._batches.first
-        same = bool(first.get(epoch)) and first.get(epoch) == first.get(epoch - 1)
+        begins_alike = bool(first.get(epoch)) and first.get(epoch) == first.get(epoch - 1)
         for path, sampler in samplers.items():
-            if before.get(path) == int(sampler.epoch) and (same or isinstance(sampler, DistributedSampler)):
-                self._say(
+            is_stale = before.get(path) == int(sampler.epoch)
+            if is_stale and (begins_alike or isinstance(sampler, DistributedSampler)):
+                self.local.add(
                     "F70",
                     f"{type(sampler).__name__} of the training loader has the same order in every epoch",
                     path,
@@ -175,13 +238,19 @@ class BatchCheck(RankCheck):
                 )
                 return
 
-    def _find_without_pairs(self) -> None:
-        for name, alone in (self._pairs.without if self._pairs else {}).items():
-            self._unpaired[name] = self._unpaired.get(name, 0) + 1 if alone else 0
-            if self._unpaired[name] == _WITHOUT_PAIRS:
-                self._say(
+    def _find_missing_pairs(self) -> None:
+        """Look for losses that met no positive pair in several steps."""
+        if self._pairs is None:
+            return
+        for name, without in self._pairs.without.items():
+            steps = 0
+            if without:
+                steps = self._steps_without_pairs.get(name, 0) + 1
+            self._steps_without_pairs[name] = steps
+            if steps == _STEPS_WITHOUT_PAIRS:
+                self.local.add(
                     "F31",
-                    f"`{name}` met no positive pair in {_WITHOUT_PAIRS} steps: all labels of this rank's batch differ",
+                    f"`{name}` met no positive pair in {_STEPS_WITHOUT_PAIRS} steps: all labels of this rank's batch differ",
                     name,
                     "Give each rank several rows of a class (GlobalBatchSampler.batches(MPerClassSampler(...))), or compare over all "
                     "ranks with GlobalBatchLoss.",
@@ -190,92 +259,280 @@ class BatchCheck(RankCheck):
     # ------------------------------------------------------------------ judge
 
     def judge(
-        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, moment: Moment
+        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
     ) -> list[Finding]:
         """Compare the ranks' data."""
-        found = self._facts.judge(table)
-        if moment == Moment.BEFORE_BACKWARD:
-            return found + self._judge_step(table, trainer)
-        if moment in (Moment.TRAIN_START, Moment.VALIDATION_START):
+        local_size = len(LocalRow._fields)
+        found = self.local.judge([LocalRow(*row[:local_size]) for row in table])
+        if stage in (CheckStage.TRAIN_START, CheckStage.VALIDATION_START):
             return found
-        found += overlap([row[6 + BUCKETS :] for row in table])
-        self._imbalance = imbalance([row[6 : 6 + BUCKETS] for row in table])
-        if moment == Moment.EPOCH_START:
-            numbers = [row[2] for row in table]
-            if min(numbers) >= 0 and len(set(numbers)) > 1 and min(numbers) < _wanted(trainer):
-                found.append(different_ends([f"{n} batches" for n in numbers], numbers))
-            sizes = [tuple(row[3:5]) for row in table]
-            if len(set(sizes)) > 1 and len({row[5] for row in table}) == 1 and table[0][5]:
-                name = uses_foreign_gather(module)
-                found.append(
-                    Finding(
-                        "F28",
-                        f"rows of the ranks' batches, which `{name}` gathers",
-                        "the same number on every rank",
-                        name=name,
-                        values=tuple(f"batches of {size}, the last of {last}" for size, last in sizes),
-                        fix="Use GlobalBatchLoss, which takes uneven batches, or drop_last=True and equal parts of the data.",
-                    )
-                )
+        rest = [row[local_size:] for row in table]
+        if stage == CheckStage.BEFORE_BACKWARD:
+            return found + self._judge_step([StepRow(*row) for row in rest], trainer)
+        epochs = [EpochRow.unpack(row) for row in rest]
+        found += find_overlap([row.sketch for row in epochs])
+        self._imbalance = label_imbalance([row.labels for row in epochs])
+        if stage == CheckStage.EPOCH_START:
+            found += _judge_sizes(epochs, trainer, module)
         return found
 
-    def _judge_step(self, rows: list[list[int]], trainer: pl.Trainer) -> list[Finding]:
+    def _judge_step(self, rows: Sequence[StepRow], trainer: pl.Trainer) -> list[Finding]:
         found: list[Finding] = []
-        ends = [row[2] for row in rows]
-        lasting = _wanted(trainer) > trainer.accumulate_grad_batches  # else the fit ends here anyway
-        if len({end & 1 for end in ends}) > 1 and lasting:
-            texts = [f"batch {end >> 1}{', its last' if end & 1 else ''}" for end in ends]
-            found.append(different_ends(texts, [end & 1 for end in ends]))
-        self._rows = tuple(row[3] for row in rows)
-        contents = [row[4] for row in rows]
-        found += self._same.judge(contents, [row[5] >> 1 for row in rows], iterable=any(row[5] & 1 for row in rows))
-        found += different_orders([row[7] for row in rows])
-        if self.session.step == 0 and len(rows) * trainer.accumulate_grad_batches > 1:
-            found.append(self._meaning(trainer))
-        if self.session.step < 2 and len(rows) > 1:
-            found += self._same_noise(tuple(row[6] for row in rows))
+        self._global_rows = tuple(row.rows for row in rows)
+        # an epoch that ends on some ranks only
+        is_last = [row.end & 1 for row in rows]
+        goes_on = _remaining_batches(trainer) > trainer.accumulate_grad_batches  # else the fit ends here anyway
+        if len(set(is_last)) > 1 and goes_on:
+            texts = []
+            for row in rows:
+                text = f"batch {row.end >> 1}"
+                if row.end & 1:
+                    text += ", its last"
+                texts.append(text)
+            found.append(_different_ends(texts, is_last))
+        # batches and orders
+        distinct = [row.distinct >> 1 for row in rows]
+        is_iterable = any(row.distinct & 1 for row in rows)
+        found += self._same.judge([row.content for row in rows], distinct, iterable=is_iterable)
+        found += _different_orders([row.order for row in rows])
+        # what is worth knowing once
+        if self.runner.step == 0 and len(rows) * trainer.accumulate_grad_batches > 1:
+            found.append(self._batch_meaning(trainer))
+        if self.runner.step < _RANDOM_STEPS and len(rows) > 1:
+            found += self._same_random_numbers(tuple(row.random_state for row in rows))
         return found
 
-    def _same_noise(self, states: tuple[int, ...]) -> list[Finding]:
-        self._random.append(states)
-        equal = all(len(set(step)) == 1 for step in self._random)
-        if len(self._random) != 2 or not equal or self._random[0] == self._random[1]:
+    def _same_random_numbers(self, states: tuple[int, ...]) -> list[Finding]:
+        self._random_states.append(states)
+        if len(self._random_states) != _RANDOM_STEPS:
+            return []
+        is_equal = all(len(set(step)) == 1 for step in self._random_states)
+        is_used = self._random_states[0] != self._random_states[1]
+        if not is_equal or not is_used:
             return []
         what = "all ranks draw the same random numbers (dropout, noise, augmentation on the device)"
         fix = "Where that is not meant, add the rank to the seed once the model is built."
         return [Finding("F72", what, name="random numbers", fix=fix)]
 
-    def _meaning(self, trainer: pl.Trainer) -> Finding:
-        accumulated, total = trainer.accumulate_grad_batches, sum(self._rows)
-        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        rate = float(rates[0]) if rates else 0.0
-        own = max(self._rows)
-        factor = total * accumulated / max(own, 1)
-        what = f"an optimizer step sees {total * accumulated} rows ({accumulated} x {total}, {own} per rank)"
-        fix = f"A rate of {rate:g} tuned on {own} rows would be {rate * factor:g} by linear scaling."
+    def _batch_meaning(self, trainer: pl.Trainer) -> Finding:
+        """Say how many rows an optimizer step sees, and what that means for the learning rate."""
+        accumulated, global_rows = trainer.accumulate_grad_batches, sum(self._global_rows)
+        local_rows = max(self._global_rows)
+        factor = global_rows * accumulated / max(local_rows, 1)
+        rate = learning_rate(trainer)
+        what = f"an optimizer step sees {global_rows * accumulated} rows ({accumulated} x {global_rows}, {local_rows} per rank)"
+        fix = f"A rate of {rate:g} tuned on {local_rows} rows would be {rate * factor:g} by linear scaling."
         return Finding("F18", what, name="global batch", fix=fix)
 
-    def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-        """What this rank found by itself."""
-        return self._facts.describe(finding)
-
-    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
-        """What all ranks found by themselves."""
-        return self._facts.explain(finding, texts)
-
     def figures(self) -> dict[str, float]:
-        """Rows of the latest step, and how far the ranks' classes are from those of all ranks."""
-        if not self._rows:
+        """Return the rows of the latest step, and how far the ranks' classes are from those of all ranks."""
+        if not self._global_rows:
             return {}
         return {
-            "rows_min": float(min(self._rows)),
-            "rows_max": float(max(self._rows)),
+            "rows_min": float(min(self._global_rows)),
+            "rows_max": float(max(self._global_rows)),
             "class_imbalance": self._imbalance,
         }
 
 
-def _wanted(trainer: pl.Trainer) -> int:
-    """Batches until the fit ends by its number of steps; equal on every rank."""
+def _remaining_batches(trainer: pl.Trainer) -> int:
+    """Return the batches until the fit ends by its number of steps; equal on every rank."""
     if trainer.max_steps is None or trainer.max_steps < 0:
         return _UNBOUNDED
     return (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+
+
+def _batch_sizes(trainer: pl.Trainer) -> tuple[int, int]:
+    """Return the rows of this rank's full batches and of its last one; zeros where they cannot be known, or loaders are several."""
+    loaders = batch_reader.data_loaders(trainer)
+    if len(loaders) != 1:
+        return 0, 0
+    return batch_reader.batch_sizes(loaders[0])
+
+
+# ---------------------------------------------------------------------- what one rank finds by itself
+
+
+def _find_local_losses(local: LocalFindings, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Find losses that compare the rows of this rank only, and accumulation that does not help them."""
+    names = ", ".join(f"`{name}`" for name in local_contrastive_losses(module))
+    if not names or process_groups.world_size() == 1:
+        return
+    fix = "Wrap it in GlobalBatchLoss, which evaluates it over the rows of all ranks."
+    local.add("F29", f"{names} compares the rows of one rank only", names, fix)
+    if trainer.accumulate_grad_batches > 1:
+        what = f"accumulating {trainer.accumulate_grad_batches} batches gives {names} no more negatives"
+        local.add("F33", what, names, "Use larger batches, GlobalBatchLoss, or more ranks.")
+
+
+def _find_repeated_rows(local: LocalFindings, trainer: pl.Trainer) -> None:
+    """Find held-out rows that padding hands out twice."""
+    for index, loader in enumerate(batch_reader.data_loaders(trainer, validation=True)):
+        rows = batch_reader.repeated_rows(loader)
+        if rows:
+            local.add(
+                "F54",
+                f"{rows} held-out rows count twice in validation",
+                f"validation loader {index}",
+                "Use a sampler that does not pad (Trainer(use_distributed_sampler=False) and your own slices), or a number "
+                "of rows that the ranks divide.",
+            )
+
+
+def _find_reshuffled(local: LocalFindings, trainer: pl.Trainer) -> None:
+    """Find batches that belong together and that Lightning shuffles."""
+    for loader in batch_reader.data_loaders(trainer):
+        name = batch_reader.reshuffled_sampler(loader)
+        if name:
+            local.add(
+                "F68",
+                f"{name} is shuffled over all its batches by Lightning",
+                name,
+                f"Write DataLoader(..., batch_sampler=GlobalBatchSampler.batches({name}(...), global_batch_size)).",
+                "its own order, in which the rows of a batch belong together",
+            )
+
+
+def _find_single_row(local: LocalFindings, trainer: pl.Trainer) -> None:
+    """Find a last batch of one row."""
+    loaders = batch_reader.data_loaders(trainer)
+    full_size, last_size = _batch_sizes(trainer)
+    if last_size == 1 < full_size and trainer.num_training_batches == len(loaders[0]):
+        local.add(
+            "F62",
+            "the last batch of this rank has one row, of which batch norm makes no statistics",
+            "last batch",
+            "Set drop_last=True on the DataLoader.",
+            "two rows or more",
+        )
+
+
+# ---------------------------------------------------------------------- what the ranks' rows say together
+
+
+class SameBatches:
+    """Counts how long pairs of ranks have been given the same batches.
+
+    Batches that do not change from step to step prove nothing (a toy, or overfitting on purpose).
+    """
+
+    def __init__(self) -> None:
+        self._evidence: dict[tuple[int, int], tuple[int, int]] = {}  # by pair of ranks: batches and rows in a row
+        self._contents_before: list[int] = []
+
+    def judge(self, contents: Sequence[int], distinct: Sequence[int], *, iterable: bool) -> list[Finding]:
+        """Compare the contents of this step's batches by rank (0: not read), given their numbers of different rows."""
+        if 0 in contents:
+            return []
+        evidence: dict[tuple[int, int], tuple[int, int]] = {}
+        first_rank_with: dict[int, int] = {}
+        ranks_involved: set[int] = set()
+        for rank, content in enumerate(contents):
+            first = first_rank_with.setdefault(content, rank)
+            if first == rank:
+                continue
+            batches, rows = self._evidence.get((first, rank), (0, 0))
+            if not self._contents_before or self._contents_before[rank] != content:
+                batches, rows = batches + 1, rows + distinct[rank]
+            evidence[first, rank] = batches, rows
+            if batches >= _MIN_SAME_BATCHES and rows >= _MIN_SAME_ROWS:
+                ranks_involved |= {first, rank}
+        self._evidence, self._contents_before = evidence, list(contents)
+        if not ranks_involved:
+            return []
+        fault = "F67"
+        fix = "Let Lightning inject a DistributedSampler (use_distributed_sampler=True), or deal the batches with GlobalBatchSampler."
+        if iterable:
+            fault = "F71"
+            fix = "An iterable dataset must give each rank its own part: use torch.distributed's rank and world size in __iter__."
+        whose = "some ranks"
+        if len(ranks_involved) == len(contents):
+            whose = "all ranks"
+        what = f"{whose} train on the same batches"
+        ranks = tuple(sorted(ranks_involved))
+        return [Finding(fault, what, "rows of its own for each rank", ranks, name="batches", fix=fix)]
+
+
+def find_overlap(sketches: Sequence[Sequence[int]]) -> list[Finding]:
+    """Find ranks that share rows of an epoch while none repeats its own: each draws from the whole data set in an order of its own.
+
+    Drawing with replacement, and data that hold the same row twice, repeat rows within a rank as often as between ranks.
+
+    Args:
+        sketches: By rank: rows read, and the smallest of their hashes with how often each came in the low two bits, padded with zeros.
+    """
+    rows_read = sum(sketch[0] for sketch in sketches)
+    counts_by_rank: list[dict[int, int]] = []
+    edge = 1 << 62  # up to this hash every rank's list is complete
+    for sketch in sketches:
+        counts = {value & ~_COUNT_BITS: value & _COUNT_BITS for value in sketch[1:] if value}
+        if not counts:
+            return []
+        if len(counts) == len(sketch) - 1:
+            edge = min(edge, max(counts))
+        counts_by_rank.append(counts)
+    # on how many ranks each row was, and which a rank repeated
+    ranks_with: Counter[int] = Counter()
+    repeated: set[int] = set()
+    for counts in counts_by_rank:
+        ranks_with.update(value for value in counts if value <= edge)
+        repeated.update(value for value, count in counts.items() if value <= edge and count > 1)
+    shared = sum(number > 1 for number in ranks_with.values())
+    padding = 2 * len(sketches) * len(ranks_with) / max(rows_read, 1)  # rows that an even division repeats
+    if shared < _MIN_SHARED_ROWS + padding or shared <= 4 * len(repeated):
+        return []
+    what = f"{shared} of {len(ranks_with)} rows looked at were given to more than one rank in one epoch, and others to none"
+    fix = "Seed alike on every rank before the sampler is made (seed_everything), or deal the batches with GlobalBatchSampler."
+    return [Finding("F69", what, "each row on one rank", name="rows", fix=fix)]
+
+
+def _different_orders(orders: Sequence[int]) -> list[Finding]:
+    """Find ranks that cut their parts out of orders which should be one."""
+    if 0 in orders or len(set(orders)) == 1:
+        return []
+    return [
+        Finding(
+            "F69",
+            "the order that ranks cut their rows from",
+            "the same on every rank, else rows come twice and others never",
+            odd_ranks(orders),
+            name="order",
+            fix="Seed alike on every rank (seed_everything without the rank), or deal the batches with GlobalBatchSampler.",
+        )
+    ]
+
+
+def _judge_sizes(rows: Sequence[EpochRow], trainer: pl.Trainer, module: pl.LightningModule) -> list[Finding]:
+    """Compare how many batches the ranks have, and of which sizes where a loss gathers equal numbers only."""
+    found = []
+    numbers = [row.batches for row in rows]
+    if min(numbers) >= 0 and len(set(numbers)) > 1 and min(numbers) < _remaining_batches(trainer):
+        found.append(_different_ends([f"{number} batches" for number in numbers], numbers))
+    sizes = [(row.full_size, row.last_size) for row in rows]
+    gathers = [row.gathers for row in rows]
+    if len(set(sizes)) > 1 and len(set(gathers)) == 1 and gathers[0]:
+        name = pml_gather(module)
+        found.append(
+            Finding(
+                "F28",
+                f"rows of the ranks' batches, which `{name}` gathers",
+                "the same number on every rank",
+                name=name,
+                values=tuple(f"batches of {full}, the last of {last}" for full, last in sizes),
+                fix="Use GlobalBatchLoss, which takes uneven batches, or drop_last=True and equal parts of the data.",
+            )
+        )
+    return found
+
+
+def _different_ends(texts: Sequence[str], numbers: Sequence[int]) -> Finding:
+    """Report ranks whose epochs end at different batches."""
+    return Finding(
+        "F36",
+        "training batches of this epoch",
+        "the same number on every rank, else the others wait for ever",
+        odd_ranks(numbers),
+        name="number of batches",
+        values=tuple(texts),
+        fix="Give ranks equal parts of the data (drop_last=True, a DistributedSampler), or set limit_train_batches or max_steps.",
+    )

@@ -1,144 +1,295 @@
-"""What this rank's training batches hold: rows, labels, and a short hash of each row, read once for all checks.
+"""What this rank's training data hold: batches (rows, labels, a short hash of each row), and DataLoaders (sizes, samplers, epochs).
 
-Batches on the host are read in every step (up to 64 rows, whole or, of wide ones, 32 numbers); those on an accelerator only now
-and then, because reading waits for the device.
+`BatchReader` reads each batch once for all checks. Batches on the host are read in every step (up to 64 rows, whole or, of wide ones, 32
+numbers); those on an accelerator only now and then, because reading waits for the device. From a DataLoader only that is taken
+which can be had without drawing from it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from lightning_ddp_losses.callbacks.runner import Session
-from lightning_ddp_losses.distributed.fingerprint import combine, hash_rows
+from lightning_ddp_losses.callbacks.runner import CheckRunner
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed.fingerprint import combine, hash_rows, hash_text
 from lightning_ddp_losses.distributed.raw_collectives import host_memory
 
 SKETCH = 64  # smallest hashes of an epoch's rows
 BUCKETS = 16  # of labels
-_ROWS, _COLUMNS = 64, 32
+_MAX_ROWS, _MAX_COLUMNS = 64, 32
 _WIDE = 1024  # numbers in a row, of which only some are read
-_LABELED = 1024  # rows whose labels are counted
-_FIRST, _EVERY = 16, 50  # on an accelerator
-_LABELS = ("labels", "label", "targets", "target", "y")
+_MAX_LABELS = 1024  # rows whose labels are counted
+_FIRST, _EVERY = 16, 50  # batches of an epoch that are read on an accelerator
+_LABEL_NAMES = ("labels", "label", "targets", "target", "y")
 _MASK = (1 << 63) - 1
+_COUNT_BITS = 3  # the low bits of a hash hold how often it came
+_MAX_INDICES = 1 << 16  # of an order
+_MAX_DEPTH = 3  # samplers inside samplers
+_MAX_ATTRIBUTES = 64
 
 
-class Batches:
-    """What was read; one for all checks of a session.
+# ---------------------------------------------------------------------- batches
+
+
+class BatchReader:
+    """Remembers what was read of the batches; one for all checks of a fit (``runner.shared(BatchReader)``).
 
     Attributes:
-        rows: Of the latest batch.
+        rows: Rows of the latest batch.
         content: A hash of it; 0 where it was not read.
         distinct: Different rows in it.
         first: Of each epoch, the content of its first batch.
         counts: Labels of this epoch by bucket, of the first rows of each batch.
         seen: Rows read in this epoch.
-        total_rows: Of the fit.
+        total_rows: Rows of the fit.
         number: Batches of the fit.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, runner: CheckRunner) -> None:
+        self._runner = runner
         self._last: tuple[int, int] | None = None
         self.rows = self.content = self.distinct = self.total_rows = self.number = 0
         self.first: dict[int, int] = {}
         self._epoch = -1
-        self._forget()
+        self._start_epoch()
 
-    def _forget(self) -> None:
+    def _start_epoch(self) -> None:
         self.seen = 0
         self.counts = [0] * BUCKETS
         self._smallest: dict[int, int] = {}
-        self._edge = _MASK  # no larger hash is among them
+        self._largest_kept = _MASK  # no larger hash is among the smallest
 
     def see(self, batch: Any, index: int) -> None:
         """Read a batch, once."""
-        epoch = self._session.trainer.current_epoch
+        epoch = self._runner.trainer.current_epoch
         if self._last == (epoch, index):
             return
         self._last = (epoch, index)
         if epoch != self._epoch:
             self._epoch = epoch
-            self._forget()
-        leaves = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-        self.rows = leaves[0].shape[0] if leaves else 0
+            self._start_epoch()
+        tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+        self.rows = 0
+        if tensors:
+            self.rows = tensors[0].shape[0]
         self.total_rows += self.rows
         self.number += 1
         self.content = self.distinct = 0
-        on_host = all(leaf.device.type == "cpu" for leaf in leaves)
+        on_host = all(tensor.device.type == "cpu" for tensor in tensors)
         if self.rows and (on_host or index < _FIRST or index % _EVERY == 0):
-            self._read(batch, leaves)
+            self._read(batch, tensors)
         self.first.setdefault(epoch, self.content)
 
-    def _read(self, batch: Any, leaves: list[Tensor]) -> None:
-        hashes = row_hashes(leaves, self.rows, _ROWS)
+    def _read(self, batch: Any, tensors: list[Tensor]) -> None:
+        # a hash of each row, and one of all of them
+        hashes = row_hashes(tensors, self.rows, _MAX_ROWS)
         self.distinct = len(set(hashes))
         self.content = combine(hashes) & _MASK or 1
         self.seen += len(hashes)
+        # the smallest hashes of the epoch, and how often each came
         smallest = self._smallest
-        for value in [each & ~3 for each in hashes if each <= self._edge]:
+        for value in [each & ~_COUNT_BITS for each in hashes if each <= self._largest_kept]:
             smallest[value] = smallest.get(value, 0) + 1
         if len(smallest) > SKETCH:
             kept = sorted(smallest)[:SKETCH]
-            self._smallest, self._edge = {value: smallest[value] for value in kept}, kept[-1] | 3
+            self._smallest = {value: smallest[value] for value in kept}
+            self._largest_kept = kept[-1] | _COUNT_BITS
+        # labels by bucket
         labels = labels_of(batch, self.rows)
-        if labels is not None:
-            for label in (labels if self.rows <= _LABELED else labels[:_LABELED]).tolist():
-                # neighbouring classes go to different buckets, and class 0 and 16 to the same
-                self.counts[label % BUCKETS] += 1
+        if labels is None:
+            return
+        if self.rows > _MAX_LABELS:
+            labels = labels[:_MAX_LABELS]
+        for label in labels.tolist():
+            # neighbouring classes go to different buckets, and class 0 and 16 to the same
+            self.counts[label % BUCKETS] += 1
 
     def sketch(self) -> list[int]:
-        """Rows read in this epoch, and the smallest of their hashes, each with how often it came (up to 3) in its low bits."""
-        return [self.seen, *(value | min(count, 3) for value, count in sorted(self._smallest.items()))]
+        """Return the rows read in this epoch and their smallest hashes, each with how often it came (up to 3) in its low bits; padded."""
+        hashes = [value | min(count, _COUNT_BITS) for value, count in sorted(self._smallest.items())]
+        return [self.seen, *hashes]
 
     def batch_end(self) -> None:
-        """Nothing to do."""
+        """Do nothing: batches are counted as they come."""
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: there is nothing to leave."""
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
-    """All that a batch holds; a plain list of tensors needs no walk."""
-    for part in batch if type(batch) in (tuple, list) else (batch,):
-        yield from (part,) if isinstance(part, Tensor) else tree_leaves(part)
+    """Yield all that a batch holds; a plain list of tensors needs no walk."""
+    parts = batch
+    if type(batch) not in (tuple, list):
+        parts = (batch,)
+    for part in parts:
+        if isinstance(part, Tensor):
+            yield part
+        else:
+            yield from compat.tree_leaves(part)
 
 
-def row_hashes(leaves: list[Tensor], rows: int, most: int | None = None) -> list[int]:
-    """A hash (63 bits) of each of the first rows (all of them, unless ``most``), over all tensors that have that many."""
-    looked = rows if most is None else min(rows, most)
-    hashes = [0] * looked
-    for leaf in leaves:
-        if leaf.shape[0] == rows and leaf.numel() and leaf.layout == torch.strided and not leaf.is_complex():
-            table = leaf.as_subclass(Tensor)  # what transforms make of a tensor may be a class of its own
-            if looked < rows:
-                table = table[:looked]
-            width = table.numel() // looked
-            if width > _WIDE:
-                table = table.flatten(1).index_select(1, _chosen(width, table.device))
-            hashes = hash_rows(host_memory(table.cpu()).reshape(looked, -1), hashes)
+def row_hashes(tensors: list[Tensor], rows: int, max_rows: int | None = None) -> list[int]:
+    """Return a hash (63 bits) of each of the first rows (all of them, unless ``max_rows``), over all tensors that have that many."""
+    number = rows
+    if max_rows is not None:
+        number = min(rows, max_rows)
+    hashes = [0] * number
+    for tensor in tensors:
+        if tensor.shape[0] != rows or not tensor.numel() or tensor.layout != torch.strided or tensor.is_complex():
+            continue
+        table = tensor.as_subclass(Tensor)  # what transforms make of a tensor may be a class of its own
+        if number < rows:
+            table = table[:number]
+        width = table.numel() // number
+        if width > _WIDE:
+            table = table.flatten(1).index_select(1, _read_columns(width, table.device))
+        # each tensor's hash begins where the one before ended
+        hashes = hash_rows(host_memory(table.cpu()).reshape(number, -1), hashes)
     return [value & _MASK for value in hashes]
 
 
 @functools.lru_cache(maxsize=64)
-def _chosen(width: int, device: torch.device) -> Tensor:
-    """The same columns at every call, spread irregularly: pictures have empty borders."""
-    return (torch.arange(_COLUMNS, device=device) * 2654435761 % width).unique()  # type: ignore[no-untyped-call,no-any-return]
+def _read_columns(width: int, device: torch.device) -> Tensor:
+    """Choose the same columns at every call, spread irregularly: pictures have empty borders."""
+    return (torch.arange(_MAX_COLUMNS, device=device) * 2654435761 % width).unique()  # type: ignore[no-untyped-call,no-any-return]
 
 
 def labels_of(batch: Any, rows: int) -> Tensor | None:
-    """The class labels of a batch: a named entry, or the second of a tuple; one integer per row."""
+    """Return the class labels of a batch: a named entry, or the second of a tuple; one integer per row."""
     found: Any = None
     if isinstance(batch, Mapping):
-        found = next((batch[name] for name in _LABELS if name in batch), None)
+        found = next((batch[name] for name in _LABEL_NAMES if name in batch), None)
     elif isinstance(batch, (tuple, list)) and len(batch) > 1:
         found = batch[1]
-    usable = isinstance(found, Tensor) and found.ndim == 1 and found.shape[0] == rows
-    if not usable or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+    if not isinstance(found, Tensor) or found.ndim != 1 or found.shape[0] != rows:
+        return None
+    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
         return None
     return torch.Tensor.detach(found)
+
+
+def label_imbalance(counts_by_rank: Sequence[Sequence[float]]) -> float:
+    """Return the largest total variation between a rank's labels and those of all ranks: 0 is alike, 1 has nothing in common."""
+    global_counts = [sum(column) for column in zip(*counts_by_rank, strict=True)]
+    global_total = sum(global_counts)
+    largest = 0.0
+    for counts in counts_by_rank:
+        local_total = sum(counts)
+        if local_total:
+            distance = 0.0
+            for local_count, global_count in zip(counts, global_counts, strict=True):
+                distance += abs(local_count / local_total - global_count / global_total)
+            largest = max(largest, distance / 2)
+    return largest
+
+
+# ---------------------------------------------------------------------- DataLoaders
+
+
+def data_loaders(trainer: pl.Trainer, *, validation: bool = False) -> list[DataLoader[Any]]:
+    """Return the DataLoaders as they run, with Lightning's samplers."""
+    loop: Any = trainer.fit_loop
+    if validation:
+        loop = loop.epoch_loop.val_loop
+    combined = compat.combined_loader(loop)
+    if combined is None:
+        return []
+    return [loader for loader in combined.flattened if isinstance(loader, DataLoader)]
+
+
+def is_iterable(loader: DataLoader[Any]) -> bool:
+    """Say whether no sampler decides which rows a rank gets."""
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def batch_sizes(loader: DataLoader[Any]) -> tuple[int, int]:
+    """Return the rows of this rank's full batches and of its last one; zeros where they cannot be known."""
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler or is_iterable(loader):
+        return 0, 0
+    try:
+        rows = len(batches.sampler)  # type: ignore[arg-type]
+    except TypeError:
+        return 0, 0
+    size = batches.batch_size
+    rest = rows % size
+    if batches.drop_last or not rest:
+        return size, size
+    return size, rest
+
+
+def reshuffled_sampler(loader: DataLoader[Any]) -> str:
+    """Return the class of a sampler that makes batches which belong together, and that Lightning shuffles all the same.
+
+    Known by a batch size or a number of rows per class of its own; torch's samplers have none.
+    """
+    sampler = loader.sampler
+    if not isinstance(sampler, DistributedSamplerWrapper) or not sampler.shuffle:
+        return ""
+    inner = compat.wrapped_sampler(sampler.dataset)
+    is_torchs = type(inner).__module__.startswith("torch.")
+    is_structured = any(hasattr(inner, name) for name in ("m_per_class", "batch_size", "samples_per_class"))
+    if is_torchs or not is_structured:
+        return ""
+    return type(inner).__name__
+
+
+def drawn_order(loader: DataLoader[Any]) -> int:
+    """Return a number that must be equal on all ranks, which cut their parts out of one order; 0 where nothing can be said."""
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSamplerWrapper):
+        head = compat.drawn_indices(sampler.dataset)[:_MAX_INDICES]
+        if head and all(isinstance(index, int) for index in head) and len(set(head)) == len(head):
+            return hash_text(repr(head), 62)
+        return 0  # drawn with replacement, every rank's part is as good as another
+    if type(sampler) is DistributedSampler and sampler.shuffle:
+        return hash_text(f"{sampler.seed} {sampler.epoch}", 62)
+    return 0
+
+
+def repeated_rows(loader: DataLoader[Any]) -> int:
+    """Return the rows that a padding sampler hands out twice, all ranks together."""
+    sampler = loader.sampler
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return 0
+    handed_out = len(sampler) * sampler.num_replicas
+    if not handed_out:
+        return 0
+    try:
+        rows = len(sampler.dataset)  # type: ignore[arg-type]
+    except TypeError:
+        return 0
+    return max(0, handed_out - rows)
+
+
+def shuffling_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the samplers that shuffle by epoch, by path, also those inside other samplers."""
+    found: dict[str, Any] = {}
+    queue = [("sampler", loader.sampler, 0), ("batch_sampler", loader.batch_sampler, 0)]
+    seen: set[int] = set()
+    for path, candidate, depth in queue:
+        if id(candidate) in seen or candidate is None:
+            continue
+        seen.add(id(candidate))
+        shuffles = getattr(candidate, "shuffle", False) is True
+        if shuffles and hasattr(candidate, "set_epoch") and hasattr(candidate, "epoch"):
+            found[path] = candidate
+        if depth < _MAX_DEPTH:
+            queue += [(f"{path}.{name}", value, depth + 1) for name, value in _inner_samplers(candidate)]
+    return found
+
+
+def _inner_samplers(candidate: Any) -> Iterator[tuple[str, Any]]:
+    attributes = getattr(candidate, "__dict__", {}).items()
+    for name, value in itertools.islice(attributes, _MAX_ATTRIBUTES):
+        if hasattr(value, "__iter__") and hasattr(value, "__dict__") and not isinstance(value, Dataset):
+            yield name, value

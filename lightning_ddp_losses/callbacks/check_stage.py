@@ -1,12 +1,12 @@
-"""The moments of a run at which checks measure and judge."""
+"""The stages of a run at which checks measure and judge."""
 
 from __future__ import annotations
 
 from enum import Enum
 
 
-class Moment(str, Enum):
-    """When checks measure and judge."""
+class CheckStage(str, Enum):
+    """Names when checks measure and judge; the value is how messages call that place of the run."""
 
     BEFORE_WRAP = "before the wrap"
     TRAIN_START = "start of training"
@@ -23,5 +23,5 @@ class Moment(str, Enum):
 
     @property
     def repeats_every_step(self) -> bool:
-        """Whether ``every_n_steps`` applies."""
-        return self in (Moment.BEFORE_BACKWARD, Moment.AFTER_STEP)
+        """Say whether ``every_n_steps`` applies to this stage."""
+        return self in (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)

@@ -1,50 +1,79 @@
-"""What DDP knew of the module when training started, and why a gradient can escape it afterwards.
+"""What DDP knew of the module when training started, and why ranks went apart since.
 
 DDP lists parameters once and hangs its hooks on those objects. A parameter that is created, replaced, cast or unfrozen later
-has no hook; a forward that does not go through the wrapper arms none.
+has no hook; a forward that does not go through the wrapper arms none. `DDPSnapshot` remembers what DDP saw. When ranks differ, each
+tells its `rank_state` (gradients, what DDP does not reduce, optimizer settings, scaler), and from those of all ranks
+`explain_gradient` and `explain_desync` say why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:
-    from lightning_ddp_losses.callbacks.runner import Session
+from lightning_ddp_losses.callbacks.runner import CheckRunner
+from lightning_ddp_losses.distributed.fingerprint import fingerprint
+
+FIXES = {
+    "F02": "It is in an optimizer but not in module.parameters(): register the module it belongs to.",
+    "F05": "It appeared after the wrap: create it in __init__ or configure_model.",
+    "F06": "Another object stands in its place since the wrap: copy into the existing one (with torch.no_grad(): W.copy_(...)).",
+    "F07": "Its dtype or device changed after the wrap, which took DDP's hook away: cast the inputs, not the parameter.",
+    "F08": "It was frozen when DDP was built: keep requires_grad=True with a learning rate of 0 until then.",
+    "F09": "The wrapper's forward did not run on this step: compute the loss inside training_step.",
+    "F10": "Call self.manual_backward(loss), not loss.backward().",
+    "F11": "The first step was not reduced: leave out static_graph, or upgrade Lightning.",
+    "F13": "Its own gradient was reduced; the clip factor differs, because another gradient was not: {others}.",
+    "F14": "Some ranks skipped the optimizer step: a gradient overflowed there that was not reduced.",
+    "F15": "The gradient scales differ: restore the scaler from one checkpoint on all ranks.",
+    "F17": "The optimizers' settings differ: log the value that the scheduler monitors with sync_dist=True.",
+    "SYNC": "Something changed it on some ranks only, outside the optimizer step.",
+    "reduce": "It was not reduced: look for a backward() of your own, comm hooks, no_sync, code that changes gradients per rank.",
+}
+_AT_START = "Register the module before the wrap (DDP broadcasts rank 0's values), or seed before building it."
+_MAX_OTHERS = 4  # parameters named beside the one that differs
 
 
-class _Known(NamedTuple):
+class _KnownParameter(NamedTuple):
     parameter: Tensor
     dtype: torch.dtype
     device: torch.device
     trains: bool
 
 
-class Wrap:
-    """The state at the start of training (``session.shared(Wrap)``).
+class DDPSnapshot:
+    """Remembers the parameters as DDP saw them at the start of training (``runner.shared(DDPSnapshot)``).
 
     Attributes:
         ddp: The model's DDP; None where there is none.
         forwards: Forward passes through it since the last batch ended.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        model = session.trainer.strategy.model
-        self.ddp = model if isinstance(model, DistributedDataParallel) else None
+    def __init__(self, runner: CheckRunner) -> None:
+        self._runner = runner
+        self.ddp: DistributedDataParallel | None = None
         self.forwards = 0
-        self._known: dict[str, _Known] = {}
-        self._handle = self.ddp.register_forward_pre_hook(self._count) if self.ddp is not None else None
-        for name, parameter in session.module.named_parameters():
-            self._known[name] = _Known(parameter, parameter.dtype, parameter.device, parameter.requires_grad)
-        ignored = self.ddp.parameters_to_ignore if self.ddp is not None else ()
-        self._hooked = {n: k.parameter for n, k in self._known.items() if k.trains and n not in ignored}
+        self._handle: Any = None
+        ignored: Any = ()
+        model = runner.trainer.strategy.model
+        if isinstance(model, DistributedDataParallel):
+            self.ddp = model
+            self._handle = model.register_forward_pre_hook(self._count_forward)
+            ignored = model.parameters_to_ignore
+        # every parameter, and those among them that DDP has hooks on
+        self._known: dict[str, _KnownParameter] = {}
+        self._hooked: dict[str, Tensor] = {}
+        for name, parameter in runner.module.named_parameters():
+            self._known[name] = _KnownParameter(parameter, parameter.dtype, parameter.device, parameter.requires_grad)
+            if parameter.requires_grad and name not in ignored:
+                self._hooked[name] = parameter
 
-    def _count(self, *_: Any) -> None:
+    def _count_forward(self, *_: Any) -> None:
         self.forwards += 1
 
     def batch_end(self) -> None:
@@ -61,28 +90,177 @@ class Wrap:
         """Whether a backward without some of DDP's parameters ends well."""
         return self.ddp is None or bool(self.ddp.find_unused_parameters or self.ddp.static_graph)
 
-    def awaited(self) -> dict[str, Tensor]:
-        """The parameters for whose gradients DDP waits in every backward."""
+    def expected_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters for whose gradients DDP waits in every backward."""
         if self.tolerates_absence:
             return {}
         return {name: parameter for name, parameter in self._hooked.items() if parameter.requires_grad}
 
-    def escape(self, name: str, parameter: Tensor) -> str:
-        """The fault through which this parameter's gradient escapes DDP, as far as this rank can tell; else empty."""
-        known = self._known.get(name)
-        manual = not self._session.module.automatic_optimization
-        reasons = {
-            "F02": name.startswith("optimizer "),
-            "F05": known is None,
-            "F06": known is not None and known.parameter is not parameter,
-            "F07": known is not None and (known.dtype, known.device) != (parameter.dtype, parameter.device),
-            "F08": known is not None and parameter.requires_grad and not known.trains,
-            "F10": manual and not self._session.backwards,
-            "F09": not self._session.backwards or (self.ddp is not None and not self.forwards),
-        }
-        return next((fault for fault, holds in reasons.items() if holds), "")
+    def unreduced_fault(self, name: str, parameter: Tensor) -> str:
+        """Return the fault through which DDP does not reduce this parameter's gradient, as far as this rank can tell; else empty."""
+        # not a parameter of the module
+        if name.startswith("optimizer "):
+            return "F02"
+        # not the parameter that DDP saw
+        fault = self._changed_fault(name, parameter)
+        if fault:
+            return fault
+        # a step that did not go through Lightning's backward, or through DDP's forward
+        if not self._runner.backwards and not self._runner.module.automatic_optimization:
+            return "F10"
+        if not self._runner.backwards or (self.ddp is not None and not self.forwards):
+            return "F09"
+        return ""
 
-    def escapes(self, parameters: Mapping[str, Tensor]) -> dict[str, str]:
-        """``escape`` of each parameter that has one."""
-        found = {name: self.escape(name, parameter) for name, parameter in parameters.items()}
-        return {name: fault for name, fault in found.items() if fault}
+    def _changed_fault(self, name: str, parameter: Tensor) -> str:
+        """Return in what way a parameter is not the one that DDP saw; empty where it is."""
+        known = self._known.get(name)
+        if known is None:
+            return "F05"
+        if known.parameter is not parameter:
+            return "F06"
+        if (known.dtype, known.device) != (parameter.dtype, parameter.device):
+            return "F07"
+        if parameter.requires_grad and not known.trains:
+            return "F08"
+        return ""
+
+    def unreduced_faults(self, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+        """Return ``unreduced_fault`` of each parameter that has one."""
+        faults: dict[str, str] = {}
+        for name, parameter in parameters.items():
+            fault = self.unreduced_fault(name, parameter)
+            if fault:
+                faults[name] = fault
+        return faults
+
+
+# ---------------------------------------------------------------------- what a rank tells
+
+
+def optimizer_settings(runner: CheckRunner) -> list[dict[str, Any]]:
+    """Return the plain settings of every parameter group, by optimizer."""
+    settings = []
+    for optimizer in runner.trainer.optimizers:
+        for group in optimizer.param_groups:
+            plain = {name: _plain(value) for name, value in group.items() if name != "params"}
+            settings.append({name: value for name, value in plain.items() if value is not None})
+    return settings
+
+
+def _plain(value: object) -> object:
+    """Return a setting as a plain value; None for what is none."""
+    if isinstance(value, (bool, int, float, str, tuple, list)):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    return None
+
+
+def learning_rate(trainer: pl.Trainer) -> float:
+    """Return the first learning rate; 0 without an optimizer."""
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            return float(group["lr"])
+    return 0.0
+
+
+def gradient_scale_of(runner: CheckRunner) -> float | None:
+    """Return the factor of the gradient scaler; None without one."""
+    scaler = getattr(runner.trainer.precision_plugin, "scaler", None)
+    if scaler is None:
+        return None
+    return float(scaler.get_scale())
+
+
+def rank_state(runner: CheckRunner, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what this rank knows that may explain a difference; it travels as JSON."""
+    gradients: dict[str, int | None] = {}
+    for name, parameter in parameters.items():
+        gradients[name] = None
+        if parameter.grad is not None and not parameter.grad.is_sparse:
+            gradients[name] = fingerprint(parameter.grad)
+    snapshot = runner.shared(DDPSnapshot)
+    return {
+        "gradients": gradients,
+        "unreduced": snapshot.unreduced_faults(parameters),
+        "settings": optimizer_settings(runner),
+        "scale": gradient_scale_of(runner),
+        "stepped": len(runner.stepped),
+        "clips": bool(runner.trainer.gradient_clip_val),
+        "static": bool(getattr(snapshot.ddp, "static_graph", False)) and runner.steps == 0,
+    }
+
+
+# ---------------------------------------------------------------------- what all ranks make of it
+
+
+class Cause(NamedTuple):
+    """A fault, the ranks' values that show it, and what to do."""
+
+    fault: str
+    values: tuple[Any, ...]
+    fix: str
+
+
+def explain_gradient(name: str, states: Sequence[Mapping[str, Any]], differing: Sequence[str]) -> Cause:
+    """Say why the gradient of ``name`` differs, given the states of all ranks and the names of all gradients that differ."""
+    unreduced: dict[str, str] = {}
+    for state in states:
+        unreduced |= state["unreduced"]
+    # DDP does not reduce it
+    if name in unreduced:
+        return Cause(unreduced[name], (), FIXES[unreduced[name]])
+    # DDP does not reduce another one, and clipping spreads the difference
+    others = [other for other in differing if other in unreduced]
+    if others and any(state["clips"] for state in states):
+        shown = ", ".join(f"`{other}`" for other in others[:_MAX_OTHERS])
+        return Cause("F13", (), FIXES["F13"].format(others=shown))
+    if any(state["static"] for state in states):
+        return Cause("F11", (), FIXES["F11"])
+    return Cause("F09", (), FIXES["reduce"])
+
+
+def explain_desync(name: str, states: Sequence[Mapping[str, Any]], *, at_start: bool) -> Cause:
+    """Say why the parameter ``name`` differs: its gradient was not reduced, or the optimizers went apart."""
+    if at_start:
+        return Cause("F04", (), _AT_START)
+    # a step that some ranks skipped, or scaled otherwise
+    for key, fault in (("stepped", "F14"), ("scale", "F15")):
+        values = tuple(state[key] for state in states)
+        if len(set(values)) > 1:
+            return Cause(fault, tuple(f"{key} {value}" for value in values), FIXES[fault])
+    # a gradient that was not reduced
+    differing = _differing_keys([state["gradients"] for state in states])
+    if name in differing:
+        return explain_gradient(name, states, differing)
+    # an optimizer with other settings
+    for groups in zip(*(state["settings"] for state in states), strict=False):
+        keys = differing_settings(groups)
+        if keys:
+            return Cause("F17", settings_texts(groups, keys), FIXES["F17"])
+    return Cause("SYNC", (), FIXES["SYNC"])
+
+
+def differing_settings(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the settings of a parameter group that are not the same on all ranks."""
+    return _differing_keys(groups)
+
+
+def settings_texts(groups: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[str, ...]:
+    """Write some settings of a parameter group for a message, one text per rank."""
+    return tuple(_setting_text(group, keys) for group in groups)
+
+
+def _setting_text(group: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return ", ".join(f"{key} {group.get(key)}" for key in keys)
+
+
+def _differing_keys(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys of the first rank whose values are not the same on all ranks."""
+    return [key for key in by_rank[0] if not _are_alike(by_rank, key)]
+
+
+def _are_alike(by_rank: Sequence[Mapping[str, Any]], key: str) -> bool:
+    first = by_rank[0].get(key)
+    return all(values.get(key) == first for values in by_rank)

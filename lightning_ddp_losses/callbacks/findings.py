@@ -1,18 +1,29 @@
-"""What a check says when it found something: one record, the same on every rank."""
+"""What a check says when it found something: one record, the same on every rank, and how ranks share what only one of them found.
+
+A `Finding` is a plain record. `LocalFindings` collects those that a rank can make by itself: its row in the shared gather is two
+numbers, a mask (one bit for each fault of the check) and a hash of the texts. Where the hashes agree, every rank has the same texts
+already; else the ranks that found something send theirs.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 from lightning_ddp_losses.core.faults import FAULTS, Severity
+from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.errors import ConfigurationError, format_error
+
+_TEXT_FIELDS = ("fault", "what", "expected", "name", "fix")
+_UNEXPLAINED = "texts "  # how the name of a finding begins whose texts are still on other ranks
+MOST_NAMES = 6  # parameters or groups that one finding names
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding of one check.
+    """Records one finding of one check.
 
     Attributes:
         fault: Id of the fault (``faults.FAULTS``; the README's troubleshooting table has a row for it).
@@ -22,9 +33,9 @@ class Finding:
         name: The parameter, buffer, loss or option.
         values: One entry per rank, where ranks differ.
         fix: What to do, as a sentence.
-        check: The check's class; filled in by the session, like the next two.
+        check: The check's class; filled in by the runner, like the next two.
         step: Optimizer steps before this one.
-        moment: Where in the run.
+        moment: Where in the run: the value of a ``CheckStage`` (a column of ``ddp_checks.jsonl``, hence its name).
         max_difference: Between ranks, of the tensor's elements, where the check named a tensor.
     """
 
@@ -46,38 +57,49 @@ class Finding:
 
     @property
     def severity(self) -> Severity:
-        """From the one table of faults."""
+        """Look the severity up in the one table of faults."""
         return FAULTS[self.fault].severity
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Findings of the same key are one fault seen again."""
+        """Identify the fault: findings of the same key are one fault seen again."""
         return self.check, self.fault, self.name
 
     def text(self) -> str:
-        """For an error or a warning: what, expected, one line per rank, what to do."""
-        where = f" (rank {', '.join(map(str, self.ranks))})" if self.ranks else ""
-        what = f"{self.check}, {self.fault}, {self.moment} of step {self.step}: {self.what}{where}"
-        expected = self.expected or None
+        """Format the finding for an error or a warning: what, expected, one line per rank, what to do."""
+        what = f"{self.check}, {self.fault}, {self.moment} of step {self.step}: {self.what}"
+        if self.ranks:
+            what += f" (rank {', '.join(map(str, self.ranks))})"
         if self.max_difference is not None:
             what += f", max difference {self.max_difference:.3g}"
-        return format_error(what, expected=expected, ranks=list(self.values) or None, fix=self.fix or None)
+        return format_error(what, expected=self.expected or None, ranks=list(self.values) or None, fix=self.fix or None)
 
     def record(self) -> dict[str, Any]:
-        """For ``ddp_checks.jsonl``."""
-        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        """Return the line of ``ddp_checks.jsonl``."""
+        plain = asdict(self)
+        for key, value in plain.items():
+            if isinstance(value, tuple):
+                plain[key] = list(value)
         return {"step": plain.pop("step"), "check": plain.pop("check"), "severity": self.severity, **plain}
 
 
 def odd_ranks(column: Sequence[Any]) -> tuple[int, ...]:
-    """The ranks that differ from the majority; on a tie, from the first such value."""
+    """Return the ranks that differ from the majority; on a tie, from the first such value."""
     values = list(column)
     usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
     return tuple(rank for rank, value in enumerate(values) if value != usual)
 
 
+def shown_names(names: Sequence[str]) -> str:
+    """List the first names for a message, and how many more there are."""
+    shown = ", ".join(f"`{name}`" for name in names[:MOST_NAMES])
+    if len(names) > MOST_NAMES:
+        shown += f" and {len(names) - MOST_NAMES} more"
+    return shown
+
+
 def failed_check(title: str, failures: Mapping[int, str]) -> Finding:
-    """The finding of a check that failed by itself, with the errors of its ranks."""
+    """Make the finding of a check that failed by itself, with the errors of its ranks."""
     return Finding(
         "CHECK",
         f"{title} itself failed",
@@ -87,3 +109,81 @@ def failed_check(title: str, failures: Mapping[int, str]) -> Finding:
         values=tuple(f"{rank}: {text}" for rank, text in failures.items()),
         fix="Mend the check, or leave it out of DDPChecks(checks=[...]).",
     )
+
+
+class LocalRow(NamedTuple):
+    """Two numbers that stand for the findings that one rank made by itself; zeros for none.
+
+    Attributes:
+        faults: One bit for each fault of the check.
+        texts: A hash of their texts.
+    """
+
+    faults: int = 0
+    texts: int = 0
+
+
+class LocalFindings:
+    """Collects one rank's own findings and brings those of all ranks together.
+
+    Args:
+        faults: Which faults there may be; at most 62, one bit each.
+
+    Attributes:
+        found: The findings of this rank.
+    """
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        self._faults = tuple(faults)
+        self.found: list[Finding] = []
+
+    def add(self, fault: str, what: str, name: str, fix: str, expected: str = "") -> None:
+        """Add a finding of this rank."""
+        self.found.append(Finding(fault, what, expected, name=name, fix=fix))
+
+    def row(self) -> LocalRow:
+        """Return what travels in the check's row."""
+        if not self.found:
+            return LocalRow()
+        faults = 0
+        for finding in self.found:
+            faults |= 1 << self._faults.index(finding.fault)
+        return LocalRow(faults, hash_text(json.dumps([_text_fields(finding) for finding in self.found])))
+
+    def judge(self, rows: Sequence[LocalRow]) -> list[Finding]:
+        """Return the findings of all ranks: in full where every rank has the same, else by fault, to be explained."""
+        if not any(row.faults for row in rows):
+            return []
+        hashes = [row.texts for row in rows]
+        if len(set(hashes)) == 1:
+            return list(self.found)
+        found: list[Finding] = []
+        for bit, fault in enumerate(self._faults):
+            ranks = tuple(rank for rank, row in enumerate(rows) if row.faults >> bit & 1)
+            if ranks:
+                found.append(Finding(fault, FAULTS[fault].title, ranks=ranks, name=f"{_UNEXPLAINED}{hashes}"))
+        return found
+
+    def describe(self, finding: Finding) -> str | None:
+        """Return this rank's texts of a finding that some ranks have no text of."""
+        if not finding.name.startswith(_UNEXPLAINED):
+            return None
+        return json.dumps([_text_fields(own) for own in self.found if own.fault == finding.fault])
+
+    def explain(self, finding: Finding, texts: Sequence[str]) -> list[Finding]:
+        """Make one finding of each text, with the ranks that have it."""
+        if not finding.name.startswith(_UNEXPLAINED):
+            return [finding]
+        ranks_of: dict[tuple[str, ...], list[int]] = {}
+        for rank, text in enumerate(texts):
+            for fields in json.loads(text):
+                ranks_of.setdefault(tuple(fields), []).append(rank)
+        explained: list[Finding] = []
+        for fields, ranks in ranks_of.items():
+            named = dict(zip(_TEXT_FIELDS, fields, strict=True))
+            explained.append(replace(finding, **named, ranks=tuple(ranks)))  # type: ignore[arg-type]
+        return explained or [finding]
+
+
+def _text_fields(finding: Finding) -> list[str]:
+    return [str(getattr(finding, field)) for field in _TEXT_FIELDS]

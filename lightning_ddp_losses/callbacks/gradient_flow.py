@@ -2,38 +2,78 @@
 
 Before backward it asks which parameters the loss reaches: DDP waits for each of them, and a rank whose loss does not reach one
 leaves the others waiting. After the step it looks at gradients as the optimizer used them: after the module's own hooks, after
-clipping, never on a step that only accumulates.
+clipping, never on a step that only accumulates. Before the first step it compares gradient and derivative (``gradient_scale.py``).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.callbacks import causes
+from lightning_ddp_losses.callbacks import ddp_state
 from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.check_stage import Moment
-from lightning_ddp_losses.callbacks.ddp_state import Wrap
-from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
-from lightning_ddp_losses.callbacks.gradient_scale import probe
-from lightning_ddp_losses.callbacks.gradients import Gradients
-from lightning_ddp_losses.callbacks.replicated_parameters import Unit, divide, is_replicated
-from lightning_ddp_losses.callbacks.scale_verdict import scale_verdict
+from lightning_ddp_losses.callbacks.check_stage import CheckStage
+from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot
+from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ranks, shown_names
+from lightning_ddp_losses.callbacks.gradient_scale import find_wrong_scales
+from lightning_ddp_losses.callbacks.replicated_parameters import RotatingSlices, TensorSlice, is_replicated
 from lightning_ddp_losses.core.autograd_graph import UnusedParameterFinder
-from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.distributed.fingerprint import hash_lines
+from lightning_ddp_losses.core.positional_options import warn_positional_options
+from lightning_ddp_losses.distributed.fingerprint import (
+    Started,
+    combine,
+    finish_fingerprints,
+    hash_lines,
+    start_fingerprint,
+)
 
-_SHOWN = 6
-_ZERO_AT = (0, 3)  # steps at which a module's gradient must be zero to be called so: a zero start is no fault
+# steps at which a module's gradient must be zero to be called so: a head that starts at zero is no fault
+_FIRST_ZERO_STEP, _LAST_ZERO_STEP = 0, 3
+_ADD_ZEROS = "Add 0 * sum(p.sum() for p in loss.parameters()) to a zero loss, or train under strategy='ddp_losses'."
+_SAME_PARAMETERS = "the same parameters on every rank"
 
 
-class GradientFlowCheck(RankCheck):
+class GraphRow(NamedTuple):
+    """What travels before backward.
+
+    Attributes:
+        missing: A hash of the names of the parameters that the loss does not reach and DDP waits for.
+        number: How many these are.
+    """
+
+    missing: int
+    number: int
+
+
+class StepRow(NamedTuple):
+    """What travels after a step.
+
+    Attributes:
+        stepped: How many optimizers made a step.
+        absent: A hash of the names of the parameters without a gradient.
+        expected: How many of these DDP waits for.
+        values: One fingerprint of the gradients looked at.
+        not_finite: How many of these are not finite.
+        detached: How many modules got nothing but zeros.
+    """
+
+    stepped: int
+    absent: int
+    expected: int
+    values: int
+    not_finite: int
+    detached: int
+
+
+class GradientFlowCheck(RankCheck, default=True):
     """Gradients are present, finite, not zero for whole modules, and equal on all ranks.
 
     Covers F02, F05-F11, F13 (a gradient that was not reduced, and why), F20, F21, F23, F24 and F27 (gradients off by W or 1/W),
@@ -43,7 +83,7 @@ class GradientFlowCheck(RankCheck):
     Args:
         parts: Each step looks at one part of the gradients, 1/``parts`` of their bytes; small models have fewer parts.
         full_every_n_steps: A look at all of them that often, and at the first and fourth step.
-        probe_scale: Before the first step, compare gradient and derivative (``scale_probe``): a forward and a backward, and two
+        probe_scale: Before the first step, compare gradient and derivative (``gradient_scale.py``): a forward and a backward, and two
             forwards for each child of the module, in float64 on a copy.
         every_n_steps: As ``RankCheck``.
         action: As ``RankCheck``.
@@ -51,7 +91,7 @@ class GradientFlowCheck(RankCheck):
     Communication: 16 bytes in the gather before backward, 48 in the one after the step.
     """
 
-    moments = (Moment.BEFORE_BACKWARD, Moment.AFTER_STEP)
+    stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
     faults = (
         "F02",
         "F05",
@@ -76,12 +116,13 @@ class GradientFlowCheck(RankCheck):
     )
     needs_peers = False
 
+    @warn_positional_options("parts", "full_every_n_steps", "probe_scale")
     def __init__(
         self,
+        *,
         parts: int = 32,
         full_every_n_steps: int = 500,
         probe_scale: bool = True,
-        *,
         every_n_steps: int = 1,
         action: Mapping[str, str] | None = None,
     ) -> None:
@@ -89,199 +130,301 @@ class GradientFlowCheck(RankCheck):
         self.probe_scale = probe_scale
         self.parts = parts
         self.full_every_n_steps = full_every_n_steps
-        self.start_over()
+        self._forget()
 
-    def start_over(self) -> None:
-        """Forget an earlier fit."""
+    def _forget(self) -> None:
         self._unused = UnusedParameterFinder()
-        self._gradients = Gradients()
         self._missing: list[str] = []
         self._loss: Tensor | None = None
-        self._divided: list[list[Unit]] = []
-        self._parameters: dict[str, Tensor] = {}
-        self._zero: set[str] = set()
-        self._norm = 0.0
+        self._slices = RotatingSlices(self.parts)
+        # gradients of the step that is being made, and of the last one that was judged
+        self._gradients = StepGradients()
+        self._judged = StepGradients()
+        self._not_finite: list[str] = []
+        self._zero_modules: set[str] = set()
+
+    # ------------------------------------------------------------------ observe
 
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Remember what DDP knows now."""
-        self.start_over()
-        self.session.shared(Wrap)
+        self._forget()
+        self.runner.shared(DDPSnapshot)
 
-    def rehearse(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
+    def dry_run(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
         """Compare gradient and derivative."""
         if not self.probe_scale or not is_replicated(trainer) or trainer.global_step:
             return []
-        probed = probe(trainer, module, batch, batch_idx, self.session.meeting)
-        return scale_verdict(probed, process_groups.world_size(), module) if probed is not None else []
+        return find_wrong_scales(trainer, module, batch, batch_idx, self.runner.row_exchange)
 
     def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
-        """See which parameters it does not reach."""
+        """See which parameters the loss does not reach."""
         self._loss = loss.detach()
         self._missing = []
-        if self.session.synchronising and self._is_due():
-            awaited = self.session.shared(Wrap).awaited()
-            self._missing = self._unused.find(loss, awaited) if awaited else []
+        if self.runner.synchronising and self._is_due():
+            expected = self.runner.shared(DDPSnapshot).expected_parameters()
+            if expected:
+                self._missing = self._unused.find(loss, expected)
 
     def see_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
         """Look at the gradients that this step used."""
         if not self._is_due():
             return
-        parameters = self.session.tracked()
+        parameters = self.runner.replicated_parameters()
+        self._slices.update(parameters)
         if len(trainer.optimizers) > 1:
-            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            parameters = {name: p for name, p in parameters.items() if id(p) in own}
-        self._gradients.note_absent(parameters)
-        self._gradients.look(
-            [unit for unit in self._due() if unit.name in parameters], parameters, sizes=self._zero_due
-        )
+            stepped: set[int] = set()
+            for group in optimizer.param_groups:
+                stepped.update(map(id, group["params"]))
+            parameters = {name: p for name, p in parameters.items() if id(p) in stepped}
+        self._gradients.add_absent(parameters)
+        slices = [piece for piece in self._due_slices() if piece.name in parameters]
+        self._gradients.add(slices, parameters, largest=self._looks_for_zeros)
 
     def _is_due(self) -> bool:
-        return self.session.step % self.every_n_steps == 0
+        return self.runner.step % self.every_n_steps == 0
 
     @property
-    def _zero_due(self) -> bool:
-        return self.session.steps in _ZERO_AT
+    def _looks_for_zeros(self) -> bool:
+        return self.runner.steps in (_FIRST_ZERO_STEP, _LAST_ZERO_STEP)
 
-    @property
-    def _full(self) -> bool:
-        return self._zero_due or self.session.step % self.full_every_n_steps == 0
+    def _due_slices(self) -> list[TensorSlice]:
+        step = self.runner.step
+        if self._looks_for_zeros or step % self.full_every_n_steps == 0:
+            return self._slices.all()
+        return self._slices.turn(step // self.every_n_steps)
 
-    def _due(self) -> list[Unit]:
-        parameters = self.session.tracked()
-        if parameters is not self._parameters:
-            self._parameters, self._divided = parameters, divide(parameters, self.parts)
-        if self._full:
-            return [unit for part in self._divided for unit in part]
-        return self._divided[(self.session.step // self.every_n_steps) % len(self._divided)]
+    # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[int]:
-        """Who is not reached; or fingerprints, absence, what is not finite and what is zero."""
-        if moment == Moment.BEFORE_BACKWARD:
-            return [hash_lines(self._missing), len(self._missing)]
-        seen = self._seen = self._gradients
-        self._gradients = Gradients()
-        replicated = is_replicated(trainer)
-        awaited = self.session.shared(Wrap).awaited() if seen.absent else {}
-        largest = seen.largest()
-        self._wild = [name for name, size in largest.items() if not size < float("inf")]
-        return [
-            len(self.session.stepped),
-            hash_lines(seen.absent) if replicated else 0,
-            sum(name in awaited for name in seen.absent),
-            seen.combined() if replicated else 0,
-            len(self._wild),
-            len(self._idle(largest)),
-        ]
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int]:
+        """Return who is not reached; or fingerprints, absence, what is not finite and what is zero."""
+        if stage == CheckStage.BEFORE_BACKWARD:
+            return [*GraphRow(hash_lines(self._missing), len(self._missing))]
+        gradients, self._gradients = self._gradients, StepGradients()
+        self._judged = gradients
+        largest = gradients.largest()
+        self._not_finite = [name for name, size in largest.items() if not size < math.inf]
+        detached = self._detached_modules(largest)
+        # what ranks compare, where they hold the same parameters
+        absent = values = expected = 0
+        if gradients.absent:
+            waited_for = self.runner.shared(DDPSnapshot).expected_parameters()
+            expected = sum(name in waited_for for name in gradients.absent)
+        if is_replicated(trainer):
+            absent = hash_lines(gradients.absent)
+            values = gradients.combined()
+        row = StepRow(
+            stepped=len(self.runner.stepped),
+            absent=absent,
+            expected=expected,
+            values=values,
+            not_finite=len(self._not_finite),
+            detached=len(detached),
+        )
+        return [*row]
 
-    def _idle(self, largest: Mapping[str, float]) -> list[str]:
-        """Modules all of whose gradients are zero at the first step and still at the fourth."""
-        if not self._zero_due:
+    def _detached_modules(self, largest: Mapping[str, float]) -> list[str]:
+        """Return the modules all of whose gradients are zero at the first step and still at the fourth."""
+        if not self._looks_for_zeros:
             return []
-        owners: dict[str, float] = {}
+        largest_of: dict[str, float] = {}
         for name, size in largest.items():
             owner = name.split(".")[0]
-            owners[owner] = max(owners.get(owner, 0.0), size)
-        zero = {owner for owner, size in owners.items() if size == 0.0}
-        if self._loss is None or float(self._loss) == 0.0:  # a zero loss is another matter
+            largest_of[owner] = max(largest_of.get(owner, 0.0), size)
+        zero = {owner for owner, size in largest_of.items() if size == 0.0}
+        if self._loss_is_zero(without=True):  # a zero loss is another matter
             zero = set()
-        self._zero = zero if self.session.steps == _ZERO_AT[0] else self._zero & zero
-        return sorted(self._zero) if self.session.steps == _ZERO_AT[-1] else []
+        if self.runner.steps == _FIRST_ZERO_STEP:
+            self._zero_modules = zero
+            return []
+        self._zero_modules &= zero
+        return sorted(self._zero_modules)
+
+    def _loss_is_zero(self, *, without: bool = False) -> bool:
+        """Say whether the latest loss is exactly zero; ``without`` is the answer where there is none."""
+        if self._loss is None:
+            return without
+        return float(self._loss) == 0.0
+
+    # ------------------------------------------------------------------ judge
 
     def judge(
-        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, moment: Moment
+        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
     ) -> list[Finding]:
         """Compare; what to say of it needs the ranks' texts."""
-        columns = zip(*table, strict=True)
-        if moment == Moment.BEFORE_BACKWARD:
-            missing = next(columns)
+        if stage == CheckStage.BEFORE_BACKWARD:
+            missing = [GraphRow(*row).missing for row in table]
             if len(set(missing)) == 1:
                 return []
             return [Finding("F37", "the loss's graph", ranks=odd_ranks(missing), name="graph")]
-        stepped, absent, awaited, values, wild, idle = columns
-        if len(set(stepped)) > 1:
-            return []  # OptimizerCheck says who skipped a step
-        found = []
-        if len(set(absent)) > 1:
-            found.append(Finding("F37", "missing gradients", ranks=odd_ranks(absent), name="absent"))
-        elif awaited[0]:
-            found.append(Finding("F38", "missing gradients", name="absent"))
-        elif len(set(values)) > 1:
-            found.append(Finding("SYNC", "gradients", "equal on all ranks", odd_ranks(values), name="gradients"))
-        if any(wild):
-            ranks = tuple(rank for rank, number in enumerate(wild) if number)
-            found.append(Finding("F79", "gradients that are not finite", ranks=ranks, name="finite"))
-        if all(idle):
-            found.append(Finding("DETACHED", "modules without gradient", name="zero"))
-        return found
+        return _compare_steps([StepRow(*row) for row in table])
+
+    # ------------------------------------------------------------------ explain
 
     def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-        """Names, fingerprints and circumstances."""
-        zero = self._loss is not None and float(self._loss) == 0.0
-        told: dict[str, Any] = {"missing": self._missing, "zero": zero}
-        if finding.name == "graph":
-            return json.dumps(told)
-        told |= {"absent": self._seen.absent, "wild": self._wild, "idle": sorted(self._zero)}
+        """Return names, and where gradients differ their fingerprints and what else may explain it."""
+        text: dict[str, Any] = {"graph": self._missing, "zero_loss": self._loss_is_zero()}
+        if finding.name != "graph":
+            text["absent"] = self._judged.absent
+            text["finite"] = self._not_finite
+            text["zero"] = sorted(self._zero_modules)
         if finding.name == "gradients":
-            told |= {"values": self._seen.values(), **causes.circumstances(self.session, self.session.tracked())}
-        return json.dumps(told)
+            text["values"] = self._judged.values()
+            text |= ddp_state.rank_state(self.runner, self.runner.replicated_parameters())
+        return json.dumps(text)
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
         """Name parameters and reasons."""
-        everyone = [json.loads(text) for text in texts]
-        key = {"graph": "missing", "absent": "absent", "finite": "wild", "zero": "idle"}.get(finding.name)
-        if key is None:
-            return self._unreduced(finding, everyone)
-        names = list(dict.fromkeys(name for e in everyone for name in e[key]))
-        shown = ", ".join(f"`{name}`" for name in names[:_SHOWN]) + (
-            f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-        )
-        ranks = tuple(rank for rank, e in enumerate(everyone) if e[key])
-        better = replace(finding, name=", ".join(names[:_SHOWN]), ranks=() if len(ranks) == len(everyone) else ranks)
-        if finding.name == "finite":
-            fix = "Lower the learning rate or clip; LossCheck says on which rank a loss was not finite."
-            return [replace(better, what=f"gradient of {shown} is not finite", ranks=ranks, fix=fix)]
-        if finding.name == "zero":
-            fix = "The loss does not depend on them: look for detach(), .data, numpy() or no_grad() in between."
-            return [replace(better, what=f"all gradients of {shown} are zero", fix=fix)]
-        if finding.fault == "F38":
-            fix = "Use them in every loss (times 0 where they should not count), or find_unused_parameters=True."
-            return [replace(better, what=f"{shown} got no gradient, and DDP waits for one", fix=fix)]
-        on = [f"{len(e[key])} of {len(names)} without" for e in everyone]
-        if all(everyone[rank]["zero"] for rank in ranks):
-            fix = (
-                "Add 0 * sum(p.sum() for p in loss.parameters()) to a zero loss, or train under strategy='ddp_losses'."
-            )
-            what = f"{shown} not in the graph of a loss that is exactly zero"
-            return [
-                replace(
-                    better,
-                    fault="F32",
-                    what=what,
-                    expected="the same parameters on every rank",
-                    values=tuple(on),
-                    fix=fix,
-                )
-            ]
-        fix = "Take the branch on all ranks together, or add the unused outputs times 0."
-        what = f"{shown} not in the graph of the loss"
-        return [replace(better, what=what, expected="the same parameters on every rank", values=tuple(on), fix=fix)]
-
-    @staticmethod
-    def _unreduced(finding: Finding, everyone: list[dict[str, Any]]) -> list[Finding]:
-        values = [e["values"] for e in everyone]
-        names = [n for n in values[0] if len({json.dumps(v.get(n)) for v in values}) > 1]
-        found = []
-        for name in names:
-            why = causes.why_unreduced(name, everyone, names)
-            ranks = odd_ranks([v.get(name) for v in values])
-            what = f"gradient of `{name}`"
-            found.append(
-                replace(finding, fault=why.fault, what=what, name=name, ranks=ranks, values=why.values, fix=why.fix)
-            )
-        found.sort(key=lambda f: f.fault in ("F13", "SYNC"))  # culprits first
-        return found[:_SHOWN] or [finding]
+        states = [json.loads(text) for text in texts]
+        if finding.name == "gradients":
+            return _explain_differences(finding, states)
+        return [_named(finding, states)]
 
     def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
-        """The gradient itself."""
-        parameter = self.session.tracked().get(finding.name)
-        return None if parameter is None or finding.fault == "F79" else parameter.grad
+        """Return the gradient itself."""
+        parameter = self.runner.replicated_parameters().get(finding.name)
+        if parameter is None or finding.fault == "F79":
+            return None
+        return parameter.grad
+
+
+def _compare_steps(rows: Sequence[StepRow]) -> list[Finding]:
+    if len({row.stepped for row in rows}) > 1:
+        return []  # OptimizerCheck says who skipped a step
+    found = []
+    # no gradient at all, or another one
+    absent = [row.absent for row in rows]
+    values = [row.values for row in rows]
+    if len(set(absent)) > 1:
+        found.append(Finding("F37", "missing gradients", ranks=odd_ranks(absent), name="absent"))
+    elif rows[0].expected:
+        found.append(Finding("F38", "missing gradients", name="absent"))
+    elif len(set(values)) > 1:
+        found.append(Finding("SYNC", "gradients", "equal on all ranks", odd_ranks(values), name="gradients"))
+    # what is wrong with a gradient by itself
+    not_finite = tuple(rank for rank, row in enumerate(rows) if row.not_finite)
+    if not_finite:
+        found.append(Finding("F79", "gradients that are not finite", ranks=not_finite, name="finite"))
+    if all(row.detached for row in rows):
+        found.append(Finding("DETACHED", "modules without gradient", name="zero"))
+    return found
+
+
+def _named(finding: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:
+    """Name the parameters of a finding, whose name says which entry of the ranks' states they stand in."""
+    key = finding.name
+    names: dict[str, None] = {}
+    for state in states:
+        names |= dict.fromkeys(state[key])
+    shown = shown_names(list(names))
+    ranks = tuple(rank for rank, state in enumerate(states) if state[key])
+    better = replace(finding, name=", ".join(list(names)[:MOST_NAMES]), ranks=ranks)
+    if key == "finite":
+        fix = "Lower the learning rate or clip; LossCheck says on which rank a loss was not finite."
+        return replace(better, what=f"gradient of {shown} is not finite", fix=fix)
+    if len(ranks) == len(states):
+        better = replace(better, ranks=())
+    if key == "zero":
+        fix = "The loss does not depend on them: look for detach(), .data, numpy() or no_grad() in between."
+        return replace(better, what=f"all gradients of {shown} are zero", fix=fix)
+    if finding.fault == "F38":
+        fix = "Use them in every loss (times 0 where they should not count), or find_unused_parameters=True."
+        return replace(better, what=f"{shown} got no gradient, and DDP waits for one", fix=fix)
+    # parameters that are missing on some ranks: because their loss is zero, or because they took another branch
+    better = replace(
+        better,
+        expected=_SAME_PARAMETERS,
+        values=tuple(f"{len(state[key])} of {len(names)} without" for state in states),
+    )
+    if all(states[rank]["zero_loss"] for rank in ranks):
+        what = f"{shown} not in the graph of a loss that is exactly zero"
+        return replace(better, fault="F32", what=what, fix=_ADD_ZEROS)
+    fix = "Take the branch on all ranks together, or add the unused outputs times 0."
+    return replace(better, what=f"{shown} not in the graph of the loss", fix=fix)
+
+
+def _explain_differences(finding: Finding, states: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Name the gradients that differ, and why."""
+    differing: dict[str, list[Any]] = {}
+    for name, first in states[0]["values"].items():
+        values = [state["values"].get(name) for state in states]
+        if values.count(first) < len(values):
+            differing[name] = values
+    found = []
+    for name, values in differing.items():
+        cause = ddp_state.explain_gradient(name, states, list(differing))
+        better = replace(finding, fault=cause.fault, what=f"gradient of `{name}`", name=name)
+        found.append(replace(better, ranks=odd_ranks(values), values=cause.values, fix=cause.fix))
+    found.sort(key=lambda each: each.fault in ("F13", "SYNC"))  # what caused the others comes first
+    return found[:MOST_NAMES] or [finding]
+
+
+# ---------------------------------------------------------------------- the gradients of one step
+
+
+class StepGradients:
+    """Keeps fingerprints and largest elements of the gradients looked at in one step, and who has none.
+
+    Attributes:
+        slices: What was looked at.
+        absent: Names of the parameters that take part in training and have no gradient.
+    """
+
+    def __init__(self) -> None:
+        self.slices: list[TensorSlice] = []
+        self.absent: list[str] = []
+        self._fingerprints: list[Started] = []
+        self._sizes: list[float | Tensor] = []
+
+    def add(self, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], *, largest: bool) -> None:
+        """Add these pieces of the parameters' gradients; without ``largest`` it is enough to know which are finite."""
+        for each in slices:
+            grad = parameters[each.name].grad
+            if grad is None or grad.is_sparse or not grad.numel():
+                continue
+            piece = each.of(grad)
+            self.slices.append(each)
+            self._fingerprints.append(start_fingerprint(piece))
+            if largest or piece.device.type != "cpu":
+                self._sizes.append(_largest(piece))
+            else:
+                self._sizes.append(_finite_bound(piece))
+
+    def add_absent(self, parameters: Mapping[str, Tensor]) -> None:
+        """Add the names of those that take part in training and have no gradient."""
+        self.absent += [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
+
+    def values(self) -> dict[str, list[int]]:
+        """Return the fingerprints by parameter."""
+        found: dict[str, list[int]] = {}
+        for each, value in zip(self.slices, finish_fingerprints(self._fingerprints), strict=True):
+            found.setdefault(each.name, []).append(value)
+        return found
+
+    def combined(self) -> int:
+        """Return one number for all fingerprints, by their order."""
+        return combine(finish_fingerprints(self._fingerprints))
+
+    def largest(self) -> dict[str, float]:
+        """Return the largest element of each gradient (or a bound); not finite where one is not."""
+        found: dict[str, float] = {}
+        for each, size in zip(self.slices, map(float, self._sizes), strict=True):
+            if math.isnan(size):
+                found[each.name] = size
+            else:
+                found[each.name] = max(found.get(each.name, 0.0), size)
+        return found
+
+
+def _largest(piece: Tensor) -> Tensor:
+    """Return the largest magnitude, NaN where there is one. (torch's infinity norm takes ten times as long; torch 2.13, measured 2026.)"""
+    if piece.is_complex():
+        piece = torch.view_as_real(piece)
+    return torch.maximum(piece.amax(), -piece.amin()).double()
+
+
+def _finite_bound(piece: Tensor) -> float:
+    """Return some finite number where all elements are finite (a sum is not finite once one element is not); else the largest."""
+    total = abs(piece.sum().item())
+    if math.isfinite(total):
+        return total
+    return float(_largest(piece))

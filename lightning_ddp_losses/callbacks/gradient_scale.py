@@ -1,4 +1,4 @@
-"""The scale probe: is the gradient that DDP will average the derivative of the loss that training_step returns?
+"""Compares scales before the first step: is the gradient that DDP will average the derivative of the loss that training_step returns?
 
 Let M be the mean over ranks of the returned value, as a function of each rank's own copy of the parameters. Where gathers, sums
 over ranks and factors are right, M's derivative along any directions v_r equals (1/W) sum_r <g_r, v_r>, with g_r what backward
@@ -15,122 +15,217 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ddp_losses.callbacks.meeting import Meeting
-from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.callbacks.findings import Finding
+from lightning_ddp_losses.callbacks.row_exchange import RowExchange
+from lightning_ddp_losses.core import compat, precision
 from lightning_ddp_losses.core.autograd_graph import walk_graph
 from lightning_ddp_losses.core.random_state import global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.shard import shard_of
 
 STEP = 1e-5
-MOST_BYTES = 1 << 29  # of the copy, in float64
-MOST_PARTS = 4
+MOVE_TO_SHARE = 1e-2  # how far one rank's copy moves, to see whether others' values follow
+MAX_BYTES = 1 << 29  # of the copy, in float64
+MAX_PARTS = 4
+_PLACE = "scale probe"  # what handshakes call this place
 _CLOSE = 1e-3  # float64 derivatives of smooth losses agree to 1e-6; a kink between the two points spoils that
+_NO_SLOPE = 1e-6  # a derivative that is so small beside the loss says nothing
+_MAX_NODES = 64  # of the graph next to the loss, where a factor is looked for
+# operations between the loss and a factor on it
+_ARITHMETIC = ("Mul", "Div", "Add", "Sub", "Neg", "Sum", "Mean", "Clone", "View", "ToCopy")
+_FIXES = {
+    "F20": "Gather with autograd (lightning_ddp_losses.distributed.collectives.all_gather_with_grad), or wrap the loss in GlobalBatchLoss.",
+    "F21": "Leave the factor out: the gather's backward sums over ranks already.",
+    "F23": "Use lightning_ddp_losses.distributed.collectives.all_reduce_with_grad: an in-place all-reduce has no gradient.",
+    "F24": "The factor W mends the encoder and spoils the loss's own parameters: wrap the inner loss in GlobalBatchLoss.",
+    "F27": "A torchmetrics metric keeps the gradient of its own rank's rows only: make it lightning_ddp_losses.differentiable.",
+}
 
 
 @dataclass(frozen=True)
-class Part:
-    """The figures of one child of the module.
+class PartScale:
+    """Holds the figures of one child of the module.
 
     Attributes:
         name: Its name.
         ratio: Gradient over derivative; 1 is right.
-        shared: Whether moving rank 0's copy alone moves what other ranks return (asked where the ratio is 1/W or W).
+        is_shared: Whether moving rank 0's copy alone moves what other ranks return (asked where the ratio is 1/W or W).
     """
 
     name: str
     ratio: float
-    shared: bool
+    is_shared: bool = False
 
     def is_about(self, ratio: float) -> bool:
-        """Whether the ratio is that one."""
+        """Say whether the ratio is that one."""
         return abs(self.ratio / ratio - 1) < _CLOSE
 
 
 @dataclass(frozen=True)
-class Probed:
-    """What the probe found.
+class GradientScales:
+    """Holds what was measured; the same on every rank.
 
     Attributes:
         parts: Children of the module whose derivative is not zero.
-        operations: Collectives that the forward ran.
-        multiplied: Whether the returned value is W times a loss: by pytorch-metric-learning's wrapper, or in the graph.
+        collectives: Names of the collectives that the forward ran.
+        is_multiplied: Whether the returned value is W times a loss: by pytorch-metric-learning's wrapper, or in the graph.
     """
 
-    parts: list[Part]
-    operations: list[str]
-    multiplied: bool
+    parts: list[PartScale]
+    collectives: list[str]
+    is_multiplied: bool
 
 
-def probe(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int, meeting: Meeting) -> Probed | None:
-    """Compare the gradient with the derivative, part by part; None where the module cannot be probed.
+def find_wrong_scales(
+    trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int, row_exchange: RowExchange
+) -> list[Finding]:
+    """Measure the scales, and say which of them can only mean a fault; the same on every rank.
 
-    Communication: what 1 + 2 * parts forwards of the module and one backward run, a frame after each, and one gather for each part.
+    Communication: what 1 + 2 * parts forwards of the module and one backward run, a handshake after each, and one gather for each part.
     """
-    twin = _Twin(trainer, module, batch, index)
-    if not _everywhere(meeting, twin.is_ready):
+    scales = measure_gradient_scales(trainer, module, batch, batch_idx, row_exchange)
+    if scales is None:
+        return []
+    return judge_scales(scales, process_groups.world_size(), module)
+
+
+# ---------------------------------------------------------------------- judge
+
+
+def judge_scales(scales: GradientScales, world: int, module: nn.Module) -> list[Finding]:
+    """Return findings, from figures that are the same on every rank.
+
+    A value that is W times a loss is compared with the loss: its encoder may have 1/W of the value's derivative.
+    """
+    cut = [part for part in scales.parts if part.is_shared and part.is_about(1 / world)]
+    large = [part for part in scales.parts if part.is_shared and part.is_about(world)]
+    found = [_finding("F21", part.name, world, part.ratio) for part in large]
+    if not cut:
+        return found
+    # a cut graph that the factor W makes up for: then what is not cut is W times too large
+    if scales.is_multiplied:
+        full = [part for part in scales.parts if part.is_about(1.0)]
+        return found + [_finding("F24", part.name, world, part.ratio * world) for part in full]
+    fault = "F20"
+    if any(_is_metric(inner) for inner in module.modules()):
+        fault = "F27"
+    elif _has(scales.collectives, "reduce") and not _has(scales.collectives, "gather"):
+        fault = "F23"
+    return found + [_finding(fault, part.name, world, part.ratio) for part in cut]
+
+
+def _has(names: list[str], word: str) -> bool:
+    return any(word in name for name in names)
+
+
+def _finding(fault: str, name: str, world: int, ratio: float) -> Finding:
+    known = "1/W"
+    if ratio > 1:
+        known = "W"
+    what = f"gradient of `{name}` is {ratio:.4f} times the derivative of the loss, {known} for W = {world}"
+    return Finding(fault, what, expected="1", name=name, fix=_FIXES[fault])
+
+
+def _is_metric(module: nn.Module) -> bool:
+    bases = type(module).__mro__
+    return any(base.__module__.startswith("torchmetrics.metric") and base.__name__ == "Metric" for base in bases)
+
+
+# ---------------------------------------------------------------------- measure
+
+
+def measure_gradient_scales(
+    trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int, row_exchange: RowExchange
+) -> GradientScales | None:
+    """Compare the gradient with the derivative, part by part; None where the module cannot be tried out on any rank."""
+    world = process_groups.world_size()
+    # a copy that runs on every rank and gives a loss with a gradient
+    trial = _Trial(trainer, module, batch, batch_idx)
+    if not _on_all_ranks(row_exchange, trial.is_ready):
         return None
-    with _Names() as names:
-        value = twin.value({})
-    if not _everywhere(meeting, value is not None) or value is None:
+    with _CollectiveNames() as collectives:
+        value = trial.value({})
+    if not _on_all_ranks(row_exchange, value is not None) or value is None:
         return None
-    if not _everywhere(meeting, value.requires_grad):
+    if not _on_all_ranks(row_exchange, value.requires_grad):
         return None
-    multiplied = _is_multiple(value, process_groups.world_size()) or any(
-        type(m).__name__ == "DistributedLossWrapper" for m in module.modules()
-    )
-    gradients = twin.gradients(value)
+    is_multiplied = _has_factor(value, world)
+    for inner in module.modules():
+        is_multiplied |= type(inner).__name__ == "DistributedLossWrapper"
+    gradients = trial.gradients(value)
     parts = []
-    for name, members in _parts(module).items():
-        moves = twin.directions(members)
-        given = sum(float((g * v).sum()) for n, v in moves.items() if (g := gradients.get(n)) is not None)
-        ends = [twin.value(moves, sign * STEP) for sign in (1, -1)]
-        own = [given, *(None if end is None else float(end.detach()) for end in ends)]
-        everyone = [json.loads(row) for row in meeting.swap("scale probe", json.dumps(own).encode())]
-        if any(number is None for row in everyone for number in row):
+    for name, members in _trained_parts(module).items():
+        # <g, v>, and the value on both sides along v
+        direction = trial.direction(members)
+        slope = _inner_product(gradients, direction)
+        ahead = _as_number(trial.value(direction, STEP))
+        behind = _as_number(trial.value(direction, -STEP))
+        rows = row_exchange.gather_json(_PLACE, [slope, ahead, behind])
+        if any(None in row for row in rows):
             return None
-        world = len(everyone)
-        sharded = any(shard_of(parameter) is not None for parameter in members.values())
-        wanted = sum(plus - minus for _, plus, minus in everyone) / world / (2 * STEP)
-        if abs(wanted) <= 1e-6 * max(1e-9, *(abs(plus) for _, plus, _ in everyone)):
+        derivative = sum(row[1] - row[2] for row in rows) / world / (2 * STEP)
+        if abs(derivative) <= _NO_SLOPE * max(1e-9, *(abs(row[1]) for row in rows)):
             continue
-        ratio = sum(row[0] for row in everyone) / (1 if sharded else world) / wanted
-        part = Part(name, ratio, shared=False)
+        # (1/W) sum_r <g_r, v_r>; a rank's shard has its whole gradient on that rank
+        gradient = sum(row[0] for row in rows)
+        if all(shard_of(parameter) is None for parameter in members.values()):
+            gradient /= world
+        part = PartScale(name, gradient / derivative)
         if part.is_about(world) or part.is_about(1 / world):
-            alone = twin.value(moves if process_groups.rank() == 0 else {}, 1e-2)
-            moved = (
-                alone is not None
-                and process_groups.rank() > 0
-                and abs(float(alone.detach() - value.detach())) > 1e-12 * abs(float(value.detach()))
-            )
-            shared = any(map(bool, map(json.loads, meeting.swap("scale probe", json.dumps(moved).encode()))))
-            part = Part(name, ratio, shared)
+            part = replace(part, is_shared=_moves_others(trial, value, direction, row_exchange))
         parts.append(part)
-    return Probed(parts, names.seen, multiplied)
+    return GradientScales(parts, collectives.seen, is_multiplied)
 
 
-class _Twin:
-    """A copy of the module in float64 whose training_step leaves no trace."""
+def _inner_product(gradients: Mapping[str, Tensor | None], direction: Mapping[str, Tensor]) -> float:
+    total = 0.0
+    for name, step in direction.items():
+        gradient = gradients.get(name)
+        if gradient is not None:
+            total += float((gradient * step).sum())
+    return total
+
+
+def _as_number(value: Tensor | None) -> float | None:
+    if value is None:
+        return None
+    return float(value.detach())
+
+
+def _moves_others(trial: _Trial, value: Tensor, direction: Mapping[str, Tensor], row_exchange: RowExchange) -> bool:
+    """Move rank 0's copy alone and say whether another rank's value moves."""
+    is_first = process_groups.rank() == 0
+    if not is_first:
+        direction = {}
+    moved_value = trial.value(direction, MOVE_TO_SHARE)
+    moved = False
+    if moved_value is not None and not is_first:
+        before = float(value.detach())
+        moved = abs(float(moved_value.detach() - value.detach())) > 1e-12 * abs(before)
+    return any(row_exchange.gather_json(_PLACE, moved))
+
+
+class _Trial:
+    """A copy of the module in float64 whose training_step leaves no trace.
+
+    Attributes:
+        is_ready: Whether it could be made.
+    """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         self._trainer, self._index, self._device = trainer, index, module.device
-        self.is_ready = (
-            module.automatic_optimization
-            and 2 * sum(p.nbytes for p in module.parameters()) <= MOST_BYTES
-            and not any(hasattr(m, "_orig_mod") for m in module.modules())  # compiled: it would compile again
-        )
+        num_bytes = 2 * sum(parameter.nbytes for parameter in module.parameters())
+        is_compiled = any(compat.uncompiled(inner) is not inner for inner in module.modules())  # would compile again
+        self.is_ready = module.automatic_optimization and num_bytes <= MAX_BYTES and not is_compiled
         if self.is_ready:
             try:
                 self._pristine = copy.deepcopy(module).double()
@@ -139,101 +234,104 @@ class _Twin:
                     if callable(set_dtype):
                         set_dtype(torch.float64)
                 self._batch = precision.cast_floating(copy.deepcopy(batch), torch.float64)
-            except Exception:  # what cannot be copied is not probed
+            except Exception:  # what cannot be copied is not tried out
                 self.is_ready = False
 
-    def value(self, moves: Mapping[str, Tensor], by: float = 0.0) -> Tensor | None:
-        """The loss with parameters moved, always from the same random state and buffers; None where that fails on any rank."""
-        with _undisturbed(self._device):
+    def value(self, direction: Mapping[str, Tensor], distance: float = 0.0) -> Tensor | None:
+        """Return the loss with parameters moved, always from the same random state and buffers; None where that fails on any rank."""
+        random_state = preserve_random_state(global_generators([self._device]))
+        with random_state, torch.enable_grad():
             try:
+                # a fresh copy, moved, that logs nothing
                 copied = self._copied = copy.deepcopy(self._pristine)
                 parameters = dict(copied.named_parameters())
                 with torch.no_grad():
-                    for name, direction in moves.items():
-                        parameters[name].add_(direction, alpha=by)
-                copied._trainer = self._trainer
+                    for name, step in direction.items():
+                        parameters[name].add_(step, alpha=distance)
+                compat.attach_trainer(copied, self._trainer)
                 for name in ("log", "log_dict"):
                     object.__setattr__(copied, name, lambda *_, **__: None)
+                # its training_step, to the end on all ranks
                 result = copied.training_step(copy.deepcopy(self._batch), self._index)
-                handshake.all_gather("scale probe", {})
+                handshake.all_gather(_PLACE, {})
             except Exception as error:  # the real step will say it better
                 _end_together(error)
                 return None
-        loss = result.get("loss") if isinstance(result, dict) else result
-        return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+        if isinstance(result, dict):
+            result = result.get("loss")
+        if isinstance(result, Tensor) and result.numel() == 1:
+            return result
+        return None
 
     def gradients(self, value: Tensor) -> dict[str, Tensor | None]:
-        """What backward gives on this rank, by name."""
+        """Return what backward gives on this rank, by name."""
         trained = {name: p for name, p in self._copied.named_parameters() if p.requires_grad}
         found = torch.autograd.grad(value.sum(), list(trained.values()), allow_unused=True)
         return dict(zip(trained, found, strict=True))
 
-    def directions(self, members: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's own random direction, in proportion to each parameter's size."""
+    def direction(self, members: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Draw this rank's own random direction, in proportion to each parameter's size."""
         generator = torch.Generator().manual_seed(1009 * process_groups.rank() + len(members))
         parameters = dict(self._pristine.named_parameters())
         found = {}
         for name in members:
-            p = parameters[name].detach()
-            size = float(p.square().mean().sqrt()) + 1e-3
-            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64) * size
-            found[name] = noise.to(p.device)
+            parameter = parameters[name].detach()
+            size = float(parameter.square().mean().sqrt()) + 1e-3
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * size
+            found[name] = noise.to(parameter.device)
         return found
 
 
-def _parts(module: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Trainable parameters by child: the largest child takes in what is beyond ``MOST_PARTS``."""
+def _trained_parts(module: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return the trainable parameters by child: the largest child takes in what is beyond ``MAX_PARTS``."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             parts.setdefault(name.split(".")[0], {})[name] = parameter
-    by_size = sorted(parts, key=lambda name: -sum(p.numel() for p in parts[name].values()))
-    for name in by_size[MOST_PARTS:]:
+    sizes: dict[str, int] = {}
+    for name, members in parts.items():
+        sizes[name] = sum(parameter.numel() for parameter in members.values())
+    by_size = sorted(parts, key=lambda name: -sizes[name])
+    for name in by_size[MAX_PARTS:]:
         parts[by_size[0]] |= parts.pop(name)
     return parts
 
 
 def _end_together(error: Exception) -> None:
-    """A forward that failed here ends on all ranks: the peers stand in a frame of a loss, or have come through to the one behind it.
+    """End on all ranks a forward that failed here: the peers are in a handshake of a loss, or have come through to the one behind it.
 
     Raises:
-        Exception: this one, where they stand in a collective of somebody else's.
+        Exception: this one, where they are in a collective of somebody else's.
     """
-    begun = time.monotonic()
+    began = time.monotonic()
     try:
-        handshake.raise_in_all_groups(error, "scale probe")
+        handshake.raise_in_all_groups(error, _PLACE)
     except Exception:
-        if time.monotonic() - begun > handshake.PEER_TIMEOUT.total_seconds():
+        if time.monotonic() - began > handshake.PEER_TIMEOUT.total_seconds():
             raise
 
 
-def _everywhere(meeting: Meeting, mine: bool) -> bool:
-    return all(json.loads(row) for row in meeting.swap("scale probe", json.dumps(mine).encode()))
+def _on_all_ranks(row_exchange: RowExchange, local: bool) -> bool:
+    return all(row_exchange.gather_json(_PLACE, local))
 
 
-def _is_multiple(value: Tensor, world: int) -> bool:
-    """Whether the graph of the value begins with a product by W, among sums and products of numbers."""
-    for node, _ in itertools.islice(walk_graph([value], through=_is_arithmetic), 64):
-        factor = getattr(node, "_saved_other", None) if node.name().startswith(("Mul", "Div")) else None
-        if isinstance(factor, Tensor) and factor.numel() == 1 and float(factor) in (float(world), 1 / world):
-            return True
+def _has_factor(value: Tensor, world: int) -> bool:
+    """Say whether the graph of the value begins with a product by W, among sums and products of numbers."""
+    for node, _ in itertools.islice(walk_graph([value], through=_is_arithmetic), _MAX_NODES):
+        if node.name().startswith(("Mul", "Div")):
+            factor = compat.saved_by_node(node, "other")
+            if isinstance(factor, Tensor) and factor.numel() == 1 and float(factor) in (float(world), 1 / world):
+                return True
     return False
 
 
 def _is_arithmetic(node: Any) -> bool:
     name: str = node.name()
-    return name.startswith(("Mul", "Div", "Add", "Sub", "Neg", "Sum", "Mean", "Clone", "View", "ToCopy"))
+    return name.startswith(_ARITHMETIC)
 
 
-@contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Restore the random state of torch, Python and numpy."""
-    with preserve_random_state(global_generators([device])), torch.enable_grad():
-        yield
-
-
-class _Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the names of collectives."""
+class _CollectiveNames(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the names of the collectives that this thread runs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -242,5 +340,5 @@ class _Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note what belongs to c10d."""
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.seen.append(func._schema.name.rpartition("::")[2])
+            self.seen.append(compat.operator_schema(func).name.rpartition("::")[2])
         return func(*args, **(kwargs or {}))

@@ -5,32 +5,58 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.check_stage import Moment
-from lightning_ddp_losses.callbacks.divisors import Term, terms
-from lightning_ddp_losses.callbacks.findings import Finding
-from lightning_ddp_losses.callbacks.logged import reduced_keys, watched
-from lightning_ddp_losses.callbacks.loss_observations import local_contrastive
-from lightning_ddp_losses.callbacks.loss_verdicts import different_keys, different_values, loss_meaning, without_loss
+from lightning_ddp_losses.callbacks.check_stage import CheckStage
+from lightning_ddp_losses.callbacks.element_weights import ElementWeight, element_weights
+from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
+from lightning_ddp_losses.callbacks.loss_observations import local_contrastive_losses
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.errors import DDPLossError
 
 FILE_NAME = "losses_by_rank.csv"
-_PRESENT, _MISSING = 1.0, 2.0
-_KEY_BITS = 52  # exact in float64
+_UNSEEN, _PRESENT, _MISSING = 0.0, 1.0, 2.0
+_HASH_BITS = 52  # exact in float64
 _WINDOW, _BIASED_STEPS = 20, 3
 _HISTORY = 10_000
+_EQUAL = 1e-6  # relative
+_NO_WEIGHT = ElementWeight(0.0, 0.0, is_masked=False)
 
 
-class LossCheck(RankCheck):
+class LossRow(NamedTuple):
+    """What travels before backward, all as floats.
+
+    Attributes:
+        state: Whether there is a loss (``_PRESENT``, ``_MISSING``, or ``_UNSEEN`` where none came by).
+        loss: Its value.
+        bad_batch: The first batch of this step whose loss was not finite; -1 for none.
+        weight: How much one element weighs in the first reduction of the loss; 0 where it is not known.
+        elements: How many elements that reduction has.
+        second_weight: As ``weight``, in the second reduction.
+        keys: A hash of the names that are logged and reduced over ranks.
+        zero_steps: Steps since the start in which the loss was exactly zero; -1 once it was not.
+    """
+
+    state: float
+    loss: float
+    bad_batch: float
+    weight: float
+    elements: float
+    second_weight: float
+    keys: float
+    zero_steps: float
+
+
+class LossCheck(RankCheck, default=True):
     """The loss of each rank: there, finite, not zero from the start, and of elements that count alike on all ranks.
 
     Covers F30, F31, F35, F46, F55, F56 and F79. Keeps every rank's loss in ``history`` and, where there is a log folder, in
@@ -42,25 +68,26 @@ class LossCheck(RankCheck):
         file: Write ``losses_by_rank.csv``.
         **options: As ``RankCheck``.
 
-    Communication: 64 bytes in the frame before backward; a few numbers at the start of an epoch and the end of validation.
+    Communication: 64 bytes in the handshake before backward; a few numbers at the start of an epoch and the end of validation.
     """
 
-    moments = (
-        Moment.EPOCH_START,
-        Moment.BEFORE_BACKWARD,
-        Moment.VALIDATION_EPOCH_END,
-        Moment.VALIDATION_END,
-        Moment.TRAIN_END,
+    stages = (
+        CheckStage.EPOCH_START,
+        CheckStage.BEFORE_BACKWARD,
+        CheckStage.VALIDATION_EPOCH_END,
+        CheckStage.VALIDATION_END,
+        CheckStage.TRAIN_END,
     )
     faults = ("F30", "F31", "F35", "F46", "F55", "F56", "F79")
     needs_peers = False
 
+    @warn_positional_options("zero_steps", "bias", "file")
     def __init__(
         self,
+        *,
         zero_steps: int = 5,
         bias: float = 1.1,
         file: bool = True,
-        *,
         every_n_steps: int = 1,
         action: Mapping[str, str] | None = None,
     ) -> None:
@@ -69,169 +96,201 @@ class LossCheck(RankCheck):
         self._history: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=_HISTORY)
         self._stream: IO[str] | None = None
         self._training_step: Callable[..., Any] | None = None
-        self._begin()
+        self._forget()
 
-    def _begin(self) -> None:
-        self._loss, self._state = math.nan, 0.0
-        self._bad, self._index, self._zeros = -1, 0, 0
-        self._terms: list[Term] = []
+    def _forget(self) -> None:
+        self._loss, self._state = math.nan, _UNSEEN
+        self._batch_idx, self._bad_batch, self._zero_steps = 0, -1, 0
+        self._weights: list[ElementWeight] = []
         self._keys: list[str] = []
         self._biased: deque[bool] = deque(maxlen=_WINDOW)
-        self._contrastive = False
+        self._has_contrastive_loss = False
 
     @property
     def history(self) -> list[tuple[int, tuple[float, ...]]]:
         """Step and the loss of each rank, of the latest 10,000 steps of the latest fit."""
         return list(self._history)
 
-    # ------------------------------------------------------------------ look
+    # ------------------------------------------------------------------ observe
 
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Look at what ``training_step`` returns, before Lightning does."""
-        self._begin()
+        self._forget()
         self._history.clear()
-        self._contrastive = bool(local_contrastive(module))
+        self._has_contrastive_loss = bool(local_contrastive_losses(module))
         if module.automatic_optimization and process_groups.world_size() > 1:
             strategy: Any = trainer.strategy
             self._training_step = original = strategy.training_step
 
             def training_step(*args: Any, **kwargs: Any) -> Any:
                 output = original(*args, **kwargs)
-                loss = output.get("loss") if isinstance(output, Mapping) else output
+                loss = output
+                if isinstance(output, Mapping):
+                    loss = output.get("loss")
                 if loss is None:
-                    self._meetwithout_loss()
+                    self._sync_without_loss()
                 return output
 
             strategy.training_step = training_step
 
-    def _meetwithout_loss(self) -> None:
-        """A rank that returned None meets its peers where they are; alone, Lightning would stop this rank only."""
-        if not self.session.synchronising:
+    def _sync_without_loss(self) -> None:
+        """Exchange rows from a rank that returned None with its peers, where they are; alone, Lightning would stop this rank only."""
+        if not self.runner.synchronising:
             return
-        if self.session.rides:
-            own: list[Any] = [
-                "None" if rank == process_groups.rank() else "?" for rank in range(process_groups.world_size())
-            ]
-            found = replace(
-                without_loss(own), check=self.title, step=self.session.step, ranks=(process_groups.rank(),), values=()
-            )
-            handshake.raise_on_all_ranks(DDPLossError(found.text(), findings=[found]), "training_step")
+        # peers that are in the strategy's handshake get the error there
+        if self.runner.rows_in_strategy_handshake:
+            rank = process_groups.rank()
+            finding = replace(_missing_loss((rank,), ()), check=self.title, step=self.runner.step)
+            handshake.raise_on_all_ranks(DDPLossError(finding.text(), findings=[finding]), "training_step")
         self._state = _MISSING
-        self.session.at(Moment.BEFORE_BACKWARD)
+        self.runner.run_stage(CheckStage.BEFORE_BACKWARD)
 
     def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Remember which batch it is."""
-        self._index = batch_idx
+        self._batch_idx = batch_idx
 
     def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
         """Read the loss and its reductions. (Waits for the device.)"""
+        # the value that training_step returned: without the scaler's factor and accumulation's divisor
+        value = float(loss.item())
+        if module.automatic_optimization:
+            value *= trainer.accumulate_grad_batches
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scaled = scaler is not None and loss is not getattr(trainer.strategy, "closure_loss", None)
-        factor = trainer.accumulate_grad_batches if module.automatic_optimization else 1
-        value = float(loss.item()) * factor / (float(scaler.get_scale()) if scaled else 1.0)  # type: ignore[union-attr]
-        overflowed = scaled and math.isinf(value)  # by the scale: the scaler will skip this step on every rank
-        if not math.isfinite(value) and not overflowed and self._bad < 0:
-            self._bad = self._index
+        is_scaled = scaler is not None and loss is not getattr(trainer.strategy, "closure_loss", None)
+        if is_scaled:
+            value /= float(scaler.get_scale())  # type: ignore[union-attr]
+        overflowed = is_scaled and math.isinf(value)  # by the scale: the scaler will skip this step on every rank
+        if not math.isfinite(value) and not overflowed and self._bad_batch < 0:
+            self._bad_batch = self._batch_idx
         self._loss, self._state = value, _PRESENT
-        self._zeros = self._zeros + 1 if value == 0 and self._zeros >= 0 else -1
-        self._terms = [term for term in terms(loss) if not (term.chosen and self._contrastive)]
+        # zero in every step so far
+        if value == 0 and self._zero_steps >= 0:
+            self._zero_steps += 1
+        else:
+            self._zero_steps = -1
+        self._weights = []
+        for weight in element_weights(loss):
+            if not (weight.is_masked and self._has_contrastive_loss):
+                self._weights.append(weight)
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[float]:
-        """This rank's loss, or the values that are watched."""
-        if moment == Moment.BEFORE_BACKWARD:
-            self._keys = reduced_keys(trainer)
-            weights = [(t.weight, t.elements) for t in self._terms[:2]] + [(0.0, 0.0)] * 2
-            key = float(hash_text("; ".join(self._keys), _KEY_BITS))
-            row = [self._state, self._loss, float(self._bad), *weights[0], weights[1][0], key, float(self._zeros)]
-            self._state, self._bad = 0.0, -1
-            return row
-        if moment == Moment.VALIDATION_EPOCH_END:
-            self._keys = reduced_keys(trainer, validation=True)
-            return [float(hash_text("; ".join(self._keys), _KEY_BITS))]
-        values = watched(trainer)
-        row = [float(hash_text("; ".join(values), _KEY_BITS))]
+    # ------------------------------------------------------------------ measure
+
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[float]:
+        """Return this rank's loss, or the values that are monitored."""
+        if stage == CheckStage.BEFORE_BACKWARD:
+            self._keys = _reduced_keys(trainer)
+            first, second = (*self._weights, _NO_WEIGHT, _NO_WEIGHT)[:2]
+            row = LossRow(
+                state=self._state,
+                loss=self._loss,
+                bad_batch=float(self._bad_batch),
+                weight=first.weight,
+                elements=float(first.elements),
+                second_weight=second.weight,
+                keys=_hash_names(self._keys),
+                zero_steps=float(self._zero_steps),
+            )
+            self._state, self._bad_batch = _UNSEEN, -1
+            return [*row]
+        if stage == CheckStage.VALIDATION_EPOCH_END:
+            self._keys = _reduced_keys(trainer, validation=True)
+            return [_hash_names(self._keys)]
+        # a hash of the names, then for each whether it is there, and its value
+        values = _monitored_values(trainer)
+        measured = [_hash_names(values)]
         for value in values.values():
-            row += [float(value is not None), value or 0.0]
-        return row
+            measured += [float(value is not None), value or 0.0]
+        return measured
 
     # ------------------------------------------------------------------ judge
 
     def judge(
-        self, table: list[list[float]], trainer: pl.Trainer, module: pl.LightningModule, moment: Moment
+        self, table: list[list[float]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
     ) -> list[Finding]:
-        """Compare the losses, or the watched values."""
-        if moment == Moment.BEFORE_BACKWARD:
-            return self._judge_losses(table)
-        if moment == Moment.VALIDATION_EPOCH_END:
-            return different_keys([row[0] for row in table])
+        """Compare the losses, or the monitored values."""
+        if stage == CheckStage.BEFORE_BACKWARD:
+            return self._judge_losses([LossRow(*row) for row in table])
+        if stage == CheckStage.VALIDATION_EPOCH_END:
+            return _different_keys([row[0] for row in table])
         if len({row[0] for row in table}) > 1:  # other monitors per rank: their names cannot be lined up
             return []
-        return different_values(table, list(watched(trainer)))
+        return _different_values([row[1:] for row in table], list(_monitored_values(trainer)))
 
-    def _judge_losses(self, rows: list[list[float]]) -> list[Finding]:
-        states, losses = [row[0] for row in rows], [row[1] for row in rows]
+    def _judge_losses(self, rows: Sequence[LossRow]) -> list[Finding]:
+        losses = [row.loss for row in rows]
         self._record(losses)
-        if _MISSING in states:
-            return [without_loss(["None" if s == _MISSING else f"{v:g}" for s, v in zip(states, losses, strict=True)])]
-        found = different_keys([row[6] for row in rows])
-        bad = tuple(rank for rank, row in enumerate(rows) if row[2] >= 0)
-        if bad:
-            values = tuple(
-                f"{v:g}" + (f" in batch {int(r[2])}" if r[2] >= 0 else "") for v, r in zip(losses, rows, strict=True)
-            )
-            fix = "Look at that batch; lower the learning rate or clip gradients. One rank's value spoils the gradients of all."
-            found.append(Finding("F79", "the loss is not a finite number", "", bad, "loss", values, fix))
-        zero = tuple(rank for rank, row in enumerate(rows) if row[7] == self.zero_steps)
+        # a rank without a loss
+        without = tuple(rank for rank, row in enumerate(rows) if row.state == _MISSING)
+        if without:
+            texts = ["None" if rank in without else f"{loss:g}" for rank, loss in enumerate(losses)]
+            return [_missing_loss(without, tuple(texts))]
+        found = _different_keys([row.keys for row in rows])
+        # a rank whose loss is not a number, or zero from the start
+        not_finite = tuple(rank for rank, row in enumerate(rows) if row.bad_batch >= 0)
+        if not_finite:
+            found.append(_not_finite(not_finite, rows))
+        zero = tuple(rank for rank, row in enumerate(rows) if row.zero_steps == self.zero_steps)
         if zero:
             what = f"the loss has been exactly zero in all {self.zero_steps} steps so far"
             fix = "Look for batches without a positive pair, a mask that selects nothing, or a loss that saturates at once."
-            found.append(Finding("F31", what, "", zero, "loss", tuple(f"{v:g}" for v in losses), fix))
+            found.append(Finding("F31", what, "", zero, "loss", tuple(f"{loss:g}" for loss in losses), fix))
+        # elements of other weight
         found += self._mean_of_means(rows)
-        if self.session.step == 0 and len(rows) > 1 and not bad:
-            found.append(loss_meaning(losses))
+        if self.runner.step == 0 and len(rows) > 1 and not not_finite:
+            found.append(_loss_meaning(losses))
         return found
 
-    def _mean_of_means(self, rows: list[list[float]]) -> list[Finding]:
-        """Elements that weigh more on one rank than on another, in several steps."""
+    def _mean_of_means(self, rows: Sequence[LossRow]) -> list[Finding]:
+        """Look for elements that weigh more on one rank than on another, in several steps."""
         if len(rows) == 1:
             return []
-        biased = any(_apart([abs(row[place]) for row in rows]) > self.bias for place in (3, 5))
+        first = _largest_ratio([abs(row.weight) for row in rows])
+        second = _largest_ratio([abs(row.second_weight) for row in rows])
+        biased = max(first, second) > self.bias
         self._biased.append(biased)
         if not biased or sum(self._biased) < _BIASED_STEPS:
             return []
-        elements = [row[4] for row in rows]
         fix = (
             "Divide each rank's sum by the mean number over ranks (all-reduce the count), or use GlobalBatchLoss, which does. "
             "Else give ranks the same number of rows."
         )
-        values = tuple(f"mean over {n:g}, each weighs {row[3]:.4g}" for n, row in zip(elements, rows, strict=True))
+        values = tuple(f"mean over {row.elements:g}, each weighs {row.weight:.4g}" for row in rows)
         expected = "elements that weigh the same on every rank"
         return [Finding("F30", "the loss is a mean of the ranks' means", expected, (), "loss", values, fix)]
 
     def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-        """The names that this rank logs."""
-        return json.dumps(self._keys) if finding.fault == "F46" else None
+        """Return the names that this rank logs."""
+        if finding.fault != "F46":
+            return None
+        return json.dumps(self._keys)
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
         """Name what only some ranks log."""
-        everyone = [json.loads(text) for text in texts]
-        common = set.intersection(*map(set, everyone)) if everyone else set()
-        own = tuple(", ".join(name for name in names if name not in common) or "nothing more" for names in everyone)
-        return [replace(finding, values=own, name=", ".join(sorted({n for names in everyone for n in names} - common)))]
+        names_by_rank = [json.loads(text) for text in texts]
+        common = set.intersection(*map(set, names_by_rank))
+        only_some: set[str] = set()
+        values = []
+        for names in names_by_rank:
+            more = [name for name in names if name not in common]
+            only_some.update(more)
+            values.append(", ".join(more) or "nothing more")
+        return [replace(finding, values=tuple(values), name=", ".join(sorted(only_some)))]
 
     # ------------------------------------------------------------------ records
 
     def _record(self, losses: list[float]) -> None:
-        step = self.session.step
+        """Keep the losses of all ranks, and write them on rank 0."""
+        step = self.runner.step
         self._history.append((step, tuple(losses)))
-        folder = self.session.report.folder
+        folder = self.runner.report.folder
         if not self.file or folder is None or process_groups.rank() or len(losses) == 1:
             return
         if self._stream is None:
             folder.mkdir(parents=True, exist_ok=True)
             self._stream = (folder / FILE_NAME).open("w")
-            self._stream.write(",".join(["step", *(f"rank_{rank}" for rank in range(len(losses)))]) + "\n")
-        self._stream.write(",".join([str(step), *(repr(value) for value in losses)]) + "\n")
+            titles = [f"rank_{rank}" for rank in range(len(losses))]
+            self._stream.write(",".join(["step", *titles]) + "\n")
+        self._stream.write(",".join([str(step), *map(repr, losses)]) + "\n")
 
     def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Give the strategy its method back and close the file."""
@@ -243,12 +302,128 @@ class LossCheck(RankCheck):
             self._stream = None
 
     def figures(self) -> dict[str, float]:
-        """The ranks' losses in the last step, from the smallest to the largest."""
+        """Return the ranks' losses in the last step, the smallest and the largest."""
         if not self._history:
             return {}
-        losses = self._history[-1][1]
+        _, losses = self._history[-1]
         return {"loss_min": min(losses), "loss_max": max(losses)}
 
 
-def _apart(weights: list[float]) -> float:
-    return max(weights) / min(weights) if min(weights) > 0 else 1.0
+# ---------------------------------------------------------------------- findings
+
+
+def _missing_loss(ranks: tuple[int, ...], values: tuple[str, ...]) -> Finding:
+    """Report ranks whose ``training_step`` gave nothing."""
+    fix = "Return a loss on every rank; a batch without one can return a zero that depends on the parameters (0 * embeddings.sum())."
+    return Finding("F35", "training_step returned None", "a loss on every rank", ranks, "loss", values, fix)
+
+
+def _not_finite(ranks: tuple[int, ...], rows: Sequence[LossRow]) -> Finding:
+    """Report ranks whose loss is not a finite number, and in which batch."""
+    values = []
+    for row in rows:
+        text = f"{row.loss:g}"
+        if row.bad_batch >= 0:
+            text += f" in batch {int(row.bad_batch)}"
+        values.append(text)
+    fix = "Look at that batch; lower the learning rate or clip gradients. One rank's value spoils the gradients of all."
+    return Finding("F79", "the loss is not a finite number", "", ranks, "loss", tuple(values), fix)
+
+
+def _loss_meaning(losses: list[float]) -> Finding:
+    """Say whether the ranks have one loss or each its own."""
+    values = tuple(f"{value:.6g}" for value in losses)
+    if max(losses) - min(losses) <= _EQUAL * max(map(abs, losses)):
+        return Finding("F56", "the loss is that of all ranks together, one number", name="loss", values=values)
+    mean = sum(losses) / len(losses)
+    what = f"each rank has the loss of its own rows; training minimises their mean, {mean:.6g}"
+    return Finding("F56", what, name="loss", values=values, fix="Log it with sync_dist=True to see the mean.")
+
+
+def _largest_ratio(weights: list[float]) -> float:
+    """Return how much more an element weighs on one rank than on another; 1 where a weight is not known."""
+    if min(weights) <= 0:
+        return 1.0
+    return max(weights) / min(weights)
+
+
+def _different_keys(hashes: list[float]) -> list[Finding]:
+    """Report ranks that log other names, by a hash of them."""
+    if len(set(hashes)) == 1:
+        return []
+    return [
+        Finding(
+            "F46",
+            "names of logged values that are reduced over ranks",
+            "the same on every rank, else values of other names are added up, or ranks wait for ever",
+            odd_ranks(hashes),
+            name="log keys",
+            fix="Log the same names on every rank; a value of one rank alone needs sync_dist=False and rank_zero_only=True.",
+        )
+    ]
+
+
+def _different_values(rows: Sequence[Sequence[float]], names: list[str]) -> list[Finding]:
+    """Report monitored values that are not one number; a row holds for each name whether it is there, and its value."""
+    found = []
+    for place, name in enumerate(names):
+        is_logged = [bool(row[2 * place]) for row in rows]
+        values = [row[2 * place + 1] for row in rows]
+        if not any(is_logged) or (all(is_logged) and _are_equal(values)):
+            continue
+        column = [value if logged else None for value, logged in zip(values, is_logged, strict=True)]
+        shown = tuple("not logged" if value is None else f"{value:.6g}" for value in column)
+        fix = f'Log it with sync_dist=True: self.log("{name}", ..., sync_dist=True).'
+        what = f"`{name}`, which a callback or scheduler watches"
+        found.append(Finding("F55", what, "one value on all ranks", odd_ranks(column), name, shown, fix))
+    return found
+
+
+def _are_equal(values: Sequence[float]) -> bool:
+    if math.isnan(values[0]):
+        return all(map(math.isnan, values))
+    return all(math.isclose(value, values[0], rel_tol=_EQUAL) for value in values)
+
+
+# ---------------------------------------------------------------------- what a module logs
+
+
+def _hash_names(names: Sequence[str] | Mapping[str, Any]) -> float:
+    return float(hash_text("; ".join(names), _HASH_BITS))
+
+
+def _reduced_keys(trainer: pl.Trainer, *, validation: bool = False) -> list[str]:
+    """Return the names of logged values that need all ranks: with ``sync_dist``, or a metric."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    if validation:
+        loop = loop.val_loop
+    results = compat.logged_results(loop)
+    return sorted(f"{name} ({value.meta.fx})" for name, value in results.items() if _is_reduced(value))
+
+
+def _is_reduced(value: Any) -> bool:
+    meta = getattr(value, "meta", None)
+    if meta is None:
+        return False
+    return not value.is_tensor or (meta.sync.should and not meta.sync.rank_zero_only)
+
+
+def _monitored_values(trainer: pl.Trainer) -> dict[str, float | None]:
+    """Return the values that decide on checkpoints, early stopping or learning rates, as this rank has them; None where it has none."""
+    found: dict[str, float | None] = {}
+    for name in sorted(set(_monitors(trainer))):
+        value = trainer.callback_metrics.get(name)
+        found[name] = None
+        if isinstance(value, Tensor) and value.numel() == 1:
+            found[name] = float(value)
+    return found
+
+
+def _monitors(trainer: pl.Trainer) -> Iterator[str]:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str):
+            yield monitor
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.monitor:
+            yield config.monitor

@@ -1,4 +1,4 @@
-"""Losses that compare samples and see this rank's rows only; and whether their labels held a positive pair."""
+"""Which losses compare samples and see this rank's rows only, and whether their labels held a positive pair."""
 
 from __future__ import annotations
 
@@ -10,44 +10,50 @@ from torch.utils.hooks import RemovableHandle
 
 _PML = "pytorch_metric_learning."
 _PROXY_ATTRIBUTES = ("num_classes", "proxies", "fc")  # a loss against class weights compares no samples
+_GATHERS = {"GlobalBatchLoss", "DistributedLossWrapper", "BaseLossWrapper", "BaseDistributedLossWrapper"}
 _CALLS_ON_DEVICE = 20
-_NOT_LOSSES = ("BaseLossWrapper", "BaseDistributedLossWrapper")
+_ARGUMENTS = ("embeddings", "labels", "indices_tuple", "ref_emb")
 
 
-def local_contrastive(module: nn.Module) -> dict[str, nn.Module]:
-    """pytorch-metric-learning's losses on tuples, by path, that neither gather nor lie inside a loss that does."""
+def local_contrastive_losses(module: nn.Module) -> dict[str, nn.Module]:
+    """Return pytorch-metric-learning's losses on tuples, by path, that neither gather nor lie inside a loss that does."""
     found: dict[str, nn.Module] = {}
-    covered: tuple[str, ...] = ()
+    covered: tuple[str, ...] = ()  # paths whose submodules are not looked at
     for name, inner in module.named_modules():
         if name.startswith(covered):
             continue
-        names = {cls.__name__ for cls in type(inner).__mro__}
-        if "GlobalBatchLoss" in names or "DistributedLossWrapper" in names or names & set(_NOT_LOSSES):
-            covered += (f"{name}.",) if name else ()
-        elif _from(inner, "losses") and "BaseMetricLossFunction" in names and not _has_proxies(inner):
+        class_names = {cls.__name__ for cls in type(inner).__mro__}
+        if class_names & _GATHERS:
+            if name:
+                covered += (f"{name}.",)
+        elif _is_from(inner, "losses") and "BaseMetricLossFunction" in class_names and not _has_proxies(inner):
             found[name] = inner
             covered += (f"{name}.",)
     return found
 
 
-def uses_foreign_gather(module: nn.Module) -> str:
-    """The path of a wrapper that gathers rows of equal numbers only; empty where there is none."""
+def pml_gather(module: nn.Module) -> str:
+    """Return the path of a wrapper that gathers rows of equal numbers only; empty where there is none."""
     for name, inner in module.named_modules():
-        if _from(inner, "utils.distributed"):
+        if _is_from(inner, "utils.distributed"):
             return name or type(inner).__name__
     return ""
 
 
-def _from(module: nn.Module, part: str) -> bool:
+def _is_from(module: nn.Module, part: str) -> bool:
     return any(cls.__module__.startswith(_PML + part) for cls in type(module).__mro__)
 
 
 def _has_proxies(loss: nn.Module) -> bool:
-    return any(hasattr(loss, attribute) for attribute in _PROXY_ATTRIBUTES) or any(True for _ in loss.parameters())
+    has_parameters = any(True for _ in loss.parameters())
+    return has_parameters or any(hasattr(loss, attribute) for attribute in _PROXY_ATTRIBUTES)
 
 
 class PositivePairs:
-    """Notices calls whose labels are all different, so that nothing can be pulled together.
+    """Notes calls of losses whose labels are all different, so that nothing can be pulled together.
+
+    Args:
+        losses: By path.
 
     Attributes:
         without: By path of the loss, whether its latest call was one.
@@ -56,25 +62,27 @@ class PositivePairs:
     def __init__(self, losses: dict[str, nn.Module]) -> None:
         self.without: dict[str, bool] = {}
         self._calls = 0
-        self._handles: list[RemovableHandle] = [
-            loss.register_forward_pre_hook(self._watcher(name, loss), with_kwargs=True) for name, loss in losses.items()
-        ]
+        self._handles: list[RemovableHandle] = []
+        for name, loss in losses.items():
+            self._handles.append(loss.register_forward_pre_hook(self._hook(name, loss), with_kwargs=True))
 
-    def _watcher(self, name: str, loss: nn.Module) -> Any:
-        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = dict(zip(("embeddings", "labels", "indices_tuple", "ref_emb"), args, strict=False)) | kwargs
+    def _hook(self, name: str, loss: nn.Module) -> Any:
+        def see_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if module is not loss:  # a copy
                 return
+            given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+            # pairs may come from a miner, or from other rows
+            if given.get("indices_tuple") is not None or given.get("ref_emb") is not None:
+                return
             labels = given.get("labels")
-            elsewhere = given.get("indices_tuple") is not None or given.get("ref_emb") is not None
-            if not torch.is_grad_enabled() or not isinstance(labels, Tensor) or labels.ndim != 1 or elsewhere:
+            if not torch.is_grad_enabled() or not isinstance(labels, Tensor) or labels.ndim != 1:
                 return
             self._calls += 1
             if labels.device.type != "cpu" and self._calls > _CALLS_ON_DEVICE:  # reading waits for the device
                 return
             self.without[name] = len(labels) > 1 and len(torch.unique(labels)) == len(labels)
 
-        return look
+        return see_call
 
     def remove(self) -> None:
         """Leave no hook behind."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -14,30 +14,98 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.causes import FIXES, optimizer_settings
-from lightning_ddp_losses.callbacks.check_stage import Moment
-from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
-from lightning_ddp_losses.callbacks.replicated_parameters import is_replicated, optimised
+from lightning_ddp_losses.callbacks.check_stage import CheckStage
+from lightning_ddp_losses.callbacks.ddp_state import (
+    FIXES,
+    differing_settings,
+    gradient_scale_of,
+    optimizer_settings,
+    settings_texts,
+)
+from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ranks, shown_names
+from lightning_ddp_losses.callbacks.replicated_parameters import is_replicated, optimizer_parameters
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed.fingerprint import combine, fingerprint, fingerprints, hash_lines
 
-_SHOWN = 6
-_WORDS = {
-    "F01": "gets a gradient and is in no optimizer",
-    "F02": "is in an optimizer and not in module.parameters()",
-    "F03": "is in memory that the ranks share: they all step the same tensor",
-    "twice": "is in two optimizers or parameter groups",
-    "F75": "trains and is not in the checkpoint",
-}
-_FIXES = {
-    "F01": "Add it to configure_optimizers, or freeze it with requires_grad_(False).",
-    "F02": "It is not synchronised, not moved and not saved: make its module an attribute (nn.ModuleList for several).",
-    "F03": "Register its module, or use strategy='ddp' in place of spawn.",
-    "twice": "Leave it in one of them: it is stepped twice.",
-    "F75": "Register its module, so that state_dict holds it.",
+_MAX_DEPTH = 3  # lists inside lists that are searched for parameters
+
+
+class Problem(NamedTuple):
+    """A thing that can be wrong with a parameter on one rank: the fault, how it reads after the names, what to do."""
+
+    fault: str
+    text: str
+    fix: str
+
+
+_PROBLEMS = {
+    "F01": Problem(
+        "F01",
+        "gets a gradient and is in no optimizer",
+        "Add it to configure_optimizers, or freeze it with requires_grad_(False).",
+    ),
+    "F02": Problem(
+        "F02",
+        "is in an optimizer and not in module.parameters()",
+        "It is not synchronised, not moved and not saved: make its module an attribute (nn.ModuleList for several).",
+    ),
+    "F03": Problem(
+        "F03",
+        "is in memory that the ranks share: they all step the same tensor",
+        "Register its module, or use strategy='ddp' in place of spawn.",
+    ),
+    "twice": Problem(
+        "TWICE",
+        "is in two optimizers or parameter groups",
+        "Leave it in one of them: it is stepped twice.",
+    ),
+    "F75": Problem(
+        "F75",
+        "trains and is not in the checkpoint",
+        "Register its module, so that state_dict holds it.",
+    ),
 }
 
 
-class OptimizerCheck(RankCheck):
+class StartRow(NamedTuple):
+    """What travels at the start of training.
+
+    Attributes:
+        unregistered: How many parameters of the optimizers are not the module's.
+        in_shared_memory: How many are in memory that ranks share.
+        twice: How many are stepped twice.
+        settings: A hash of the optimizers' settings.
+        scale: The bits of the gradient scale.
+        state: One number of the tensors in the optimizers' states.
+    """
+
+    unregistered: int
+    in_shared_memory: int
+    twice: int
+    settings: int
+    scale: int
+    state: int
+
+
+class StepRow(NamedTuple):
+    """What travels after a step.
+
+    Attributes:
+        forgotten: How many parameters with a gradient are in no optimizer.
+        stood_still: 1 where two steps changed nothing.
+        stepped: How many optimizers made a step.
+        settings: As ``StartRow``.
+        scale: As ``StartRow``.
+    """
+
+    forgotten: int
+    stood_still: int
+    stepped: int
+    settings: int
+    scale: int
+
+
+class OptimizerCheck(RankCheck, default=True):
     """Optimizers hold what trains, once, with equal settings, scales and steps on all ranks, and their steps change something.
 
     Covers F01 (a parameter with a gradient in no optimizer), F02 (an unregistered one), F03 (memory shared under spawn), F14 (a
@@ -51,195 +119,269 @@ class OptimizerCheck(RankCheck):
     Communication: at most 56 bytes in the shared gathers.
     """
 
-    moments = (Moment.TRAIN_START, Moment.AFTER_STEP, Moment.SAVE)
+    stages = (CheckStage.TRAIN_START, CheckStage.AFTER_STEP, CheckStage.SAVE)
     faults = ("F01", "F02", "F03", "F14", "F15", "F17", "F75", "STEP")
     needs_peers = False
 
     def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | None = None) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
-        self._problems: dict[str, list[str]] = {}
-        self._before: dict[str, int] | None = None
-        self._made = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._named: dict[str, list[str]] = {}  # this rank's parameters by problem
+        self._before: dict[str, int] | None = None  # fingerprints before the first step
+        self._steps_seen = 0
 
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Forget an earlier fit."""
-        self._problems, self._before, self._made = {}, None, 0
+        self._forget()
 
     def see_gradients(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
-        """Before the first step, remember what it should change."""
-        if self._before is None:
-            self._before = self._values()
+        """Remember before the first step what it should change."""
+        if self._before is not None:
+            return
+        moving = {name: p for name, p in self.runner.replicated_parameters().items() if _has_gradient(p)}
+        self._before = dict(zip(moving, fingerprints(moving.values()), strict=True))
 
-    def _values(self) -> dict[str, int]:
-        moving = {
-            name: p
-            for name, p in self.session.tracked().items()
-            if p.requires_grad and p.grad is not None and not p.grad.is_sparse and bool(p.grad.count_nonzero())
-        }
-        return dict(zip(moving, fingerprints(moving.values()), strict=True))
+    # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[int]:
-        """Numbers of problems, then what must be equal."""
-        if moment == Moment.SAVE:
-            self._problems = {"F75": _unsaved(trainer, module, self.session.checkpoint or {})}
-            return [len(self._problems["F75"])]
-        row: list[int] = []
-        if moment == Moment.TRAIN_START:
-            self._problems = _misplaced(trainer, module)
-            row = [len(self._problems[key]) for key in ("F02", "F03", "twice")]
-            state = self._state(trainer) if is_replicated(trainer) else 0
-        else:
-            first = self._made == 0
-            self._problems = {"F01": _forgotten(trainer, module) if first else []}
-            row = [len(self._problems["F01"]), self._still(trainer), len(self.session.stepped)]
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int]:
+        """Return numbers of problems, then what must be equal."""
+        if stage == CheckStage.SAVE:
+            self._named = {"F75": _unsaved(trainer, module, self.runner.checkpoint or {})}
+            return [len(self._named["F75"])]
+        settings = hash_lines(map(str, optimizer_settings(self.runner)))
+        scale = _bits(gradient_scale_of(self.runner) or 0.0)
+        if stage == CheckStage.TRAIN_START:
+            self._named = _misplaced(trainer, module)
             state = 0
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = 0.0 if scaler is None else float(scaler.get_scale())
-        settings = hash_lines(map(str, optimizer_settings(self.session)))
-        return [*row, settings, *struct.unpack("<q", struct.pack("<d", scale)), state]
+            if is_replicated(trainer):
+                state = self._state(trainer)
+            row = StartRow(
+                unregistered=len(self._named["F02"]),
+                in_shared_memory=len(self._named["F03"]),
+                twice=len(self._named["twice"]),
+                settings=settings,
+                scale=scale,
+                state=state,
+            )
+            return [*row]
+        self._named = {"F01": []}
+        if self._steps_seen == 0:
+            self._named["F01"] = _forgotten(trainer, module)
+        stood_still = self._stood_still(trainer)
+        return [*StepRow(len(self._named["F01"]), stood_still, len(self.runner.stepped), settings, scale)]
 
-    def _still(self, trainer: pl.Trainer) -> int:
-        """Whether the first two steps left everything as it was, although there was something to do."""
-        if not self.session.stepped or self._before is None or self._made > 1:
+    def _stood_still(self, trainer: pl.Trainer) -> int:
+        """Say whether the first two steps left everything as it was, although there was something to do."""
+        if not self.runner.stepped or self._before is None or self._steps_seen > 1:
             return 0
-        self._made += 1
-        if self._made == 1:
+        self._steps_seen += 1
+        if self._steps_seen == 1 or not self._before:
             return 0
-        parameters = self.session.tracked()
-        rates = [group.get("lr", 1.0) for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        same = [name for name, value in self._before.items() if fingerprint(parameters[name]) == value]
-        return int(bool(same) and len(same) == len(self._before) and all(float(rate) > 0 for rate in rates))
+        for optimizer in trainer.optimizers:
+            if any(float(group.get("lr", 1.0)) <= 0 for group in optimizer.param_groups):
+                return 0
+        parameters = self.runner.replicated_parameters()
+        return int(all(fingerprint(parameters[name]) == value for name, value in self._before.items()))
 
     def _state(self, trainer: pl.Trainer) -> int:
-        """One number for the tensors in the optimizers' states (there are some after a restart)."""
-        alike = {id(p) for p in self.session.tracked().values()}
+        """Return one number for the tensors in the optimizers' states (there are some after a restart)."""
+        alike = {id(parameter) for parameter in self.runner.replicated_parameters().values()}
         found: list[int] = []
         for optimizer in trainer.optimizers:
             if "ZeroRedundancy" in type(optimizer).__name__:  # each rank holds its part
                 return 0
-            for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in alike):
-                state = sorted(optimizer.state.get(p, {}).items())
-                found += fingerprints(t for _, t in state if isinstance(t, Tensor) and t.layout == torch.strided)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) in alike:
+                        found += fingerprints(_state_tensors(optimizer, parameter))
         return combine(found)
 
+    # ------------------------------------------------------------------ judge
+
     def judge(
-        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, moment: Moment
+        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
     ) -> list[Finding]:
-        """Local problems of any rank first; then what differs."""
-        columns = list(zip(*table, strict=True))
-        if moment == Moment.SAVE:
-            return _named(["F75"], columns)
-        start = moment == Moment.TRAIN_START
-        found = _named(["F02", "F03", "twice"] if start else ["F01"], columns)
-        settings, scales, states = columns[-3:]
-        if not start:
-            _, still, stepped = columns[:3]
-            if all(still):
-                fix = "The optimizer may hold other objects than the model: build it after the model, from self.parameters()."
-                found.append(Finding("STEP", "two optimizer steps changed no parameter", name="step", fix=fix))
-            if len(set(stepped)) > 1:
-                values = tuple(f"{n} optimizer steps" for n in stepped)
-                what = "the optimizer step was skipped on some ranks"
-                return [*found, Finding("F14", what, "", odd_ranks(stepped), "step", values, FIXES["F14"])]
-        if len(set(scales)) > 1:
-            values = tuple(struct.unpack("<d", struct.pack("<q", bits))[0] for bits in scales)
-            found.append(
-                Finding("F15", "gradient scale", "equal on all ranks", odd_ranks(scales), "scale", values, FIXES["F15"])
+        """Report local problems of any rank first; then what differs."""
+        if stage == CheckStage.SAVE:
+            return _count_problems("F75", [row[0] for row in table])
+        if stage == CheckStage.TRAIN_START:
+            start = [StartRow(*row) for row in table]
+            found = _count_problems("F02", [row.unregistered for row in start])
+            found += _count_problems("F03", [row.in_shared_memory for row in start])
+            found += _count_problems("twice", [row.twice for row in start])
+            found += _compare_settings(start)
+            states = [row.state for row in start]
+            if len(set(states)) > 1:
+                ranks = odd_ranks(states)
+                fix = "Restore the optimizer from one checkpoint on all ranks."
+                found.append(Finding("F17", "state of the optimizers", "equal on all ranks", ranks, "state", fix=fix))
+            return found
+        step = [StepRow(*row) for row in table]
+        found = _count_problems("F01", [row.forgotten for row in step])
+        if all(row.stood_still for row in step):
+            fix = (
+                "The optimizer may hold other objects than the model: build it after the model, from self.parameters()."
             )
-        if len(set(settings)) > 1:
-            found.append(Finding("F17", "optimizer settings", "equal on all ranks", odd_ranks(settings), "settings"))
-        if len(set(states)) > 1:
-            fix = "Restore the optimizer from one checkpoint on all ranks."
-            found.append(
-                Finding("F17", "state of the optimizers", "equal on all ranks", odd_ranks(states), "state", fix=fix)
-            )
-        return found
+            found.append(Finding("STEP", "two optimizer steps changed no parameter", name="step", fix=fix))
+        # where ranks made other steps, their scales and settings differ for that reason
+        stepped = [row.stepped for row in step]
+        if len(set(stepped)) > 1:
+            values = tuple(f"{number} optimizer steps" for number in stepped)
+            what = "the optimizer step was skipped on some ranks"
+            return [*found, Finding("F14", what, "", odd_ranks(stepped), "step", values, FIXES["F14"])]
+        return found + _compare_settings(step)
 
     def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-        """Names, or settings."""
-        return json.dumps({"problems": self._problems, "settings": optimizer_settings(self.session)}, default=str)
+        """Return names, and settings."""
+        return json.dumps({"named": self._named, "settings": optimizer_settings(self.runner)}, default=str)
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
         """Name parameters and settings."""
-        everyone = [json.loads(text) for text in texts]
+        states = [json.loads(text) for text in texts]
         if finding.name == "settings":
-            return [_differing(finding, [e["settings"] for e in everyone])]
-        if finding.name not in _WORDS:
+            return [_name_settings(finding, [state["settings"] for state in states])]
+        if finding.name not in _PROBLEMS:
             return [finding]
-        names = list(dict.fromkeys(n for e in everyone for n in e["problems"].get(finding.name, ())))
-        shown = ", ".join(f"`{name}`" for name in names[:_SHOWN]) + f" and {len(names) - _SHOWN} more" * (
-            len(names) > _SHOWN
-        )
-        return [replace(finding, what=f"{shown} {_WORDS[finding.name]}", name=", ".join(names[:_SHOWN]))]
+        names: dict[str, None] = {}
+        for state in states:
+            names |= dict.fromkeys(state["named"].get(finding.name, ()))
+        what = f"{shown_names(list(names))} {_PROBLEMS[finding.name].text}"
+        return [replace(finding, what=what, name=", ".join(list(names)[:MOST_NAMES]))]
 
 
-def _named(keys: list[str], columns: list[tuple[int, ...]]) -> list[Finding]:
+def _bits(number: float) -> int:
+    """Return the bits of a float as an int, which travels and compares exactly."""
+    bits: int
+    (bits,) = struct.unpack("<q", struct.pack("<d", number))
+    return bits
+
+
+def _from_bits(bits: int) -> float:
+    number: float
+    (number,) = struct.unpack("<d", struct.pack("<q", bits))
+    return number
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    """Say whether a parameter trains and has a dense gradient other than zero."""
+    if not parameter.requires_grad or parameter.grad is None or parameter.grad.is_sparse:
+        return False
+    return bool(parameter.grad.count_nonzero())
+
+
+def _state_tensors(optimizer: Optimizer, parameter: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors in an optimizer's state of a parameter, by name."""
+    for _, value in sorted(optimizer.state.get(parameter, {}).items()):
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            yield value
+
+
+# ---------------------------------------------------------------------- findings
+
+
+def _count_problems(key: str, counts: Sequence[int]) -> list[Finding]:
+    """Report a problem that any rank has; the names follow when it is explained."""
+    ranks = tuple(rank for rank, count in enumerate(counts) if count)
+    if not ranks:
+        return []
+    if len(ranks) == len(counts):
+        ranks = ()
+    problem = _PROBLEMS[key]
+    return [Finding(problem.fault, f"{max(counts)} parameters", "", ranks, key, fix=problem.fix)]
+
+
+def _compare_settings(rows: Sequence[StartRow] | Sequence[StepRow]) -> list[Finding]:
     found = []
-    for key, counts in zip(keys, columns, strict=False):
-        if any(counts):
-            ranks = tuple(rank for rank, count in enumerate(counts) if count)
-            everywhere = len(ranks) == len(counts)
-            fault = "TWICE" if key == "twice" else key
-            found.append(
-                Finding(fault, f"{max(counts)} parameters", "", () if everywhere else ranks, key, fix=_FIXES[key])
-            )
+    scales = [row.scale for row in rows]
+    if len(set(scales)) > 1:
+        values = tuple(map(_from_bits, scales))
+        ranks = odd_ranks(scales)
+        found.append(Finding("F15", "gradient scale", "equal on all ranks", ranks, "scale", values, FIXES["F15"]))
+    settings = [row.settings for row in rows]
+    if len(set(settings)) > 1:
+        ranks = odd_ranks(settings)
+        found.append(Finding("F17", "optimizer settings", "equal on all ranks", ranks, "settings"))
     return found
 
 
-def _differing(finding: Finding, everyone: list[list[dict[str, Any]]]) -> Finding:
-    for index, groups in enumerate(zip(*everyone, strict=False)):
-        keys = [k for k in groups[0] if any(g.get(k) != groups[0][k] for g in groups)]
+def _name_settings(finding: Finding, settings_by_rank: Sequence[list[dict[str, Any]]]) -> Finding:
+    """Name the settings of the first parameter group that differs."""
+    for index, groups in enumerate(zip(*settings_by_rank, strict=False)):
+        keys = differing_settings(groups)
         if keys:
             what = f"{', '.join(keys)} of parameter group {index}"
-            values = tuple(", ".join(f"{k} {g.get(k)}" for k in keys) for g in groups)
+            values = settings_texts(groups, keys)
             return replace(finding, what=what, name=", ".join(keys), values=values, fix=FIXES["F17"])
-    return replace(finding, values=tuple(f"{len(groups)} parameter groups" for groups in everyone))
+    return replace(finding, values=tuple(f"{len(groups)} parameter groups" for groups in settings_by_rank))
+
+
+# ---------------------------------------------------------------------- which parameters an optimizer holds
 
 
 def _misplaced(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, list[str]]:
-    registered = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
-    held = list(optimised(trainer))
+    """Return by problem the names of parameters that optimizers hold wrongly."""
+    names = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
+    is_spawned = compat.start_method(trainer.strategy) == "spawn"
+    unregistered: list[tuple[str, Tensor]] = []
+    in_shared_memory: list[str] = []
+    twice: list[str] = []
     seen: set[int] = set()
-    twice = [registered.get(id(p), place) for place, p in held if id(p) in seen or seen.add(id(p))]  # type: ignore[func-returns-value]
-    spawned = getattr(trainer.strategy, "_start_method", None) == "spawn"
-    strangers = [(place, p) for place, p in held if id(p) not in registered]
-    paths = {id(p): path for path, p in _hidden(module)} if strangers else {}
-    return {
-        "F02": [paths.get(id(p), place) for place, p in strangers],
-        "F03": [registered.get(id(p), place) for place, p in held if spawned and p.is_shared()],  # type: ignore[no-untyped-call]
-        "twice": twice,
-    }
+    for place, parameter in optimizer_parameters(trainer):
+        name = names.get(id(parameter), place)
+        if id(parameter) not in names:
+            unregistered.append((place, parameter))
+        if is_spawned and parameter.is_shared():  # type: ignore[no-untyped-call]
+            in_shared_memory.append(name)
+        if id(parameter) in seen:
+            twice.append(name)
+        seen.add(id(parameter))
+    paths: dict[int, str] = {}
+    if unregistered:
+        paths = {id(parameter): path for path, parameter in _hidden_parameters(module)}
+    hidden = [paths.get(id(parameter), place) for place, parameter in unregistered]
+    return {"F02": hidden, "F03": in_shared_memory, "twice": twice}
 
 
-def _hidden(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters in plain attributes of the module: lists, dicts, modules inside those."""
-    queue: list[tuple[str, Any, int]] = [(f"self.{k}", v, 0) for k, v in vars(module).items() if not k.startswith("_")]
+def _hidden_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters in plain attributes of the module: lists, dicts, modules inside those."""
+    queue: list[tuple[str, Any, int]] = []
+    for key, value in vars(module).items():
+        if not key.startswith("_"):
+            queue.append((f"self.{key}", value, 0))
     for path, value, depth in queue:
         if isinstance(value, nn.Module):
-            yield from ((f"{path}.{name}", p) for name, p in value.named_parameters())
+            yield from ((f"{path}.{name}", parameter) for name, parameter in value.named_parameters())
         elif isinstance(value, Tensor):
             yield path, value
-        elif isinstance(value, (list, tuple)) and depth < 3:
+        elif isinstance(value, (list, tuple)) and depth < _MAX_DEPTH:
             queue += [(f"{path}[{i}]", item, depth + 1) for i, item in enumerate(value)]
-        elif isinstance(value, Mapping) and depth < 3:
-            queue += [(f"{path}[{k!r}]", item, depth + 1) for k, item in value.items()]
+        elif isinstance(value, Mapping) and depth < _MAX_DEPTH:
+            queue += [(f"{path}[{key!r}]", item, depth + 1) for key, item in value.items()]
 
 
 def _forgotten(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
-    """Parameters with a gradient that no optimizer holds; copies that nobody trains have none."""
-    held = {id(p) for _, p in optimised(trainer)}
-    return [
-        name
-        for name, p in module.named_parameters()
-        if p.requires_grad and id(p) not in held and p.grad is not None and bool(p.grad.count_nonzero())
-    ]
+    """Return parameters with a gradient that no optimizer holds; copies that nobody trains have none."""
+    held = {id(parameter) for _, parameter in optimizer_parameters(trainer)}
+    forgotten = []
+    for name, parameter in module.named_parameters():
+        if id(parameter) in held or not parameter.requires_grad or parameter.grad is None:
+            continue
+        if parameter.grad.count_nonzero():
+            forgotten.append(name)
+    return forgotten
 
 
 def _unsaved(trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Mapping[str, Any]) -> list[str]:
-    """What optimizers hold and the checkpoint does not, by name: an averaged copy may stand for a parameter."""
+    """Return what optimizers hold and the checkpoint does not, by name: an averaged copy may stand for a parameter."""
     names: dict[int, list[str]] = {}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    keys = set(checkpoint.get("state_dict", ()))
-    trained = [(place, p) for place, p in optimised(trainer) if p.requires_grad]
-    return [names.get(id(p), [place])[0] for place, p in trained if not keys.intersection(names.get(id(p), ()))]
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    saved = set(checkpoint.get("state_dict", ()))
+    unsaved = []
+    for place, parameter in optimizer_parameters(trainer):
+        own_names = names.get(id(parameter), [])
+        if parameter.requires_grad and not saved.intersection(own_names):
+            unsaved.append((*own_names, place)[0])
+    return unsaved

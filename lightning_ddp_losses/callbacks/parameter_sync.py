@@ -1,31 +1,73 @@
 """`ParameterSyncCheck`: every rank holds the same parameters, bit for bit, by name.
 
-A row is three numbers: a digest of names, shapes, dtypes and order, one fingerprint of all that is looked at, and a digest of
-the class shards' sizes. Only where ranks differ are the parameters compared one by one.
+A row is two numbers, a hash of names, shapes, dtypes and order, and one fingerprint of all that is looked at; at the start the ranges of
+the class shards follow. Only where ranks differ are the parameters compared one by one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from lightning_ddp_losses.callbacks import causes
+from lightning_ddp_losses.callbacks import ddp_state
 from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.check_stage import Moment
-from lightning_ddp_losses.callbacks.ddp_state import Wrap
-from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
-from lightning_ddp_losses.callbacks.replicated_parameters import Unit, divide, is_replicated, shards, tracked
+from lightning_ddp_losses.callbacks.check_stage import CheckStage
+from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot
+from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ranks
+from lightning_ddp_losses.callbacks.replicated_parameters import (
+    RotatingSlices,
+    TensorSlice,
+    class_shards,
+    is_replicated,
+    replicated_parameters,
+)
+from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, hash_lines
 
-_SHOWN = 6  # parameters named in one go
+
+class ShardRow(NamedTuple):
+    """The range of classes that a rank's shard holds, and their number in all."""
+
+    start: int
+    stop: int
+    num_classes: int
 
 
-class ParameterSyncCheck(RankCheck):
+class ParameterRow(NamedTuple):
+    """What travels, but before the wrap, where the first number travels alone.
+
+    Attributes:
+        structure: A hash of names, shapes, dtypes and order.
+        values: One fingerprint of the slices looked at.
+        shards: At the start of training, the range of each class shard.
+    """
+
+    structure: int
+    values: int = 0
+    shards: tuple[ShardRow, ...] = ()
+
+    def pack(self) -> list[int]:
+        """Return the numbers as they travel."""
+        row = [self.structure, self.values]
+        for shard in self.shards:
+            row += shard
+        return row
+
+    @classmethod
+    def unpack(cls, row: Sequence[int]) -> ParameterRow:
+        """Return what ``pack`` was given."""
+        size = len(ShardRow._fields)
+        shards = tuple(ShardRow(*row[start : start + size]) for start in range(2, len(row), size))
+        return cls(row[0], row[1], shards)
+
+
+class ParameterSyncCheck(RankCheck, default=True):
     """Parameters are equal on all ranks: values, names, order, shapes, dtypes, and whether they train.
 
     Covers F04, F11, F12 and F16, and by looking at gradients and learning rates tells F05-F10 (a gradient that was not
@@ -39,152 +81,173 @@ class ParameterSyncCheck(RankCheck):
     Communication: 24 bytes in the shared gather, and three numbers for each class shard at the start.
     """
 
-    moments = (Moment.BEFORE_WRAP, Moment.TRAIN_START, Moment.AFTER_STEP, Moment.TRAIN_END)
+    stages = (CheckStage.BEFORE_WRAP, CheckStage.TRAIN_START, CheckStage.AFTER_STEP, CheckStage.TRAIN_END)
     faults = ("F04", "F05", "F06", "F07", "F08", "F09", "F10", "F11", "F12", "F14", "F15", "F16", "F17", "SYNC")
 
+    @warn_positional_options("parts", "full_every_n_steps")
     def __init__(
         self,
+        *,
         parts: int = 16,
         full_every_n_steps: int = 500,
-        *,
         every_n_steps: int = 1,
         action: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self.parts = parts
         self.full_every_n_steps = full_every_n_steps
-        self._divided: list[list[Unit]] = []
-        self._digest = 0
-        self._seen: dict[str, Tensor] = {}
-        self._looked_at: list[Unit] = []
-        self._first = True
+        self._parameters: dict[str, Tensor] = {}
+        self._slices = RotatingSlices(parts)
+        self._compared: list[TensorSlice] = []
+        self._structure = 0
+        self._is_first_step = True
 
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Begin with a full pass."""
-        self._first = True
-        self.session.shared(Wrap)
+        self._is_first_step = True
+        self.runner.shared(DDPSnapshot)
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, moment: Moment) -> list[int]:
-        """Names, one fingerprint of this moment's part, and at the start the shards."""
+    # ------------------------------------------------------------------ measure
+
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int]:
+        """Return a hash of the names, one fingerprint of this stage's slices, and at the start the shards."""
         if not is_replicated(trainer):
             return []
-        before, self._seen = (
-            self._seen,
-            self.session.tracked() if moment == Moment.AFTER_STEP else tracked(trainer, module),
-        )
-        if moment == Moment.BEFORE_WRAP:
-            return [hash_lines(_descriptions(module, self._seen, buffers=True))]
-        if self._seen is not before:
-            self._divided = divide(self._seen, self.parts)
-            self._digest = hash_lines(_descriptions(module, self._seen, buffers=False))
-        row = [self._digest]
-        self._looked_at = self._due(moment)
-        row.append(combine(fingerprints(unit.of(self._seen[unit.name]) for unit in self._looked_at)))
-        if moment == Moment.TRAIN_START:
-            row += [n for shard in shards(module).values() for n in (shard.start, shard.stop, shard.num_classes)]
-        return row
+        if stage == CheckStage.AFTER_STEP:
+            self._parameters = self.runner.replicated_parameters()
+        else:
+            self._parameters = replicated_parameters(trainer, module)
+        if stage == CheckStage.BEFORE_WRAP:
+            return [hash_lines(_descriptions(module, self._parameters, buffers=True))]
+        if self._slices.update(self._parameters):
+            self._structure = hash_lines(_descriptions(module, self._parameters, buffers=False))
+        self._compared = self._due_slices(stage)
+        values = combine(fingerprints(piece.of(self._parameters[piece.name]) for piece in self._compared))
+        shards: list[ShardRow] = []
+        if stage == CheckStage.TRAIN_START:
+            held = class_shards(module).values()
+            shards = [ShardRow(shard.start, shard.stop, shard.num_classes) for shard in held]
+        return ParameterRow(self._structure, values, tuple(shards)).pack()
 
-    def _due(self, moment: Moment) -> list[Unit]:
-        step = self.session.step
-        full = moment != Moment.AFTER_STEP or self._first or step % self.full_every_n_steps == 0
-        self._first = self._first and moment != Moment.AFTER_STEP
-        if full:
-            return [unit for part in self._divided for unit in part]
-        return self._divided[(step // self.every_n_steps) % len(self._divided)]
+    def _due_slices(self, stage: CheckStage) -> list[TensorSlice]:
+        if stage != CheckStage.AFTER_STEP:
+            return self._slices.all()
+        step = self.runner.step
+        is_full = self._is_first_step or step % self.full_every_n_steps == 0
+        self._is_first_step = False
+        if is_full:
+            return self._slices.all()
+        return self._slices.turn(step // self.every_n_steps)
+
+    # ------------------------------------------------------------------ judge
 
     def judge(
-        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, moment: Moment
+        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
     ) -> list[Finding]:
-        """Compare digests first, then values, then the shards' ranges."""
-        columns = list(zip(*table, strict=True))
-        if not columns:
+        """Compare structures first, then values, then the shards' ranges."""
+        if not table[0]:
             return []
-        digests = columns[0]
-        if len(set(digests)) > 1:
-            return [
-                Finding(
-                    "F12", "names, shapes, dtypes or order of parameters", ranks=odd_ranks(digests), name="parameters"
-                )
-            ]
-        if len(columns) == 1:
+        structures = [row[0] for row in table]
+        if len(set(structures)) > 1:
+            what = "names, shapes, dtypes or order of parameters"
+            return [Finding("F12", what, ranks=odd_ranks(structures), name="parameters")]
+        if stage == CheckStage.BEFORE_WRAP:
             return []
-        found = _tiling(table, list(shards(module))) if moment == Moment.TRAIN_START else []
-        values = columns[1]
+        rows = [ParameterRow.unpack(row) for row in table]
+        found: list[Finding] = []
+        fault = "SYNC"
+        if stage == CheckStage.TRAIN_START:
+            fault = "F04"
+            found += _judge_shards(rows, list(class_shards(module)))
+        values = [row.values for row in rows]
         if len(set(values)) > 1:
-            fault = "F04" if moment == Moment.TRAIN_START else "SYNC"
             found.append(Finding(fault, "parameters", "equal values on all ranks", odd_ranks(values), name="values"))
         return found
 
+    # ------------------------------------------------------------------ explain
+
     def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-        """This rank's names, or its parameters' fingerprints with what is known of their gradients and optimizers."""
+        """Return this rank's names, or its parameters' fingerprints with what is known of their gradients and optimizers."""
         if finding.name == "parameters":
-            before_wrap = finding.moment == Moment.BEFORE_WRAP.value
-            return json.dumps(_descriptions(module, self._seen, buffers=before_wrap))
+            before_wrap = finding.moment == CheckStage.BEFORE_WRAP.value
+            return json.dumps(_descriptions(module, self._parameters, buffers=before_wrap))
         if finding.name != "values":
             return None
-        values = fingerprints(unit.of(self._seen[unit.name]) for unit in self._looked_at)
-        differ: dict[str, list[int]] = {}
-        for unit, value in zip(self._looked_at, values, strict=True):
-            differ.setdefault(unit.name, []).append(value)
-        return json.dumps({"values": differ, **causes.circumstances(self.session, self._seen)})
+        values = fingerprints(piece.of(self._parameters[piece.name]) for piece in self._compared)
+        by_name: dict[str, list[int]] = {}
+        for piece, value in zip(self._compared, values, strict=True):
+            by_name.setdefault(piece.name, []).append(value)
+        return json.dumps({"values": by_name, **ddp_state.rank_state(self.runner, self._parameters)})
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
         """Name the parameters, and why they differ."""
-        everyone = [json.loads(text) for text in texts]
+        states = [json.loads(text) for text in texts]
         if finding.name == "parameters":
-            return [_first_difference(finding, everyone)]
-        names = [n for n in everyone[0]["values"] if len({json.dumps(e["values"][n]) for e in everyone}) > 1]
+            return [_first_difference(finding, states)]
         found = []
-        for name in names[:_SHOWN]:
-            ranks = odd_ranks([e["values"][name] for e in everyone])
-            why = causes.why_apart(name, everyone, at_start=finding.fault == "F04")
-            what = f"parameter `{name}`"
-            better = replace(
-                finding, fault=why.fault, what=what, name=name, ranks=ranks, values=why.values, fix=why.fix
-            )
-            found.append(better)
-        return found or [finding]
+        for name in states[0]["values"]:
+            values = [state["values"][name] for state in states]
+            if values.count(values[0]) == len(values):
+                continue
+            cause = ddp_state.explain_desync(name, states, at_start=finding.fault == "F04")
+            better = replace(finding, fault=cause.fault, what=f"parameter `{name}`", name=name)
+            found.append(replace(better, ranks=odd_ranks(values), values=cause.values, fix=cause.fix))
+        return found[:MOST_NAMES] or [finding]
 
     def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
-        """The parameter itself."""
-        return self._seen.get(finding.name)
+        """Return the parameter itself."""
+        return self._parameters.get(finding.name)
 
 
-def _descriptions(module: pl.LightningModule, seen: Mapping[str, Tensor], *, buffers: bool) -> list[str]:
-    lines = [
-        f"{n} {tuple(t.shape)} {t.dtype} {t.device.type}{'' if t.requires_grad else ' frozen'}" for n, t in seen.items()
-    ]
-    lines += [f"{name} shard of {shard.num_classes} classes" for name, shard in shards(module).items()]
+def _descriptions(module: pl.LightningModule, parameters: Mapping[str, Tensor], *, buffers: bool) -> list[str]:
+    """Describe every parameter, class shard and, if asked, buffer in a line."""
+    lines = []
+    for name, parameter in parameters.items():
+        line = f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.device.type}"
+        if not parameter.requires_grad:
+            line += " frozen"
+        lines.append(line)
+    for name, shard in class_shards(module).items():
+        lines.append(f"{name} shard of {shard.num_classes} classes")
     if buffers:
-        lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers() if not is_lazy(b)]
+        for name, buffer in module.named_buffers():
+            if not is_lazy(buffer):
+                lines.append(f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}")
     return lines
 
 
-def _first_difference(finding: Finding, everyone: list[list[str]]) -> Finding:
-    longest = max(map(len, everyone))
-    padded = [lines + ["nothing"] * (longest - len(lines)) for lines in everyone]
-    places = [i for i, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1]
+def _first_difference(finding: Finding, lines_by_rank: Sequence[list[str]]) -> Finding:
+    """Name what differs in the ranks' descriptions, by position."""
+    longest = max(map(len, lines_by_rank))
+    padded = [lines + ["nothing"] * (longest - len(lines)) for lines in lines_by_rank]
+    positions = [position for position, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1]
+    values = [_lines_at(lines, positions[:MOST_NAMES]) for lines in padded]
+    first_names = dict.fromkeys(lines[positions[0]].split(" ")[0] for lines in padded)
     return replace(
         finding,
-        what=f"{len(places)} of {longest} parameters and buffers, by position",
+        what=f"{len(positions)} of {longest} parameters and buffers, by position",
         expected="the same names, shapes and dtypes in the same order on every rank",
-        values=tuple("; ".join(f"position {i}: {lines[i]}" for i in places[:_SHOWN]) for lines in padded),
-        name=", ".join(dict.fromkeys(lines[places[0]].split(" ")[0] for lines in padded)),
+        values=tuple(values),
+        name=", ".join(first_names),
         fix="Register submodules in a fixed order (sort names; no iteration over sets), with the same sizes on every rank.",
     )
 
 
-def _tiling(table: list[list[int]], names: list[str]) -> list[Finding]:
-    """Class shards must cover the classes, each once."""
+def _lines_at(lines: Sequence[str], positions: Sequence[int]) -> str:
+    return "; ".join(f"position {position}: {lines[position]}" for position in positions)
+
+
+def _judge_shards(rows: Sequence[ParameterRow], names: Sequence[str]) -> list[Finding]:
+    """Find class shards that do not cover the classes, each once."""
     found = []
-    for i, name in enumerate(names):
-        own = [row[2 + 3 * i : 5 + 3 * i] for row in table]
-        edges = sorted((start, stop) for start, stop, _ in own)
-        whole = [0, *(stop for _, stop in edges)] == [*(start for start, _ in edges), own[0][2]]
-        if not whole or len({number for *_, number in own}) > 1:
-            values = tuple(f"classes {start} to {stop} of {number}" for start, stop, number in own)
+    for name, shards in zip(names, zip(*(row.shards for row in rows), strict=True), strict=True):
+        # in order, every range begins where the one before ended
+        ordered = sorted(shards)
+        begins = [shard.start for shard in ordered] + [shards[0].num_classes]
+        ends = [0] + [shard.stop for shard in ordered]
+        if begins != ends or len({shard.num_classes for shard in shards}) > 1:
+            values = tuple(f"classes {shard.start} to {shard.stop} of {shard.num_classes}" for shard in shards)
             fix = "Give every rank its own block: build the loss after the process group exists, with the same num_classes."
-            found.append(
-                Finding("F16", f"class shards of `{name}`", "ranges that tile the classes", (), name, values, fix)
-            )
+            expected = "ranges that tile the classes"
+            found.append(Finding("F16", f"class shards of `{name}`", expected, (), name, values, fix))
     return found

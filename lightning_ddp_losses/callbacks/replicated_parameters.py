@@ -1,4 +1,4 @@
-"""Which parameters ranks must hold alike, by name."""
+"""Which parameters ranks must hold alike, by name, and slices of them that are compared one step at a time."""
 
 from __future__ import annotations
 
@@ -13,74 +13,89 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
-_LEAST_BYTES = 1 << 20
+DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+"""The attribute in which a module lists what DDP shall leave alone; torch documents it under this name."""
+
+_MIN_PART_BYTES = 1 << 20
 
 
 def is_replicated(trainer: pl.Trainer) -> bool:
-    """Whether every rank is to hold every parameter after every step (not under FSDP, nor between local SGD's averages)."""
+    """Say whether every rank is to hold every parameter after every step (not under FSDP, nor between local SGD's averages)."""
     strategy = trainer.strategy
-    return isinstance(strategy, DDPStrategy) and getattr(strategy, "_model_averager", None) is None
+    return isinstance(strategy, DDPStrategy) and not compat.averages_models(strategy)
 
 
-def tracked(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
-    """Parameters of the module and of its optimizers that are the same on all ranks by contract, in their order.
+def replicated_parameters(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
+    """Return the parameters of the module and of its optimizers that are the same on all ranks by contract, in their order.
 
     Left out: class shards, what the user told DDP to ignore, and copies that are in neither.
     """
-    ignored = frozenset(getattr(module, _IGNORED, ()))
-    found: dict[str, Tensor] = {
+    ignored = frozenset(getattr(module, DDP_IGNORES, ()))
+    registered: dict[str, Tensor] = {
         name: parameter
         for name, parameter in module.named_parameters()
-        if name not in ignored and not getattr(parameter, "_ddp_ignored", False) and _is_comparable(parameter)
+        if name not in ignored and not compat.is_ddp_ignored(parameter) and _is_comparable(parameter)
     }
-    registered = {id(p) for p in module.parameters()}
-    return found | {n: p for n, p in optimised(trainer) if id(p) not in registered and _is_comparable(p)}
+    of_module = {id(parameter) for parameter in module.parameters()}
+    unregistered = {
+        place: parameter
+        for place, parameter in optimizer_parameters(trainer)
+        if id(parameter) not in of_module and _is_comparable(parameter)
+    }
+    return registered | unregistered
 
 
-class Tracked:
-    """``tracked``, looked up again only when modules, parameters, their layout or optimizers have changed."""
+class ReplicatedParameters:
+    """Remembers ``replicated_parameters``; looks again only when modules, parameters, their layout or optimizers have changed."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._trainer, self._module = trainer, module
-        self._tables: list[Any] = []
+        self._slots: list[Any] = []
         self._known: list[list[Any]] = []
-        self._kept: list[Any] = []
+        self._kept_alive: list[Any] = []
         self._found: dict[str, Tensor] = {}
 
-    def now(self) -> dict[str, Tensor]:
-        """The same dict for as long as its parameters, their shapes, dtypes and which of them train are the same."""
-        known, _ = self._look()
-        if known != self._known or not self._tables:
-            self._tables = [table for inner in self._module.modules() for table in (inner._modules, inner._parameters)]
-            self._found = tracked(self._trainer, self._module)
-            self._known, self._kept = self._look()  # kept, or another object could get the same id
+    def current(self) -> dict[str, Tensor]:
+        """Return the same dict for as long as its parameters, their shapes, dtypes and which of them train are the same."""
+        known, _ = self._structure()
+        if known != self._known or not self._slots:
+            self._slots = []
+            for inner in self._module.modules():
+                self._slots += (compat.child_modules(inner), compat.parameter_slots(inner))
+            self._found = replicated_parameters(self._trainer, self._module)
+            # kept alive, or another object could get the same id
+            self._known, self._kept_alive = self._structure()
         return self._found
 
-    def _look(self) -> tuple[list[list[Any]], list[Any]]:
-        """Most of it in C: a model has many modules, and this runs in every step."""
-        objects = [*chain.from_iterable(map(dict.values, self._tables))]
+    def _structure(self) -> tuple[list[list[Any]], list[Any]]:
+        """Return what changes with the structure, and the objects in it. Most of it runs in C: it is done in every step."""
+        objects = [*chain.from_iterable(map(dict.values, self._slots))]
         for optimizer in self._trainer.optimizers:
             for group in optimizer.param_groups:
                 objects += group["params"]
         layout = [(p.shape, p.dtype, p.requires_grad) for p in self._found.values()]
-        return [[*map(id, objects)], [*map(len, self._tables)], layout], objects
+        return [[*map(id, objects)], [*map(len, self._slots)], layout], objects
 
 
-def optimised(trainer: pl.Trainer) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter of every optimizer, named by its place there."""
+def optimizer_parameters(trainer: pl.Trainer) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield every parameter of every optimizer, named by its place there."""
     for i, optimizer in enumerate(trainer.optimizers):
         for j, group in enumerate(optimizer.param_groups):
             for k, parameter in enumerate(group["params"]):
                 yield f"optimizer {i}, group {j}, parameter {k}", parameter
 
 
-def shards(module: nn.Module) -> dict[str, ClassShard]:
-    """The class shards, by name."""
-    found = {name: shard_of(parameter) for name, parameter in module.named_parameters()}
-    return {name: shard for name, shard in found.items() if shard is not None}
+def class_shards(module: nn.Module) -> dict[str, ClassShard]:
+    """Return the class shards of a module, by the name of their parameter."""
+    shards: dict[str, ClassShard] = {}
+    for name, parameter in module.named_parameters():
+        shard = shard_of(parameter)
+        if shard is not None:
+            shards[name] = shard
+    return shards
 
 
 def _is_comparable(parameter: Tensor) -> bool:
@@ -93,34 +108,69 @@ def _is_comparable(parameter: Tensor) -> bool:
     )
 
 
+# ---------------------------------------------------------------------- slices
+
+
 @dataclass(frozen=True)
-class Unit:
-    """A piece of one tensor: elements ``start`` to ``stop``."""
+class TensorSlice:
+    """Names a piece of one tensor: elements ``start`` to ``stop``."""
 
     name: str
     start: int
     stop: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The piece itself."""
-        whole, size = tensor.detach(), self.stop - self.start
-        return whole if size == whole.numel() else whole.reshape(-1).narrow(0, self.start, size)
+        """Return the piece itself, a view."""
+        full = tensor.detach()
+        size = self.stop - self.start
+        if size == full.numel():
+            return full
+        return full.reshape(-1).narrow(0, self.start, size)
 
 
-def divide(tensors: dict[str, Tensor], most_parts: int) -> list[list[Unit]]:
-    """Divide tensors into at most that many parts of about the same number of bytes; small models into fewer."""
-    total = sum(t.nbytes for t in tensors.values())
-    share = max(-(-total // most_parts), _LEAST_BYTES)
-    parts: list[list[Unit]] = [[]]
-    room = share
+def split_by_bytes(tensors: dict[str, Tensor], max_parts: int) -> list[list[TensorSlice]]:
+    """Split tensors into at most that many parts of about the same number of bytes; small models into fewer."""
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    part_bytes = max(-(-total_bytes // max_parts), _MIN_PART_BYTES)
+    parts: list[list[TensorSlice]] = [[]]
+    free_bytes = part_bytes
     for name, tensor in tensors.items():
         start, size = 0, tensor.numel()
         while start < size:
-            stop = min(size, start + max(1, room // tensor.element_size()))
-            parts[-1].append(Unit(name, start, stop))
-            room -= (stop - start) * tensor.element_size()
+            # as much as the part still takes, at least one element
+            stop = min(size, start + max(1, free_bytes // tensor.element_size()))
+            parts[-1].append(TensorSlice(name, start, stop))
+            free_bytes -= (stop - start) * tensor.element_size()
             start = stop
-            if room <= 0:
+            if free_bytes <= 0:
                 parts.append([])
-                room = share
+                free_bytes = part_bytes
     return [part for part in parts if part] or [[]]
+
+
+class RotatingSlices:
+    """Chooses what is compared in a step: one part after the other, so that together the steps look at everything.
+
+    Args:
+        max_parts: As ``split_by_bytes``.
+    """
+
+    def __init__(self, max_parts: int) -> None:
+        self._max_parts = max_parts
+        self._tensors: dict[str, Tensor] = {}
+        self._parts: list[list[TensorSlice]] = [[]]
+
+    def update(self, tensors: dict[str, Tensor]) -> bool:
+        """Split other tensors from now on, unless it is the same dict; say whether they are others."""
+        if tensors is self._tensors:
+            return False
+        self._tensors, self._parts = tensors, split_by_bytes(tensors, self._max_parts)
+        return True
+
+    def all(self) -> list[TensorSlice]:
+        """Return all slices."""
+        return [*chain.from_iterable(self._parts)]
+
+    def turn(self, number: int) -> list[TensorSlice]:
+        """Return the slices of one step."""
+        return self._parts[number % len(self._parts)]

@@ -23,10 +23,10 @@ DEFAULT_ACTION = {"error": "raise", "warning": "warn", "note": "log"}
 _ACTIONS = ("raise", "warn", "log")
 
 
-def check_actions(action: Mapping[str, str] | None, title: str) -> dict[str, str]:
-    """Refuse severities and actions that do not exist."""
+def validated_actions(action: Mapping[str, str] | None, title: str) -> dict[str, str]:
+    """Return the actions that were given; refuse severities and actions that do not exist."""
     given = dict(action or {})
-    if any(key not in DEFAULT_ACTION or value not in _ACTIONS for key, value in given.items()):
+    if not given.keys() <= DEFAULT_ACTION.keys() or not set(given.values()) <= set(_ACTIONS):
         expected = f"severities {', '.join(DEFAULT_ACTION)} with one of {', '.join(_ACTIONS)}"
         raise ConfigurationError(f"{title}: action", expected=expected, got=given)
     return given
@@ -34,7 +34,7 @@ def check_actions(action: Mapping[str, str] | None, title: str) -> dict[str, str
 
 @dataclass(frozen=True)
 class Settings:
-    """What happens with findings.
+    """Says what happens with findings.
 
     Attributes:
         action: By severity: ``raise``, ``warn`` or ``log``.
@@ -54,16 +54,18 @@ class Report:
 
     def __init__(self, settings: Settings, folder: str | None) -> None:
         self._settings = settings
-        self._path = Path(folder) / FILE_NAME if folder and settings.file else None
+        self._path: Path | None = None
+        if folder and settings.file:
+            self._path = Path(folder) / FILE_NAME
         self._seen: Counter[tuple[str, str, str]] = Counter()
         self.findings: list[Finding] = []
         self.by_check: dict[str, Counter[str]] = {}
 
     def is_new(self, finding: Finding) -> bool:
-        """Whether this fault has not been seen before in this fit."""
+        """Say whether this fault has not been seen before in this fit."""
         return finding.key not in self._seen
 
-    def take(self, findings: Sequence[Finding], actions: Sequence[Mapping[str, str]], trainer: pl.Trainer) -> None:
+    def add(self, findings: Sequence[Finding], actions: Sequence[Mapping[str, str]], trainer: pl.Trainer) -> None:
         """Count, write, log and warn; raise what is to be raised.
 
         Args:
@@ -75,16 +77,17 @@ class Report:
             DDPLossError: on every rank, with all findings of an action ``raise``.
         """
         raising = []
-        for finding, own in zip(findings, actions, strict=True):
+        for finding, check_action in zip(findings, actions, strict=True):
+            severity = finding.severity
+            # count it; the first time, keep and write it
             new = self.is_new(finding)
             self._seen[finding.key] += 1
-            self.by_check.setdefault(finding.check, Counter())[finding.severity] += new
-            action = own.get(finding.severity) or self._settings.action.get(
-                finding.severity, DEFAULT_ACTION[finding.severity]
-            )
+            self.by_check.setdefault(finding.check, Counter())[severity] += new
             if new:
                 self.findings.append(finding)
                 self._write(finding)
+            # what the check says, else what DDPChecks says, else the default
+            action = check_action.get(severity) or self._settings.action.get(severity, DEFAULT_ACTION[severity])
             if action == "raise":
                 raising.append(finding)
             elif action == "warn" and new:
@@ -94,20 +97,23 @@ class Report:
         if findings:
             self.log(trainer)
         if raising:
-            raise DDPLossError("\n".join(f.text() for f in raising), findings=raising, collective=True)
+            text = "\n".join(finding.text() for finding in raising)
+            raise DDPLossError(text, findings=raising, collective=True)
 
     @property
     def folder(self) -> Path | None:
-        """Where files go; None where none are wanted."""
-        return self._path.parent if self._path else None
+        """The folder that files go to; None where none are wanted."""
+        if self._path is None:
+            return None
+        return self._path.parent
 
     @property
     def count(self) -> int:
-        """Errors and warnings seen, each once; notes are no faults."""
+        """The number of errors and warnings seen, each once; notes are no faults."""
         return sum(counts["error"] + counts["warning"] for counts in self.by_check.values())
 
     def log(self, trainer: pl.Trainer, more: Mapping[str, float] | None = None) -> None:
-        """The counters, and other figures, to the trainer's loggers."""
+        """Send the counters, and other figures, to the trainer's loggers."""
         totals: Counter[str] = sum(self.by_check.values(), Counter())
         figures = {f"{severity}s": float(totals[severity]) for severity in DEFAULT_ACTION}
         log_figures(trainer, {**figures, **(more or {})}, trainer.global_step)
@@ -134,8 +140,8 @@ class Report:
         console.print(table)
         if figures:
             console.print(", ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
-        for line in remarks:
-            console.print(line)
+        for remark in remarks:
+            console.print(remark)
 
     def _write(self, finding: Finding) -> None:
         if self._path is None or process_groups.rank():
@@ -146,7 +152,7 @@ class Report:
 
 
 def log_figures(trainer: pl.Trainer, figures: Mapping[str, float], step: int) -> None:
-    """To the trainer's loggers under ``ddp_checks/``, with the epoch, as Lightning logs."""
+    """Send figures to the trainer's loggers under ``ddp_checks/``, with the epoch, as Lightning logs."""
     named = {f"ddp_checks/{name}": value for name, value in figures.items()}
     for logger in trainer.loggers:
         logger.log_metrics({"epoch": float(trainer.current_epoch), **named}, step=step)
@@ -157,5 +163,6 @@ def _warn(text: str) -> None:
     if process_groups.rank() == 0:
         warnings.warn(text, stacklevel=2)
         return
+    # the same filters decide here, so that an error is one on every rank; nothing is printed
     with warnings.catch_warnings(record=True):
         warnings.warn(text, stacklevel=2)

@@ -1,4 +1,9 @@
-"""One fit's session of checks: who is due, one gather for all of them, one verdict for all ranks."""
+"""Runs the checks of one fit: who is due at a stage, one gather for all of them, the same findings on all ranks.
+
+`CheckRunner` follows a fit from its start to its end. At each stage it asks the checks that are due for their rows, gathers them once
+and lets each check judge the table of all ranks. `CheckEvaluator` does the measuring and judging, and turns whatever a check raises
+into a finding on every rank. Both know checks by the `Check` protocol; their base class is `base.RankCheck`.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +13,81 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.callbacks.check_stage import Moment
-from lightning_ddp_losses.callbacks.court import Court, overrides
-from lightning_ddp_losses.callbacks.meeting import Meeting
-from lightning_ddp_losses.callbacks.replicated_parameters import Tracked
+from lightning_ddp_losses.callbacks import row_exchange
+from lightning_ddp_losses.callbacks.check_stage import CheckStage
+from lightning_ddp_losses.callbacks.findings import Finding, failed_check
+from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
 from lightning_ddp_losses.callbacks.report import Report, Settings
-from lightning_ddp_losses.callbacks.watchdog import Alarm
+from lightning_ddp_losses.callbacks.row_exchange import RowExchange
+from lightning_ddp_losses.callbacks.watchdog import Watchdog
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError
 
-if TYPE_CHECKING:
-    from lightning_ddp_losses.callbacks.base import RankCheck
-
-
-_FRAME_PATIENCE = timedelta(seconds=2)
+_MAX_TENSORS = 8  # at one stage, whose differences are measured
+_ERROR_TIMEOUT = timedelta(seconds=2)
 T = TypeVar("T")
 
 
-class Session:
+class Check(Protocol):
+    """Names what the runner needs of a check; `base.RankCheck` says what each part is for."""
+
+    every_n_steps: int
+    action: dict[str, str]
+
+    @property
+    def title(self) -> str:
+        """The name of its class, for messages."""
+
+    @property
+    def stages(self) -> tuple[CheckStage, ...]:
+        """When it measures and judges."""
+
+    @property
+    def needs_peers(self) -> bool:
+        """Whether it has nothing to say in a world of one."""
+
+    def join(self, runner: CheckRunner | None) -> None:
+        """Become part of a run, or leave it."""
+
+    def overrides(self, method: str) -> bool:
+        """Say whether it has its own of a method that does nothing by default."""
+
+    def options(self) -> dict[str, object]:
+        """Return what must be equal on all ranks."""
+
+    def dry_run(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
+        """Try out the first batch, on all ranks together."""
+
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> row_exchange.Measured:
+        """Return this rank's row."""
+
+    def judge(self, table: Any, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[Finding]:
+        """Return what is wrong with the rows of all ranks."""
+
+    def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+        """Return what this rank can add to a new finding."""
+
+    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
+        """Return the finding, made richer by the texts of all ranks."""
+
+    def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
+        """Return the tensor that a new finding is about."""
+
+    def figures(self) -> dict[str, float]:
+        """Return figures for the logger and the summary."""
+
+    def remarks(self) -> list[str]:
+        """Return lines for the summary."""
+
+
+class CheckRunner:
     """Runs the checks of one trainer for one fit.
 
     Attributes:
@@ -39,33 +95,44 @@ class Session:
         stepping: Optimizers that were about to step since the last batch ended.
         stepped: Optimizers that did (a gradient scaler may have skipped one).
         backwards: Backward passes through Lightning since the last batch ended.
+        steps: Batches of this fit that made an optimizer step.
+        rows_in_strategy_handshake: Whether rows before backward travel in the strategy's own handshake.
+        own_time: The time that checks take, their gathers included.
     """
 
     def __init__(
-        self, checks: Sequence[RankCheck], settings: Settings, trainer: pl.Trainer, module: pl.LightningModule
+        self, checks: Sequence[Check], settings: Settings, trainer: pl.Trainer, module: pl.LightningModule
     ) -> None:
         alone = process_groups.world_size() == 1
         self.checks = [check for check in checks if not (alone and check.needs_peers)]
         self.trainer, self.module, self.settings = trainer, module, settings
-        self.alarm = Alarm(settings.stall_seconds)
-        self.meeting = Meeting(self.alarm.look)
-        self.report = Report(settings, trainer.log_dir if settings.file else None)
-        self._court = Court(trainer, module, self.meeting, self.report)
+        # what a run needs of its own: news of peers, a way for rows, a place for findings
+        self.watchdog = Watchdog(settings.stall_seconds)
+        self.row_exchange = RowExchange(self.watchdog.check_peers)
+        folder: str | None = None
+        if settings.file:
+            folder = trainer.log_dir
+        self.report = Report(settings, folder)
+        self._evaluator = CheckEvaluator(trainer, module, self.row_exchange, self.report)
+        # what checks read
         self.checkpoint: dict[str, Any] | None = None
         self.stepping: list[Optimizer] = []
         self.stepped: list[Optimizer] = []
         self.backwards = 0
         self.steps = 0
         self._shared: dict[Callable[..., Any], Any] = {}
-        self._tracked: dict[str, Tensor] | None = None
-        self._structure = Tracked(trainer, module)
+        self._parameters = ReplicatedParameters(trainer, module)
+        self._parameters_of_batch: dict[str, Tensor] | None = None
+        # who is due, and who observes what
+        self._checks_at = {stage: [c for c in self.checks if stage in c.stages] for stage in CheckStage}
+        self._observers: dict[str, list[Check]] = {}
         self._handles: list[Any] = []
         self._watched: list[Optimizer] = []
-        self._due = {moment: [c for c in self.checks if moment in c.moments] for moment in Moment}
-        self._seeing: dict[str, list[RankCheck]] = {}
-        self._own = Stopwatch()
-        self._begun = time.perf_counter()
-        self._rides = self._ridden = self._rehearsed = False
+        self.rows_in_strategy_handshake = False
+        self._row_was_sent = False
+        self._ran_dry = False
+        self.own_time = Stopwatch()
+        self._began = time.perf_counter()
         for check in self.checks:
             check.join(self)
 
@@ -73,20 +140,8 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far, as loggers count them."""
-        return int(self.trainer.fit_loop.epoch_loop._batches_that_stepped)
-
-    def shared(self, make: Callable[[Session], T]) -> T:
-        """One object of that kind for all checks of the session; it has ``batch_end()`` and ``close()``."""
-        if make not in self._shared:
-            self._shared[make] = make(self)
-        return self._shared[make]  # type: ignore[no-any-return]
-
-    def tracked(self) -> dict[str, Tensor]:
-        """The parameters that ranks must hold alike; looked up once per batch."""
-        if self._tracked is None:
-            self._tracked = self._structure.now()
-        return self._tracked
+        """The number of optimizer steps so far, as loggers count them."""
+        return compat.steps_as_logged(self.trainer)
 
     @property
     def synchronising(self) -> bool:
@@ -96,162 +151,177 @@ class Session:
             return bool(ours)
         return bool(getattr(self.trainer.strategy.model, "require_backward_grad_sync", True))
 
-    @property
-    def rides(self) -> bool:
-        """Whether rows before backward travel in the strategy's frame."""
-        return self._rides
+    def shared(self, make: Callable[[CheckRunner], T]) -> T:
+        """Return the one object of that kind for all checks, made when first asked for; it has ``batch_end()`` and ``close()``."""
+        if make not in self._shared:
+            self._shared[make] = make(self)
+        return self._shared[make]  # type: ignore[no-any-return]
 
-    # ------------------------------------------------------------------ the run
+    def replicated_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters that ranks must hold alike; looked up once per batch."""
+        if self._parameters_of_batch is None:
+            self._parameters_of_batch = self._parameters.current()
+        return self._parameters_of_batch
+
+    # ------------------------------------------------------------------ the fit, in its order
 
     def open(self) -> None:
-        """Agree on the set of checks, then judge what is to be wrapped.
+        """Compare the sets of checks, then judge what is to be wrapped.
 
         Raises:
             ConfigurationError: on every rank, when ranks run different checks.
         """
-        own = ", ".join(f"{c.title}(every_n_steps={c.every_n_steps})" for c in self.checks)
-        configuration = repr([sorted((k, repr(v)) for k, v in c.options().items()) for c in self.checks])
-        digest = hashlib.blake2b(configuration.encode(), digest_size=6).hexdigest()
-        with self._own:
+        titles = ", ".join(f"{check.title}(every_n_steps={check.every_n_steps})" for check in self.checks)
+        options = [sorted((name, repr(value)) for name, value in check.options().items()) for check in self.checks]
+        digest = hashlib.blake2b(repr(options).encode(), digest_size=6).hexdigest()
+        with self.own_time:
             try:
-                self.meeting.swap("set of checks", b"", {"checks": own, "options": digest})
+                self.row_exchange.gather_rows("set of checks", b"", {"checks": titles, "options": digest})
             except RankMismatchError as error:
                 raise ConfigurationError(str(error), collective=True) from None
-        self.at(Moment.BEFORE_WRAP)
+        self.run_stage(CheckStage.BEFORE_WRAP)
 
     def train_start(self) -> None:
         """Let the checks see the steps of the optimizers, and judge what every rank starts from."""
-        with self._own:
-            self._tell("start")
+        with self.own_time:
+            self._observe("start")
             for optimizer in self.trainer.optimizers:
-                self._watch(optimizer)
-            if any(Moment.BEFORE_BACKWARD in c.moments for c in self.checks):
-                # under our strategy the checks before backward share its frame
+                self._watch_optimizer(optimizer)
+            if self._checks_at[CheckStage.BEFORE_BACKWARD]:
+                # under our strategy the rows before backward travel in its handshake
                 attach_payload = getattr(self.trainer.strategy, "attach_payload", None)
-                self._rides = attach_payload is not None and attach_payload(self._ride, self._arrive)
-        self.at(Moment.TRAIN_START)
+                if attach_payload is not None:
+                    self.rows_in_strategy_handshake = attach_payload(self._payload, self._judge_payloads)
+        self.run_stage(CheckStage.TRAIN_START)
 
     def batch_start(self, batch: Any, batch_idx: int) -> None:
-        """A training batch."""
-        self._tracked = None
-        self.alarm.at(f"training_step of step {self.step}")
-        with self._own:
-            self._tell("see_batch", batch, batch_idx)
-            if not self._rehearsed:
-                self._rehearsed = True
-                self._rehearse(batch, batch_idx)
+        """Let the checks see a training batch; before the first step they may try it out."""
+        self._parameters_of_batch = None
+        self.watchdog.enter(f"training_step of step {self.step}")
+        with self.own_time:
+            self._observe("see_batch", batch, batch_idx)
+            if not self._ran_dry:
+                self._ran_dry = True
+                self._dry_run(batch, batch_idx)
 
-    def _rehearse(self, batch: Any, batch_idx: int) -> None:
-        found = [
-            (check, replace(finding, check=check.title, step=self.step, moment="the rehearsal"))
-            for check in self.checks
-            if overrides(check, "rehearse") and process_groups.world_size() > 1
-            for finding in check.rehearse(self.trainer, self.module, batch, batch_idx)
-        ]
-        self.report.take([finding for _, finding in found], [check.action for check, _ in found], self.trainer)
+    def _dry_run(self, batch: Any, batch_idx: int) -> None:
+        if process_groups.world_size() == 1:
+            return
+        found: list[tuple[Check, Finding]] = []
+        for check in self.checks:
+            if check.overrides("dry_run"):
+                findings = check.dry_run(self.trainer, self.module, batch, batch_idx)
+                found += _placed(check, findings, self.step, "the dry run")
+        self._evaluator.report_findings(found)
 
     def before_backward(self, loss: Tensor) -> None:
-        """A loss is about to be differentiated."""
-        self.alarm.at(f"backward of step {self.step}")
-        if self._ridden:  # in the strategy's frame
-            self._ridden = False
+        """Let the checks see a loss, and judge it unless that happened in the strategy's handshake."""
+        self.watchdog.enter(f"backward of step {self.step}")
+        if self._row_was_sent:
+            self._row_was_sent = False
             return
         self._see_loss(loss)
-        if self.synchronising and not self._rides:
-            self.at(Moment.BEFORE_BACKWARD)
+        if self.synchronising and not self.rows_in_strategy_handshake:
+            self.run_stage(CheckStage.BEFORE_BACKWARD)
 
     def _see_loss(self, loss: Tensor | None) -> None:
-        with self._own:
+        with self.own_time:
             self.backwards += 1
-            self._tell("see_loss", loss)
+            self._observe("see_loss", loss)
 
-    def _ride(self) -> bytes:
-        """This rank's row, as the strategy's frame leaves."""
-        self._ridden = True
+    def _payload(self) -> bytes:
+        """Measure this rank's row, as the strategy's handshake leaves."""
+        self._row_was_sent = True
         self._see_loss(getattr(self.trainer.strategy, "closure_loss", None))
-        with self._own:
-            due = self.due(Moment.BEFORE_BACKWARD)
-            return self._court.measure(due, Moment.BEFORE_BACKWARD) if due else b""
+        with self.own_time:
+            due = self.due(CheckStage.BEFORE_BACKWARD)
+            return self._evaluator.measure(due, CheckStage.BEFORE_BACKWARD)
 
-    def _arrive(self, everyone: list[bytes]) -> None:
-        """All ranks' rows, as the strategy's frame is read."""
-        due = self.due(Moment.BEFORE_BACKWARD)
+    def _judge_payloads(self, rows: list[bytes]) -> None:
+        """Judge all ranks' rows, as the strategy's handshake is read."""
+        due = self.due(CheckStage.BEFORE_BACKWARD)
         if due:
-            with self._own:
-                self._court.judge(due, Moment.BEFORE_BACKWARD, everyone, self.step)
+            with self.own_time:
+                self._evaluator.judge(due, CheckStage.BEFORE_BACKWARD, rows, self.step)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
-        self.alarm.at(f"the optimizer of step {self.step}")
-        with self._own:
-            self._watch(getattr(optimizer, "optimizer", optimizer))  # a user may have put another in its place
+        """Let the checks see the reduced gradients of an optimizer that is about to step."""
+        self.watchdog.enter(f"the optimizer of step {self.step}")
+        with self.own_time:
+            self._watch_optimizer(
+                getattr(optimizer, "optimizer", optimizer)
+            )  # a user may have put another in its place
             self.stepping.append(optimizer)
-            self._tell("see_gradients", optimizer)
+            self._observe("see_gradients", optimizer)
 
-    def _watch(self, optimizer: Optimizer) -> None:
+    def _watch_optimizer(self, optimizer: Optimizer) -> None:
+        """Learn of an optimizer's steps, once for each optimizer."""
         if optimizer not in self._watched and hasattr(optimizer, "register_step_post_hook"):
             self._watched.append(optimizer)
-            self._handles.append(optimizer.register_step_post_hook(self._stepped))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        with self._own:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        with self.own_time:
             self.stepped.append(optimizer)
-            self._tell("see_step", optimizer)
+            self._observe("see_step", optimizer)
 
     def batch_end(self) -> None:
-        """A batch is through; judge, if it made a step."""
-        self.alarm.at(f"end of step {self.step}")
+        """Judge a batch that made a step, and forget it."""
+        self.watchdog.enter(f"end of step {self.step}")
         if self.stepping or self.stepped:
-            self.at(Moment.AFTER_STEP)
+            self.run_stage(CheckStage.AFTER_STEP)
             self.steps += 1
-        self.stepping, self.stepped, self.backwards, self._tracked = [], [], 0, None
-        for observer in self._shared.values():
-            observer.batch_end()
+        self.stepping, self.stepped, self.backwards, self._parameters_of_batch = [], [], 0, None
+        for shared in self._shared.values():
+            shared.batch_end()
 
     def train_end(self) -> None:
         """Judge what training leaves, and sum up."""
-        self.at(Moment.TRAIN_END)
+        self.run_stage(CheckStage.TRAIN_END)
         if self.checks:
-            with self._own:
-                self._court.leftovers(self.checks, self.step)
-        share = self._own.seconds / max(time.perf_counter() - self._begun, 1e-9)
-        figures = {name: value for check in self.checks for name, value in check.figures().items()}
+            with self.own_time:
+                self._evaluator.report_remaining_failures(self.checks, self.step)
+        share = self.own_time.seconds / max(time.perf_counter() - self._began, 1e-9)
+        figures: dict[str, float] = {}
+        remarks: list[str] = []
+        for check in self.checks:
+            figures |= check.figures()
+            remarks += check.remarks()
         self.report.log(self.trainer, figures)
-        remarks = [line for check in self.checks for line in check.remarks()]
-        self.report.summary([c.title for c in self.checks], self.steps, share, figures, remarks)
+        self.report.summary([check.title for check in self.checks], self.steps, share, figures, remarks)
 
-    def failed(self, exception: BaseException) -> None:
-        """This rank's fit ends with an exception: tell the peers, or say which of them failed first.
+    def fail(self, exception: BaseException) -> None:
+        """Tell the peers that this rank's fit ends with an exception, or say which of them failed first.
 
         Raises:
             PeerError: in the exception's place, where a peer's failure is behind it.
         """
-        peer = self.alarm.failed(exception)
-        if peer is not None:
+        peer_error = self.watchdog.report_failure(exception)
+        if peer_error is not None:
             with contextlib.suppress(Exception):  # Lightning stops its clean-up where a hook raises
-                self.trainer._teardown()
-            raise peer from exception
+                compat.teardown_trainer(self.trainer)
+            raise peer_error from exception
         if hasattr(self.trainer.strategy, "attach_payload") and isinstance(exception, Exception):
-            # peers that wait in a frame of the strategy's get it there; those that have heard of it open no more frames
+            # peers that wait in a handshake of the strategy's get it there; those that know of it already open no more
             with contextlib.suppress(Exception):
-                handshake.raise_on_all_ranks(exception, "training", timeout=_FRAME_PATIENCE)
+                handshake.raise_on_all_ranks(exception, "training", timeout=_ERROR_TIMEOUT)
 
     def close(self) -> None:
         """Leave nothing behind."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.alarm.end()
-        self._tell("stop")
-        for observer in self._shared.values():
-            observer.close()
+        self.watchdog.stop()
+        self._observe("stop")
+        for shared in self._shared.values():
+            shared.close()
         self._shared.clear()
         for check in self.checks:
             check.join(None)
 
-    # ------------------------------------------------------------------ who is due
+    # ------------------------------------------------------------------ one stage
 
-    def at(self, moment: Moment) -> None:
+    def run_stage(self, stage: CheckStage) -> None:
         """Measure, gather and judge, if a check is due.
 
         Raises:
@@ -259,31 +329,158 @@ class Session:
 
         Communication: one gather; none where no check is due. More only where there is a new finding.
         """
-        due = self.due(moment)
-        self.alarm.at(f"{moment.value} of step {self.step}")
+        due = self.due(stage)
+        self.watchdog.enter(f"{stage.value} of step {self.step}")
         if due:
-            with self._own:
-                own = self._court.measure(due, moment)
-                everyone = self.meeting.swap(moment.value, own, {"step": self.step})
-                self._court.judge(due, moment, everyone, self.step)
+            with self.own_time:
+                row = self._evaluator.measure(due, stage)
+                rows = self.row_exchange.gather_rows(stage.value, row, {"step": self.step})
+                self._evaluator.judge(due, stage, rows, self.step)
 
-    def due(self, moment: Moment) -> list[RankCheck]:
-        """The checks that run now; the same on every rank."""
-        step = self.step if moment.repeats_every_step else 0
-        return [check for check in self._due[moment] if step % check.every_n_steps == 0]
+    def due(self, stage: CheckStage) -> list[Check]:
+        """Return the checks that run now; the same on every rank."""
+        if not stage.repeats_every_step:
+            return self._checks_at[stage]
+        step = self.step
+        return [check for check in self._checks_at[stage] if step % check.every_n_steps == 0]
 
-    def _tell(self, observation: str, *args: Any) -> None:
+    def _observe(self, observation: str, *args: Any) -> None:
         """Let each check that wants to see something see it; what it raises is reported when it is due next."""
-        if observation not in self._seeing:
-            self._seeing[observation] = [check for check in self.checks if overrides(check, observation)]
-        for check in self._seeing[observation]:
+        if observation not in self._observers:
+            self._observers[observation] = [check for check in self.checks if check.overrides(observation)]
+        for check in self._observers[observation]:
             self._show(check, observation, *args)
 
-    def _show(self, check: RankCheck, observation: str, *args: Any) -> None:
+    def _show(self, check: Check, observation: str, *args: Any) -> None:
         try:
             getattr(check, observation)(self.trainer, self.module, *args)
         except Exception as error:  # a rank must not leave its peers alone
-            self._court.failures[id(check)] = f"{observation}: {type(error).__name__}: {error}"
+            self._evaluator.note_failure(check, observation, error)
+
+
+class CheckEvaluator:
+    """Turns rows into findings, and hands findings to the report."""
+
+    def __init__(
+        self, trainer: pl.Trainer, module: pl.LightningModule, row_exchange: RowExchange, report: Report
+    ) -> None:
+        self._trainer, self._module, self._row_exchange, self._report = trainer, module, row_exchange, report
+        # by check, what it raised between two measurements; reported in place of the next one
+        self._failures: dict[int, str] = {}
+        self._explained: dict[tuple[str, str, str], list[Finding]] = {}
+
+    def note_failure(self, check: Check, method: str, error: Exception) -> None:
+        """Remember what a check raised on this rank alone, so that all ranks report it when the check is due next."""
+        self._failures[id(check)] = f"{method}: {type(error).__name__}: {error}"
+
+    def measure(self, due: Sequence[Check], stage: CheckStage) -> bytes:
+        """Return this rank's row. A check that fails sends its error instead."""
+        return b"".join([self._measure(check, stage) for check in due])
+
+    def _measure(self, check: Check, stage: CheckStage) -> bytes:
+        failure = self._failures.pop(id(check), None)
+        if failure is not None:
+            return row_exchange.encode_failure(failure)
+        try:
+            return row_exchange.encode(check.measure(self._trainer, self._module, stage), check.title)
+        except Exception as error:  # it becomes a finding on every rank
+            return row_exchange.encode_failure(f"{type(error).__name__}: {error}")
+
+    def judge(self, due: Sequence[Check], stage: CheckStage, rows: Sequence[bytes], step: int) -> None:
+        """Judge all ranks' rows; called with the same rows on every rank.
+
+        Raises:
+            DDPLossError: on every rank, for findings whose action is ``raise``.
+        """
+        found: list[tuple[Check, Finding]] = []
+        for check, table in zip(due, row_exchange.decode_tables(rows, len(due)), strict=True):
+            found += _placed(check, self._judge(check, table, stage), step, stage.value)
+        if found:
+            found = self._add_differences(self._explain(found))
+            self.report_findings(found)
+
+    def _judge(self, check: Check, table: row_exchange.Table, stage: CheckStage) -> list[Finding]:
+        """Let a check judge. One that fails on this rank alone must not leave the peers alone: that is reported when it is due next."""
+        if isinstance(table, dict):
+            return [failed_check(check.title, table)]
+        try:
+            found = list(check.judge(table, self._trainer, self._module, stage))
+            for each in found:
+                if not isinstance(each, Finding):
+                    raise TypeError(f"a list of Finding was expected, with {type(each).__name__} in it")
+        except Exception as error:
+            self.note_failure(check, "judge", error)
+            return []
+        return found
+
+    def _explain(self, found: Sequence[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
+        """Have every rank add the texts that it has on new findings; a finding seen again stays as it was explained first.
+
+        Communication: one gather for each new finding of a check that describes its findings.
+        """
+        explained: list[tuple[Check, Finding]] = []
+        for check, finding in found:
+            if not check.overrides("describe"):
+                explained.append((check, finding))
+                continue
+            if finding.key not in self._explained:
+                texts = self._row_exchange.gather_texts(self._ask(check.describe, finding))
+                self._explained[finding.key] = [finding]
+                if texts:
+                    self._explained[finding.key] = check.explain(finding, texts)
+            better = self._explained[finding.key]
+            explained += [(check, replace(each, step=finding.step, moment=finding.moment)) for each in better]
+        return explained
+
+    def _add_differences(self, found: Sequence[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
+        """Measure the largest difference between ranks of the tensors that new findings are about.
+
+        Communication: one gather and the tensor's, for each of at most ``_MAX_TENSORS`` findings.
+        """
+        completed: list[tuple[Check, Finding]] = []
+        measured = 0
+        for check, finding in found:
+            if not check.overrides("tensor") or not self._report.is_new(finding) or measured == _MAX_TENSORS:
+                completed.append((check, finding))
+                continue
+            measured += 1
+            difference = self._row_exchange.max_difference(self._ask(check.tensor, finding))
+            completed.append((check, replace(finding, max_difference=difference)))
+        return completed
+
+    def _ask(self, method: Callable[..., T | None], finding: Finding) -> T | None:
+        with contextlib.suppress(Exception):  # the finding itself stands
+            return method(finding, self._trainer, self._module)
+        return None
+
+    def report_remaining_failures(self, checks: Sequence[Check], step: int) -> None:
+        """Report at the end of a fit what failed since its check was last due.
+
+        Communication: one gather.
+        """
+        local_failures = [self._failures.pop(id(check), "") for check in checks]
+        failures_by_rank = self._row_exchange.gather_json("failures of checks", local_failures)
+        found: list[tuple[Check, Finding]] = []
+        for check, texts in zip(checks, zip(*failures_by_rank, strict=True), strict=True):
+            failed = {rank: text for rank, text in enumerate(texts) if text}
+            if failed:
+                found += _placed(check, [failed_check(check.title, failed)], step, "the end")
+        self.report_findings(found)
+
+    def report_findings(self, found: Sequence[tuple[Check, Finding]]) -> None:
+        """Hand findings to the report, each with what its check wants done with it.
+
+        Raises:
+            DDPLossError: on every rank, for findings whose action is ``raise``.
+        """
+        findings = [finding for _, finding in found]
+        actions = [check.action for check, _ in found]
+        self._report.add(findings, actions, self._trainer)
+
+
+def _placed(check: Check, findings: Sequence[Finding], step: int, place: str) -> list[tuple[Check, Finding]]:
+    """Fill in where findings were made."""
+    return [(check, replace(finding, check=check.title, step=step, moment=place)) for finding in findings]
 
 
 class Stopwatch:
@@ -292,7 +489,7 @@ class Stopwatch:
     seconds = 0.0
 
     def __enter__(self) -> None:
-        self._begun = time.perf_counter()
+        self._began = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._begun
+        self.seconds += time.perf_counter() - self._began

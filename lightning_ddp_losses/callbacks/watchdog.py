@@ -23,18 +23,20 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import PeerError, format_error
 
+# what an error says whose cause is a peer that has gone
 _CONNECTION = re.compile(r"gloo|nccl|connection|socket|timed out|timeout|process group", re.IGNORECASE)
 POLL_SECONDS = 0.5
-HEARD_SECONDS = 3.0  # how long a failing rank waits for its peers to have read
+RECEIPT_SECONDS = 3.0  # how long a failing rank waits for its peers to have read
 GRACE_SECONDS = 5.0  # how long a peer may go on before its process ends
 _log = logging.getLogger(__name__)
-_sessions: dict[int, int] = {}  # fits by process group: each has its own keys
+_fits: dict[int, int] = {}  # number of fits by process group: each has its own keys
 
 
-class Alarm:
+class Watchdog:
     """Tells the peers of this rank's failure, and this rank of theirs.
 
     Args:
@@ -45,126 +47,144 @@ class Alarm:
         self._stall_seconds = stall_seconds
         self._rank, self._world = process_groups.rank(), process_groups.world_size()
         self._place: tuple[str, float] = ("start", time.monotonic())
-        self._peer: dict[str, Any] | None = None
-        self._told_of: tuple[str, float] | None = None
-        self._ended = threading.Event()
-        self._store: Any = _own_store() if self._world > 1 else None
+        self._peer_failure: dict[str, Any] | None = None
+        self._reported_stall: tuple[str, float] | None = None
+        self._stopped = threading.Event()
+        self._store: Any = None
         self._thread: threading.Thread | None = None
+        if self._world > 1:
+            self._store = _own_store()
         if self._store is not None:
             self._thread = threading.Thread(target=self._watch, name="ddp-checks", daemon=True)
             self._thread.start()
 
-    def at(self, place: str) -> None:
-        """The main thread is there now.
+    # ------------------------------------------------------------------ called by the main thread
+
+    def enter(self, place: str) -> None:
+        """Note where the main thread is now.
 
         Raises:
             PeerError: when another rank has failed.
         """
         self._place = place, time.monotonic()
-        self.look()
+        self.check_peers()
 
-    def look(self) -> None:
-        """The main thread waits.
+    def check_peers(self) -> None:
+        """Stop the main thread, which may be waiting, when another rank has failed.
 
         Raises:
             PeerError: when another rank has failed.
         """
-        if self._peer is not None:
-            raise self._error()
+        if self._peer_failure is not None:
+            raise self._peer_error()
 
-    def failed(self, exception: BaseException) -> PeerError | None:
-        """This rank ends with an exception; tell the peers, unless one of them ended first.
+    def report_failure(self, exception: BaseException) -> PeerError | None:
+        """Tell the peers that this rank ends with an exception, unless one of them ended first.
 
         Returns:
             What to raise in its place: the failure of the peer that took this rank along.
         """
         if self._store is None or not isinstance(exception, Exception):
             return None
+        # a peer failed first: its failure is the cause where the exception is a broken connection
         with contextlib.suppress(Exception):  # the store may have gone with the rank that kept it
-            self._look()
-        if self._peer is not None:
-            return self._error() if _CONNECTION.search(str(exception)) else None
+            self._read_failure()
+        if self._peer_failure is not None:
+            if _CONNECTION.search(str(exception)):
+                return self._peer_error()
+            return None
+        # every rank raises the same: nobody needs to be told
         if getattr(exception, "collective", False):
             return None
         text = f"{type(exception).__name__}: {exception}"
-        report = {"rank": self._rank, "place": self._place[0], "text": text[:4000]}
+        failure = {"rank": self._rank, "place": self._place[0], "text": text[:4000]}
         with contextlib.suppress(Exception):
             if self._store.add("failures", 1) == 1:  # the first to fail is the one to name
-                self._store.set("failure", json.dumps(report))
-                self._wait_until_heard()
+                self._store.set("failure", json.dumps(failure))
+                self._wait_for_receipts()
             else:
-                self._store.set(f"heard/{self._rank}", "yes")
+                self._store.set(f"received/{self._rank}", "yes")
         return None
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Stop watching."""
-        self._ended.set()
+        self._stopped.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(POLL_SECONDS * 4)
 
-    # ------------------------------------------------------------------
-
-    def _wait_until_heard(self) -> None:
-        until = time.monotonic() + HEARD_SECONDS
-        others = [f"heard/{rank}" for rank in range(self._world) if rank != self._rank]
-        while time.monotonic() < until and not all(self._store.check([key]) for key in others):
+    def _wait_for_receipts(self) -> None:
+        until = time.monotonic() + RECEIPT_SECONDS
+        receipts = [f"received/{rank}" for rank in range(self._world) if rank != self._rank]
+        while time.monotonic() < until and not all(self._store.check([key]) for key in receipts):
             time.sleep(0.05)
+
+    def _peer_error(self) -> PeerError:
+        assert self._peer_failure is not None
+        rank, place = self._peer_failure["rank"], self._peer_failure["place"]
+        text = f"rank {rank} failed, last seen at {place}:\n{self._peer_failure['text']}"
+        return PeerError(text, collective=True)
+
+    # ------------------------------------------------------------------ the watching thread
 
     def _watch(self) -> None:
         with contextlib.suppress(Exception):  # the store may go before this thread does
-            while not self._ended.wait(POLL_SECONDS):
-                self._look()
-                if self._peer is not None:
-                    if not self._ended.wait(GRACE_SECONDS):
-                        self._give_up()
+            while not self._stopped.wait(POLL_SECONDS):
+                self._read_failure()
+                if self._peer_failure is not None:
+                    if not self._stopped.wait(GRACE_SECONDS):
+                        self._end_process()
                     return
-                self._look_for_stall()
+                self._report_stall()
 
-    def _look(self) -> None:
-        if self._peer is not None or self._store is None or not self._store.check(["failure"]):
+    def _read_failure(self) -> None:
+        """Read from the store whether a peer has failed, and acknowledge it."""
+        if self._peer_failure is not None or self._store is None or not self._store.check(["failure"]):
             return
-        report = json.loads(self._store.get("failure"))
-        if report["rank"] != self._rank:
-            self._store.set(f"heard/{self._rank}", "yes")
-            self._peer = report
+        failure = json.loads(self._store.get("failure"))
+        if failure["rank"] != self._rank:
+            self._store.set(f"received/{self._rank}", "yes")
+            self._peer_failure = failure
 
-    def _error(self) -> PeerError:
-        assert self._peer is not None
-        rank, place = self._peer["rank"], self._peer["place"]
-        return PeerError(f"rank {rank} failed, last seen at {place}:\n{self._peer['text']}", collective=True)
-
-    def _give_up(self) -> None:
+    def _end_process(self) -> None:
+        """End a process whose main thread waits for a rank that has gone, and show where it waits."""
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=2, all_threads=True)
-        text = f"rank {self._rank} stops, after it waited as shown above: {self._error()}"
+        text = f"rank {self._rank} stops, after it waited as shown above: {self._peer_error()}"
         print(text, file=sys.stderr, flush=True)
         os._exit(1)
 
-    def _look_for_stall(self) -> None:
+    def _report_stall(self) -> None:
+        """Publish where this rank stands still; rank 0 logs where all ranks are, once for each stall."""
         place, since = self._place
         seconds = time.monotonic() - since
         if seconds < self._stall_seconds / 2 or place == "end":
             return
         self._store.set(f"place/{self._rank}", json.dumps([place, round(seconds)]))
-        if self._rank == 0 and seconds >= self._stall_seconds and self._told_of != self._place:
-            self._told_of = self._place
-            ranks = []
-            for rank in range(self._world):
-                known = self._store.check([f"place/{rank}"])
-                where, long = json.loads(self._store.get(f"place/{rank}")) if known else ("somewhere else", 0)
-                ranks.append(f"{where}, for {long} s" if long else where)
-            fix = "A rank that is behind the others is slow (data, disk), or runs a collective that they do not."
-            _log.warning(format_error(f"no progress for {seconds:.0f} s", ranks=ranks, fix=fix))
+        if self._rank != 0 or seconds < self._stall_seconds or self._reported_stall == self._place:
+            return
+        self._reported_stall = self._place
+        ranks = [self._place_of(rank) for rank in range(self._world)]
+        fix = "A rank that is behind the others is slow (data, disk), or runs a collective that they do not."
+        _log.warning(format_error(f"no progress for {seconds:.0f} s", ranks=ranks, fix=fix))
+
+    def _place_of(self, rank: int) -> str:
+        """Say where a rank stands still, and for how long, as it published."""
+        key = f"place/{rank}"
+        if not self._store.check([key]):
+            return "somewhere else"
+        place, seconds = json.loads(self._store.get(key))
+        if not seconds:
+            return str(place)
+        return f"{place}, for {seconds} s"
 
 
 def _own_store() -> Any:
-    """A part of the default store that only this fit uses; None where torch does not show it."""
-    try:
-        store = dist.distributed_c10d._get_default_store()
-    except (AttributeError, RuntimeError, ValueError):
+    """Return a part of the default store that only this fit uses; None where torch does not show it."""
+    store = compat.default_store()
+    if store is None:
         return None
     with contextlib.suppress(Exception):
-        store = store.clone()  # type: ignore[attr-defined] # so that a wait of the main thread does not keep this one
+        store = store.clone()  # so that a wait of the main thread does not keep this one
     world = id(dist.group.WORLD)
-    _sessions[world] = _sessions.get(world, 0) + 1
-    return dist.distributed_c10d.PrefixStore(f"ddp_checks/{_sessions[world]}", store)
+    _fits[world] = _fits.get(world, 0) + 1
+    return dist.distributed_c10d.PrefixStore(f"ddp_checks/{_fits[world]}", store)

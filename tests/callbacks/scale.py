@@ -1,4 +1,4 @@
-"""Gradients off by W or 1/W, found before the first step by the scale probe."""
+"""Gradients off by W or 1/W, found before the first step by the dry run."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import Logger
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_ddp_losses import CommunicationMonitor, DDPChecks
-from lightning_ddp_losses.callbacks.communication import _union, _Watch
+from lightning_ddp_losses.callbacks.communication_monitor import CollectiveWatch, covered_seconds
 from tests.callbacks.harness import CLASSES, WIDTH, Subject
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
@@ -69,11 +69,11 @@ def test_calls_and_bytes_of_a_step(pool: RankPool, fails: bool) -> None:
 
 def test_numbers_that_autograd_saved_can_be_read_under_the_monitor() -> None:
     loss = (torch.ones(3, requires_grad=True) * 2).sum() / 4
-    with _Watch():
+    with CollectiveWatch():
         assert float(loss.grad_fn._saved_other) == 4.0
         assert float(loss.detach()) == 1.5
 
 
 def test_overlapping_intervals_count_once() -> None:
-    assert _union([(1.0, 3.0), (2.0, 4.0), (6.0, 7.0), (6.2, 6.5)]) == pytest.approx(4.0)
-    assert _union([]) == 0.0
+    assert covered_seconds([(1.0, 3.0), (2.0, 4.0), (6.0, 7.0), (6.2, 6.5)]) == pytest.approx(4.0)
+    assert covered_seconds([]) == 0.0

@@ -14,7 +14,7 @@ import yaml
 
 import lightning_ddp_losses
 from lightning_ddp_losses import DDPChecks
-from lightning_ddp_losses.callbacks.ddp_checks import DEFAULT_CHECKS
+from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.cli import LossCLI
 from tests.callbacks.test_notes_and_files import Found, listed
 from tests.lightning_ranks import make_trainer

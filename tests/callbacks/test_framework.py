@@ -1,4 +1,4 @@
-"""What all checks share: one gather, one verdict, errors of their own, sets that differ, actions, files, counts."""
+"""What all checks share: one gather, the same findings, errors of their own, sets that differ, actions, files, counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, ParameterSyncCheck, RankCheck
-from lightning_ddp_losses.callbacks import Finding, Moment, odd_ranks
+from lightning_ddp_losses.callbacks import CheckStage, Finding, odd_ranks
 from lightning_ddp_losses.errors import PeerError
 from tests.callbacks.harness import Subject, slices
 from tests.callbacks.parameters import Nudged
@@ -35,7 +35,7 @@ Make = Callable[[], list[Callback]]
 class Echo(RankCheck):
     """Measures a number; a finding where ranks differ. Breaks where it is told to."""
 
-    moments = (Moment.BEFORE_BACKWARD, Moment.AFTER_STEP)
+    stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
     faults = ("F44",)
 
     def __init__(
@@ -47,20 +47,20 @@ class Echo(RankCheck):
 
     def _maybe(self, place: str) -> None:
         self.seen.append(place)
-        if self.breaks == place and dist.get_rank() == 1 and self.session.step == 1:
+        if self.breaks == place and dist.get_rank() == 1 and self.runner.step == 1:
             raise ZeroDivisionError("its own fault")
 
     def see_loss(self, trainer: Any, module: Any, loss: Tensor) -> None:
         assert loss.ndim == 0
         self._maybe("see_loss")
 
-    def measure(self, trainer: Any, module: Any, moment: Moment) -> Tensor:
+    def measure(self, trainer: Any, module: Any, stage: CheckStage) -> Tensor:
         self._maybe("measure")
         if self.breaks == "dtype" and dist.get_rank() == 1:
             return torch.zeros(1)
         return torch.tensor([self.numbers[dist.get_rank()]] * (2 if self.breaks == "length" and dist.get_rank() else 1))
 
-    def judge(self, table: Tensor, trainer: Any, module: Any, moment: Moment) -> list[Finding]:
+    def judge(self, table: Tensor, trainer: Any, module: Any, stage: CheckStage) -> list[Finding]:
         column = table[:, -1].tolist()
         if len(set(column)) == 1:
             return []
@@ -118,7 +118,7 @@ class Hasty(Echo):
         super().__init__(**options)
         self.answer = answer
 
-    def judge(self, table: Tensor, trainer: Any, module: Any, moment: Moment) -> list[Finding]:
+    def judge(self, table: Tensor, trainer: Any, module: Any, stage: CheckStage) -> list[Finding]:
         if dist.get_rank() < dist.get_world_size() - 1:
             return []
         if self.answer is None:
@@ -127,7 +127,7 @@ class Hasty(Echo):
 
 
 class Seldom(Hasty):
-    moments = (Moment.AFTER_STEP,)
+    stages = (CheckStage.AFTER_STEP,)
 
 
 JUDGES: dict[str, tuple[Callable[[], RankCheck], str]] = {
@@ -155,10 +155,10 @@ def test_a_judge_that_fails_on_one_rank_is_a_finding_on_every_rank(pool: RankPoo
 class Lists(Echo):
     """Measures lists that differ in length and kind."""
 
-    def measure(self, trainer: Any, module: Any, moment: Moment) -> Any:
+    def measure(self, trainer: Any, module: Any, stage: CheckStage) -> Any:
         return [[], [1, 2], [0.5]][dist.get_rank()]
 
-    def judge(self, table: Any, trainer: Any, module: Any, moment: Moment) -> list[Finding]:
+    def judge(self, table: Any, trainer: Any, module: Any, stage: CheckStage) -> list[Finding]:
         assert table == [[0, 0], [1, 2], [0.5, 0.0]]
         return []
 
@@ -172,15 +172,15 @@ def test_lists_of_ints_and_of_floats_meet(pool: RankPool) -> None:
 
 
 class FailsAtOnce(Subject):
-    """Fails on one rank in the first step, before or behind a global loss; or only where it is rehearsed."""
+    """Fails on one rank in the first step, before or behind a global loss; or only in the dry run."""
 
     def build(self) -> None:
         self.loss = GlobalBatchLoss(torch.nn.CrossEntropyLoss())
         self.where = "before"
 
     def _maybe(self, where: str) -> None:
-        rehearsed = self is not self.trainer.lightning_module
-        if dist.get_rank() == 0 and self.where in (where, "rehearsed") and (rehearsed or self.where == where):
+        is_dry_run = self is not self.trainer.lightning_module
+        if dist.get_rank() == 0 and self.where in (where, "dry run") and (is_dry_run or self.where == where):
             raise KeyError("its own fault")
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
@@ -200,9 +200,9 @@ def fail_at_once(where: str) -> str:
     return "done"
 
 
-@pytest.mark.parametrize("where", ["before", "behind", "rehearsed"])
-def test_a_rank_that_fails_in_its_first_step_leaves_nobody_in_the_rehearsal(pool: RankPool, where: str) -> None:
-    expected = ["done"] * 3 if where == "rehearsed" else ["KeyError", "PeerError", "PeerError"]
+@pytest.mark.parametrize("where", ["before", "behind", "dry run"])
+def test_a_rank_that_fails_in_its_first_step_leaves_nobody_in_the_dry_run(pool: RankPool, where: str) -> None:
+    expected = ["done"] * 3 if where == "dry run" else ["KeyError", "PeerError", "PeerError"]
     assert pool.run(3, fail_at_once, where, fresh=True) == expected
 
 
@@ -256,7 +256,7 @@ def test_collectives_are_counted(pool: RankPool, strategy: str, most: int) -> No
     assert [a - b for a, b in zip(two, without, strict=True)] == [most] * len(without)
     everything = pool.run(2, collectives_per_step, strategy, "all")[0]
     beyond = [a - b for a, b in zip(everything, without, strict=True)]
-    assert set(beyond[1:]) == {most}, beyond  # the first step holds the rehearsal
+    assert set(beyond[1:]) == {most}, beyond  # the first step holds the dry run
 
 
 def actions(case: str, folder: str) -> dict[str, Any]:
@@ -331,7 +331,7 @@ def without_a_group() -> list[str]:
     class Own(Echo):
         needs_peers = False
 
-        def measure(self, trainer: Any, module: Any, moment: Moment) -> Tensor:
+        def measure(self, trainer: Any, module: Any, stage: CheckStage) -> Tensor:
             self.seen.append("measure")
             return torch.zeros(1, dtype=torch.int64)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, LossCheck
-from lightning_ddp_losses.callbacks import device
+from lightning_ddp_losses.callbacks import device_check
 from tests.callbacks.data_cases import HEALTHY
 from tests.callbacks.harness import WIDTH, Subject
 from tests.callbacks.loss_cases import MissingLoss
@@ -238,13 +238,13 @@ def test_loading(pool: RankPool, tmp_path: Path, sick: bool) -> None:
 
 
 def on_devices(names: tuple[str, ...], visible: int) -> Found:
-    before = device.device_identity, device.visible_devices
-    device.device_identity = lambda _: names[dist.get_rank()]  # type: ignore[assignment]
-    device.visible_devices = lambda: visible  # type: ignore[assignment]
+    before = device_check.device_identity, device_check.visible_devices
+    device_check.device_identity = lambda _: names[dist.get_rank()]  # type: ignore[assignment]
+    device_check.visible_devices = lambda: visible  # type: ignore[assignment]
     try:
         return fit(Subject)
     finally:
-        device.device_identity, device.visible_devices = before
+        device_check.device_identity, device_check.visible_devices = before
 
 
 def test_ranks_on_one_device_and_devices_without_a_rank(pool: RankPool) -> None:
@@ -256,7 +256,7 @@ def test_ranks_on_one_device_and_devices_without_a_rank(pool: RankPool) -> None:
 
 
 def use_of_ranks() -> dict[str, float]:
-    check = device.DeviceCheck()
+    check = device_check.DeviceCheck()
     make_trainer("ddp", callbacks=[check]).fit(Subject(False))
     return check.figures()
 

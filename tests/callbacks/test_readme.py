@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from lightning_ddp_losses.callbacks import FAULTS
-from lightning_ddp_losses.callbacks.ddp_checks import DEFAULT_CHECKS
+from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 
 README = Path(__file__).parents[2] / "README.md"
 ROW = re.compile(r"^\| (F\d\d) \| (.+) \| (.+) \| (.+) \|$", re.MULTILINE)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses import DDPChecks, ParameterSyncCheck
-from lightning_ddp_losses.callbacks.replicated_parameters import divide
+from lightning_ddp_losses.callbacks.replicated_parameters import split_by_bytes
 from tests.callbacks.harness import Subject
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
@@ -62,12 +62,12 @@ def test_parts_are_the_whole() -> None:
         "none": torch.zeros(0),
         "c": torch.zeros(700, 900, dtype=torch.float16),
     }
-    parts = divide(tensors, 16)
+    parts = split_by_bytes(tensors, 16)
     assert len(parts) == 6, "at least 1 MiB in each"
     for name, tensor in tensors.items():
-        units = [unit for part in parts for unit in part if unit.name == name]
-        assert sum(unit.of(tensor).numel() for unit in units) == tensor.numel()
-        assert all(a.stop == b.start for a, b in itertools.pairwise(units))
-    sizes = [sum(unit.of(tensors[unit.name]).nbytes for unit in part) for part in parts]
+        slices = [piece for part in parts for piece in part if piece.name == name]
+        assert sum(piece.of(tensor).numel() for piece in slices) == tensor.numel()
+        assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
+    sizes = [sum(piece.of(tensors[piece.name]).nbytes for piece in part) for part in parts]
     assert max(sizes) - min(sizes[:-1]) <= 4
-    assert divide({}, 16) == [[]]
+    assert split_by_bytes({}, 16) == [[]]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.callbacks import rows
-from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, SKETCH, Batches, row_hashes
-from lightning_ddp_losses.callbacks.replicated_parameters import Tracked
+from lightning_ddp_losses.callbacks import row_exchange
+from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, SKETCH, BatchReader, row_hashes
+from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
 from lightning_ddp_losses.errors import InputError
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
@@ -27,8 +27,8 @@ def test_rows_come_back_as_they_were_measured() -> None:
         torch.arange(5, dtype=torch.uint8),
     ]
     measured = [EXTREMES, [], [1, 2.5, math.inf], *tensors]
-    sent = b"".join(rows.encode(each, "Check") for each in measured)
-    back = rows.tables([sent, sent], len(measured))
+    sent = b"".join(row_exchange.encode(each, "Check") for each in measured)
+    back = row_exchange.decode_tables([sent, sent], len(measured))
     assert back[:3] == [[each, each] for each in measured[:3]]
     for table, tensor in zip(back[3:], tensors, strict=True):
         assert torch.equal(table, torch.stack([tensor, tensor]))
@@ -36,19 +36,21 @@ def test_rows_come_back_as_they_were_measured() -> None:
 
 def test_rows_that_do_not_fit_together() -> None:
     def table(*measured: Any) -> Any:
-        return rows.tables([rows.encode(each, "Check") for each in measured], 1)[0]
+        return row_exchange.decode_tables([row_exchange.encode(each, "Check") for each in measured], 1)[0]
 
     assert table([1, 2], [3]) == [[1, 2], [3, 0]]
     assert table(torch.ones(1).long(), torch.ones(2).long()).tolist() == [[1, 0], [1, 1]]
     assert table([1], [1.5]) == [[1], [1.5]]
     assert table([1], torch.ones(1).long()) == {0: "measured a list of ints", 1: "measured torch.int64"}
-    assert rows.tables([rows.encode([1], "Check"), rows.failure("broke")], 1) == [{1: "broke"}]
+    assert row_exchange.decode_tables([row_exchange.encode([1], "Check"), row_exchange.encode_failure("broke")], 1) == [
+        {1: "broke"}
+    ]
 
 
 @pytest.mark.parametrize("measured", [torch.zeros(1), torch.zeros(1, 1).long(), (1, 2), None, [2**63], ["1"]])
 def test_what_cannot_travel_is_refused(measured: Any) -> None:
     with pytest.raises((InputError, OverflowError, TypeError)):
-        rows.encode(measured, "Check")
+        row_exchange.encode(measured, "Check")
 
 
 def leaves(features: Tensor) -> list[Tensor]:
@@ -73,7 +75,7 @@ def test_a_row_has_the_same_hash_wherever_it_is(width: int, dtype: torch.dtype) 
 
 
 def test_an_epoch_keeps_the_smallest_hashes_and_counts_labels() -> None:
-    batches = Batches(SimpleNamespace(trainer=SimpleNamespace(current_epoch=0)))  # type: ignore[arg-type]
+    batches = BatchReader(SimpleNamespace(trainer=SimpleNamespace(current_epoch=0)))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     pool = torch.randn(300, 3, generator=generator)
     seen: Counter[int] = Counter()
@@ -119,25 +121,25 @@ def add_to_optimizer(module: Any, trainer: Any) -> None:
     trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
-def ring_send(module: Any, trainer: Any) -> None:
+def hand_on(module: Any, trainer: Any) -> None:
     """The last of a's parameters becomes the first of b's: the same objects in the same order."""
     bias = module.a._parameters.pop("bias")
     module.b._parameters = {"bias": bias, **module.b._parameters}
 
 
 @pytest.mark.parametrize(
-    "change", [replace, move, cast, reshape, freeze, add_module, add_to_optimizer, ring_send], ids=lambda c: c.__name__
+    "change", [replace, move, cast, reshape, freeze, add_module, add_to_optimizer, hand_on], ids=lambda c: c.__name__
 )
 def test_parameters_are_looked_up_again_when_something_changed(change: Callable[[Any, Any], None]) -> None:
     module: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, bias=False)})
     trainer = SimpleNamespace(optimizers=[torch.optim.SGD(module.parameters(), lr=0.1)])
-    tracked = Tracked(trainer, module)  # type: ignore[arg-type]
-    before = tracked.now()
+    parameters = ReplicatedParameters(trainer, module)  # type: ignore[arg-type]
+    before = parameters.current()
     with torch.no_grad():
         module.a.weight.add_(1.0)
-    assert tracked.now() is before, "new values are no reason"
+    assert parameters.current() is before, "new values are no reason"
     change(module, trainer)
-    after = tracked.now()
+    after = parameters.current()
     assert after is not before
     assert all(after[name] is parameter for name, parameter in module.named_parameters())
-    assert tracked.now() is after
+    assert parameters.current() is after

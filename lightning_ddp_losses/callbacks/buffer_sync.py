@@ -1,0 +1,310 @@
+"""`BufferSyncCheck`: what ranks hold beside parameters is the same where it must be: batch norm, memory queues, metric states."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp_losses.callbacks import buffers
+from lightning_ddp_losses.callbacks.base import LocalCheck
+from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, label_imbalance
+from lightning_ddp_losses.callbacks.buffers import BufferSlot, ComparedBuffer, StateKind
+from lightning_ddp_losses.callbacks.check_stage import CheckStage
+from lightning_ddp_losses.callbacks.ddp_state import learning_rate
+from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings, LocalRow, odd_ranks
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.positional_options import warn_positional_options
+from lightning_ddp_losses.distributed.fingerprint import fingerprint, hash_text
+
+_NOISE = 0.5  # standard deviations times the root of the rows
+_SEARCH_EVERY = 64  # steps; a large model takes a while to walk through
+_METRIC_STAGES = (CheckStage.VALIDATION_EPOCH_END, CheckStage.TRAIN_EPOCH_END)
+
+
+class ForwardRow(NamedTuple):
+    """What travels before backward.
+
+    Attributes:
+        forwards: The most often that a DDP with buffers ran forward since the last backward.
+        buffers: A hash of its buffers before the second forward; 0 where there was none, or it has none.
+    """
+
+    forwards: int
+    buffers: int
+
+
+class NormRow(NamedTuple):
+    """What travels where batch norm is compared, all as floats.
+
+    Attributes:
+        mean_rows: Rows per batch of this rank.
+        labels: Labels of the epoch by bucket.
+        statistics: Means, then variances, of some channels.
+    """
+
+    mean_rows: float
+    labels: list[float]
+    statistics: list[float]
+
+    def pack(self) -> list[float]:
+        """Return the numbers as they travel."""
+        return [self.mean_rows, *self.labels, *self.statistics]
+
+    @classmethod
+    def unpack(cls, row: Sequence[float]) -> NormRow:
+        """Return what ``pack`` was given."""
+        return cls(row[0], list(row[1 : 1 + BUCKETS]), list(row[1 + BUCKETS :]))
+
+
+class BufferSyncCheck(LocalCheck, default=True):
+    """Batch norm's statistics, memory queues and metric states are alike on all ranks.
+
+    Covers F26, F41, F49, F51, F52, F59, F60 and F64.
+
+    Args:
+        tolerance: Batch-norm statistics may be so many standard deviations apart (and 0.5 divided by the root of the rows per
+            rank, which is what chance does); plain DDP keeps a tenth of what the latest batches differ by.
+        **options: As ``RankCheck``.
+
+    Communication: 16 bytes before backward, 32 after the step; at validation 0.9 KiB.
+    """
+
+    stages = (
+        CheckStage.TRAIN_START,
+        CheckStage.BEFORE_BACKWARD,
+        CheckStage.AFTER_STEP,
+        CheckStage.VALIDATION_START,
+        *_METRIC_STAGES,
+        CheckStage.TRAIN_END,
+    )
+    faults = ("F26", "F41", "F49", "F51", "F52", "F59", "F60", "F64")
+
+    @warn_positional_options("tolerance")
+    def __init__(
+        self, *, tolerance: float = 0.1, every_n_steps: int = 1, action: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(every_n_steps=every_n_steps, action=action)
+        self.tolerance = tolerance
+        self._handles: list[Any] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self.local = LocalFindings(self.faults)
+        self._slots: list[BufferSlot] | None = None
+        self._buffers: dict[str, ComparedBuffer] = {}
+        self._states: dict[str, StateKind] = {}
+        # forwards of each DDP since the last backward, and its buffers before the second
+        self._forwards: dict[int, int] = {}
+        self._before_second = 0
+
+    # ------------------------------------------------------------------ observe
+
+    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Count forwards of every DDP that broadcasts buffers."""
+        self._forget()
+        modules = {trainer.strategy.model, *module.modules()}
+        modules.update(value for value in vars(module).values() if isinstance(value, nn.Module))
+        watched = [each for each in modules if isinstance(each, DistributedDataParallel) and each.broadcast_buffers]
+        known = {id(wrapped) for wrapped in watched}
+
+        # a function and no method: a copy of the module (the dry run makes one) must not copy the check along
+        def see_forward(wrapped: nn.Module, _: Any) -> None:
+            if id(wrapped) in known:
+                self._see_forward(wrapped)
+
+        self._handles = [wrapped.register_forward_pre_hook(see_forward) for wrapped in watched]
+
+    def _see_forward(self, wrapped: nn.Module) -> None:
+        if not torch.is_grad_enabled() or not wrapped.training:
+            return
+        self._forwards[id(wrapped)] = self._forwards.get(id(wrapped), 0) + 1
+        if self._forwards[id(wrapped)] == 2:  # the broadcast comes after this hook
+            of_norms: set[int] = set()
+            for norm in buffers.plain_norms(wrapped).values():
+                of_norms.update(map(id, norm.buffers()))
+            values = [fingerprint(buffer) for buffer in wrapped.buffers() if id(buffer) not in of_norms]
+            self._before_second = 0
+            if values:
+                self._before_second = hash_text(repr(values))
+
+    def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Read rows and labels, for the advice."""
+        self.runner.shared(BatchReader).see(batch, batch_idx)
+
+    def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Leave no hook behind."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # ------------------------------------------------------------------ measure
+
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int] | list[float]:
+        """Return fingerprints of buffers or states, or channels of batch norm."""
+        if stage == CheckStage.TRAIN_START:
+            self._find_unconverted(trainer, module)
+            return [*self.local.row()]
+        if stage == CheckStage.BEFORE_BACKWARD:
+            row = ForwardRow(max(self._forwards.values(), default=0), self._before_second)
+            self._forwards, self._before_second = {}, 0
+            return [*row]
+        if stage == CheckStage.AFTER_STEP:
+            return self._measure_buffers(module)
+        if stage in _METRIC_STAGES:
+            return self._measure_states(module)
+        read = self.runner.shared(BatchReader)
+        mean_rows = read.total_rows / max(read.number, 1)
+        statistics = buffers.norm_statistics(buffers.plain_norms(module))
+        return NormRow(mean_rows, [*map(float, read.counts)], statistics).pack()
+
+    def _measure_buffers(self, module: nn.Module) -> list[int]:
+        """Return how many buffers are compared, and a hash of their names and fingerprints."""
+        if self._slots is None or self.runner.step % _SEARCH_EVERY == 0:
+            self._slots = buffers.compared_slots(module)
+        self._buffers = buffers.compared_buffers(self._slots)
+        if not self._buffers:
+            return [0, 0]
+        named = [(name, *buffer.fingerprints()) for name, buffer in self._buffers.items()]
+        return [len(named), hash_text(repr(named))]
+
+    def _measure_states(self, module: nn.Module) -> list[int]:
+        """Return a hash of the states' names, then one for the kind of each."""
+        self._states = buffers.metric_states(module)
+        row = [hash_text(repr(list(self._states)))]
+        for kind in self._states.values():
+            if kind.tensors < 0 and kind.ndim is None:
+                row.append(0)  # an empty list of a state that is concatenated says nothing
+            else:
+                row.append(hash_text(repr(kind)))
+        return row
+
+    def _find_unconverted(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Find plain batch norm where the trainer was asked to synchronise it."""
+        self.local.found = []
+        if not compat.has_layer_sync(trainer.strategy):
+            return
+        fix = "Register the module (an attribute or nn.ModuleList) before the fit, or convert it before the wrap."
+        for path in [*buffers.plain_norms(module), *buffers.hidden_norms(module)]:
+            self.local.add("F60", f"batch norm `{path}` was not converted", path, fix, "synchronised batch norm")
+
+    # ------------------------------------------------------------------ judge
+
+    def judge(
+        self, table: list[list[Any]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
+    ) -> list[Finding]:
+        """Compare what the ranks hold."""
+        if stage == CheckStage.TRAIN_START:
+            return self.local.judge([LocalRow(*row) for row in table])
+        if stage == CheckStage.BEFORE_BACKWARD:
+            return _two_forwards([ForwardRow(*row) for row in table])
+        if stage == CheckStage.AFTER_STEP:
+            hashes = [tuple(row) for row in table]
+            if len(set(hashes)) == 1:
+                return []
+            return [Finding("F64", "buffers of losses and metrics", "", odd_ranks(hashes), "buffers")]
+        if stage in _METRIC_STAGES:
+            return self._judge_states(table)
+        return self._judge_norms([NormRow.unpack(row) for row in table], trainer)
+
+    def _judge_states(self, table: list[list[int]]) -> list[Finding]:
+        names, *columns = zip(*table, strict=True)
+        if len(set(names)) > 1:  # other metrics per rank: they cannot be lined up
+            return []
+        found = []
+        for name, column in zip(self._states, columns, strict=True):
+            if len(set(column) - {0}) > 1:
+                found.append(Finding("F52", f"metric state `{name}`", "", odd_ranks(column), name))
+        return found
+
+    def _judge_norms(self, rows: Sequence[NormRow], trainer: pl.Trainer) -> list[Finding]:
+        # further apart than the tolerance, and than chance puts them
+        distances = buffers.norm_distances([row.statistics for row in rows])
+        local_rows = [row.mean_rows for row in rows]
+        allowed = max(self.tolerance, _NOISE / max(min(local_rows), 1.0) ** 0.5)
+        if max(distances) <= allowed:
+            return []
+        # advice: what normalising over all ranks would mean
+        largest, global_rows = max(local_rows), sum(local_rows)
+        rate = learning_rate(trainer)
+        scaled = rate * global_rows / max(largest, 1.0)
+        labels = [row.labels for row in rows]
+        unlike = "unknown"
+        if any(map(sum, labels)):
+            unlike = f"{label_imbalance(labels):.0%} unlike those of all"
+        fix = (
+            f"Rows per rank {largest:.4g}, of all ranks {global_rows:.4g}; learning rate {rate:g}, by linear scaling {scaled:g}; "
+            f"labels between ranks {unlike}. Shuffle the data over the ranks, or normalise over all of them: "
+            "Trainer(sync_batchnorm=True)."
+        )
+        values = tuple(f"{distance:.3g} standard deviations from the mean of all ranks" for distance in distances)
+        what = f"batch norm's running statistics are apart by more than {allowed:.2g}"
+        return [Finding("F59", what, "", (), "batch norm", values, fix)]
+
+    # ------------------------------------------------------------------ explain
+
+    def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+        """Return this rank's fingerprints, states or own findings."""
+        if finding.name == "buffers":
+            return json.dumps({name: (*b.fingerprints(), b.is_queue) for name, b in self._buffers.items()})
+        if finding.fault == "F52":
+            return json.dumps(self._states.get(finding.name))
+        return super().describe(finding, trainer, module)
+
+    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
+        """Name the buffers or states."""
+        if finding.name == "buffers":
+            return _name_buffers(finding, [json.loads(text) for text in texts])
+        if finding.fault == "F52":
+            return [buffers.compare_states(finding, texts)]
+        return super().explain(finding, texts)
+
+    def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
+        """Return the buffer itself."""
+        buffer = self._buffers.get(finding.name)
+        if buffer is None:
+            return None
+        return buffer.tensor
+
+
+def _two_forwards(rows: Sequence[ForwardRow]) -> list[Finding]:
+    """Report a second forward that overwrote buffers which the first one used."""
+    hashes = [row.buffers for row in rows]
+    if min(row.forwards for row in rows) < 2 or len(set(hashes)) == 1:
+        return []
+    what = "DDP ran forward twice before backward while buffers differed between ranks; the second broadcast overwrote what the first used"
+    fix = "Run one forward on the concatenated input, or set broadcast_buffers=False."
+    return [Finding("F41", what, "", odd_ranks(hashes), "DistributedDataParallel", fix=fix)]
+
+
+def _name_buffers(finding: Finding, buffers_by_rank: Sequence[Mapping[str, list[Any]]]) -> list[Finding]:
+    """Name each buffer that differs, and say by its kind what that means."""
+    names: dict[str, None] = {}
+    for held in buffers_by_rank:
+        names |= dict.fromkeys(held)
+    found = []
+    for name in names:
+        # by rank: rows in their order, rows in any order, whether it is a queue
+        column = [tuple(held.get(name, (0, 0, False))) for held in buffers_by_rank]
+        if len(set(column)) == 1:
+            continue
+        is_queue = any(is_queue for _, _, is_queue in column)
+        unordered = {rows for _, rows, _ in column}
+        if is_queue and len(unordered) == 1:
+            fault, what = "F26", f"queue `{name}`: the same rows in another order"
+            fix = "Gather in rank order, the same on every rank (GlobalBatchLoss(CrossBatchMemory(...)) does)."
+        elif is_queue:
+            fault, what = "F64", f"queue `{name}`: each rank remembers other rows"
+            fix = "Gather before rows are remembered (GlobalBatchLoss(CrossBatchMemory(...)) does); DDP's broadcast keeps rank 0's only."
+        else:
+            fault = "F49"
+            what = f"buffer `{name}` of a loss or metric differs; DDP's broadcast will replace it by rank 0's"
+            fix = "Reduce it over the ranks, or list it in _ddp_params_and_buffers_to_ignore of the LightningModule."
+        found.append(replace(finding, fault=fault, what=what, name=name, fix=fix, ranks=odd_ranks(column)))
+    return found

@@ -1,0 +1,144 @@
+"""`CheckpointCheck`: what is trained is in the checkpoint, what is in it comes back, and for the same number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp_losses.callbacks.base import LocalCheck
+from lightning_ddp_losses.callbacks.batch_reader import BatchReader
+from lightning_ddp_losses.callbacks.buffers import cross_batch_memories, has_lost_position
+from lightning_ddp_losses.callbacks.check_stage import CheckStage
+from lightning_ddp_losses.callbacks.findings import Finding, LocalRow
+from lightning_ddp_losses.callbacks.replicated_parameters import optimizer_parameters
+from lightning_ddp_losses.distributed import process_groups
+
+_UNEVEN = 0.1  # a last batch, or ranks with different numbers of rows
+KEY = "ddp_checks"
+"""The entry of a checkpoint that says how it was trained."""
+
+
+class CheckpointCheck(LocalCheck, default=True):
+    """Checkpoints hold every trained parameter, under the module's own names, and say for how many ranks they were made.
+
+    Covers F65, F75 and F76.
+
+    Args:
+        **options: As ``RankCheck``.
+
+    Communication: 16 bytes before backward, and when a checkpoint is saved or loaded.
+    """
+
+    stages = (CheckStage.LOAD, CheckStage.BEFORE_BACKWARD, CheckStage.SAVE)
+    faults = ("F65", "F75", "F76")
+    needs_peers = False
+
+    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | None = None) -> None:
+        super().__init__(every_n_steps=every_n_steps, action=action)
+        self._made_by: dict[str, Any] | None = None
+
+    def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Count its rows."""
+        self.runner.shared(BatchReader).see(batch, batch_idx)
+
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int]:
+        """Return what this rank finds in the checkpoint."""
+        self.local.found = []
+        checkpoint = self.runner.checkpoint or {}
+        state: Mapping[str, Any] = checkpoint.get("state_dict", {})
+        if stage == CheckStage.SAVE:
+            checkpoint[KEY] = self._description(trainer)
+            self._find_missing(trainer, module, state)
+            self._find_prefixes(module)
+        elif stage == CheckStage.BEFORE_BACKWARD:
+            self._find_other_batch(trainer)
+        else:
+            self._made_by = checkpoint.get(KEY)
+            self._find_unread(module, state)
+            self._find_lost_positions(module)
+        return [*self.local.row()]
+
+    def _description(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return how this fit trains."""
+        return {
+            "world_size": process_groups.world_size(),
+            "rows_per_rank": self.runner.shared(BatchReader).rows,
+            "accumulate": trainer.accumulate_grad_batches,
+        }
+
+    # ------------------------------------------------------------------ at saving
+
+    def _find_missing(self, trainer: pl.Trainer, module: nn.Module, state: Mapping[str, Any]) -> None:
+        """Find trained parameters that the checkpoint leaves out; another key for the same memory will do."""
+        stored = {_memory_of(value) for value in state.values() if isinstance(value, Tensor)}
+        names = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
+        for place, parameter in optimizer_parameters(trainer):
+            name = names.get(id(parameter))
+            is_kept = name in state or _memory_of(parameter) in stored
+            if parameter.requires_grad and not is_kept and type(parameter.data) is Tensor:
+                shown = name or place
+                what = f"the checkpoint leaves out `{shown}`, which is trained"
+                self.local.add(
+                    "F75", what, shown, "Register its module on the LightningModule and keep it in state_dict."
+                )
+
+    def _find_prefixes(self, module: nn.Module) -> None:
+        """Find wrapped modules, whose keys a plain module cannot load."""
+        for name, inner in module.named_modules():
+            if isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
+                what = f"`{name}` is wrapped, so its keys in the checkpoint are `{name}.module.*`, which a plain module cannot load"
+                fix = 'Keep the plain module as the attribute; strategy="ddp_losses" wraps losses beside it.'
+                self.local.add("F75", what, name, fix)
+
+    # ------------------------------------------------------------------ at loading, and at the first step after it
+
+    def _find_unread(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        """Find a key that stands for a parameter of the module under another name."""
+        own = dict(module.named_parameters())
+        for key in state:
+            plain = key.removeprefix("module.").replace(".module.", ".")
+            if key not in own and plain in own and plain not in state:
+                what = f"`{key}` in the checkpoint was not loaded into `{plain}`"
+                self.local.add("F75", what, plain, "Rename the keys: the checkpoint was written by a wrapped module.")
+                return
+
+    def _find_lost_positions(self, module: nn.Module) -> None:
+        """Find queues that came back without their position."""
+        for name, memory in cross_batch_memories(module).items():
+            if has_lost_position(memory):
+                what = f"the queue of `{name}` came back without its position: its rows will be ignored and overwritten"
+                fix = "Use GlobalBatchLoss(CrossBatchMemory(...)), which saves it, or save queue_idx and has_been_filled yourself."
+                self.local.add("F65", what, name or type(memory).__name__, fix)
+
+    def _find_other_batch(self, trainer: pl.Trainer) -> None:
+        """Compare, once, the rows of an optimizer step with those of the fit that wrote the checkpoint."""
+        made_by, self._made_by = self._made_by, None
+        if made_by is None:
+            return
+        now = self._description(trainer)
+        rows_before = math.prod(map(int, made_by.values()))
+        rows_now = math.prod(map(int, now.values()))
+        if made_by["world_size"] != now["world_size"] and abs(rows_before - rows_now) > _UNEVEN * rows_before:
+            self.local.add(
+                "F76",
+                f"resumed by {now['world_size']} ranks, saved by {made_by['world_size']}: "
+                f"an optimizer step sees {rows_now} rows, not {rows_before}",
+                "world size",
+                "Keep the global batch (rows per rank times ranks times accumulation), or scale the learning rate with it.",
+                "the same global batch",
+            )
+
+    def judge(
+        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
+    ) -> list[Finding]:
+        """Bring together what the ranks found."""
+        return self.local.judge([LocalRow(*row) for row in table])
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel()

@@ -1,0 +1,195 @@
+"""`CommunicationMonitor`: how many collectives a step runs, how many bytes they carry, and how much of the step they are on their way.
+
+Every n-th step a dispatch mode looks at all collectives, DDP's and the user's too; the other steps cost nothing. What DDP runs on
+an autograd thread of its own (accelerators) a dispatch mode does not see; its buckets are taken from DDP's own log then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.callbacks.base import RankCheck
+from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot
+from lightning_ddp_losses.callbacks.report import log_figures
+from lightning_ddp_losses.core import compat, precision
+
+_FIRST_STEP = 2  # before it DDP is still sorting its buckets
+
+
+class CommunicationMonitor(RankCheck, default=True):
+    """Calls, bytes and time of collectives per step, by kind; the largest by name.
+
+    Figures go to the logger (``ddp_checks/comm/...``) and to the summary at the end of the fit. The time is that from the start of a
+    collective to its end, waiting for slower ranks included; overlapping collectives count once.
+
+    Args:
+        every_n_steps: How often a step is looked at; the first steps, in which DDP is still sorting its buckets, are not.
+        action: As ``RankCheck``.
+
+    Communication: none.
+    """
+
+    def __init__(self, *, every_n_steps: int = 50, action: Mapping[str, str] | None = None) -> None:
+        super().__init__(every_n_steps=every_n_steps, action=action)
+        self._watch: CollectiveWatch | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._calls: list[CollectiveCall] = []
+        self._step_seconds: list[float] = []
+        self._busy_seconds: list[float] = []
+
+    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Forget an earlier fit."""
+        self._forget()
+        self.runner.shared(DDPSnapshot)
+
+    def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin to watch, with the first batch of a step that is due."""
+        steps = self.runner.steps - _FIRST_STEP
+        is_due = steps >= 0 and steps % self.every_n_steps == 0
+        if is_due and self._watch is None:
+            self._watch = CollectiveWatch()
+            self._watch.__enter__()  # type: ignore[no-untyped-call]
+
+    def see_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> None:
+        """Stop watching, now that the step is made, and log it."""
+        watch = self._stop_watching()
+        if watch is None:
+            return
+        ended = time.perf_counter()
+        calls = watch.calls()
+        ddp = self.runner.shared(DDPSnapshot).ddp
+        if ddp is not None and not any(call.kind.startswith("allreduce") for call in calls):
+            calls += _ddp_calls(compat.ddp_logging_data(ddp), watch.began)
+        self._calls += calls
+        self._step_seconds.append(ended - watch.began)
+        intervals = [(call.began, min(call.ended or ended, ended)) for call in calls]
+        self._busy_seconds.append(covered_seconds(intervals))
+        log_figures(trainer, _figures(calls, 1), self.runner.step)
+
+    def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Leave no dispatch mode behind."""
+        self._stop_watching()
+
+    def _stop_watching(self) -> CollectiveWatch | None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return watch
+
+    def figures(self) -> dict[str, float]:
+        """Return means over the steps looked at."""
+        steps = len(self._step_seconds)
+        if not steps:
+            return {}
+        found = _figures(self._calls, steps)
+        found["comm/share_of_step"] = sum(self._busy_seconds) / sum(self._step_seconds)
+        return found
+
+    def remarks(self) -> list[str]:
+        """Return the largest collective, by name."""
+        if not self._calls:
+            return []
+        largest = max(self._calls, key=lambda call: call.num_bytes)
+        return [f"largest collective: {largest.kind}, {largest.num_bytes / 2**20:.2f} MiB"]
+
+
+def _figures(calls: Iterable[CollectiveCall], steps: int) -> dict[str, float]:
+    """Return calls and bytes per step, in all and by kind, and milliseconds by kind."""
+    found: dict[str, float] = {"comm/calls": 0.0, "comm/bytes": 0.0}
+    for call in calls:
+        seconds = 0.0
+        if call.ended is not None:
+            seconds = call.ended - call.began
+        more = {
+            "comm/calls": 1.0,
+            "comm/bytes": float(call.num_bytes),
+            f"comm/{call.kind}/calls": 1.0,
+            f"comm/{call.kind}/bytes": float(call.num_bytes),
+            f"comm/{call.kind}/ms": 1e3 * seconds,
+        }
+        for name, value in more.items():
+            found[name] = found.get(name, 0.0) + value / steps
+    return found
+
+
+class CollectiveCall:
+    """Records one collective.
+
+    Attributes:
+        kind: The operator's name.
+        num_bytes: What this rank holds of it.
+        began: When it started.
+        ended: When it was complete; None until then.
+    """
+
+    def __init__(self, kind: str, num_bytes: int, began: float, ended: float | None = None) -> None:
+        self.kind, self.num_bytes, self.began, self.ended = kind, num_bytes, began, ended
+
+    def end(self, _: Any) -> None:
+        """Note that it is complete; called on whatever thread."""
+        self.ended = time.perf_counter()
+
+
+class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the collectives that pass torch's dispatcher in this thread.
+
+    Attributes:
+        began: When it was made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.began = time.perf_counter()
+        self._calls: list[CollectiveCall] = []
+
+    def calls(self) -> list[CollectiveCall]:
+        """Return the collectives so far."""
+        return list(self._calls)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator; note it if it is a collective."""
+        if compat.reads_scalar(func) and not isinstance(args[0], Tensor):
+            return args[0]  # torch hands a number that autograd has saved to a mode as the number itself (torch 2.13)
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        kind = compat.operator_schema(func).name.rpartition("::")[2].strip("_")
+        tensors = {id(tensor): tensor for tensor in precision.tensors_in(args)}
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        call = CollectiveCall(kind, num_bytes, time.perf_counter())
+        self._calls.append(call)
+        result = func(*args, **(kwargs or {}))
+        work = result
+        if isinstance(result, (tuple, list)):
+            work = result[-1]
+        try:
+            compat.on_completion(work, call.end)
+        except (AttributeError, RuntimeError, TypeError):  # a backend whose works have no future
+            call.end(None)
+        return result
+
+
+def _ddp_calls(log: Mapping[str, Any], began: float) -> list[CollectiveCall]:
+    """Return DDP's buckets, from its own log."""
+    sizes = str(log.get("rebuilt_bucket_sizes") or log.get("bucket_sizes") or "")
+    seconds = float(log.get("avg_backward_comm_time") or 0) / 1e9
+    found = [CollectiveCall("allreduce", int(size), began, began) for size in sizes.replace(",", " ").split()]
+    if found:
+        found[0].ended = began + seconds
+    return found
+
+
+def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the time that at least one interval covers."""
+    covered, reached = 0.0, 0.0
+    for began, ended in sorted(intervals):
+        covered += max(0.0, ended - max(began, reached))
+        reached = max(reached, ended)
+    return covered

@@ -1,0 +1,209 @@
+"""`DeviceCheck`: every rank has a device of its own and works on it; metrics and losses are where their inputs are."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_ddp_losses.callbacks.base import LocalCheck
+from lightning_ddp_losses.callbacks.buffers import metrics_of
+from lightning_ddp_losses.callbacks.check_stage import CheckStage
+from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings, LocalRow
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.fingerprint import hash_text
+
+
+class DeviceRow(NamedTuple):
+    """What travels at the start of training.
+
+    Attributes:
+        faults: As ``LocalRow``.
+        texts: As ``LocalRow``.
+        identity: A hash of the device's identity; 0 for one that ranks share by right.
+    """
+
+    faults: int
+    texts: int
+    identity: int
+
+
+class UseRow(NamedTuple):
+    """What a rank did in a fit, as it travels at the end.
+
+    Attributes:
+        batches: Batches that it trained on.
+        seconds: Since training started.
+        peak_bytes: Largest memory on the device; 0 on the CPU.
+    """
+
+    batches: float
+    seconds: float
+    peak_bytes: float
+
+
+def device_identity(device: torch.device) -> str:
+    """Return what tells devices of one type apart, over all nodes; empty for the CPU, which ranks share."""
+    if device.type == "cpu":
+        return ""
+    uuid = ""
+    if device.type == "cuda":
+        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
+    return f"{socket.gethostname()} {uuid or device}"
+
+
+def visible_devices() -> int:
+    """Return how many accelerators this process may use."""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.device_count()
+
+
+class DeviceCheck(LocalCheck, default=True):
+    """Each rank has its own device and uses it.
+
+    Covers F50 and F73. Reports batches, seconds and peak memory of every rank as figures.
+
+    Args:
+        **options: As ``RankCheck``.
+
+    Communication: a few numbers at the start and the end of training.
+    """
+
+    stages = (CheckStage.TRAIN_START, CheckStage.TRAIN_END)
+    faults = ("F50", "F73", "IDLE")
+    needs_peers = False
+
+    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | None = None) -> None:
+        super().__init__(every_n_steps=every_n_steps, action=action)
+        self._batches, self._began = 0, 0.0
+        self._use_by_rank: list[UseRow] = []
+
+    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Begin to count."""
+        self.local = LocalFindings(self.faults)
+        self._batches, self._began, self._use_by_rank = 0, time.perf_counter(), []
+
+    def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Count it."""
+        self._batches += 1
+
+    # ------------------------------------------------------------------ measure
+
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int] | list[float]:
+        """Return which device this is, having looked for what is not on it; at the end, what this rank did."""
+        device = trainer.strategy.root_device
+        if stage == CheckStage.TRAIN_END:
+            peak_bytes = 0
+            if device.type == "cuda":
+                peak_bytes = torch.cuda.max_memory_allocated(device)
+            return [*UseRow(self._batches, time.perf_counter() - self._began, peak_bytes)]
+        self.local.found = []
+        self._find_threads(module)
+        self._find_elsewhere(module, device)
+        self._find_idle_devices(trainer, device)
+        identity = device_identity(device)
+        hashed = 0
+        if identity:
+            hashed = hash_text(identity)
+        return [*DeviceRow(*self.local.row(), hashed)]
+
+    def _find_threads(self, module: nn.Module) -> None:
+        """Find threads that compute beside the ranks."""
+        hidden = [(name, value) for name, value in vars(module).items() if isinstance(value, nn.Module)]
+        for name, inner in [*module.named_modules(), *hidden]:
+            if isinstance(inner, nn.DataParallel):
+                what = f"`{name}` is an nn.DataParallel: threads of one process, beside the ranks"
+                self.local.add("F73", what, name, "Remove it; the strategy divides the work.")
+
+    def _find_elsewhere(self, module: pl.LightningModule, device: torch.device) -> None:
+        """Find losses and metrics that are not where their inputs are."""
+        for name, inner in _objectives(module).items():
+            used = {tensor.device for tensor in [*inner.parameters(), *inner.buffers()]}
+            used |= {metric.device for metric in metrics_of(inner).values()}
+            wrong = {str(other) for other in used if other.type != device.type or _has_other_index(other, device)}
+            if wrong:
+                fix = f"Register it as an attribute or in nn.ModuleList, which moves it, or call .to({device})."
+                what = f"`{name}` is on {', '.join(sorted(wrong))}"
+                self.local.add("F50", what, name, fix, f"{device}, where its inputs are")
+        for name, metric in metrics_of(module).items():
+            if getattr(metric, "compute_on_cpu", False) and device.type != "cpu" and _has_only_nccl():
+                what = f"`{name}` keeps its states on the CPU, which the process group cannot gather"
+                fix = 'Initialise with backend "cpu:gloo,cuda:nccl", or set compute_on_cpu=False.'
+                self.local.add("F50", what, name, fix)
+
+    def _find_idle_devices(self, trainer: pl.Trainer, device: torch.device) -> None:
+        """Find accelerators that no rank uses."""
+        visible = visible_devices()
+        in_use = process_groups.world_size() // max(trainer.num_nodes, 1)
+        if visible > in_use:
+            what = f"{visible} accelerators are visible, {in_use} of them in use"
+            self.local.add("IDLE", what, f"{device.type} devices", "Set Trainer(devices=...) where more were meant.")
+
+    # ------------------------------------------------------------------ judge
+
+    def judge(
+        self, table: list[list[Any]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
+    ) -> list[Finding]:
+        """Look for devices that ranks share; keep the figures."""
+        if stage == CheckStage.TRAIN_END:
+            self._use_by_rank = [UseRow(*row) for row in table]
+            return []
+        rows = [DeviceRow(*row) for row in table]
+        found = self.local.judge([LocalRow(row.faults, row.texts) for row in rows])
+        identities = [row.identity for row in rows]
+        shared = tuple(rank for rank, own in enumerate(identities) if own and identities.count(own) > 1)
+        if shared:
+            fix = "Give each rank its own: devices=N in the Trainer, and no .to('cuda:0') or CUDA_VISIBLE_DEVICES of one device."
+            found.append(Finding("F73", "ranks share one device", "a device for each rank", shared, "devices", fix=fix))
+        return found
+
+    def figures(self) -> dict[str, float]:
+        """Return batches, seconds and peak memory of every rank."""
+        found: dict[str, float] = {}
+        for rank, use in enumerate(self._use_by_rank):
+            found[f"rank_{rank}_batches"] = use.batches
+            found[f"rank_{rank}_seconds"] = use.seconds
+            if use.peak_bytes:
+                found[f"rank_{rank}_peak_bytes"] = use.peak_bytes
+        return found
+
+
+def _objectives(module: nn.Module) -> dict[str, nn.Module]:
+    """Return losses and metrics: registered ones, and those in attributes, lists and dicts of the module."""
+    found = {name: inner for name, inner in module.named_modules() if name and _is_objective(inner)}
+    for name, value in vars(module).items():
+        if name.startswith("_"):
+            continue
+        items = _items(f"self.{name}", value)
+        found |= {path: item for path, item in items if isinstance(item, nn.Module) and _is_objective(item)}
+    return found
+
+
+def _items(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a list or a dict holds, by path; anything else is its own item."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield f"{path}[{key!r}]", item
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield f"{path}[{index}]", item
+    else:
+        yield path, value
+
+
+def _is_objective(module: nn.Module) -> bool:
+    return any(cls.__name__.endswith(("Loss", "Metric", "_Loss")) for cls in type(module).__mro__)
+
+
+def _has_other_index(used: torch.device, device: torch.device) -> bool:
+    return used.index is not None and device.index is not None and used.index != device.index
+
+
+def _has_only_nccl() -> bool:
+    return process_groups.is_distributed() and torch.distributed.get_backend() == "nccl"

@@ -1,0 +1,110 @@
+"""How much one element of a rank's batch weighs in its loss: read off the autograd graph, from the loss down to its reductions.
+
+DDP averages over ranks, so elements count alike on all ranks only where this weight is the same there. A mean over 3 targets on
+one rank and over 1 on another is a mean of means; a sum divided by the number of all ranks' targets is not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_ddp_losses.core import compat
+
+# operations that leave a scalar what it is
+_PASSED = ("View", "UnsafeView", "Squeeze", "Reshape", "Clone", "ToCopy", "Alias", "Expand")
+_MAX_NODES = 64
+_MEAN, _SUM = 1, 2  # torch's codes
+
+
+@dataclass(frozen=True)
+class ElementWeight:
+    """Describes one reduction that the loss is made of.
+
+    Attributes:
+        weight: How much one element weighs in the loss.
+        elements: How many elements are reduced.
+        is_masked: Whether the elements were picked by a mask (as PML picks tuples with a loss).
+    """
+
+    weight: float
+    elements: float
+    is_masked: bool
+
+
+def element_weights(loss: Tensor) -> list[ElementWeight]:
+    """Return the reductions of a scalar loss, in graph order; those behind operations that are not known are left out."""
+    found: list[ElementWeight] = []
+    # nodes of the graph, each with the factor that lies between it and the loss
+    queue: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)]
+    for node, factor in queue:
+        if node is None or len(queue) > _MAX_NODES:
+            continue
+        name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+        parents = [parent for parent, _ in node.next_functions]
+        if name == "Add" or name in _PASSED:
+            # torch's alpha= is left out: it weighs all ranks alike
+            queue += [(parent, factor) for parent in parents]
+        elif name == "Sub":
+            queue += list(zip(parents, (factor, -factor), strict=False))
+        elif name == "Neg":
+            queue += [(parent, -factor) for parent in parents]
+        elif name in ("Mul", "Div"):
+            queue += _through_product(node, name, parents, factor)
+        elif name == "Sum" and parents and type(parents[0]).__name__.startswith("StackBackward"):
+            queue += [(parent, factor) for parent, _ in parents[0].next_functions]
+        else:
+            weight = _reduction(node, name, parents, factor)
+            if weight is not None:
+                found.append(weight)
+    return found
+
+
+def _through_product(node: Any, name: str, parents: list[Any], factor: float) -> list[tuple[Any, float]]:
+    """Follow a product with, or a quotient by, one number."""
+    number = _as_number(compat.saved_by_node(node, "other"))
+    with_graph = [parent for parent in parents if parent is not None]
+    if not number or len(with_graph) != 1:
+        return []
+    if name == "Mul":
+        return [(with_graph[0], factor * number)]
+    return [(with_graph[0], factor / number)]
+
+
+def _reduction(node: Any, name: str, parents: list[Any], factor: float) -> ElementWeight | None:
+    """Read a mean or a sum, or a loss of torch's that ends in one; None for any other node."""
+    is_masked = any(type(parent).__name__.startswith(("IndexBackward", "MaskedSelect")) for parent in parents)
+    if name in ("Mean", "Sum"):
+        is_mean = name == "Mean"
+        elements: float | None = math.prod(compat.saved_by_node(node, "self_sym_sizes", ()) or (0,))
+        elements = elements or int(compat.saved_by_node(node, "self_sym_numel", 0))
+    else:
+        reduction = compat.saved_by_node(node, "reduction")
+        if reduction not in (_MEAN, _SUM):
+            return None
+        is_mean = reduction == _MEAN
+        elements = _as_number(compat.saved_by_node(node, "total_weight"))
+        values = compat.saved_by_node(node, "self")
+        if elements is None and isinstance(values, Tensor):
+            elements = float(values.numel())
+    if not elements:
+        return None
+    if is_mean:
+        factor /= elements
+    return ElementWeight(factor, elements, is_masked)
+
+
+def _as_number(value: Any) -> float | None:
+    """Return a number that autograd has saved, as it is or in a tensor; None for anything else."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+        return None
+    if not compat.is_in_dispatch_mode():
+        return float(value)
+    # a Python number that torch has wrapped becomes one again on its way through a dispatch mode, which then fails (torch 2.13)
+    with compat.without_dispatch_modes():
+        return float(value)
