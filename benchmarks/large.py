@@ -1,8 +1,8 @@
-"""Time, memory and bytes sent where classes or pairs are many: `ClassShardedLoss` and `ClipLoss` beside the usual way.
+"""Time, memory and bytes sent where classes or pairs are many: `ClassShardedLoss` and `ClipLoss` against the usual way.
 
-ArcFace, global batch 256, dim 128: PML's loss on each rank's rows with DDP's mean of the weight's gradient, against classes divided over
+ArcFace, global batch 256, dim 128: PML's loss on each rank's rows with DDP's mean of the weight's gradient, against classes sharded over
 the ranks (limit: 0.35x the time) and against the chunked evaluation with the whole weight on every rank (0.45x); at most 32 MiB beyond
-the gradient of the rows held. CLIP: open_clip's local_loss with gather_with_grad, written out, against tiles (0.7x from 4096 rows up,
+the gradient of the rank's rows. CLIP: open_clip's local_loss with gather_with_grad, written out, against tiles (0.7x from 4096 rows up,
 1.1x at 512; 72 MiB at 8192, twice the rows at most 2.2x the memory). Ten million classes, trained on two ranks within 16 GiB.
 
 Gradients are compared first. Contestants then take turns in the same processes, one step each; A/A is the usual way against itself. A
@@ -103,14 +103,14 @@ class ArcFace:
         if self.how == "divided":
             first = self.loss.shard.start  # type: ignore[union-attr]
         own = [int(c) for c in self.labels if first <= c < first + self.weight.shape[1]]
-        # the same columns for both: those of this rank's labels that it holds when divided
+        # the same columns for both: those of this rank's labels that are its own when sharded
         half = -(-self.loss.num_classes // dist.get_world_size()) * dist.get_rank()  # type: ignore[operator]
         kept = [c - first for c in own if half <= c < half + half_size(self.loss)]
         return [self.rows.grad, self.weight.grad[:, kept]]
 
 
 def half_size(loss: Any) -> int:
-    """Classes of a rank when divided."""
+    """Classes of a rank when sharded."""
     return -(-int(loss.num_classes) // dist.get_world_size())
 
 

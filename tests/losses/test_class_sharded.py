@@ -1,4 +1,4 @@
-"""A class weight divided over the ranks gives the value and all gradients of one process that holds it whole."""
+"""A class weight sharded over the ranks gives the value and all gradients of one process that holds it whole."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def collectives(name: str, rides: bool) -> tuple[list[str], list[str], int]:
 
 @pytest.mark.parametrize("rides", [False, True], ids=["many rows", "few rows"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_step_costs_four_collectives_and_three_where_the_rows_fit_in_a_frame(
+def test_a_step_costs_four_collectives_and_three_where_the_rows_fit_in_the_handshake(
     pool: RankPool, name: str, rides: bool
 ) -> None:
-    held = []
+    classes_per_rank = []
     for forward, backward, classes in pool.run(2, collectives, name, rides):
         assert (len(forward), len(backward)) == (2 if rides else 3, 1), (forward, backward)
-        held.append(classes)
-    assert held == [4, 3]
+        classes_per_rank.append(classes)
+    assert classes_per_rank == [4, 3]
 
 
 def no_collectives() -> int:
@@ -144,8 +144,8 @@ def in_float32(name: str) -> float:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         value = ClassShardedLoss(loss)(embeddings, rows["labels"])
     assert value.dtype == torch.float32
-    everyone = net()(global_rows()["features"]).half().float()
-    return float((value - loss(everyone, global_rows()["labels"])).detach().abs() / value.detach())
+    global_embeddings = net()(global_rows()["features"]).half().float()
+    return float((value - loss(global_embeddings, global_rows()["labels"])).detach().abs() / value.detach())
 
 
 @pytest.mark.parametrize("name", ["ArcFaceLoss", "SphereFaceLoss", "SoftTripleLoss"])

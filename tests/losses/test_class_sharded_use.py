@@ -1,4 +1,4 @@
-"""Divided classes: what is refused, on every rank alike; sampled negatives; replicas of the shards; copies; checkpoints by hand."""
+"""Sharded classes: what is refused, on every rank alike; sampled negatives; replicas of the shards; copies; checkpoints by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training jobs with divided classes, and the same with the plain loss for one process."""
+"""Training jobs with sharded classes, and the same with the plain loss for one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Plain(Job):
 
 
 class Sharded(Job):
-    """Its weight divided over the ranks."""
+    """Its weight sharded over the ranks."""
 
     def build(self, loss: str) -> None:
         self.loss = ClassShardedLoss(make_loss(loss))

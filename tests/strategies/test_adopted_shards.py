@@ -1,4 +1,4 @@
-"""Divided classes in a list of the module: adopted, they train, are clipped, saved whole and loaded like registered ones."""
+"""Sharded classes in a list of the module: adopted, they train, are clipped, saved whole and loaded like registered ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "_adopted_losses.losses_0.W"
 
 
 class InAList(Job):
-    """The loss is divided before the strategy sees it."""
+    """The loss is sharded before the strategy sees it."""
 
     distributed = True
 

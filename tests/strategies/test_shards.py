@@ -1,4 +1,4 @@
-"""Divided classes under the strategy: training, evaluation, clipping, scaling and checkpoints, against one process."""
+"""Sharded classes under the strategy: training, evaluation, clipping, scaling and checkpoints, against one process."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_loss_that_is_never_whole_trains_alike_on_any_number_of_ranks(pool: Ra
 
 
 class Parts(Sharded):
-    """Divided over two ranks, twice."""
+    """Sharded over two ranks, twice."""
 
     def build(self, loss: str) -> None:
         part, _ = dist.new_subgroups(2)
@@ -229,7 +229,7 @@ def six_classes_under_ddp() -> None:
 
 
 class OwnShard(Job):
-    """A divided parameter of the module itself: rank r holds rows 2r and 2r + 1 and gets a gradient of its own."""
+    """A sharded parameter of the module itself: rank r holds rows 2r and 2r + 1 and gets a gradient of its own."""
 
     overlapping = False
 
@@ -248,7 +248,7 @@ class OverlappingShard(OwnShard):
     overlapping = True
 
 
-def test_a_divided_parameter_of_the_module_itself_is_not_averaged(pool: RankPool) -> None:
+def test_a_sharded_parameter_of_the_module_itself_is_not_averaged(pool: RankPool) -> None:
     before = OwnShard().rows.detach()
     for rank, state in enumerate(pool.run(2, fit, partial(OwnShard, optimizer="plain"))):
         steps = -0.1 * (1 + rank) * len(batches(TASK))

@@ -1,4 +1,4 @@
-"""Divided classes beside what treats a weight as a whole: averages of it in checkpoints, optimizers that compute with all of it."""
+"""Sharded classes together with what treats a weight as a whole: averages of it in checkpoints, optimizers that compute with all of it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def averaged(epochs: int, load: str | None, save: str | None) -> dict[str, Tenso
 
 
 class SavesInBetween(WeightAveraging):
-    """Saves while the average is kept beside the weights."""
+    """Saves while the average is kept with the weights."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Adafactor(Sharded):
 
 
 class Apart(Sharded):
-    """The divided weight has an optimizer of its own kind."""
+    """The sharded weight has an optimizer of its own kind."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
