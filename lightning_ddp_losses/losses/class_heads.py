@@ -34,6 +34,9 @@ class Head:
     Attributes:
         weight_name: Name of the class weight in the loss.
         class_dim: Dimension of it that counts classes.
+        counts_only_anchors: A miner weighs the rows that are anchors, not positives and negatives too.
+        has_row_scale: The scale is a function of the row, whose gradient goes through it; else one constant, (1, 1).
+        drops_improbable_rows: Rows whose probability rounds to zero have no loss.
         has_margin: The target's logit is a function of its own (``targets``), else the others' plus ``target_offset``.
         per_class: K.
         is_cosine: Logits are products of scaled rows with weight rows of length one.
@@ -41,6 +44,9 @@ class Head:
 
     weight_name = "W"
     class_dim = 1
+    counts_only_anchors = False
+    has_row_scale = False
+    drops_improbable_rows = False
     has_margin = False
     _centers_option = "sub_centers"
     _always_normalizes = False
@@ -164,6 +170,8 @@ class MarginHead(Head):
 class SphereFaceHead(MarginHead):
     """The length of a row counts, that of a weight row does not."""
 
+    has_row_scale = True
+
     def prepare(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Return unit rows, and their lengths times the scale."""
         rows = self._loss.distance.maybe_normalize(embeddings)
@@ -173,6 +181,7 @@ class SphereFaceHead(MarginHead):
 class LargeMarginHead(MarginHead):
     """The lengths of both rows and weight rows count."""
 
+    has_row_scale = True
     _norm_of_weight_counts = True
 
     def prepare(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,6 +221,8 @@ class ProxyHead(Head):
 
     weight_name = "proxies"
     class_dim = 0
+    counts_only_anchors = True
+    drops_improbable_rows = True
 
     @property
     def constant_scale(self) -> float:

@@ -313,7 +313,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     def _times_named(self, indices_tuple: Any, rows: int) -> Tensor:
         """Return how often a miner named each row."""
-        only_anchors = self._head.weight_name == "proxies"  # PML's ProxyNCA counts anchors alone
+        only_anchors = self._head.counts_only_anchors
         try:
             return miner_counts(indices_tuple, rows, only_anchors=only_anchors, title=self._title)
         except InputError as error:
@@ -349,7 +349,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     def _reduce(self, losses: Tensor, found: RowLosses, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Apply PML's own reducer to the losses of all rows, which every rank knows, and add its regularisers."""
         index = torch.arange(len(losses), device=losses.device)
-        if self._head.weight_name == "proxies":  # PML's ProxyNCA leaves out rows whose probability rounds to zero
+        if self._head.drops_improbable_rows:
             kept = torch.exp(-losses.detach()) != 0
             losses, index = losses[kept], index[kept]
         sub_losses: dict[str, Any] = {"loss": {"losses": losses, "indices": index, "reduction_type": "element"}}

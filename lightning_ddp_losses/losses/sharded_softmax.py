@@ -103,11 +103,6 @@ class Operands(NamedTuple):
     scale: Tensor
     weight: Tensor
 
-    @property
-    def scale_differs_by_row(self) -> bool:
-        """Whether the scale is a function of the rows, and so has a gradient."""
-        return len(self.scale) > 1
-
 
 @dataclass(frozen=True)
 class ShardedSoftmax:
@@ -151,7 +146,7 @@ class ShardedSoftmax:
         if not bool(is_local.any()):
             return operands.rows.new_zeros(0)
         rows, scale, weight = operands
-        if operands.scale_differs_by_row:
+        if self.head.has_row_scale:
             scale = scale[is_local]
         picked = weight[self.classes.target_rows()].view(-1, self.head.per_class, rows.shape[1])
         return self.head.targets(rows[is_local], scale, picked)
@@ -254,7 +249,7 @@ def _add_chunk_grads_(
 ) -> None:
     """Add the gradients through the logits of all classes: for any head, by autograd on each chunk."""
     rows, scale, weight = operands
-    with_scale = operands.scale_differs_by_row
+    with_scale = call.head.has_row_scale
     for start, stop, block in call.classes.chunks(weight):
         leaves = [rows.detach().requires_grad_(), block.detach().requires_grad_()]
         if with_scale:
@@ -293,7 +288,7 @@ def _add_cosine_grads_(
         place = call.classes.weight_rows(start, stop)
         grads.weight[place] = _with_penalty_grad(grad_block, call.penalty, block, grad_penalty)
     grads.rows.mul_(grad.unsqueeze(1))
-    if operands.scale_differs_by_row:
+    if call.head.has_row_scale:
         grads.scale.add_((grads.rows * rows).sum(1, keepdim=True))
     grads.rows.mul_(scale)
 
@@ -313,7 +308,7 @@ def _add_target_grads_(
 ) -> None:
     """Add the gradients through the targets' logits, margin included, for the rows whose class is on this rank."""
     rows, scale, weight = operands
-    with_scale = operands.scale_differs_by_row
+    with_scale = call.head.has_row_scale
     index = call.classes.target_rows()
     picked = weight[index].view(-1, call.head.per_class, rows.shape[1])
     leaves = [rows[is_local].detach().requires_grad_(), picked.detach().requires_grad_()]

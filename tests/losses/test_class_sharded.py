@@ -185,3 +185,30 @@ def test_a_rank_without_classes(pool: RankPool) -> None:
     with torch.no_grad():
         plain.W -= 0.1 * plain.W.grad
         assert torch.equal(torch.cat([r["best"] for r in results]), plain.get_logits(features).topk(2, 1).indices)
+
+
+def with_one_row(name: str) -> dict[str, torch.Tensor]:
+    """The first rank has one row, the others none."""
+    loss, rows = ClassShardedLoss(make(Case(name))), global_rows()
+    own = slice(0, 1 if dist.get_rank() == 0 else 0)
+    features = net()(rows["features"])[own].detach().requires_grad_()
+    value = loss(features, rows["labels"][own])
+    value.backward()
+    return {"value": value.detach(), "x": features.grad, "weight": loss.weight.grad}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_one_row_over_all_ranks(pool: RankPool, world_size: int, name: str) -> None:
+    results = pool.run(world_size, with_one_row, name)
+    plain, rows = make(Case(name)), global_rows()
+    features = net()(rows["features"])[:1].detach().requires_grad_()
+    value = plain(features, rows["labels"][:1])
+    value.backward()
+    truth = {"value": value, "x": features.grad, "weight": next(iter(plain.parameters())).grad}
+    ours = {
+        "value": results[0]["value"],
+        "x": torch.cat([result["x"] for result in results]) / world_size,
+        "weight": whole([result["weight"] for result in results], name),
+    }
+    assert_close(ours, truth)
