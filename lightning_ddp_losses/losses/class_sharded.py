@@ -54,8 +54,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         loss: An instance; its weight is copied from the group's rank 0 and sliced. ``build`` never holds the whole.
         chunk_size: Classes whose logits are alive at a time; None: as many as fit 2 MiB.
         sample_rate: Below 1, a step looks at the batch's own classes and random others, this share of the rank's classes
-            (PartialFC's sampling). Rows not looked at keep weight and optimizer state: the optimizer must be attached
-            (``attach``; the strategy does it). Its count of steps is the weight's as a whole.
+            (PartialFC's sampling). Rows not looked at, or whose gradient was dropped, keep weight and optimizer state: the optimizer must
+            be attached (``attach``; the strategy does it). Its count of steps is the weight's as a whole.
         unbiased: Weigh the sampled negatives by one over their probability.
         group: Process group over which the classes are sharded; None is the world. Where it is a part (the ranks of a node), every part
             holds all classes, the loss is still that of the rows of all ranks, and the weight's gradient is averaged over its replicas.
@@ -271,7 +271,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             named = [self._times_named(indices_tuple, len(global_embeddings))]
         # 2. each row's loss over the classes of all ranks
         rows, scale = self._head.prepare(global_embeddings)
-        softmax = self._softmax(global_labels, global_embeddings.element_size())
+        softmax = self._softmax(global_labels, global_embeddings)
         found = softmax.row_losses(rows, scale, self._sharded.rows(self.weight))
         if self.loss.collect_stats and hasattr(self.loss, "avg_angle"):
             self.loss.avg_angle = float(found.angle_sum) / max(len(global_embeddings), 1)
@@ -319,19 +319,19 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         except InputError as error:
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
 
-    def _softmax(self, labels: Tensor, element_bytes: int) -> ShardedSoftmax:
+    def _softmax(self, labels: Tensor, embeddings: Tensor) -> ShardedSoftmax:
         """Choose the classes that a call looks at: all, or sampled ones."""
         shard, per_class = self.shard, self._head.per_class
         is_local = (labels >= shard.start) & (labels < shard.stop)
         local_labels = torch.where(is_local, labels - shard.start, -1)
-        chunk = self._chunk(len(labels), element_bytes)
+        chunk = self._chunk(len(labels), embeddings.element_size())
         sampler = self._training_sampler()
         if sampler is None:
             classes = LocalClasses(local_labels, chunk, per_class)
             return ShardedSoftmax(
                 self._head, classes, penalty=self._penalty, group=self._group, replica_group=self._replica_group
             )
-        sampled = sampler.draw_next(local_labels, shard)
+        sampled = sampler.draw_next(local_labels, shard, embeddings.dtype)
         classes = LocalClasses(sampled.labels, chunk, per_class, sampled.classes)
         return ShardedSoftmax(
             self._head,
@@ -464,8 +464,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         # validation looks at all classes
         return self.sampler if torch.is_grad_enabled() else None
 
-    def _note_sampled_gradient(self, sampled: Tensor) -> None:
-        self._sampled_gradient.add_(sampled, self.weight, self.shard)
+    def _note_sampled_gradient(self, sampled: Tensor, grad_rows: Tensor) -> None:
+        self._sampled_gradient.add_(sampled, grad_rows, self.weight, self.shard)
 
     # ------------------------------------------------------------------ logits and best classes, without gradient
 

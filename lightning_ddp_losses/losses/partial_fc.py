@@ -2,7 +2,7 @@
 
 As in PartialFC (An et al. 2021, arXiv:2010.05222): each rank looks at the classes of the batch's rows that it holds, filled up with random
 others. A dense optimizer would let momentum and weight decay move the other rows too; so it is handed the sampled rows of
-weight and state for the length of its step.
+weight and state for the length of its step, or nothing where no row has a gradient.
 
 Legend: ``c`` classes on this rank, ``K`` weight rows per class, ``G`` rows of the batch.
 """
@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.losses.sharded_weight import rows_of_classes
+
+_ROWS_AT_A_TIME = 4096  # looked at for a number that is not zero; the first ones nearly always have it
 
 
 class SampledClasses(NamedTuple):
@@ -53,25 +56,27 @@ class ClassSampler:
         self.sampled: Tensor | None = None
         self._calls = 0
 
-    def draw_next(self, labels: Tensor, shard: ClassShard) -> SampledClasses:
+    def draw_next(self, labels: Tensor, shard: ClassShard, dtype: torch.dtype) -> SampledClasses:
         """Draw the classes of the next call, from torch's seed, this rank's shard and the number of calls.
 
         Args:
             labels: (G,) positions among this rank's classes, -1 for others.
             shard: This rank's classes.
+            dtype: Of the logits.
         """
         self._calls += 1
         text = f"{torch.initial_seed()} {shard.start} {self._calls}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-        return self.draw(labels, shard.classes, seed)
+        return self.draw(labels, shard.classes, seed, dtype)
 
-    def draw(self, labels: Tensor, classes: int, seed: int) -> SampledClasses:
+    def draw(self, labels: Tensor, classes: int, seed: int, dtype: torch.dtype) -> SampledClasses:
         """Draw among this rank's classes.
 
         Args:
             labels: (G,) positions among this rank's classes, -1 for others.
             classes: c.
             seed: Of this call and rank.
+            dtype: Of the logits.
         """
         is_local = labels >= 0
         # the batch's own classes come first, others in random order
@@ -94,43 +99,65 @@ class ClassSampler:
         log_weight = None
         if self.unbiased and wanted > targets:
             correction = math.log((classes - targets) / (wanted - targets))
-            log_weight = torch.where(is_target[sampled], 0.0, correction)
+            log_weight = torch.full((wanted,), correction, dtype=dtype, device=labels.device)
+            log_weight.masked_fill_(is_target[sampled], 0.0)
         return SampledClasses(sampled, positions, log_weight)
 
 
 class SampledGradient:
-    """Remembers which classes of a weight have a gradient that no step has used."""
+    """Remembers which classes of a weight have a gradient that no step has used.
+
+    A gradient that was set to zeros in place (``zero_grad(set_to_none=False)``) is told from one that is zero by what backward gave: where
+    that was a number other than zero and now there is none, it was dropped.
+    """
 
     def __init__(self) -> None:
         self._mask: Tensor | None = None
         self._backward = -1
+        self._had_nonzero = False
 
-    def add_(self, sampled: Tensor, weight: Tensor, shard: ClassShard) -> None:
+    def add_(self, sampled: Tensor, grad_rows: Tensor, weight: Tensor, shard: ClassShard) -> None:
         """Note that the backward that runs gives these classes a gradient.
 
         What earlier ones gave counts until the gradient is dropped.
 
         Args:
             sampled: Positions among this rank's classes.
+            grad_rows: (c * K, D), the gradient of the weight rows, not in ``weight.grad`` yet.
             weight: The parameter.
             shard: This rank's classes.
         """
         backward = compat.graph_task_id()
-        was_dropped = weight.grad is None and backward != self._backward
-        if self._mask is None or was_dropped:
+        is_new_backward = backward != self._backward
+        if self._mask is None or (is_new_backward and self._is_dropped(weight, shard)):
             self._mask = torch.zeros(shard.classes, dtype=torch.bool, device=sampled.device)
+            self._had_nonzero = False
         self._mask[sampled] = True
         self._backward = backward
+        self._had_nonzero = self._had_nonzero or _has_nonzero(grad_rows, 0, rows_of_classes(sampled, shard.per_class))
 
     def clear_(self) -> None:
         """Forget them: a step has used the gradient."""
         self._mask = None
 
-    def rows(self, shard: ClassShard) -> Tensor | None:
+    def rows(self, weight: Tensor, shard: ClassShard) -> Tensor | None:
         """Return the indices of their weight rows; None where no class has a gradient."""
-        if self._mask is None:
+        if self._mask is None or self._is_dropped(weight, shard):
             return None
-        return self._mask.repeat_interleave(shard.per_class).nonzero().squeeze(1)
+        return rows_of_classes(self._mask.nonzero().squeeze(1), shard.per_class)
+
+    def _is_dropped(self, weight: Tensor, shard: ClassShard) -> bool:
+        if weight.grad is None:
+            return True
+        assert self._mask is not None
+        earlier = rows_of_classes(self._mask.nonzero().squeeze(1), shard.per_class)
+        return self._had_nonzero and not _has_nonzero(weight.grad, shard.dim, earlier)
+
+
+def _has_nonzero(tensor: Tensor, dim: int, rows: Tensor) -> bool:
+    """Say whether any of these rows has a number other than zero."""
+    pieces = torch.split(rows, _ROWS_AT_A_TIME)
+    return any(bool(tensor.index_select(dim, piece).any()) for piece in pieces)
 
 
 class SampledRowOptimizer:
@@ -144,7 +171,9 @@ class SampledRowOptimizer:
     def __init__(self, weight: nn.Parameter, gradient: SampledGradient) -> None:
         self._weight, self._gradient = weight, gradient
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        self._part: nn.Parameter | None = None  # the sampled rows, while a step runs
+        # while a step runs
+        self._part: nn.Parameter | None = None  # the sampled rows; in a first step, a resting row after them
+        self._set_aside: Tensor | None = None  # the gradient, where no row has one
         self._rows = torch.empty(0, dtype=torch.long)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -184,14 +213,25 @@ class SampledRowOptimizer:
     def _hand_over_(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the sampled rows, with their gradient and state, in the weight's place."""
         weight, shard = self._weight, self._shard()
-        rows, dim = self._gradient.rows(shard), shard.dim
-        if weight.grad is None or rows is None:
+        if weight.grad is None:
             return
-        part = nn.Parameter(weight.detach().index_select(dim, rows))
-        part.grad = weight.grad.index_select(dim, rows)
+        dim, rows = shard.dim, self._gradient.rows(weight, shard)
+        # no gradient since the last step, or one that was set to zeros: as if it were None
+        if rows is None:
+            self._set_aside, weight.grad = weight.grad, None
+            return
+        values, grad = weight.detach().index_select(dim, rows), weight.grad.index_select(dim, rows)
+        state = optimizer.state.get(weight, {})
+        # what state a row starts from, the optimizer alone knows: a row of zeros without gradient comes out of the first step with it
+        if not state:
+            shape = list(weight.shape)
+            shape[dim] = 1
+            resting = weight.new_zeros(shape)
+            values, grad = torch.cat([values, resting], dim), torch.cat([grad, resting], dim)
+        part = nn.Parameter(values)
+        part.grad = grad
         self._part, self._rows = part, rows
         _replace_(optimizer, weight, part)
-        state = optimizer.state.get(weight, {})
         if state:
             part_state = dict(state)
             for key, value in state.items():
@@ -202,11 +242,14 @@ class SampledRowOptimizer:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Take the stepped rows and their state back into the weight's."""
         weight, part, dim = self._weight, self._part, self._shard().dim
+        if self._set_aside is not None:
+            weight.grad, self._set_aside = self._set_aside, None
         if part is None:
             return
         _replace_(optimizer, part, weight)
+        count = len(self._rows)
         with torch.no_grad():
-            weight.index_copy_(dim, self._rows, part)
+            weight.index_copy_(dim, self._rows, part.narrow(dim, 0, count))
             state = optimizer.state[weight]
             for key, value in optimizer.state.pop(part, {}).items():
                 if not _is_per_number(value, part):
@@ -214,7 +257,9 @@ class SampledRowOptimizer:
                     continue
                 if key not in state:
                     state[key] = torch.zeros_like(weight, dtype=value.dtype)
-                state[key].index_copy_(dim, self._rows, value)
+                    if value.shape[dim] > count:
+                        state[key].copy_(value.narrow(dim, count, 1))
+                state[key].index_copy_(dim, self._rows, value.narrow(dim, 0, count))
         self._part = None
         self._gradient.clear_()
 

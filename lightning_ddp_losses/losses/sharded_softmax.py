@@ -24,6 +24,7 @@ from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, 
 from lightning_ddp_losses.losses.class_heads import Head
 from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
+from lightning_ddp_losses.losses.sharded_weight import rows_of_classes
 
 Penalty = Callable[[Tensor], tuple[Tensor, float]]
 
@@ -55,23 +56,19 @@ class LocalClasses:
         """Return where the weight rows of some of the classes looked at are: a slice, or an index."""
         if self.sampled is None:
             return slice(start * self.per_class, stop * self.per_class)
-        return self._rows_of(self.sampled[start:stop])
+        return rows_of_classes(self.sampled[start:stop], self.per_class)
 
     def target_rows(self) -> Tensor:
         """Return the index (n * K,) of the weight rows of the target classes that are on this rank."""
         targets = self.labels[self.labels >= 0]
         if self.sampled is not None:
             targets = self.sampled[targets]
-        return self._rows_of(targets)
+        return rows_of_classes(targets, self.per_class)
 
     def targets_in(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return the rows whose class lies in a chunk, and where in it."""
         found = ((self.labels >= start) & (self.labels < stop)).nonzero().squeeze(1)
         return found, self.labels[found] - start
-
-    def _rows_of(self, classes: Tensor) -> Tensor:
-        centers = torch.arange(self.per_class, device=classes.device)
-        return (classes.unsqueeze(1) * self.per_class + centers).view(-1)
 
 
 class RowLosses(NamedTuple):
@@ -115,7 +112,7 @@ class ShardedSoftmax:
         penalty: Returns a block of weight rows' summed regulariser terms and their number; None: no regulariser.
         group: Process group over which the classes are sharded.
         replica_group: Ranks that have the same classes in other parts of the world; None: there are none.
-        on_backward: Called in backward with the sampled classes, which get a gradient.
+        on_backward: Called in backward with the sampled classes, which get a gradient, and the gradient (c * K, D) of the weight rows.
     """
 
     head: Head
@@ -124,7 +121,7 @@ class ShardedSoftmax:
     penalty: Penalty | None = None
     group: Group = None
     replica_group: Group = None
-    on_backward: Callable[[Tensor], None] | None = None
+    on_backward: Callable[[Tensor, Tensor], None] | None = None
 
     def row_losses(self, rows: Tensor, scale: Tensor, weight: Tensor) -> RowLosses:
         """Return ``logsumexp_j z_ij - z_iy`` of every row, over the classes of all ranks.
@@ -203,8 +200,6 @@ class _SoftmaxFunction(torch.autograd.Function):
         rows, scale, weight, lse, target = ctx.saved_tensors
         operands = Operands(rows, scale, weight)
         _, wants_rows, wants_scale, wants_weight = ctx.needs_input_grad
-        if call.on_backward is not None and classes.sampled is not None:
-            call.on_backward(classes.sampled)
         # 1. chunks write their rows of the weight's gradient, all of them where nothing is sampled
         empty = torch.empty_like if classes.sampled is None else torch.zeros_like
         grads = Operands(torch.zeros_like(rows), torch.zeros_like(scale), empty(weight))
@@ -220,6 +215,9 @@ class _SoftmaxFunction(torch.autograd.Function):
         # 4. replicas saw other rows
         if call.replica_group is not None and wants_weight:
             reduce_mean_(grads.weight, group=call.replica_group)
+        if call.on_backward is not None and classes.sampled is not None:
+            call.on_backward(classes.sampled, grads.weight)
+        # 5. DDP takes the mean over ranks of what goes on to the encoder
         grad_rows = for_mean_over_ranks(grads.rows, call.group) if wants_rows else None
         grad_scale = for_mean_over_ranks(grads.scale, call.group) if wants_scale else None
         grad_weight = grads.weight if wants_weight else None

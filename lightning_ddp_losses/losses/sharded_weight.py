@@ -202,6 +202,12 @@ def full_weight(loss: Any) -> Tensor:
     return weight
 
 
+def rows_of_classes(classes: Tensor, per_class: int) -> Tensor:
+    """Return the indices (n * K,) of the weight rows of n classes."""
+    centers = torch.arange(per_class, device=classes.device)
+    return (classes.unsqueeze(1) * per_class + centers).view(-1)
+
+
 def _rows_contiguous(weight: Tensor, class_dim: int) -> Tensor:
     """Return a copy in which each weight row lies in one piece of memory, whatever the layout's order."""
     if class_dim == 0:

@@ -212,3 +212,30 @@ def test_one_row_over_all_ranks(pool: RankPool, world_size: int, name: str) -> N
         "weight": whole([result["weight"] for result in results], name),
     }
     assert_close(ours, truth)
+
+
+def sampled_with_four_classes(optimizer: str) -> torch.Tensor:
+    """Four classes on three ranks; every class is in the batch, so that all are sampled."""
+    torch.manual_seed(0)
+    loss = ClassShardedLoss(pml.ArcFaceLoss(num_classes=4, embedding_size=DIM).double(), sample_rate=0.5)
+    stepper = getattr(torch.optim, optimizer)(loss.parameters(), lr=0.1)
+    loss.attach(stepper)
+    rows = global_rows([4, 4, 4], dist.get_rank())
+    for _ in range(2):
+        loss(net()(rows["features"]).detach(), torch.arange(4)).backward()
+        stepper.step()
+        stepper.zero_grad()
+    return loss.weight.detach()
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "Rprop"])
+def test_sampling_on_a_rank_without_classes(pool: RankPool, optimizer: str) -> None:
+    parts = pool.run(3, sampled_with_four_classes, optimizer)
+    torch.manual_seed(0)
+    plain, rows = pml.ArcFaceLoss(num_classes=4, embedding_size=DIM).double(), global_rows()
+    stepper = getattr(torch.optim, optimizer)(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        plain(net()(rows["features"]).detach(), torch.arange(12) % 4).backward()
+        stepper.step()
+        stepper.zero_grad()
+    assert_close({"weight": torch.cat(parts, 1)}, {"weight": plain.W.detach()})

@@ -185,24 +185,35 @@ def test_what_cannot_work_is_refused_by_name(name: str) -> None:
 # ---------------------------------------------------------------------- sampling
 
 
-def sampled(name: str, unbiased: bool, accumulate: int, optimizer: str) -> dict[str, Any]:
-    """Three optimizer steps on sampled classes; what was drawn comes along."""
+SCALES: dict[str, dict[str, Any]] = {"CosFaceLoss, scale 2": {"scale": 2}}
+LR = 0.05
+
+
+def sampled(name: str, unbiased: bool, schedule: str, optimizer: str, set_to_none: bool) -> dict[str, Any]:
+    """A schedule on sampled classes; what was drawn comes along.
+
+    Of the schedule, ``c`` calls the loss and accumulates, ``s`` calls it and steps, ``k`` calls it and skips the step, ``i`` steps without
+    a call.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
-    loss = ClassShardedLoss(make(Case(name)), sample_rate=0.4, unbiased=unbiased, chunk_size=2)
+    case = Case(name.split(",", maxsplit=1)[0], SCALES.get(name, {}))
+    loss = ClassShardedLoss(make(case), sample_rate=0.4, unbiased=unbiased, chunk_size=2)
     stepper = make_optimizer(optimizer, [loss.weight])
     loss.attach(stepper)
     own, drawn, values = [12 // world] * world, [], []
-    for step in range(6):
-        features = net()(global_rows(own, rank)["features"]).detach() * (1 + step)
-        labels = global_rows(own, rank)["labels"] // 3
-        value = loss(features, labels)
-        drawn.append(loss.sampler.sampled + loss.shard.start)
-        values.append(value.detach())
-        value.backward()
-        if (step + 1) % accumulate == 0:
+    for number, event in enumerate(schedule):
+        if event != "i":
+            features = net()(global_rows(own, rank)["features"]).detach() * (1 + number)
+            labels = global_rows(own, rank)["labels"] // 3
+            value = loss(features, labels)
+            drawn.append(loss.sampler.sampled + loss.shard.start)
+            values.append(value.detach())
+            value.backward()
+        if event in "si":
             stepper.step()
-            stepper.zero_grad()
+        if event != "c":
+            stepper.zero_grad(set_to_none=set_to_none)
     state = {key: v for key, v in stepper.state[loss.weight].items() if v.ndim}
     return {"drawn": drawn, "values": values, "weight": loss.weight.detach().clone(), **state}
 
@@ -211,7 +222,8 @@ def make_optimizer(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adam": partial(torch.optim.Adam, lr=0.1),
         "adamw, amsgrad": partial(torch.optim.AdamW, lr=0.1, amsgrad=True, weight_decay=0.2),
-        "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
+        "rprop": partial(torch.optim.Rprop, lr=LR),
+        "sgd": partial(torch.optim.SGD, lr=LR, momentum=0.9, weight_decay=0.1),
     }
     return makers[name](parameters)
 
@@ -223,19 +235,22 @@ def unstepped(column: Tensor, steps: int, optimizer: str) -> dict[str, Tensor]:
 
 
 def by_hand(
-    name: str, drawn: list[list[Tensor]], unbiased: bool, accumulate: int, optimizer: str, sizes: list[int]
+    name: str, drawn: list[list[Tensor]], unbiased: bool, schedule: str, optimizer: str, sizes: list[int]
 ) -> dict[str, Any]:
     """One process on the drawn classes: a small loss of their rows alone, and an optimizer for each row."""
-    plain = make(Case(name))
+    name, options = name.split(",", maxsplit=1)[0], SCALES.get(name, {})
+    plain = make(Case(name, options))
     weight = next(iter(plain.parameters())).detach()
     per = weight.shape[1] // CLASSES
     columns = [weight[:, c * per : (c + 1) * per].clone().requires_grad_() for c in range(CLASSES)]
     steppers = [make_optimizer(optimizer, [column]) for column in columns]
     rows_, values, touched, steps = global_rows(), [], set(), 0
-    for step in range(6):
-        features, labels = net()(rows_["features"]).detach() * (1 + step), rows_["labels"] // 3
-        chosen = sorted(int(c) for rank in drawn for c in rank[step])
-        small = getattr(pml, name)(num_classes=len(chosen), embedding_size=DIM).double()
+    for number, event in enumerate(schedule):
+        if event == "i":
+            continue
+        features, labels = net()(rows_["features"]).detach() * (1 + number), rows_["labels"] // 3
+        chosen = sorted(int(c) for rank in drawn for c in rank[len(values)])
+        small = getattr(pml, name)(num_classes=len(chosen), embedding_size=DIM, **options).double()
         key = next(iter(dict(small.named_parameters())))
         small._parameters[key] = torch.cat([columns[c] for c in chosen], 1)
         place = torch.tensor([chosen.index(int(label)) for label in labels])
@@ -259,7 +274,7 @@ def by_hand(
         values.append(value.detach())
         value.backward()
         touched |= set(chosen)
-        if (step + 1) % accumulate == 0:
+        if event == "s":
             steps += 1
             for c in touched:
                 for entry in steppers[c].state.values():  # one count of steps for the weight, as the optimizer's own
@@ -268,40 +283,61 @@ def by_hand(
                 if "adam" in optimizer and not steppers[c].state:
                     steppers[c].state[columns[c]] = unstepped(columns[c], steps - 1, optimizer)
                 steppers[c].step()
-                steppers[c].zero_grad()
+        if event != "c":
+            for stepper in steppers:
+                stepper.zero_grad()
             touched = set()
     found = {"weight": torch.cat([c.detach() for c in columns], 1)}
     for key in {k for s in steppers for state in s.state.values() for k, v in state.items() if v.ndim}:
-        states = [s.state[c].get(key, torch.zeros_like(c)) for s, c in zip(steppers, columns, strict=True)]
+        start = LR if key == "step_size" else 0.0  # of a row that no step has looked at
+        states = [s.state[c].get(key, torch.full_like(c, start)) for s, c in zip(steppers, columns, strict=True)]
         found[key] = torch.cat(states, 1)
     return {"values": values, **found}
 
 
-@pytest.mark.parametrize(
-    ("name", "unbiased", "accumulate", "optimizer"),
-    [
-        ("ArcFaceLoss", False, 1, "sgd"),
-        ("CosFaceLoss", True, 1, "sgd"),
-        ("SubCenterArcFaceLoss", False, 2, "sgd"),
-        ("SoftTripleLoss", False, 3, "sgd"),
-        ("NormalizedSoftmaxLoss", False, 2, "sgd"),
-        ("ArcFaceLoss", False, 1, "adam"),
-        ("SubCenterArcFaceLoss", False, 2, "adam"),
-        ("CosFaceLoss", True, 1, "adamw, amsgrad"),
-    ],
-)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_sampled_classes(
-    pool: RankPool, world_size: int, name: str, unbiased: bool, accumulate: int, optimizer: str
+def assert_sampled(
+    pool: RankPool, world_size: int, name: str, unbiased: bool, schedule: str, optimizer: str, set_to_none: bool
 ) -> None:
-    results = pool.run(world_size, sampled, name, unbiased, accumulate, optimizer)
+    results = pool.run(world_size, sampled, name, unbiased, schedule, optimizer, set_to_none)
     sizes = [min(-(-CLASSES // world_size), CLASSES - r * -(-CLASSES // world_size)) for r in range(world_size)]
-    truth = by_hand(name, [r["drawn"] for r in results], unbiased, accumulate, optimizer, sizes)
+    truth = by_hand(name, [r["drawn"] for r in results], unbiased, schedule, optimizer, sizes)
     assert any(len(d) < size for r, size in zip(results, sizes, strict=True) for d in r["drawn"]), "nothing was sampled"
     for result in results:
         torch.testing.assert_close(result["values"], truth["values"], rtol=1e-9, atol=1e-12)
     keys = [key for key in results[0] if key not in ("drawn", "values")]
     assert_close({k: torch.cat([r[k] for r in results], 1) for k in keys}, {k: truth[k] for k in keys})
+
+
+@pytest.mark.parametrize(
+    ("name", "unbiased", "schedule", "optimizer"),
+    [
+        ("ArcFaceLoss", False, "ssssss", "sgd"),
+        ("CosFaceLoss", True, "ssssss", "sgd"),
+        ("CosFaceLoss, scale 2", True, "ssssss", "sgd"),
+        ("SubCenterArcFaceLoss", False, "cscscs", "sgd"),
+        ("SoftTripleLoss", False, "ccsccs", "sgd"),
+        ("NormalizedSoftmaxLoss", False, "cscscs", "sgd"),
+        ("ArcFaceLoss", False, "ssssss", "adam"),
+        ("SubCenterArcFaceLoss", False, "cscscs", "adam"),
+        ("CosFaceLoss", True, "ssssss", "adamw, amsgrad"),
+        ("ArcFaceLoss", False, "ssssss", "rprop"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_sampled_classes(
+    pool: RankPool, world_size: int, name: str, unbiased: bool, schedule: str, optimizer: str
+) -> None:
+    assert_sampled(pool, world_size, name, unbiased, schedule, optimizer, True)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "rprop"])
+@pytest.mark.parametrize("schedule", ["sis", "sksi", "skics", "ksiiks"])
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rows_without_a_gradient_stay_where_they_are(
+    pool: RankPool, world_size: int, set_to_none: bool, schedule: str, optimizer: str
+) -> None:
+    assert_sampled(pool, world_size, "ArcFaceLoss", False, schedule, optimizer, set_to_none)
 
 
 def two_views() -> list[int]:
