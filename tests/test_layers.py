@@ -38,6 +38,10 @@ PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {
         "_prepare_subcommand_parser": "overridden: the audit's parser",
         "_run_subcommand": "overridden: the audit runs no method of a trainer",
     },
+    "losses/class_sharded.py": {
+        "_load_from_state_dict": "overridden: of a full weight this rank's part is kept",
+        "_save_to_state_dict": "overridden: a weight that is still to be drawn is drawn before it is saved",
+    },
     "metrics/composites.py": {
         "_base_metric": "the member of MinMaxMetric, which is subclassed",
         "_compute_and_reduce": "MetricCollection's names for its values, which no public method gives",
