@@ -11,7 +11,7 @@ one by one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torchmetrics.wrappers.transformations import MetricInputTransformer
 
 from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.metrics.coroutines import Call, Coroutine, Request, reply, run, together
+from lightning_ddp_losses.metrics.coroutines import Call, Coroutine, reply, run, together
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric
 from lightning_ddp_losses.metrics.states import detached
 
@@ -32,6 +32,7 @@ _LONGEST_NAMES = 60  # characters of the members' names in a title
 class Composite:
     """What all of them share: a forward as a coroutine, and one exchange before ``compute``."""
 
+    __jit_unused_properties__: ClassVar[list[str]] = [*Metric.__jit_unused_properties__, "_has_peers", "process_group"]
     sees_global_batch = True
     _members_first = True  # compute only calls the compute of its members, which may be synced before
 
@@ -48,6 +49,7 @@ class Composite:
     def _has_peers(self) -> bool:
         return any(leaf._has_peers for leaf in self._leaves())
 
+    @torch.jit.unused
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the value of the global batch, with its gradient; accumulate this batch for ``compute``."""
         return run(self, f"{self._title()}, forward", self._forward_coroutine, args, kwargs)
@@ -88,8 +90,7 @@ class Composite:
         if len(waiting) < 2 or any(not part._members_first for part in self._parts()):
             return []
         waiting = [leaf for leaf in waiting if leaf._has_peers]
-        requests = [Request(leaf, leaf._states_to_send(leaf._record.rows)) for leaf in waiting]
-        replies = reply(f"{self._title()}, compute", requests)
+        replies = reply(f"{self._title()}, compute", [leaf.request() for leaf in waiting])
         for leaf, values in zip(waiting, replies, strict=True):
             leaf._cache = detached(leaf._states())
             leaf._receive(values)
@@ -100,8 +101,9 @@ class Composite:
 class _DifferentiableComposition(Composite):
     """``a + b``, ``2 * a``, ``abs(a)``."""
 
-    metric_a: Any
-    metric_b: Any
+    if TYPE_CHECKING:  # TorchScript reads annotations
+        metric_a: Any
+        metric_b: Any
 
     def _forward_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
         parts = [self.metric_a, self.metric_b]
@@ -162,9 +164,15 @@ class _DifferentiableMultioutput(Composite):
 class _DifferentiableClasswise(Composite):
     """A value for each class, by name."""
 
+    def __getattr__(self, name: str) -> Any:
+        # torchmetrics asks the member for what the wrapper lacks; asked so for ``__deepcopy__``, it would copy the member alone
+        if name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+        return super().__getattr__(name)  # type: ignore[misc]
+
     def _forward_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
-        (value,) = yield from together([(self.metric, args, kwargs)])  # type: ignore[attr-defined]
-        return self._convert_output(value)  # type: ignore[attr-defined]
+        (value,) = yield from together([(self.metric, args, kwargs)])
+        return self._convert_output(value)
 
 
 class _DifferentiableRunning(Composite):

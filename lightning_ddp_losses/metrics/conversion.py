@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import functools
 import inspect
 from abc import ABCMeta
 from typing import Any, Literal, TypeVar, overload
@@ -22,7 +23,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Composite
-from lightning_ddp_losses.metrics.metric import DifferentiableMetric
+from lightning_ddp_losses.metrics.metric import DifferentiableMetric, check_options
 from lightning_ddp_losses.metrics.states import Gather, torchmetrics_names
 
 M = TypeVar("M", bound="Metric | MetricCollection")
@@ -96,7 +97,7 @@ def differentiable(  # type: ignore[misc]
     # a class: a differentiable subclass
     if isinstance(metric, type) and issubclass(metric, (Metric, MetricCollection)):
         _refuse_class(metric, keep)
-        return _class_of(metric)  # type: ignore[return-value]
+        return _class_of(metric, keep)  # type: ignore[return-value]
     if not isinstance(metric, (Metric, MetricCollection)):
         raise ConfigurationError(
             "differentiable",
@@ -163,30 +164,59 @@ class _Generated(ABCMeta):
 
 def _reduce_class(cls: type) -> Any:
     if "_original" in cls.__dict__:
-        return _class_of, (cls.__dict__["_original"],)
+        return _class_of, (cls.__dict__["_original"], cls.__dict__["_keep"])
     return cls.__qualname__  # a subclass of the user's is found by its name, as any class
 
 
 copyreg.pickle(_Generated, _reduce_class)
-_class_by_original: dict[type, type] = {}
+_class_by_original: dict[tuple[type, bool], type] = {}
 
 
-def _class_of(original: type) -> type:
-    """Return the differentiable subclass of a class, made once; one that is differentiable itself stays."""
+def _class_of(original: type, keep: bool = False) -> type:
+    """Return the differentiable subclass of a class, made once; one that is differentiable itself stays.
+
+    Args:
+        original: The class.
+        keep: Where calling it makes metrics of other classes: whether they may have no gradient.
+    """
     if issubclass(original, (DifferentiableMetric, Composite)):
         return original
-    if original not in _class_by_original:
+    keep = keep and _makes_other_classes(original)
+    if (original, keep) not in _class_by_original:
         bases = (_base_for(original), original)
         namespace = {
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
             "_original": original,
+            "_keep": keep,
         }
         if issubclass(bases[0], Composite):
             namespace["__init__"] = _composite_init(original)
-        _class_by_original[original] = _Generated(original.__name__, bases, namespace)
-    return _class_by_original[original]
+        if _makes_other_classes(original):
+            namespace["__new__"] = _new_of_made(original, keep)
+        _class_by_original[original, keep] = _Generated(original.__name__, bases, namespace)
+    return _class_by_original[original, keep]
+
+
+def _makes_other_classes(original: type) -> bool:
+    """Whether calling a class may make an instance of another: ``torchmetrics.HingeLoss`` and all that take a ``task``."""
+    return any("__new__" in vars(base) for base in original.__mro__ if base is not object)
+
+
+def _new_of_made(original: type, keep: bool) -> Any:
+    """Return a ``__new__`` that makes what the class makes, and that differentiable."""
+
+    @functools.wraps(original.__new__)
+    def new(cls: type, *args: Any, gather: Gather = "auto", keep_graph: bool = False, **kwargs: Any) -> Any:
+        made = original.__new__(original, *args, **kwargs)
+        if isinstance(made, original):  # of the class itself after all: __init__ follows
+            return object.__new__(cls)
+        check_options(made, gather, on_step=kwargs.get("dist_sync_on_step", True))
+        without_gradient: WithoutGradient = "keep" if keep else "refuse"
+        return differentiable(made, gather=gather, keep_graph=keep_graph, without_gradient=without_gradient)
+
+    return new
 
 
 def _base_for(original: type) -> type:

@@ -16,7 +16,14 @@ from lightning_ddp_losses.core.configuration import configuration
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.metrics.coroutines import Coroutine, Request, gather_inputs, reply, run, wants_gradient
-from lightning_ddp_losses.metrics.states import Gather, MetricRecord, MetricStates, detached, needs_whole_batch
+from lightning_ddp_losses.metrics.states import (
+    Gather,
+    MetricRecord,
+    MetricStates,
+    detached,
+    has_no_rows,
+    needs_whole_batch,
+)
 
 # modules whose `_sync_dist` is torchmetrics' own or ours
 _KNOWN_SYNC = ("torchmetrics.metric", "lightning_ddp_losses.metrics")
@@ -82,7 +89,7 @@ class DifferentiableMetric(MetricStates):
 
     def _set_up(self, *, gather: Gather, keep_graph: bool, on_step: bool = True, expects_gradient: bool = True) -> None:
         """Set up what is ours, on a metric that torchmetrics has set up."""
-        _check_options(self, gather, on_step=on_step)
+        check_options(self, gather, on_step=on_step)
         if gather == "auto":
             gather = "inputs" if needs_whole_batch(self) else "states"
         self.dist_sync_on_step = True
@@ -91,6 +98,7 @@ class DifferentiableMetric(MetricStates):
 
     # ------------------------------------------------------------------ forward
 
+    @torch.jit.unused
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the metric of the global batch, with its gradient; accumulate this batch for ``compute``.
 
@@ -123,20 +131,22 @@ class DifferentiableMetric(MetricStates):
         states, count, update_ends = self._states(), self._update_count, dict(record.update_ends)
         rows, rows_before = inputs.num_rows(args, kwargs), record.rows
         grad_enabled = torch.is_grad_enabled()
+        may_skip = has_peers and rows == 0 and has_no_rows(args, kwargs)
+        skipped_before = record.skipped_updates
         record.in_forward = True
         try:
             # states that do not add up need a second update, on what is accumulated
-            accumulated = None if self._adds_up else self._states_after(args, kwargs)
+            accumulated = None if self._adds_up else self._states_after(args, kwargs, may_skip=may_skip)
 
             # update from the defaults, on this batch alone
             self._clear()
             self._enable_grad = grad_enabled
-            self.update(*args, **kwargs)
+            is_skipped = not self._update_rows(args, kwargs, may_skip=may_skip)
             batch = self._states()
 
             # exchange: the states of all ranks, with this rank's graph
             if has_peers and record.gather == "states":
-                (values,) = yield [Request(self, self._states_to_send(rows))]
+                (values,) = yield [Request(self, self._states_to_send(rows, skipped_updates=int(is_skipped)))]
                 reduced = self._receive(values)
                 if self.sync_on_compute:  # a rank's share of the rows may be another in every step
                     batch |= {name: reduced[name] for name in self._means()}
@@ -153,13 +163,17 @@ class DifferentiableMetric(MetricStates):
                 accumulated = self._states()
             states, count, rows_before = accumulated, count + 1, rows_before + rows
             update_ends = self._ends_after_update(update_ends, states)
+            skipped_before += is_skipped
         finally:
             self._assign(states)
             record.rows, record.update_ends, record.in_forward = rows_before, update_ends, False
+            record.skipped_updates = skipped_before
             self._assign({"_update_count": count, "_to_sync": self.sync_on_compute, "_should_unsync": True})
             self._assign({"_enable_grad": False, "_is_synced": False, "_computed": None})
             self._drop_graphs()
 
+        if wanted and is_skipped:  # this rank takes part in backward, as its peers do
+            value = autograd_graph.attach_zero_grad(value, [t for t in given if t.requires_grad], [])
         if wanted:
             self._check_gradient(value)
         return self._shared_value(value, has_peers=has_peers)
@@ -195,21 +209,27 @@ class DifferentiableMetric(MetricStates):
             else:
                 run(self, self._title("update"), self._update_coroutine, args, kwargs)
 
-        self.__dict__["_plain_update"] = plain
         return wrapped
 
     def _update_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
         """Add a batch to what was there; with a graph only where it is to be kept."""
         record = self._record
-        self._prepare(precision.tensors_in((args, kwargs)))
+        given = precision.tensors_in((args, kwargs))
+        self._prepare(given)
         if record.gather == "inputs" and self._has_peers:
             args, kwargs = yield from gather_inputs(self, self._title(), args, kwargs)
+        rows = inputs.num_rows(args, kwargs)
+        may_skip = rows == 0 and self._has_peers and has_no_rows(args, kwargs)
         self._enable_grad = record.keep_graph and torch.is_grad_enabled()
+        record.in_forward = True  # so that update is the plain one
         try:
-            self.__dict__["_plain_update"](*args, **kwargs)
+            is_skipped = not self._update_rows(args, kwargs, may_skip=may_skip)
         finally:
-            self._enable_grad = False
-        record.rows += inputs.num_rows(args, kwargs)
+            self._enable_grad, record.in_forward = False, False
+        record.rows += rows
+        record.skipped_updates += is_skipped
+        if is_skipped and record.keep_graph:
+            record.inputs_without_rows += [tensor for tensor in given if tensor.requires_grad]
         record.update_ends = self._ends_after_update(record.update_ends, self._states())
         if not record.keep_graph:  # what is appended to a list brings its own
             self._assign(detached(self._states()))
@@ -229,6 +249,8 @@ class DifferentiableMetric(MetricStates):
             if self._record.keep_graph:
                 # the graph ends here: what was accumulated goes on without it
                 self._assign(detached(self._states()))
+                value = autograd_graph.attach_zero_grad(value, self._record.inputs_without_rows, [])
+                self._record.inputs_without_rows = []
                 if is_shared:
                     value = self._record.upstream_grads.watch(value, group=self.process_group)
                 self._computed = value if self.compute_with_cache else None
@@ -258,7 +280,7 @@ class DifferentiableMetric(MetricStates):
         available = distributed_available or self.distributed_available_fn
         if not should_sync or not callable(available) or not available():
             return
-        _check_options(self, self._record.gather, dist_sync_fn=dist_sync_fn)
+        check_options(self, self._record.gather, dist_sync_fn=dist_sync_fn)
         self._cache = detached(self._states())
         is_alone = process_groups.world_size(process_group or self.process_group) == 1
         if not is_alone and self._record.gather == "states":  # else every rank has them already
@@ -268,8 +290,7 @@ class DifferentiableMetric(MetricStates):
     def _sync_dist(self, dist_sync_fn: Callable[..., Any] | None = None, process_group: Any | None = None) -> None:
         own, self.process_group = self.process_group, process_group or self.process_group
         try:
-            request = Request(self, self._states_to_send(self._record.rows))
-            (values,) = reply(self._title("compute"), [request])
+            (values,) = reply(self._title("compute"), [self.request()])
         finally:
             self.process_group = own
         self._receive(values)
@@ -279,6 +300,7 @@ class DifferentiableMetric(MetricStates):
         super().reset()
         if "_record" in self.__dict__:
             self._record.rows, self._record.update_ends = 0, {}
+            self._record.skipped_updates, self._record.inputs_without_rows = 0, []
 
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
         """Add the states of another metric of the same kind, differentiable or not, or a dict of them."""
@@ -303,6 +325,11 @@ class DifferentiableMetric(MetricStates):
         available = self.distributed_available_fn
         return bool(available is None or available()) and process_groups.world_size(self.process_group) > 1
 
+    def request(self) -> Request:
+        """Return the states of everything since ``reset``, to be exchanged."""
+        record = self._record
+        return Request(self, self._states_to_send(record.rows, skipped_updates=record.skipped_updates))
+
     def take_upstream_grads(self) -> str:
         """Return what came back into its values in backward since this was last asked, as text."""
         return self._record.upstream_grads.take()
@@ -319,7 +346,7 @@ class DifferentiableMetric(MetricStates):
         return title
 
 
-def _check_options(
+def check_options(
     metric: Metric, gather: str, *, on_step: bool = True, dist_sync_fn: Callable[..., Any] | None = None
 ) -> None:
     """Refuse options that cannot go with a value over all ranks.

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class MetricRecord:
         rows: Seen since the last reset.
         update_ends: Of each tensor that grows by "cat", its length after each update.
         in_forward: A forward is under way: calls of ``update`` and ``compute`` are its own.
+        skipped_updates: Of those since the last reset, how many had no rows and counted for nothing.
+        inputs_without_rows: Inputs of skipped updates that ask for a gradient, where ``update`` keeps its graph.
     """
 
     gather: Gather = "states"
@@ -52,12 +54,17 @@ class MetricRecord:
     rows: int = 0
     update_ends: dict[str, list[int]] = field(default_factory=dict)
     in_forward: bool = False
+    skipped_updates: int = 0
+    inputs_without_rows: list[Tensor] = field(default_factory=list)
 
 
 class MetricStates(Metric):
     """torchmetrics' base, with the handling of states that a differentiable metric needs."""
 
-    _record: MetricRecord
+    # a module that holds a metric can be scripted: TorchScript reads annotations and properties, and cannot compile these
+    __jit_unused_properties__: ClassVar[list[str]] = [*Metric.__jit_unused_properties__, "_adds_up", "_has_peers"]
+    if TYPE_CHECKING:
+        _record: MetricRecord
 
     # ------------------------------------------------------------------ take and put
 
@@ -98,8 +105,14 @@ class MetricStates(Metric):
 
     # ------------------------------------------------------------------ send and receive
 
-    def _states_to_send(self, rows: int) -> list[State]:
-        title, untouched = type(self).__name__, self._update_count == 0
+    def _states_to_send(self, rows: int, *, skipped_updates: int) -> list[State]:
+        """Return the states with what the other ranks must know of them.
+
+        Args:
+            rows: That are in them.
+            skipped_updates: How many of the updates since the last reset counted for nothing.
+        """
+        title, untouched = type(self).__name__, self._update_count == skipped_updates
         reductions: dict[str, Any] = self._reductions  # functions by now, also where add_state was given a name
         found = []
         for name, reduce in reductions.items():
@@ -110,6 +123,8 @@ class MetricStates(Metric):
     def _receive(self, values: Sequence[Any]) -> States:
         """Put the states of all ranks, as ``_states_to_send`` named them, in the place of this rank's."""
         reduced = dict(zip(self._defaults, values, strict=True))
+        if _is_correlation(type(self)):
+            _widen_scales_(reduced)
         self._assign(reduced)
         return reduced
 
@@ -153,7 +168,24 @@ class MetricStates(Metric):
         for name, local in means.items():  # torchmetrics rounds these to float32
             setattr(self, name, ((n - 1) * incoming_state[name] + local) / n)
 
-    def _states_after(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> States:
+    def _update_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_skip: bool) -> bool:
+        """Update; where it may be skipped, one that fails for want of rows counts for nothing.
+
+        Returns:
+            Whether it counted.
+        """
+        if not may_skip:
+            self.update(*args, **kwargs)
+            return True
+        before = self._states()
+        try:
+            self.update(*args, **kwargs)
+        except (IndexError, RuntimeError, ValueError):
+            self._assign(before)
+            return False
+        return True
+
+    def _states_after(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_skip: bool) -> States:
         """Return the states after one more update, for a metric whose states do not just add up."""
         self._enable_grad = False
         # copies, as update may change them in place
@@ -162,7 +194,7 @@ class MetricStates(Metric):
             own[name] = value if isinstance(value, list) else value.clone()
         self._assign(own)
         before = {id(tensor) for tensor in precision.tensors_in(self._states())}
-        self.update(*args, **kwargs)
+        self._update_rows(args, kwargs, may_skip=may_skip)
         return precision.map_tensors(lambda t: t if id(t) in before else t.detach(), self._states())  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------ graphs and copies
@@ -176,7 +208,6 @@ class MetricStates(Metric):
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled and copied: nothing with a graph."""
         state = super().__getstate__()
-        state.pop("_plain_update", None)
         for name in (*self._defaults, "_forward_cache", "_computed"):
             state[name] = precision.map_tensors(lambda t: t if t.is_leaf else t.detach(), state[name])
         return state
@@ -199,6 +230,44 @@ def _has_plain_reset(cls: type) -> bool:
 def detached(states: States) -> States:
     """Return the states without their graph, in the same memory."""
     return {name: precision.map_tensors(Tensor.detach, value) for name, value in states.items()}
+
+
+def has_no_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether all arguments that are tensors with dimensions are empty; not without such arguments."""
+    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
+    return bool(batches) and all(batch.numel() == 0 for batch in batches)
+
+
+# ---------------------------------------------------------------------- correlations
+
+
+@functools.cache
+def _is_correlation(cls: type) -> bool:
+    return "PearsonCorrCoef" in torchmetrics_names(cls)  # ConcordanceCorrCoef is one
+
+
+def _widen_scales_(states: States) -> None:
+    """Let the largest deviations of a correlation reach from each rank's mean to that of all ranks.
+
+    A correlation divides its variances by the square of the largest deviation from the mean, against underflow. Each rank's is from the
+    mean of its own rows: 0 for one row, or for rows that do not vary within a rank (sorted data), and the value is then 0/0
+    (torchmetrics 1.9, measured 2026). No deviation gets larger than the largest from the mean of all ranks. It cancels, so it needs no
+    gradient. (Releases up to 1.7 divide by none.)
+
+    Args:
+        states: Of all ranks, (W, outputs) each.
+    """
+    if "max_abs_dev_x" not in states:
+        return
+    rows = states["n_total"]
+    with torch.no_grad():
+        means = torch.stack([states["mean_x"], states["mean_y"]])
+        shares = rows / rows.sum(0).clamp(min=1)
+        distances = (means - (shares * means).sum(1, keepdim=True)).abs()
+        # the mean of a rank without rows is not one
+        distances = distances * (rows > 0)
+        scales = torch.stack([states["max_abs_dev_x"], states["max_abs_dev_y"]])
+        states["max_abs_dev_x"], states["max_abs_dev_y"] = torch.maximum(scales, distances)
 
 
 # ---------------------------------------------------------------------- metrics that look at the whole batch

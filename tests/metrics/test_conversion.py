@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics as tm
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics.clustering import MutualInfoScore, RandScore
 from torchmetrics.wrappers import BootStrapper
@@ -54,6 +56,114 @@ def test_a_class_gives_a_subclass_made_once() -> None:
     assert isinstance(wrapper._base_metric, DifferentiableMetric)
     assert not isinstance(base, DifferentiableMetric)
     differentiable(tm.MetricCollection)([tm.MeanSquaredError()])(leaf(), TARGET)["MeanSquaredError"].backward()
+
+
+TASKS = {
+    "binary": (torch.tensor([0.1, 0.6, 0.4, 0.8]), torch.tensor([0, 1, 1, 0])),
+    "multiclass": (torch.linspace(-1, 1, 12).view(4, 3).sin(), torch.tensor([0, 2, 1, 1])),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_class_that_makes_other_classes_gives_their_differentiable_form(task: str) -> None:
+    """``torchmetrics.HingeLoss(task=...)`` is a ``BinaryHingeLoss`` or a ``MulticlassHingeLoss``."""
+    preds, target = TASKS[task]
+    cls = differentiable(tm.HingeLoss)
+    assert cls is differentiable(tm.HingeLoss)
+    assert pickle.loads(pickle.dumps(cls)) is cls
+    ours, stock = cls(task=task, num_classes=3, keep_graph=True), tm.HingeLoss(task=task, num_classes=3)  # type: ignore[call-arg, arg-type]
+    assert isinstance(ours, DifferentiableMetric)
+    assert isinstance(ours, type(stock))
+    first, second = (preds.clone().requires_grad_() for _ in range(2))
+    ours(first, target).backward()
+    stock(second, target).backward()
+    assert first.grad is not None
+    assert second.grad is not None
+    torch.testing.assert_close(first.grad, second.grad)
+    assert type(pickle.loads(pickle.dumps(ours))) is type(ours)
+
+
+ARGUMENTS = {"num_classes": 3, "num_labels": 3, "average": "macro"}
+NEED_MORE = {
+    "PrecisionAtFixedRecall": {"min_recall": 0.5},
+    "RecallAtFixedPrecision": {"min_precision": 0.5},
+    "SensitivityAtSpecificity": {"min_specificity": 0.5},
+    "SpecificityAtSensitivity": {"min_sensitivity": 0.5},
+}
+
+
+def by_task() -> list[type[tm.Metric]]:
+    """All classes of torchmetrics that are called with a task."""
+    return [cls for cls in vars(tm).values() if isinstance(cls, type) and "task" in inspect.signature(cls).parameters]
+
+
+@pytest.mark.parametrize("cls", by_task(), ids=lambda cls: cls.__name__)
+def test_no_class_with_a_task_gives_a_plain_metric(cls: type[tm.Metric]) -> None:
+    keeping, refusing = differentiable(cls, without_gradient="keep"), differentiable(cls)
+    wanted = inspect.signature(cls).parameters
+    arguments = {name: value for name, value in ARGUMENTS.items() if name in wanted} | NEED_MORE.get(cls.__name__, {})
+    metric: Any = keeping(task="multiclass", **arguments)
+    assert isinstance(metric, DifferentiableMetric)
+    assert type(metric).__name__ == type(cls(task="multiclass", **arguments)).__name__  # type: ignore[call-arg]
+    assert pickle.loads(pickle.dumps(keeping)) is keeping
+    if type(metric).is_differentiable is False:
+        with pytest.raises(ConfigurationError, match="is_differentiable=False"):
+            refusing(task="multiclass", **arguments)
+
+
+def test_a_class_with_a_task_refuses_options_that_cannot_work() -> None:
+    with pytest.raises(ConfigurationError, match="dist_sync_on_step"):
+        differentiable(tm.HingeLoss)(task="binary", dist_sync_on_step=False)  # type: ignore[call-arg]
+
+
+def by_class() -> tm.MetricCollection:
+    squared = tm.MeanSquaredError(num_outputs=2)
+    return tm.MetricCollection([tm.ClasswiseWrapper(squared, labels=["x", "y"], prefix="mse_")], prefix="train_")
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "clone": lambda metric: metric.clone(),
+    "prefix": lambda metric: metric.clone(prefix="val_"),
+    "module": lambda metric: copy.deepcopy(nn.ModuleList([metric]))[0],
+    "pickle": lambda metric: pickle.loads(pickle.dumps(metric)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copied_wrapper_keeps_its_names(way: str) -> None:
+    preds, target = torch.ones(4, 2), torch.zeros(4, 2)
+    copied = COPIES[way](differentiable(by_class()))
+    truth = COPIES[way](by_class())
+    found = copied(preds.requires_grad_(), target)
+    expected = truth(preds.detach(), target)
+    assert {k: float(v.detach()) for k, v in found.items()} == {k: float(v) for k, v in expected.items()}
+    assert isinstance(next(iter(copied.values(copy_state=False))), tm.ClasswiseWrapper)
+
+
+class Holder(LightningModule):
+    """Something to script that holds a metric."""
+
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.metric = metric
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return output
+
+
+@pytest.mark.filterwarnings("ignore:.*TorchScript", "ignore:.*torch.jit", "ignore:.*to_torchscript")
+@pytest.mark.filterwarnings(
+    "ignore:This property will be removed in 2.0.0"
+)  # torch reads every property of torchmetrics'
+def test_a_module_that_holds_a_metric_can_be_scripted() -> None:
+    of_torchmetrics = everything()[:-1]  # TorchScript does not read the annotations of the class of our own
+    for metric in of_torchmetrics:
+        module = Holder(metric).eval()
+        scripted: Any = module.to_torchscript()
+        torch.testing.assert_close(scripted(torch.ones(2, 4)), module(torch.ones(2, 4)))
 
 
 def everything() -> list[Any]:
