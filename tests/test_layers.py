@@ -32,6 +32,7 @@ LAYER_OF = {unit: number for number, (units, _) in enumerate(LAYERS) for unit in
 COMPAT = ROOT / "core" / "compat.py"
 # subclassing or overriding what a library keeps private: file, then the names it may use and why
 PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {
+    "audit/ablations.py": {"_python_dispatch": "TorchDispatchMode is subclassed; torch gives it no public path"},
     "cli/app.py": {
         "_add_arguments": "a subcommand of LightningCLI's adds what its own have",
         "_get": "LightningCLI's reader of a config that may have subcommands",

@@ -265,7 +265,9 @@ class _Auditor:
             if self.needs_group or off:
                 raise
             return self._record_pair_in_group(error)
-        return (made[1], made[0]) if off else (ranks, made[0])
+        if off:
+            ranks = made[1]
+        return ranks, made[0]
 
     def _record_pair_in_group(self, error: AuditError) -> tuple[Recording, Recording]:
         """Try once more with a group of one: what runs on ranks and fails in a plain process may call torch.distributed."""
@@ -380,10 +382,14 @@ def _error_of(failures: dict[tuple[Run, int], Failure]) -> Exception:
     known = error_class(failure.kind)
     if known.__name__ == failure.kind and known in (ConfigurationError, InputError):
         return known(failure.text)  # it says what to do itself
-    where = f"rank {rank} of {run.ranks}" if run.ranks else "the one process"
-    said = f"{failure.kind}: {failure.text}" if failure.kind else failure.text
-    hints = [text for pattern, text in HINTS if re.search(pattern, f"{said}\n{failure.traceback}")]
-    hint = hints[0] if hints else None
+    # where it failed, how, and what a user of DDP can do about it
+    where = "the one process"
+    if run.ranks:
+        where = f"rank {rank} of {run.ranks}"
+    said = failure.text
+    if failure.kind:
+        said = f"{failure.kind}: {failure.text}"
+    hint = next((text for pattern, text in HINTS if re.search(pattern, f"{said}\n{failure.traceback}")), None)
     what = f"audit, run `{run.name}` on {where}"
     text = format_error(what, expected=f"{run.steps} optimizer steps", got=said, fix=hint)
     stories = [failure.traceback]
@@ -408,10 +414,13 @@ def _report_settings(context: AuditContext, auditor: _Auditor, strategy: Any) ->
     tolerance: Any = auditor.tolerance
     if tolerance is None:
         tolerance = f"{MULTIPLE:g} x estimated rounding"
+    name = strategy
+    if not isinstance(strategy, str):
+        name = type(strategy).__name__
     return {
         "devices": context.W,
         "steps": min(context.ranks.steps, context.one.steps),
-        "strategy": strategy if isinstance(strategy, str) else type(strategy).__name__,
+        "strategy": name,
         "precision": info.precision,
         "accumulate_grad_batches": info.accumulate,
         "gradient_clip_val": info.clip,

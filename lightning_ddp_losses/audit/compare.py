@@ -65,6 +65,11 @@ class ComparedRow:
         return self.verdict == "exact" and self.ranks_agree
 
     @property
+    def sortable_error(self) -> float:
+        """The error; infinite where it is NaN."""
+        return math.inf if math.isnan(self.error) else self.error
+
+    @property
     def noise(self) -> bool:
         """Whether the tensor is zero up to rounding on both sides, so that ratio and cosine say nothing."""
         return self.verdict == "exact" and (self.tolerance > 0.5 or not 0.5 < self.ratio < 2)
@@ -199,7 +204,9 @@ def _scale_at(one: Recording, step: int, what: What, *, strict: bool) -> Scale:
     if not math.isfinite(floor):
         return Scale(0.0, 0.0, frozenset())
     # 16 bits round so coarsely that a multiple would hide real gradients
-    noise = floor * MULTIPLE if eps < 1e-5 else floor
+    noise = floor
+    if eps < 1e-5:
+        noise *= MULTIPLE
     if strict:
         noise = 0.0
     return Scale(floor, noise, frozenset(name for name, size in sizes.items() if size <= noise))
@@ -238,7 +245,9 @@ def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
     for index, column in enumerate(zip(*of_ranks, strict=False)):
         values = tuple(record.loss_of(index) for record in ranks.records)
         known = [value for value in values if value is not None]
-        mean = sum(known) / len(known) if known else None
+        mean = None
+        if known:
+            mean = sum(known) / len(known)
         rows = tuple(batch.rows or 0 for batch in column)
         found.append(StepLoss(column[0].step, values, mean, one.records[0].loss_of(index), rows))
     return found
@@ -295,7 +304,7 @@ def _rows_of_step(
             )
             start = _before_step(ranks, one, rank, step, what, name)
             rows.append(_compare_entries(blank, entry, theirs.get(name, NO_TENSOR), scale, start))
-        yield max(rows, key=lambda row: math.inf if math.isnan(row.error) else row.error)
+        yield max(rows, key=lambda row: row.sortable_error)
 
 
 def _distinct_entries(ranks: Recording, step: int, what: str, name: str) -> list[tuple[int, Entry]]:
@@ -343,16 +352,20 @@ def _compare_entries(
     our_norm, their_norm, off_norm = math.sqrt(sums.ours), math.sqrt(sums.theirs), math.sqrt(sums.off)
     error = _ratio_of(off_norm, max(their_norm, scale.floor))
     largest = _ratio_of(sums.largest_off, max(sums.largest, scale.floor))
-    ratio = _ratio_of(our_norm, their_norm) if our_norm or their_norm else 1.0
-    cosine = float(our_norm == their_norm)
+    ratio = _ratio_of(our_norm, their_norm)
+    cosine = 0.0
     if our_norm and their_norm:
         cosine = sums.dot / (our_norm * their_norm)
+    elif our_norm == their_norm:  # both zero
+        ratio = cosine = 1.0
 
     # rounding, a factor, or another direction
     verdict: Verdict = "wrong direction"
     is_noise = off_norm <= scale.noise or (row.what == "parameter" and row.parameter in scale.quiet)
     # what is left when the best factor is taken out
-    across = math.sqrt(max(0.0, 1 - cosine * cosine)) if cosine > 0 else 1.0
+    across = 1.0
+    if cosine > 0:
+        across = math.sqrt(max(0.0, 1 - cosine * cosine))
     if error <= row.tolerance or is_noise:
         verdict = "exact"
     elif across <= max(row.tolerance, 1e-7):

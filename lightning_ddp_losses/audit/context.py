@@ -177,6 +177,7 @@ class AuditContext:
     @cached_property
     def factors(self) -> Factors:
         """Common factors at the first step that differs."""
+        # rows whose ratio says something; coarse ones only where there is nothing better
         rows = [row for row in self.rows if not row.noise and row.ranks_agree]
         precise = [row for row in rows if row.tolerance < 0.25] or rows
         of_encoder = [row for row in precise if row.owner == "encoder"]
@@ -195,6 +196,7 @@ class AuditContext:
         of_ranks, with_one, total = gram[:-1, :-1], gram[:-1, -1], float(gram[-1, -1])
         if not torch.isfinite(gram).all() or total == 0:
             return None
+        # least squares by normal equations: |g - sum w_r g_r|^2 needs the products only
         weights = torch.linalg.lstsq(of_ranks, with_one[:, None], driver="gelsd").solution[:, 0]
         left = total - 2 * float(weights @ with_one) + float(weights @ of_ranks @ weights)
         return RankWeights([float(weight) for weight in weights], (max(0.0, left) / total) ** 0.5)
@@ -218,6 +220,7 @@ class AuditContext:
 def _common_factor(rows: Sequence[ComparedRow]) -> float | None:
     if not rows or any(row.verdict not in ("exact", "wrong scale") for row in rows):
         return None
+    # ratios are common where they differ by no more than their errors
     ratios = [row.ratio for row in rows if row.ratio > 0]
     allowed = max(1e-3, 2 * max(row.tolerance for row in rows))
     if not ratios or max(ratios) > min(ratios) * (1 + allowed):

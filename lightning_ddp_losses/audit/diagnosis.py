@@ -73,7 +73,10 @@ def _random_numbers_differ(context: AuditContext, *, alone: bool) -> Diagnosis:
         layers = ", ".join(f"`{name}`" for name in context.info.dropout[:3])
         source = f"dropout in {layers}"
     evidence = f"A step draws random numbers ({source}); {context.W} processes and one cannot draw the same ones for the same rows."
-    if not alone:
+    confirmed = ""
+    if alone:
+        confirmed = "with every draw replaced by its mean both runs are equal"
+    else:
         evidence += " It was switched off to find the rest."
     return Diagnosis(
         "F72",
@@ -81,7 +84,7 @@ def _random_numbers_differ(context: AuditContext, *, alone: bool) -> Diagnosis:
         evidence,
         'Nothing is wrong in expectation. Audit without it: audit(..., without=("randomness",)). '
         "Give ranks different seeds for noise, the same for initial weights.",
-        confirmed="with every draw replaced by its mean both runs are equal" if alone else "",
+        confirmed=confirmed,
         severity="explanation",
     )
 
@@ -162,6 +165,7 @@ def _accumulated_pairs(context: AuditContext) -> Diagnosis | None:
 
 
 def _changed_dtype(context: AuditContext) -> Diagnosis | None:
+    # in one process: on the ranks it is a difference, and a rule's business
     events = context.one.records[0].parameter_events
     for name, what in events.items():
         if what.startswith("changed"):
@@ -181,7 +185,7 @@ def _overflow(context: AuditContext) -> Diagnosis | None:
             names.append(name)
     if not names:
         return None
-    others = " and others" if len(names) > 1 else ""
+    others = plural(names, "", " and others")
     return _note(
         "F79",
         "gradients that are not finite in both runs",
@@ -191,10 +195,13 @@ def _overflow(context: AuditContext) -> Diagnosis | None:
 
 
 def _meaning_of_a_batch(context: AuditContext) -> Diagnosis:
+    # rows of a step against those of one device, which is what learning rates are tuned for
     rows = context.rows_per_rank(1)
     factor = sum(rows) / max(1, rows[0])
     summands = " + ".join(map(str, rows))
-    rates = sorted(set(context.record.learning_rates[0])) if context.record.learning_rates else []
+    rates: list[float] = []
+    if context.record.learning_rates:
+        rates = sorted(set(context.record.learning_rates[0]))
     shown_rates = ", ".join(f"{rate:g}" for rate in rates) or "unknown"
     return _note(
         "F18",

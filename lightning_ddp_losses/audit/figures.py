@@ -51,6 +51,7 @@ def draw_audit(
     """
     from matplotlib.figure import Figure  # no pyplot: drawing needs no display and no global state
 
+    # ratios above, losses and rows below; wider with more names under the axis
     width = min(16.0, max(9.0, 3.0 + 0.32 * min(len(rows), _NAMED)))
     figure = Figure(figsize=(width, 8.4), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=[1.55, 1])  # type: ignore[misc]
@@ -61,7 +62,8 @@ def draw_audit(
     ratio_axes.set_title(f"Gradients at step {step}, in layer order (brown: not the encoder's)", fontsize=10)
     _draw_losses(loss_axes, losses)
     _draw_row_counts(row_axes, losses)
-    figure.suptitle(title, fontsize=11, wrap=True, color="tab:green" if equal else "tab:red")
+    color = "tab:green" if equal else "tab:red"
+    figure.suptitle(title, fontsize=11, wrap=True, color=color)
     return figure
 
 
@@ -110,7 +112,8 @@ def _label_parameters(axes: Axes, rows: Sequence[ComparedRow], name_of: Callable
     names = [_shortened(name_of(row.parameter)) for row in rows]
     axes.set_xticks(range(len(rows)), names, rotation=40, ha="right", fontsize=8)
     for label, row in zip(axes.get_xticklabels(), rows, strict=False):
-        label.set_color("black" if row.owner == "encoder" else "tab:brown")
+        if row.owner != "encoder":
+            label.set_color("tab:brown")
     for i, row in enumerate(rows):
         if row.verdict == "wrong direction" and math.isfinite(row.cosine):
             text, place = f"cos {row.cosine:.2f}", (i, _height(row.ratio))
@@ -122,10 +125,13 @@ def _draw_losses(axes: Axes, losses: Sequence[StepLoss]) -> None:
 
     batches = range(1, len(losses) + 1)
     W = max((len(loss.ranks) for loss in losses), default=0)
+    # ranks in one colour, with one entry in the legend
+    label: str | None = "each rank"
     for rank in range(W):
         of_rank = [_or_nan(loss.ranks[rank]) for loss in losses]
-        label = "each rank" if rank == 0 else None
         axes.plot(batches, of_rank, color="0.65", linewidth=1, marker=".", label=label)
+        label = None
+    # what they make together, and one process
     means = [_or_nan(loss.mean) for loss in losses]
     axes.plot(batches, means, color="tab:orange", marker="o", label="mean of ranks")
     of_one = [_or_nan(loss.one) for loss in losses]

@@ -204,6 +204,7 @@ NO_TENSOR = Entry("", (), "", "")
 
 def _byte_pieces(tensor: Tensor) -> Iterator[memoryview]:
     """Read a tensor's bytes in pieces, without a copy where it is contiguous on the CPU."""
+    # sparse gradients as dense ones; then bytes, whatever the dtype (numpy has no bfloat16)
     dense = tensor.detach()
     if dense.layout != torch.strided:
         dense = dense.to_dense()
@@ -237,12 +238,17 @@ class Writer:
 
     def write(self, step: int, kind: str, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
         """Store the tensors of one step under a kind; None is a tensor that is not there."""
-        # digest first: rank 0 writes its index meanwhile
-        digests = [(name, tensor, "" if tensor is None else tensor_digest(tensor)) for name, tensor in tensors]
-        stored = self._rank_0_entries(f"{step}.{kind}.json") if self.rank else {}
+        # digests first: rank 0 writes its index meanwhile
+        given = dict(tensors)
+        digests = {name: tensor_digest(tensor) for name, tensor in given.items() if tensor is not None}
+        stored: dict[str, Entry] = {}
+        if self.rank:
+            stored = self._rank_0_entries(f"{step}.{kind}.json")
+        # then an entry for each, and a file where none serves already
         index: dict[str, Entry] = {}
-        for name, tensor, digest in digests:
-            if tensor is None:
+        for name, tensor in given.items():
+            digest = digests.get(name)
+            if tensor is None or digest is None:
                 index[name] = NO_TENSOR
             elif name in stored and stored[name].digest == digest:
                 index[name] = stored[name]  # the same bits: rank 0's file serves both
@@ -326,7 +332,9 @@ class Recording:
         key = (rank, step, kind)
         if key not in self._cache:
             path = self.folder / f"rank-{rank}" / f"{step}.{kind}.json"
-            self._cache[key] = _index_from_json(path.read_text()) if path.exists() else {}
+            self._cache[key] = {}
+            if path.exists():
+                self._cache[key] = _index_from_json(path.read_text())
         return self._cache[key]
 
     def entries_of(self, step: int, kind: str, name: str) -> list[Entry | None]:
@@ -354,6 +362,7 @@ class Recording:
         entries = [entry for entry in self.entries_of(step, kind, name) if entry is not None and entry.exists]
         if len(entries) != self.ranks:
             return None
+        # blocks in the order of their classes, which need not be that of the ranks
         by_place = sorted(zip(places, entries, strict=True), key=lambda pair: pair[0])
         blocks = [entry.tensor() for _, entry in by_place]
         number = hashlib.sha256(name.encode()).hexdigest()[:12]

@@ -106,6 +106,7 @@ class Recorder(Callback):
 
     def _load_start_(self, module: LightningModule) -> None:
         """Copy the initial weights of another run into the module: rank 0's, or this rank's block."""
+        # a block of a sharded parameter is this rank's own; one process takes all blocks joined
         start = Path(self.run.start)
         source = Recording(start, len(list(start.glob("rank-*"))))
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -239,7 +240,10 @@ class Recorder(Callback):
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.record.learning_rates.append(rates)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.record.loss_scales.append(None if scaler is None else float(scaler.get_scale()))
+        scale = None
+        if scaler is not None:
+            scale = float(scaler.get_scale())
+        self.record.loss_scales.append(scale)
         self._note_events(module)
 
     def _note_events(self, module: LightningModule) -> None:
@@ -264,11 +268,7 @@ class Recorder(Callback):
         """Keep the loss and, after a step, parameters and buffers."""
         self._ablations.close()
         self.record.used_rng.append(ablations.rng_digest() != self._rng_before)
-        # Lightning has divided the loss by the number of accumulated batches
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        divided_by = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        value = float(loss.mean()) * divided_by if isinstance(loss, Tensor) else None
-        self.record.losses.append(value)
+        self.record.losses.append(_loss_value(trainer, pl_module, outputs))
         if self._unwritten_step:
             parameters = parameters_by_name(trainer, pl_module)
             self.writer.write(self._unwritten_step, "parameter", parameters.items())
@@ -335,7 +335,9 @@ class Trace:
         self._files += 1
         path = self.home / f"trace-{self._files}.pt"
         wide = values.detach().double().cpu()
-        rows = wide.reshape(wide.shape[0] if wide.ndim else 1, -1)
+        if wide.ndim == 0:
+            wide = wide[None]
+        rows = wide.reshape(len(wide), -1)
         generator = torch.Generator().manual_seed(rows.shape[1])
         directions = torch.randn(rows.shape[1], _PROJECTIONS, generator=generator, dtype=torch.float64)
         torch.save(rows @ directions, path)
@@ -384,17 +386,31 @@ def _parameter_ids(optimizers: Any) -> set[int]:
     return found
 
 
+def _loss_value(trainer: Trainer, module: LightningModule, outputs: Any) -> float | None:
+    """Return the loss that ``training_step`` returned; None where that was no tensor."""
+    loss = outputs
+    if isinstance(outputs, dict):
+        loss = outputs.get("loss")
+    if not isinstance(loss, Tensor):
+        return None
+    value = float(loss.mean())
+    if module.automatic_optimization:
+        value *= trainer.accumulate_grad_batches  # Lightning has divided by it
+    return value
+
+
 def parameter_owners(module: LightningModule, names: list[str]) -> dict[str, str]:
     """Return ``encoder``, ``unregistered`` or the name of the loss that a parameter belongs to, for each name."""
+    # losses that the strategies know, and what is called one
     losses = [loss.name for loss in find_losses(module)]
     for name, child in module.named_modules():
         if name and _LOSS_NAME.search(type(unwrap(child)).__name__):
             losses.append(name)
     found = {}
     for name in names:
-        around = [loss for loss in losses if name.startswith(f"{loss}.")]
-        if around:
-            found[name] = min(around, key=len)  # the outermost
+        parents = [loss for loss in losses if name.startswith(f"{loss}.")]
+        if parents:
+            found[name] = min(parents, key=len)  # the outermost
         elif name.startswith("optimizers["):
             found[name] = "unregistered"
         else:

@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +161,9 @@ def plan_replay(recording: Recording, assignment: str, *, steps: int, rank: int 
     of_ranks = [record.batches for record in recording.records]
     columns = [list(column) for column in zip(*of_ranks, strict=False) if column[0].step <= steps]
     if assignment == "whole":  # the batches of a step as one column, as if there were more ranks
-        columns = [_chain(group) for _, group in groupby(columns, key=lambda column: column[0].step)]
+        columns = [list(chain.from_iterable(group)) for _, group in groupby(columns, key=lambda column: column[0].step)]
         assignment = "joined"
+    # each column for each process, then each process's columns
     assign = _ASSIGNMENTS[assignment]
     assigned = [(column[0].epoch, assign(column, rank)) for column in columns]
     processes = len(assigned[0][1]) if assigned else 1
@@ -175,10 +176,6 @@ def _plan_of_process(assigned: Sequence[tuple[int, list[list[ReplayBatch]]]], pr
     for epoch, of_processes in assigned:
         plan.setdefault(epoch, []).extend(of_processes[process])
     return list(plan.values())
-
-
-def _chain(lists: Any) -> list[Any]:
-    return [item for each in lists for item in each]
 
 
 # ---------------------------------------------------------------------- nests
@@ -214,8 +211,13 @@ def count_rows(tree: Any, hint: RowCount = None) -> RowCount:
     if hint is not None and hint in (*lengths, *lists):
         return hint
     # tensors of many lengths: samples of their own size, so the lists tell
-    found = lists if lists and len(set(lengths)) != 1 else lengths
-    return Counter(found).most_common(1)[0][0] if found else None
+    found = lengths
+    if lists and len(set(lengths)) != 1:
+        found = lists
+    if not found:
+        return None
+    ((most_common, _),) = Counter(found).most_common(1)
+    return int(most_common)
 
 
 def batch_digest(tree: Any) -> str:
@@ -244,7 +246,9 @@ def _rebuild_nest(tree: Any, children: Sequence[Any]) -> Any:
     """Build a nest like ``tree`` with other children."""
     if isinstance(tree, Mapping):
         changed = dict(zip(tree, children, strict=True))
-        return changed if type(tree) is dict else type(tree)(changed)  # type: ignore[call-arg]
+        if type(tree) is not dict:
+            return type(tree)(changed)  # type: ignore[call-arg]
+        return changed
     if _is_named_tuple(tree):
         return type(tree)(*children)
     if isinstance(tree, (tuple, list)):
@@ -326,10 +330,12 @@ def take_rows(batch: Any, part: slice, hint: RowCount = None) -> Any:
     def cut(tree: Any) -> Any:
         if _are_rows(tree, rows, sample_lists):
             return tree[part]
-        if _is_array(tree):
-            return tree[part] if tree.ndim and tree.shape[0] == rows else tree
+        if _is_array(tree) and tree.ndim and tree.shape[0] == rows:
+            return tree[part]
         children = _children(tree)
-        return tree if children is None else _rebuild_nest(tree, [cut(child) for _, child in children])
+        if children is None:
+            return tree
+        return _rebuild_nest(tree, [cut(child) for _, child in children])
 
     return cut(batch)
 
@@ -358,7 +364,7 @@ def _join(items: list[Any], rows: _RankRows, path: str) -> Any:
     # lists of one element for each row
     lengths_fit = isinstance(first, list) and [len(item) for item in items] == rows.counts
     if lengths_fit and _are_rows(first, rows.counts[0], rows.sample_lists):
-        return _chain(items)
+        return list(chain.from_iterable(items))
     # plain values
     nests = [_children(item) for item in items]
     if nests[0] is None:
@@ -367,7 +373,7 @@ def _join(items: list[Any], rows: _RankRows, path: str) -> Any:
         shown = [repr(item)[:60] for item in items]
         raise _cannot_join(path, "a value that is the same on every rank, or tensors", shown)
     # nests, child by child
-    keys = [[key for key, _ in nest or ()] for nest in nests]
+    keys = [_keys(nest) for nest in nests]
     if any(each != keys[0] for each in keys):
         raise _cannot_join(path, "the same keys on every rank", [" ".join(each) or "nothing" for each in keys])
     children = []
@@ -377,11 +383,15 @@ def _join(items: list[Any], rows: _RankRows, path: str) -> Any:
     return _rebuild_nest(first, children)
 
 
+def _keys(nest: list[tuple[str, Any]] | None) -> list[str]:
+    return [key for key, _ in nest or ()]
+
+
 def _join_tensors(items: list[Tensor], rows: _RankRows, path: str) -> Tensor:
     first = items[0]
     if any(item.is_nested for item in items):
-        kinds = ["a nested tensor" if item.is_nested else "a tensor" for item in items]
-        raise _cannot_join(path, "plain tensors", kinds)
+        kinds = {True: "a nested tensor", False: "a tensor"}
+        raise _cannot_join(path, "plain tensors", [kinds[item.is_nested] for item in items])
     # rows: alike in all but the first dimension, and as many as the batch has
     alike = all(item.ndim and item.shape[1:] == first.shape[1:] and item.dtype == first.dtype for item in items)
     if alike and [item.shape[0] for item in items] == rows.counts:
@@ -427,11 +437,14 @@ class _BatchPickler(pickle.Pickler):
             importable = operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
         except (AttributeError, KeyError):
             importable = False
-        return NotImplemented if importable else (_find_class, (obj.__module__, obj.__qualname__))
+        if importable:
+            return NotImplemented
+        return _find_class, (obj.__module__, obj.__qualname__)
 
 
 def _find_class(module: str, qualname: str) -> type:
     """Find a class among all that exist in this process."""
+    # breadth first through the subclasses of object
     queue: list[type[Any]] = [object]
     seen: set[type[Any]] = {object}
     for cls in queue:

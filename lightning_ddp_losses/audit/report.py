@@ -77,7 +77,7 @@ class AuditReport:
         wrong = {row.parameter for row in rows if not row.exact}
         updates = [row for row in self.updates if row.step == step and not row.exact]
         rows += [row for row in updates if row.parameter not in wrong]
-        return sorted(rows, key=lambda row: (row.exact, -math.inf if math.isnan(row.error) else -row.error))
+        return sorted(rows, key=lambda row: (row.exact, -row.sortable_error))
 
     def name(self, parameter: str) -> str:
         """A parameter as the user knows it."""
@@ -98,7 +98,8 @@ class AuditReport:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table, losses, diagnoses and notes for a terminal."""
-        yield Text(self.summary(), style="bold green" if self.equal else "bold red")
+        color = "green" if self.equal else "red"
+        yield Text(self.summary(), style=f"bold {color}")
         yield self._table(wide=options.max_width >= _WIDE)
         if self.losses:
             first = self.losses[0]
@@ -123,20 +124,25 @@ class AuditReport:
         table.add_column("verdict", justify="left")
         # rows
         for row in rows[:_SHOWN]:
-            suffix = "" if row.what == "gradient" else " (after the step)"
-            verdict = row.verdict if row.ranks_agree else f"{row.verdict}, ranks disagree"
-            cells: list[Text | str] = [Text(self.name(row.parameter) + suffix)]
+            name, verdict = self.name(row.parameter), str(row.verdict)
+            if row.what == "parameter":
+                name += " (after the step)"
+            if not row.ranks_agree:
+                verdict += ", ranks disagree"
+            cells: list[Text | str] = [Text(name)]
             if wide:
                 cells.append(row.owner)
             cells += [f"{row.ratio:.4g}", f"{row.cosine:.4f}", f"{row.error:.1e}", f"{row.tolerance:.1e}", verdict]
-            table.add_row(*cells, style=None if row.exact else "red")
+            table.add_row(*cells, style="" if row.exact else "red")
         # what is left out, as one row
         rest = rows[_SHOWN:]
         if rest:
             worst = f"{max(row.error for row in rest):.1e}"
             verdict = "exact" if all(row.exact for row in rest) else ""
-            owner = [""] if wide else []
-            table.add_row(f"... {len(rest)} more", *owner, "", "", worst, "", verdict)
+            cells = [f"... {len(rest)} more"]
+            if wide:
+                cells.append("")
+            table.add_row(*cells, "", "", worst, "", verdict)
         return table
 
     def __str__(self) -> str:
@@ -184,8 +190,10 @@ class AuditReport:
 
 
 def _diagnosis_texts(each: Diagnosis, head: str) -> list[Text]:
-    fault = f" ({each.fault})" if each.fault else ""
-    texts = [Text(f"\n{head}: {each.title}{fault}", style=f"bold {_COLORS[each.severity]}"), Text(each.evidence)]
+    title = f"\n{head}: {each.title}"
+    if each.fault:
+        title += f" ({each.fault})"
+    texts = [Text(title, style=f"bold {_COLORS[each.severity]}"), Text(each.evidence)]
     if each.confirmed:
         texts.append(Text(f"Confirmed: {each.confirmed}."))
     texts.append(Text(f"Do: {each.fix}"))
@@ -233,11 +241,14 @@ _NUMBERS = frozenset({0, 3, 4, 5, 6, 7})  # columns that are right-aligned
 
 def _html_page(report: AuditReport, step: int, figure: str) -> str:
     """Build the page: summary, diagnoses, figure, tables, notes."""
+    # what was found, first
     state = "equal" if report.equal else "different"
     parts = [f'<h1 class="{state}">{_escaped(report.summary())}</h1>', f"<p>{_escaped(_settings_sentence(report))}</p>"]
     parts += [_html_card(each, f"{number}. ") for number, each in enumerate(report.diagnoses, 1)]
+    # the step at which something differs
     parts += [figure, f"<h2>Gradients at step {step}, in layer order</h2>"]
     parts.append(_html_table(report, [row for row in report.rows if row.step == step]))
+    # everything else, folded
     updates = [row for row in report.updates if not row.exact]
     if updates:
         parts += _html_details("Parameters that differ after a step", _html_table(report, updates))
@@ -260,7 +271,9 @@ def _escaped(value: object) -> str:
 
 def _settings_sentence(report: AuditReport) -> str:
     s = report.settings
-    without = f"; without {', '.join(s['without'])}" if s.get("without") else ""
+    without = ""
+    if s.get("without"):
+        without = f"; without {', '.join(s['without'])}"
     return (
         f"{s.get('devices')} ranks, {s.get('steps')} optimizer steps, strategy {s.get('strategy')}, "
         f"precision {s.get('precision')} (rounding unit "
@@ -271,13 +284,14 @@ def _settings_sentence(report: AuditReport) -> str:
 
 
 def _html_card(each: Diagnosis, number: str) -> str:
-    fault = f" <code>{_escaped(each.fault)}</code>" if each.fault else ""
-    confirmed = f"<p><b>Confirmed:</b> {_escaped(each.confirmed)}.</p>" if each.confirmed else ""
-    head = f"<h3>{number}{_escaped(each.title)}{fault}</h3>"
-    return (
-        f'<div class="card {each.severity}">{head}<p>{_escaped(each.evidence)}</p>{confirmed}'
-        f"<p><b>Do:</b> {_escaped(each.fix)}</p></div>"
-    )
+    title = number + _escaped(each.title)
+    if each.fault:
+        title += f" <code>{_escaped(each.fault)}</code>"
+    text = f"<h3>{title}</h3><p>{_escaped(each.evidence)}</p>"
+    if each.confirmed:
+        text += f"<p><b>Confirmed:</b> {_escaped(each.confirmed)}.</p>"
+    text += f"<p><b>Do:</b> {_escaped(each.fix)}</p>"
+    return f'<div class="card {each.severity}">{text}</div>'
 
 
 def _html_details(summary: str, content: str) -> list[str]:
@@ -296,11 +310,13 @@ def _html_table(report: AuditReport, rows: Sequence[ComparedRow]) -> str:
 
 
 def _html_row(tag: str, cells: Sequence[object], state: str | None = None) -> str:
-    line = "<tr>" if state is None else f'<tr class="{state}">'
+    line = ""
     for column, cell in enumerate(cells):
         number = ' class="n"' if column in _NUMBERS else ""
         line += f"<{tag}{number}>{_escaped(cell)}</{tag}>"
-    return line + "</tr>"
+    if state is None:
+        return f"<tr>{line}</tr>"
+    return f'<tr class="{state}">{line}</tr>'
 
 
 def _image_tag(figure: Figure) -> str:

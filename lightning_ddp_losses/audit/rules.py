@@ -24,10 +24,12 @@ _MEAN_OF_RANKS = "one process that averages the ranks' own losses has the ranks'
 
 def identical_batches(context: AuditContext) -> Diagnosis | None:
     """F67, F71: every rank draws the same rows."""
-    digests = [[batch.digest for batch in record.batches] for record in context.user_run.records]
-    columns = list(zip(*digests, strict=False))
-    if context.W == 1 or not columns or any(len(set(column)) > 1 for column in columns):
+    columns = list(zip(*(record.batches for record in context.user_run.records), strict=False))
+    if context.W == 1 or not columns:
         return None
+    for column in columns:
+        if any(batch.digest != column[0].digest for batch in column):
+            return None
     return Diagnosis(
         "F67",
         "every rank has the same batches",
@@ -53,6 +55,7 @@ def reshuffled_sampler(context: AuditContext) -> Diagnosis | None:
 
 def rounding(context: AuditContext) -> Diagnosis | None:
     """F78: a difference of the size that the precision makes, gone in float64."""
+    # no larger than a few thousand rounding errors, which no fault is
     worst = context.comparison.worst()
     too_large = worst > 4096 * context.unit
     if context.desynchronized or not context.wrong or too_large or context.unit < 1e-15:
@@ -113,7 +116,9 @@ def factor_on_loss(context: AuditContext) -> Diagnosis | None:
     if not (_is_close(context.factors.encoder, 1.0) and _is_close(context.factors.losses, float(context.W))):
         return None
     wrapper = _pml_wrapper(context)
-    multiplied = f"`{wrapper}` multiplies the loss" if wrapper else "The loss is multiplied"
+    multiplied = "The loss is multiplied"
+    if wrapper:
+        multiplied = f"`{wrapper}` multiplies the loss"
     loss = [row for row in context.rows if row.owner != "encoder"]
     return Diagnosis(
         "F24",
@@ -135,7 +140,9 @@ def gather_without_autograd(context: AuditContext) -> Diagnosis | None:
     losses_fit = losses is None or _is_close(losses, 1.0) or _is_close(losses, 1 / context.W)
     if not _is_close(encoder, 1 / context.W) or not losses_fit:
         return None
-    exact_losses = ", and the loss's own are exact" if _is_close(losses, 1.0) else ""
+    exact_losses = ""
+    if _is_close(losses, 1.0):
+        exact_losses = ", and the loss's own are exact"
     return Diagnosis(
         "F20",
         "a gather or reduction without autograd",
@@ -169,7 +176,9 @@ def double_scaling(context: AuditContext) -> Diagnosis | None:
     W = float(context.W)
     if context.W == 1 or not (_is_close(encoder, W) or _is_close(encoder, W**2)):
         return None
-    of_losses = "" if losses is None else f"; the loss's own {_factor_text(losses)}"
+    of_losses = ""
+    if losses is not None:
+        of_losses = f"; the loss's own {_factor_text(losses)}"
     return Diagnosis(
         "F21",
         "scaled by the number of ranks once too often",
@@ -187,7 +196,9 @@ def own_rows_first(context: AuditContext) -> Diagnosis | None:
     if context.counterfactual.reversed_order().equal:
         return None
     wrapper = _pml_wrapper(context)
-    reason = f"; `{wrapper}` puts this rank's rows before the others'." if wrapper else "."
+    reason = "."
+    if wrapper:
+        reason = f"; `{wrapper}` puts this rank's rows before the others'."
     losses = comma_list(map(loss_text, context.losses_at(context.step)))
     return Diagnosis(
         "F26",
@@ -273,6 +284,7 @@ def mean_of_means(context: AuditContext) -> Diagnosis | None:
     else:
         if abs(sum(weights) - 1) > 0.02:
             return None
+        # weights in proportion to rows: the ranks' batches differ; else what counts in them differs
         reason = "valid targets (ignored, masked or zero elements do not count)"
         pairs = zip(weights, rows, strict=True)
         if uneven and all(abs(weight - count / sum(rows)) < 0.02 for weight, count in pairs):
@@ -331,6 +343,7 @@ def _exact_rank_weights(context: AuditContext) -> list[float] | None:
     found = context.rank_weights
     if found is None:
         return None
+    # what the weights leave over may be rounding, but no more than a twentieth
     allowed = max(1e-4, min(0.05, max(row.tolerance for row in context.rows)))
     return found.weights if found.unexplained <= allowed else None
 

@@ -34,6 +34,7 @@ def parameter_order(context: AuditContext) -> Diagnosis | None:
 def norm_converted_late(context: AuditContext) -> Diagnosis | None:
     """F60: a batch norm that was replaced after the wrap, or that the conversion did not reach."""
     at_wrap, in_training = context.record.norms_at_wrap, context.record.norms_in_training
+    # replaced since the wrap, or not reached by the conversion that the trainer was asked for
     late = [name for name, kind in in_training.items() if at_wrap.get(name, kind) != kind]
     plain = [name for name, kind in in_training.items() if "Sync" not in kind]
     if late:
@@ -63,7 +64,7 @@ def unequal_start(context: AuditContext) -> Diagnosis | None:
     differ = [name for name in names if not context.ranks.ranks_agree(0, "initial", name)]
     if not differ or context.step != 1:
         return None
-    others = f" (and {len(differ) - 1} more)" if len(differ) > 1 else ""
+    others = plural(differ, "", f" (and {len(differ) - 1} more)")
     return Diagnosis(
         "F04",
         "weights that start different on each rank",
@@ -120,6 +121,7 @@ _EVENTS = {
 
 def changed_after_wrap(context: AuditContext) -> Diagnosis | None:
     """F05 to F08: DDP's hook is not on what is trained now."""
+    # the first event of the first parameter that differs
     for row in context.desynchronized:
         for record in context.ranks.records:
             what = record.parameter_events.get(row.parameter, "")
@@ -168,6 +170,7 @@ def own_backward(context: AuditContext) -> Diagnosis | None:
 def clipped_by_desynchronized_norm(context: AuditContext) -> Diagnosis | None:
     """F13: one unsynchronised gradient, and the clip factor differs for all."""
     unreduced = context.desynchronized
+    # equal before the step and not after it: something between the two depends on the rank
     equal_before = {row.parameter for row in context.rows if row.ranks_agree}
     updates = context.comparison.first_updates()
     drifted = [row for row in updates if not row.ranks_agree and row.parameter in equal_before]
@@ -257,6 +260,7 @@ def own_queue(context: AuditContext) -> Diagnosis | None:
     """F64, F26: a memory of rows that each rank fills by itself."""
     for step in range(1, context.step + 1):
         for name in context.ranks.names(step, "buffer"):
+            # running statistics have a rule of their own; counters are no rows
             of_norm = name.rpartition(".")[0] in context.record.norms_at_wrap
             if of_norm or context.ranks.ranks_agree(step, "buffer", name):
                 continue
@@ -268,6 +272,7 @@ def own_queue(context: AuditContext) -> Diagnosis | None:
 
 
 def _queue_diagnosis(name: str, step: int, entries: Sequence[Entry]) -> Diagnosis:
+    # the same rows in any order? large buffers are not sorted, and count as different
     small = [entry for entry in entries if entry.numel <= 1 << 20]
     contents = [_sorted_rows(entry) for entry in small]
     if contents and all(rows == contents[0] for rows in contents):

@@ -103,7 +103,9 @@ def run_processes(
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
 
         # who has not answered
-        waited = "was still waiting for the others" if failures else f"took more than {seconds:.0f} s"
+        waited = f"took more than {seconds:.0f} s"
+        if failures:
+            waited = "was still waiting for the others"
         for pipe, rank in silent.items():
             failures[rank] = Failure("", waited, _stacks(processes[rank], logs[rank]))
             pipe.close()
@@ -151,6 +153,7 @@ def _ready_pipes(silent: dict[Any, int], processes: list[Any], left: float) -> l
 
 def _process_main(rank: int, pipe: Any, log: Path, work: Callable[[int], None]) -> None:
     """Do the work in a new process; its output goes to a file, its failure through the pipe."""
+    # a session of its own, output to a file, signals as a fresh process has them
     os.setsid()  # so that what this process starts ends with it
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -364,18 +367,23 @@ _SPLIT_PARAMETERS = ("FSDP", "DeepSpeed", "ModelParallel", "XLA")  # strategies 
 
 def _trainer_options(target: AuditTarget, run: Run, recorder: Recorder) -> dict[str, Any]:
     """Build the Trainer's options for one run: the user's, but what the audit decides."""
-    left_out = OURS | _DATA_OPTIONS if run.plans else OURS
+    # the user's, but what the audit decides or a replay does not have
+    left_out = OURS
+    if run.plans:
+        left_out |= _DATA_OPTIONS
     options = {name: value for name, value in target.options.items() if name not in left_out}
+    # callbacks, plugins and accumulation
     given = options.pop("callbacks", None) or []
     if isinstance(given, Callback):
         given = [given]
     callbacks = [callback for callback in given if not isinstance(callback, LEFT_OUT)]
     plugins = _plugins(options.pop("plugins", None), run)
     accumulate = options.pop("accumulate_grad_batches", 1) * run.accumulate
+    # what the run is without, and what a replay cannot have
     if "precision" in run.without:
         options["precision"] = "64-true"
     if not run.ranks:
-        options.pop("sync_batchnorm", None)  # one process has nobody to share statistics with
+        options.pop("sync_batchnorm", None)
     if run.plans:
         options["use_distributed_sampler"] = False
         options["reload_dataloaders_every_n_epochs"] = 1
@@ -400,10 +408,10 @@ def _trainer_options(target: AuditTarget, run: Run, recorder: Recorder) -> dict[
 
 def _plugins(given: Any, run: Run) -> list[Any]:
     """Choose the user's plugins that a run can have, and the ranks that exist."""
-    given = given or []
-    plugins = list(given) if isinstance(given, (list, tuple)) else [given]
-    plugins = [plugin for plugin in plugins if not isinstance(plugin, ClusterEnvironment)]
-    if not run.ranks:
+    if not isinstance(given, (list, tuple)):
+        given = [given]
+    plugins = [plugin for plugin in given if plugin is not None and not isinstance(plugin, ClusterEnvironment)]
+    if not run.ranks:  # one process has nobody to share statistics with
         plugins = [plugin for plugin in plugins if not isinstance(plugin, LayerSync)]
     if "precision" in run.without:  # a precision plugin would contradict float64
         plugins = [plugin for plugin in plugins if isinstance(plugin, LayerSync)]
