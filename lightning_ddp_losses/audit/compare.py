@@ -17,12 +17,14 @@ from torch import Tensor
 
 from lightning_ddp_losses.audit.rank_record import NO_TENSOR, Entry, ModuleCall, Recording
 
-Verdict = Literal["exact", "wrong scale", "wrong direction", "missing", "not finite"]
+Verdict = Literal["exact", "zero", "wrong scale", "wrong direction", "missing", "not finite"]
 What = Literal["gradient", "parameter"]
 
 MULTIPLE = 16.0
 """A difference is a finding where it exceeds this multiple of the estimated rounding error."""
 
+_ALL_ROUNDING = MULTIPLE / 4  # the tolerance of a tensor that one rounding unit moves by a quarter of its size
+_ZERO_ERROR = 0.01  # what agrees better than this is no rounding
 _CAP = 0.4  # of a first gradient's tolerance: a factor 1/2 is an error of 0.5
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -43,7 +45,8 @@ class ComparedRow:
         tolerance: What ``error`` may be: ``MULTIPLE`` times the estimated rounding error.
         ranks_agree: Whether all ranks hold the same bits.
         rank: The rank with the largest error, which this row shows.
-        verdict: The finding.
+        verdict: The finding; ``"zero"`` for a gradient that is nothing but rounding on both sides, so that ratio, cosine and
+            error say nothing: that of a bias before a batch norm.
     """
 
     step: int
@@ -62,7 +65,7 @@ class ComparedRow:
     @property
     def exact(self) -> bool:
         """Whether the difference is rounding, and the ranks agree."""
-        return self.verdict == "exact" and self.ranks_agree
+        return self.verdict in ("exact", "zero") and self.ranks_agree
 
     @property
     def sortable_error(self) -> float:
@@ -72,6 +75,8 @@ class ComparedRow:
     @property
     def noise(self) -> bool:
         """Whether the tensor is zero up to rounding on both sides, so that ratio and cosine say nothing."""
+        if self.verdict == "zero":
+            return True
         return self.verdict == "exact" and (self.tolerance > 0.5 or not 0.5 < self.ratio < 2)
 
 
@@ -248,7 +253,7 @@ def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
         mean = None
         if known:
             mean = sum(known) / len(known)
-        rows = tuple(batch.rows or 0 for batch in column)
+        rows = tuple(batch.total_rows for batch in column)
         found.append(StepLoss(column[0].step, values, mean, one.records[0].loss_of(index), rows))
     return found
 
@@ -359,18 +364,26 @@ def _compare_entries(
     elif our_norm == their_norm:  # both zero
         ratio = cosine = 1.0
 
-    # rounding, a factor, or another direction
-    verdict: Verdict = "wrong direction"
-    is_noise = off_norm <= scale.noise or (row.what == "parameter" and row.parameter in scale.quiet)
+    found = dataclasses.replace(row, ratio=ratio, cosine=cosine, error=error, max_error=largest)
+    return dataclasses.replace(found, verdict=_judge(found, max(our_norm, their_norm), off_norm, scale))
+
+
+def _judge(row: ComparedRow, norm: float, off_norm: float, scale: Scale) -> Verdict:
+    """Give the verdict on two tensors that differ: rounding, a factor, or another direction."""
+    # rounding: by the tensor's own tolerance, beside all tensors together, or as what an optimizer makes of rounding
+    is_quiet_update = row.what == "parameter" and row.parameter in scale.quiet
+    if row.error <= row.tolerance or off_norm <= scale.noise or is_quiet_update:
+        all_rounding = norm <= scale.noise or row.tolerance >= _ALL_ROUNDING
+        if row.what == "gradient" and all_rounding and row.error > _ZERO_ERROR:
+            return "zero"
+        return "exact"
     # what is left when the best factor is taken out
     across = 1.0
-    if cosine > 0:
-        across = math.sqrt(max(0.0, 1 - cosine * cosine))
-    if error <= row.tolerance or is_noise:
-        verdict = "exact"
-    elif across <= max(row.tolerance, 1e-7):
-        verdict = "wrong scale"
-    return dataclasses.replace(row, ratio=ratio, cosine=cosine, error=error, max_error=largest, verdict=verdict)
+    if row.cosine > 0:
+        across = math.sqrt(max(0.0, 1 - row.cosine**2))
+    if across <= max(row.tolerance, 1e-7):
+        return "wrong scale"
+    return "wrong direction"
 
 
 def _incomparable(row: ComparedRow, verdict: Verdict) -> ComparedRow:

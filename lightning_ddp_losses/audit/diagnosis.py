@@ -151,7 +151,7 @@ def _accumulated_pairs(context: AuditContext) -> Diagnosis | None:
         return None
     sizes = set()
     for record in context.ranks.records:
-        sizes |= {batch.rows for batch in record.batches}
+        sizes |= {batch.total_rows for batch in record.batches}
     if len(sizes) > 1 and context.is_local_mean:
         return None  # unequal pieces of a plain mean
     return _note(

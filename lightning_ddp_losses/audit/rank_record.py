@@ -32,6 +32,19 @@ _BYTES = 1 << 24  # written and digested at a time
 
 # ---------------------------------------------------------------------- what a rank did
 
+RowCount = int | None
+"""Samples in a batch; None where nothing has any."""
+
+LoaderRows = RowCount | list["LoaderRows"]
+"""The same for each loader of a ``CombinedLoader``, in its order, where a batch is a nest of one batch for each."""
+
+
+def sum_rows(rows: LoaderRows) -> int:
+    """Add up the samples of all loaders."""
+    if isinstance(rows, list):
+        return sum(map(sum_rows, rows))
+    return rows or 0
+
 
 @dataclass
 class BatchRecord:
@@ -40,16 +53,21 @@ class BatchRecord:
     Attributes:
         epoch: Lightning's epoch.
         step: Optimizer step that the batch belongs to, from 1.
-        rows: Samples in it; None where nothing has any.
+        rows: Samples in it; None where nothing has any, a list where it comes from several loaders.
         file: Where it is stored; empty in a replay.
         digest: Of its tensors and values; empty in a replay.
     """
 
     epoch: int
     step: int
-    rows: int | None = None
+    rows: LoaderRows = None
     file: str = ""
     digest: str = ""
+
+    @property
+    def total_rows(self) -> int:
+        """Number of samples, of all loaders together."""
+        return sum_rows(self.rows)
 
 
 @dataclass
@@ -154,7 +172,7 @@ class RankRecord:
 
     def rows_at(self, step: int) -> int:
         """Count the samples of an optimizer step."""
-        return sum(batch.rows or 0 for batch in self.batches if batch.step == step)
+        return sum(batch.total_rows for batch in self.batches if batch.step == step)
 
     def loss_of(self, batch: int) -> float | None:
         """Return the loss of a batch, None where none was recorded."""

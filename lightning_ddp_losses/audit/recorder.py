@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.audit import ablations
 from lightning_ddp_losses.audit.rank_record import (
     BatchRecord,
+    LoaderRows,
     ModuleCall,
     ModuleInfo,
     RankRecord,
@@ -28,7 +30,7 @@ from lightning_ddp_losses.audit.rank_record import (
     Writer,
     tensor_digest,
 )
-from lightning_ddp_losses.audit.replay import Run, batch_digest, count_rows, save_batch
+from lightning_ddp_losses.audit.replay import Run, batch_digest, count_loader_rows, save_batch
 from lightning_ddp_losses.core import compat, precision
 from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.module_search import find_hidden
@@ -211,10 +213,12 @@ class Recorder(Callback):
             self._ablations.enter_context(ablations.MeanDraws())  # type: ignore[no-untyped-call]
 
     def _record_batch(self, trainer: Trainer, batch: Any, step: int) -> None:
-        loader = trainer.train_dataloader
-        sampler = getattr(loader, "batch_sampler", None)
-        hint = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-        found = BatchRecord(trainer.current_epoch, step, count_rows(batch, hint))
+        if self.run.plans:  # a replay runs through its plan from the start
+            planned = list(chain.from_iterable(self.run.plans[self.writer.rank]))
+            hints = planned[min(len(self.record.batches), len(planned) - 1)].row_count
+        else:
+            hints = _batch_sizes(trainer.train_dataloader)
+        found = BatchRecord(trainer.current_epoch, step, count_loader_rows(batch, hints))
         if not self.run.plans:  # the user's own data: what replays will need
             path = self.writer.home / f"batch-{len(self.record.batches)}.pkl"
             save_batch(batch, path)
@@ -384,6 +388,17 @@ def _parameter_ids(optimizers: Any) -> set[int]:
         for group in optimizer.param_groups:
             found |= {id(parameter) for parameter in group["params"]}
     return found
+
+
+def _batch_sizes(loaders: Any) -> LoaderRows:
+    """Return the batch size of a loader, or those of each where batches of several come together; None where unknown."""
+    if isinstance(loaders, Mapping):
+        return [_batch_sizes(loader) for loader in loaders.values()]
+    if isinstance(loaders, (list, tuple)):
+        return [_batch_sizes(loader) for loader in loaders]
+    sampler = getattr(loaders, "batch_sampler", None)
+    size: int | None = getattr(loaders, "batch_size", None) or getattr(sampler, "batch_size", None)
+    return size
 
 
 def _loss_value(trainer: Trainer, module: LightningModule, outputs: Any) -> float | None:

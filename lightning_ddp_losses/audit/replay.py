@@ -23,11 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.audit.rank_record import BatchRecord, Recording, tensor_digest
+from lightning_ddp_losses.audit.rank_record import BatchRecord, LoaderRows, Recording, RowCount, sum_rows, tensor_digest
 from lightning_ddp_losses.errors import InputError
-
-RowCount = int | None
-"""Samples in a batch; None where nothing has any."""
 
 # ---------------------------------------------------------------------- runs
 
@@ -57,6 +54,10 @@ class AuditTarget:
     ckpt_path: Any = None
 
 
+Part = tuple[int, int, int]
+"""(start, stop, W): equal parts ``start`` to ``stop`` of W; what does not divide is left out."""
+
+
 @dataclass(frozen=True)
 class ReplayBatch:
     """One batch of a replay: recorded batches joined in this order, or a part of what they make.
@@ -64,22 +65,40 @@ class ReplayBatch:
     Attributes:
         files: The recorded batches.
         rows: Rows in each.
-        part: (start, stop, W): equal parts ``start`` to ``stop`` of W; what does not divide is left out. None: all rows.
+        part: The part; None: all rows.
     """
 
     files: tuple[str, ...]
-    rows: tuple[RowCount, ...]
-    part: tuple[int, int, int] | None = None
+    rows: tuple[LoaderRows, ...]
+    part: Part | None = None
 
     def load(self) -> Any:
         """Read the recorded batches and make the one that is replayed."""
         joined = join_batches([load_batch(file) for file in self.files], self.rows)
         if self.part is None:
             return joined
-        start, stop, W = self.part
-        hint = sum(count or 0 for count in self.rows)
-        size = (count_rows(joined, hint) or 0) // W
-        return take_rows(joined, slice(size * start, size * stop), hint)
+        return take_part(joined, self.part, _joined_rows(self.rows))
+
+    @property
+    def row_count(self) -> LoaderRows:
+        """Samples in the batch, as far as the recorded ones tell."""
+        rows = self.rows[0] if len(self.rows) == 1 else _joined_rows(self.rows)
+        return rows if self.part is None else _part_of(rows, self.part)
+
+
+def _joined_rows(rows: Sequence[LoaderRows]) -> LoaderRows:
+    """Add up what ranks have, loader by loader."""
+    lists = [each for each in rows if isinstance(each, list)]
+    if len(lists) == len(rows) and len(set(map(len, lists))) == 1:
+        return [_joined_rows(of_loader) for of_loader in zip(*lists, strict=True)]
+    return sum(map(sum_rows, rows))
+
+
+def _part_of(rows: LoaderRows, part: Part) -> LoaderRows:
+    if isinstance(rows, list):
+        return [_part_of(each, part) for each in rows]
+    start, stop, W = part
+    return None if rows is None else rows // W * (stop - start)
 
 
 Plan = list[list[ReplayBatch]]
@@ -128,7 +147,7 @@ Column = list[BatchRecord]  # the batches that the ranks had at the same time, i
 Assignment = Callable[[Column, int], list[list[ReplayBatch]]]  # a column, a rank -> batches for each process
 
 
-def _replay_batch(records: Sequence[BatchRecord], part: tuple[int, int, int] | None = None) -> ReplayBatch:
+def _replay_batch(records: Sequence[BatchRecord], part: Part | None = None) -> ReplayBatch:
     files = tuple(record.file for record in records)
     rows = tuple(record.rows for record in records)
     return ReplayBatch(files, rows, part)
@@ -220,6 +239,24 @@ def count_rows(tree: Any, hint: RowCount = None) -> RowCount:
     return int(most_common)
 
 
+def count_loader_rows(batch: Any, hints: LoaderRows) -> LoaderRows:
+    """Count the samples of a batch loader by loader, as far as its nest is that of the loaders' ``hints``."""
+    if not isinstance(hints, list):
+        return count_rows(batch, hints)
+    of_loaders = _loader_batches(batch, hints)
+    if of_loaders is None:  # a hook of the module has made something else of it
+        return count_rows(batch)
+    return [count_loader_rows(child, hint) for (_, child), hint in zip(of_loaders, hints, strict=True)]
+
+
+def _loader_batches(batch: Any, rows: LoaderRows) -> list[tuple[str, Any]] | None:
+    """List the batches of the loaders by key; None where ``rows`` speaks of one loader, or of others than the batch has."""
+    if not isinstance(rows, list) or not isinstance(batch, (Mapping, list, tuple)) or len(batch) != len(rows):
+        return None
+    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    return [(f"[{key!r}]", child) for key, child in items]
+
+
 def batch_digest(tree: Any) -> str:
     """Digest all tensors and plain values."""
     found = hashlib.blake2b(digest_size=12)
@@ -303,12 +340,13 @@ def _are_rows(tree: Any, rows: RowCount, sample_lists: bool) -> bool:
 # ---------------------------------------------------------------------- joining and cutting
 
 
-def join_batches(batches: Sequence[Any], hints: Sequence[RowCount] | None = None) -> Any:
-    """Join the rows of all batches to one batch, in the order given.
+def join_batches(batches: Sequence[Any], hints: Sequence[LoaderRows] | None = None, path: str = "batch") -> Any:
+    """Join the rows of all batches to one batch, in the order given; batches of several loaders loader by loader.
 
     Args:
         batches: One for each rank, alike in structure.
         hints: How many rows each has, where that is known.
+        path: What errors call the batch.
 
     Raises:
         InputError: naming the path of what cannot be joined, with what each rank has there.
@@ -316,10 +354,30 @@ def join_batches(batches: Sequence[Any], hints: Sequence[RowCount] | None = None
     if len(batches) == 1:
         return batches[0]
     known = hints or [None] * len(batches)
-    counts = [count_rows(batch, hint) for batch, hint in zip(batches, known, strict=True)]
-    pairs = zip(batches, counts, strict=True)
-    sample_lists = any(_has_sample_lists(batch, count) for batch, count in pairs)
-    return _join(list(batches), _RankRows(counts, sample_lists), "batch")
+    pairs = list(zip(batches, known, strict=True))
+    of_ranks = [of_loaders for batch, rows in pairs if (of_loaders := _loader_batches(batch, rows)) is not None]
+    if len(of_ranks) == len(batches) and len(set(map(len, of_ranks))) == 1:
+        joined = []
+        for index, (key, _) in enumerate(of_ranks[0]):
+            column = [of_loaders[index][1] for of_loaders in of_ranks]
+            rows_of_loader = [rows[index] for rows in known if isinstance(rows, list)]
+            joined.append(join_batches(column, rows_of_loader, path + key))
+        return _rebuild_nest(batches[0], joined)
+    counts = [count_rows(batch, None if isinstance(rows, list) else rows) for batch, rows in pairs]
+    sample_lists = any(_has_sample_lists(batch, count) for batch, count in zip(batches, counts, strict=True))
+    return _join(list(batches), _RankRows(counts, sample_lists), path)
+
+
+def take_part(batch: Any, part: Part, rows: LoaderRows) -> Any:
+    """Take the rows of a part of the batch, of each loader's rows where it comes from several."""
+    of_loaders = _loader_batches(batch, rows)
+    if of_loaders is not None and isinstance(rows, list):
+        children = [take_part(child, part, each) for (_, child), each in zip(of_loaders, rows, strict=True)]
+        return _rebuild_nest(batch, children)
+    start, stop, W = part
+    hint = sum_rows(rows)
+    size = (count_rows(batch, hint) or 0) // W
+    return take_rows(batch, slice(size * start, size * stop), hint)
 
 
 def take_rows(batch: Any, part: slice, hint: RowCount = None) -> Any:

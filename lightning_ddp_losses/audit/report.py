@@ -29,6 +29,7 @@ _SHOWN = 12  # rows of the table in the terminal
 _WIDE = 100  # characters; a narrower terminal shows fewer columns
 _COLORS = {"error": "red", "explanation": "yellow", "note": "cyan"}
 _DPI = 130
+_NO_NUMBERS = ["-", "-", "-"]  # ratio, cosine and error of a gradient that is zero in truth
 
 
 @dataclass
@@ -132,7 +133,10 @@ class AuditReport:
             cells: list[Text | str] = [Text(name)]
             if wide:
                 cells.append(row.owner)
-            cells += [f"{row.ratio:.4g}", f"{row.cosine:.4f}", f"{row.error:.1e}", f"{row.tolerance:.1e}", verdict]
+            numbers = [f"{row.ratio:.4g}", f"{row.cosine:.4f}", f"{row.error:.1e}"]
+            if row.verdict == "zero":
+                numbers = _NO_NUMBERS
+            cells += [*numbers, f"{row.tolerance:.1e}", verdict]
             table.add_row(*cells, style="" if row.exact else "red")
         # what is left out, as one row
         rest = rows[_SHOWN:]
@@ -302,9 +306,11 @@ def _html_table(report: AuditReport, rows: Sequence[ComparedRow]) -> str:
     lines = [_html_row("th", _HEAD)]
     for row in rows:
         agree = "yes" if row.ranks_agree else f"no (rank {row.rank} shown)"
-        errors = (f"{row.error:.1e}", f"{row.max_error:.1e}", f"{row.tolerance:.1e}")
-        numbers = (f"{row.ratio:.6g}", f"{row.cosine:.6f}", *errors)
-        cells = (row.step, report.name(row.parameter), row.owner, *numbers, agree, row.verdict)
+        numbers = [f"{row.ratio:.6g}", f"{row.cosine:.6f}", f"{row.error:.1e}", f"{row.max_error:.1e}"]
+        if row.verdict == "zero":
+            numbers = [*_NO_NUMBERS, "-"]
+        name = report.name(row.parameter)
+        cells = (row.step, name, row.owner, *numbers, f"{row.tolerance:.1e}", agree, row.verdict)
         lines.append(_html_row("td", cells, "" if row.exact else "off"))
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 

@@ -71,6 +71,15 @@ def test_lists_of_samples_of_their_own_size(sizes: tuple[int, int]) -> None:
     assert len(replay.take_rows((images, targets), slice(0, 2))[1]) == 2
 
 
+def test_batches_of_two_loaders_are_joined_and_cut_loader_by_loader() -> None:
+    counts: list[Any] = [[4, 2], [2, 2]]  # of each rank, of each loader
+    batches = [{"large": one(4, 0.0), "small": one(2, 0.0)}, {"large": one(2, 4.0), "small": one(2, 2.0)}]
+    assert [replay.count_loader_rows(batch, [4, 2]) for batch in batches] == counts
+    joined = replay.join_batches(batches, counts)
+    assert flat(joined) == flat({"large": one(6, 0.0), "small": one(4, 0.0)})
+    assert flat(replay.take_part(joined, (1, 2, 2), [6, 4])) == flat({"large": one(3, 3.0), "small": one(2, 2.0)})
+
+
 def test_what_is_rows_on_no_reading_is_named() -> None:
     parts = [{"a": [torch.zeros(2), {"b": torch.zeros(n, 3)}]} for n in (5, 6)]
     with pytest.raises(InputError, match=r"batch\['a'\]\[1\]\['b'\]") as caught:

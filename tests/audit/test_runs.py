@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import tests
-from lightning_ddp_losses import assert_parity, audit
+from lightning_ddp_losses import SyncBatchNorm, assert_parity, audit
 from lightning_ddp_losses.audit.compare import MULTIPLE
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, learned, rows
@@ -170,6 +172,43 @@ class Listed(Module):
         return super().training_step(batch[0], index)
 
 
+class TwoLoaders(Module):
+    """A loss on the batch of each loader, where it has one."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        batches = batch.values() if isinstance(batch, dict) else batch
+        losses = [self.objective(self.encoder(each[0]), each[1]) for each in batches if each is not None]
+        return torch.stack(losses).sum()
+
+
+def large_and_small() -> list[DataLoader[Any]]:
+    return [even(8), even(4)]
+
+
+def exhausted() -> CombinedLoader:
+    small = DataLoader(rows(8), batch_size=4)
+    return CombinedLoader({"large": even(8), "small": small}, "max_size")
+
+
+LOADERS: dict[str, tuple[Callable[[], Any], list[tuple[int, int]]]] = {
+    "a list": (large_and_small, [(12, 12)] * 3),
+    "a dict": (lambda: dict(zip("ab", large_and_small(), strict=True)), [(12, 12)] * 3),
+    "the shortest ends": (lambda: CombinedLoader(large_and_small(), "min_size"), [(12, 12)] * 3),
+    "one is exhausted": (exhausted, [(12, 12), (8, 8), (8, 8)]),
+}
+
+
+# Lightning 2.6 asks torch 2.13 in a way that torch deprecates
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("without", [(), ("uneven",)], ids=str)
+@pytest.mark.parametrize("name", LOADERS)
+def test_rows_are_counted_for_each_of_two_loaders(name: str, without: tuple[str, ...]) -> None:
+    data, expected = LOADERS[name]
+    report = audit(TwoLoaders(), data(), strategy="ddp", without=without)
+    assert report.equal, str(report)
+    assert [loss.rows for loss in report.losses] == expected
+
+
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_supported(name: str) -> None:
     make, data, options = SUPPORTED[name]
@@ -232,6 +271,19 @@ def test_a_gradient_that_is_all_rounding_is_no_finding(optimizer: Any, precision
     for seed in (1, 2):
         report = audit(Shifted(seed, optimizer), even(), strategy="ddp", trainer_kwargs={"precision": precision})
         assert report.equal, str(report)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+def test_a_bias_before_a_batch_norm_is_called_zero(precision: str) -> None:
+    options: dict[str, Any] = {"plugins": [SyncBatchNorm()], "precision": precision}
+    report = audit(m.BatchNorm(), even(), strategy="ddp", steps=1, trainer_kwargs=options)
+    assert report.equal, str(report)
+    verdicts = {row.parameter: row.verdict for row in report.rows}
+    assert verdicts.pop("encoder.0.bias") == "zero"
+    assert set(verdicts.values()) == {"exact"}
+    (line,) = [line for line in str(report).splitlines() if "encoder.0.bias" in line]
+    assert line.split()[2:5] == ["-", "-", "-"]
+    assert line.split()[-1] == "zero"
 
 
 def test_the_tolerance_is_a_multiple_of_the_rounding_and_can_be_given() -> None:
