@@ -23,7 +23,7 @@ ABLATIONS = {
     "randomness": "every random draw inside a step replaced by its mean (dropout: identity; noise: zero)",
     "batch_norm": "batch norm normalises with its running statistics",
     "precision": "float64",
-    "uneven": "the same rows, dealt evenly to the ranks",
+    "uneven": "the same rows, divided evenly among the ranks",
 }
 """What can be switched off, and what is then there instead."""
 

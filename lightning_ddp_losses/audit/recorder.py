@@ -1,7 +1,10 @@
 """The callback that writes down what a run does, in whatever process and under whatever strategy it runs.
 
-Gradients are taken where the optimizer will see them: after the module's own ``on_before_optimizer_step``, which runs after
-the callbacks' one, and before clipping. Parameters are taken when the batch that stepped has ended.
+Gradients are taken where the optimizer will see them: after the module's own ``on_before_optimizer_step`` and before clipping.
+Parameters are taken when the batch that stepped has ended.
+
+Measured with Lightning 2.6.6 in 2026: ``on_fit_start`` runs after the model was wrapped; ``on_before_optimizer_step`` of callbacks
+runs before the module's own, so a callback's hook alone would see gradients that the module changes afterwards.
 """
 
 from __future__ import annotations

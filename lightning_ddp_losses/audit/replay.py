@@ -365,7 +365,7 @@ def join_batches(batches: Sequence[Any], hints: Sequence[LoaderRows] | None = No
         return _rebuild_nest(batches[0], joined)
     counts = [count_rows(batch, None if isinstance(rows, list) else rows) for batch, rows in pairs]
     sample_lists = any(_has_sample_lists(batch, count) for batch, count in zip(batches, counts, strict=True))
-    return _join(list(batches), _RankRows(counts, sample_lists), path)
+    return _join_places(list(batches), _RankRows(counts, sample_lists), path)
 
 
 def take_part(batch: Any, part: Part, rows: LoaderRows) -> Any:
@@ -406,7 +406,7 @@ class _RankRows:
     sample_lists: bool
 
 
-def _join(items: list[Any], rows: _RankRows, path: str) -> Any:
+def _join_places(items: list[Any], rows: _RankRows, path: str) -> Any:
     """Join what the ranks have at one place of the nest."""
     first = items[0]
     if any(type(item) is not type(first) for item in items):
@@ -437,7 +437,7 @@ def _join(items: list[Any], rows: _RankRows, path: str) -> Any:
     children = []
     for index, key in enumerate(keys[0]):
         column = [nest[index][1] for nest in nests if nest is not None]
-        children.append(_join(column, rows, f"{path}{key}"))
+        children.append(_join_places(column, rows, f"{path}{key}"))
     return _rebuild_nest(first, children)
 
 

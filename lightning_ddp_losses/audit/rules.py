@@ -3,6 +3,14 @@
 A rule looks at an `AuditContext` and answers with a `Diagnosis` or None. Rules are pure: what they need to know beyond the rows
 they ask from counterfactual runs, which the context makes for them. A newcomer adds a function and its line in ``STAGES``. Rules
 for ranks that do not agree with each other are in `rules_desync`.
+
+What the patterns mean, ratios being those of norms on the ranks over norms in one process:
+
+* 1/W everywhere: a gather whose gradient flows through this rank's part only;
+* W on the loss's own parameters: a factor that was meant for the encoder;
+* exact above a batch norm and wrong below it: each rank's own statistics;
+* another direction with a loss over pairs, the ranks being the mean of their own losses: negatives were never gathered;
+* a weighted sum of the ranks' own gradients that follows rows or valid targets: a mean of means.
 """
 
 from __future__ import annotations
@@ -99,7 +107,7 @@ def metric_as_loss(context: AuditContext) -> Diagnosis | None:
     """F27: torchmetrics detaches what it gathers, except the own slot."""
     metrics = context.record.metric_losses
     factor = context.factors.encoder
-    if not metrics or not _is_close(factor, 1 / context.W):
+    if not metrics or not _is_factor(factor, 1 / context.W):
         return None
     return Diagnosis(
         "F27",
@@ -113,7 +121,7 @@ def metric_as_loss(context: AuditContext) -> Diagnosis | None:
 
 def factor_on_loss(context: AuditContext) -> Diagnosis | None:
     """F24: the factor W that makes up for the own-slot gather hits the loss's own weights too."""
-    if not (_is_close(context.factors.encoder, 1.0) and _is_close(context.factors.losses, float(context.W))):
+    if not (_is_factor(context.factors.encoder, 1.0) and _is_factor(context.factors.losses, float(context.W))):
         return None
     wrapper = _pml_wrapper(context)
     multiplied = "The loss is multiplied"
@@ -137,11 +145,11 @@ def factor_on_loss(context: AuditContext) -> Diagnosis | None:
 def gather_without_autograd(context: AuditContext) -> Diagnosis | None:
     """F20, F23: gradients pass through this rank's part of the gather only."""
     encoder, losses = context.factors.encoder, context.factors.losses
-    losses_fit = losses is None or _is_close(losses, 1.0) or _is_close(losses, 1 / context.W)
-    if not _is_close(encoder, 1 / context.W) or not losses_fit:
+    losses_fit = losses is None or _is_factor(losses, 1.0) or _is_factor(losses, 1 / context.W)
+    if not _is_factor(encoder, 1 / context.W) or not losses_fit:
         return None
     exact_losses = ""
-    if _is_close(losses, 1.0):
+    if _is_factor(losses, 1.0):
         exact_losses = ", and the loss's own are exact"
     return Diagnosis(
         "F20",
@@ -174,7 +182,7 @@ def double_scaling(context: AuditContext) -> Diagnosis | None:
     """F21, F22: a factor W where none is due."""
     encoder, losses = context.factors.encoder, context.factors.losses
     W = float(context.W)
-    if context.W == 1 or not (_is_close(encoder, W) or _is_close(encoder, W**2)):
+    if context.W == 1 or not (_is_factor(encoder, W) or _is_factor(encoder, W**2)):
         return None
     of_losses = ""
     if losses is not None:
@@ -369,7 +377,7 @@ def _pml_wrapper(context: AuditContext) -> str:
     return ""
 
 
-def _is_close(ratio: float | None, value: float) -> bool:
+def _is_factor(ratio: float | None, value: float) -> bool:
     return ratio is not None and math.isclose(ratio, value, rel_tol=0.05)
 
 
