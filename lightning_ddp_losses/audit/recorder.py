@@ -220,7 +220,7 @@ class Recorder(Callback):
             planned = list(chain.from_iterable(self.run.plans[self.writer.rank]))
             hints = planned[min(len(self.record.batches), len(planned) - 1)].row_count
         else:
-            hints = _batch_sizes(trainer.train_dataloader)
+            hints = _loader_sizes(trainer.train_dataloader)
         found = BatchRecord(trainer.current_epoch, step, count_loader_rows(batch, hints))
         if not self.run.plans:  # the user's own data: what replays will need
             path = self.writer.home / f"batch-{len(self.record.batches)}.pkl"
@@ -393,12 +393,12 @@ def _parameter_ids(optimizers: Any) -> set[int]:
     return found
 
 
-def _batch_sizes(loaders: Any) -> LoaderRows:
+def _loader_sizes(loaders: Any) -> LoaderRows:
     """Return the batch size of a loader, or those of each where batches of several come together; None where unknown."""
     if isinstance(loaders, Mapping):
-        return [_batch_sizes(loader) for loader in loaders.values()]
+        return [_loader_sizes(loader) for loader in loaders.values()]
     if isinstance(loaders, (list, tuple)):
-        return [_batch_sizes(loader) for loader in loaders]
+        return [_loader_sizes(loader) for loader in loaders]
     sampler = getattr(loaders, "batch_sampler", None)
     size: int | None = getattr(loaders, "batch_size", None) or getattr(sampler, "batch_size", None)
     return size

@@ -49,7 +49,7 @@ def identical_batches(context: AuditContext) -> Diagnosis | None:
     )
 
 
-def reshuffled_sampler(context: AuditContext) -> Diagnosis | None:
+def sampler_shuffled_apart(context: AuditContext) -> Diagnosis | None:
     """F68: Lightning shuffles a sampler that meant its order."""
     text = context.user_run.records[0].module_info.reshuffled
     if not text:
@@ -385,7 +385,7 @@ def _factor_text(value: float | None) -> str:
     return "none" if value is None else f"{value:.4g}"
 
 
-DATA_RULES: tuple[Rule, ...] = (identical_batches, reshuffled_sampler)
+DATA_RULES: tuple[Rule, ...] = (identical_batches, sampler_shuffled_apart)
 """Asked in every audit."""
 
 STAGES: tuple[tuple[Rule, ...], ...] = (
