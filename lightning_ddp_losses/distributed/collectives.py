@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_rows, reduce_scatter_rows, sum_over_ranks
 from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
@@ -65,7 +66,8 @@ def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
     counts, grad = _agree_rows("all_gather_with_grad", rows, rows.shape[0], backward, group)
     rows = match_requires_grad(rows, grad)
-    gathered: Tensor = _AllGather.apply(rows, counts, group, backward)  # type: ignore[no-untyped-call]
+    exchange = BackwardExchange("all_gather_with_grad", group)
+    gathered: Tensor = _AllGather.apply(rows, counts, group, backward, exchange)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -93,7 +95,9 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     if process_groups.world_size(group) == 1:
         return tensor
     _, grad = _agree_rows("all_reduce_with_grad", tensor, None, backward, group)
-    reduced: Tensor = _AllReduce.apply(match_requires_grad(tensor, grad), group, backward)  # type: ignore[no-untyped-call]
+    reduced: Tensor = _AllReduce.apply(
+        match_requires_grad(tensor, grad), group, backward, BackwardExchange("all_reduce_with_grad", group)
+    )  # type: ignore[no-untyped-call]
     return reduced
 
 
@@ -135,7 +139,9 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
         )
     if world == 1:
         return tensor
-    scattered: Tensor = _ReduceScatter.apply(match_requires_grad(tensor, grad), counts, group)  # type: ignore[no-untyped-call]
+    scattered: Tensor = _ReduceScatter.apply(
+        match_requires_grad(tensor, grad), counts, group, BackwardExchange("reduce_scatter_with_grad", group)
+    )  # type: ignore[no-untyped-call]
     return scattered
 
 
@@ -248,44 +254,47 @@ class _OwnSlices(torch.autograd.Function):
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: list[int], group: Group, backward: Backward) -> Tensor:
-        ctx.counts, ctx.group, ctx.mode = counts, group, backward
+    def forward(
+        ctx: Any, rows: Tensor, counts: list[int], group: Group, backward: Backward, exchange: BackwardExchange
+    ) -> Tensor:
+        ctx.counts, ctx.group, ctx.mode, ctx.exchange = counts, group, backward, exchange
         return all_gather_rows(rows, counts, group)
 
     @staticmethod
     @once_differentiable_strict("rows of all ranks", linear=True)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.mode == "sum":
-            return reduce_scatter_rows(grad, ctx.counts, ctx.group), None, None, None
+            (own,) = ctx.exchange.reduce_scatter([grad], [ctx.counts])
+            return own, None, None, None, None
         rank = process_groups.rank(ctx.group)
         own = grad.narrow(0, sum(ctx.counts[:rank]), ctx.counts[rank])
-        return own * len(ctx.counts), None, None, None
+        return own * len(ctx.counts), None, None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, backward: Backward) -> Tensor:
-        ctx.group, ctx.mode = group, backward
+    def forward(ctx: Any, tensor: Tensor, group: Group, backward: Backward, exchange: BackwardExchange) -> Tensor:
+        ctx.group, ctx.mode, ctx.exchange = group, backward, exchange
         return sum_over_ranks(tensor, group)
 
     @staticmethod
     @once_differentiable_strict("rows of all ranks", linear=True)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.mode == "sum":
-            return sum_over_ranks(grad, ctx.group), None, None
-        return grad * process_groups.world_size(ctx.group), None, None
+            return ctx.exchange.all_reduce(grad), None, None, None
+        return grad * process_groups.world_size(ctx.group), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, counts: list[int], group: Group) -> Tensor:
-        ctx.counts, ctx.group = counts, group
+    def forward(ctx: Any, tensor: Tensor, counts: list[int], group: Group, exchange: BackwardExchange) -> Tensor:
+        ctx.counts, ctx.exchange = counts, exchange
         return reduce_scatter_rows(tensor, counts, group)
 
     @staticmethod
     @once_differentiable_strict("rows of all ranks", linear=True)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather_rows(grad, ctx.counts, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.exchange.all_gather(grad, ctx.counts), None, None, None
 
 
 def _check(what: str, tensor: object, backward: str, group: Group) -> None:

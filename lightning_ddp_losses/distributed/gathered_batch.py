@@ -15,9 +15,10 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.collectives import Backward, once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, host_bytes, reduce_scatter_rows
+from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, host_bytes
 
 Choice: TypeAlias = Callable[[dict[str, list[int]]], Backward]
 """Rows of each rank, by tensor -> which gradient to give; the same on every rank."""
@@ -100,19 +101,26 @@ def gather_batch(
     came = None
     if all(h[-2] for h in heads):
         came = [p[head.size + h[-1] :] for p, h in zip(payloads, heads, strict=True)]
-    out = _Gather.apply(came, counts, group, how, *joined)  # type: ignore[no-untyped-call]
+    exchange = BackwardExchange(what, group)
+    out = _Gather.apply(came, counts, group, how, exchange, *joined)  # type: ignore[no-untyped-call]
     return GatheredBatch(list(out), counts, extras)
 
 
-_FIXED = 4  # arguments of _Gather before the tensors
+_FIXED = 5  # arguments of _Gather before the tensors
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, came: list[bytes] | None, counts: list[list[int]], group: Group, backward: Backward, *tensors: Tensor
+        ctx: Any,
+        came: list[bytes] | None,
+        counts: list[list[int]],
+        group: Group,
+        backward: Backward,
+        exchange: BackwardExchange,
+        *tensors: Tensor,
     ) -> Any:
-        ctx.counts, ctx.group, ctx.mode = counts, group, backward
+        ctx.counts, ctx.group, ctx.mode, ctx.exchange = counts, group, backward, exchange
         ctx.set_materialize_grads(False)
         out = _gather_packed(tensors, counts, group) if came is None else _unpacked(tensors, counts, came)
         # some losses refuse targets that ask for a gradient
@@ -132,7 +140,7 @@ class _Gather(torch.autograd.Function):
                 shape, dtype, device = ctx.shapes[i]
                 grad = grads[i]
                 whole.append(torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad)
-            found = _scatter_packed(whole, [ctx.counts[i] for i in wanted], ctx.group)
+            found = ctx.exchange.reduce_scatter(whole, [ctx.counts[i] for i in wanted])
             for i, rows in zip(wanted, found, strict=True):
                 own[i] = rows
             return *[None] * _FIXED, *own
@@ -141,18 +149,6 @@ class _Gather(torch.autograd.Function):
             if grad is not None:
                 own[i] = grad.narrow(0, sum(counts[:rank]), counts[rank]) * len(counts)
         return *[None] * _FIXED, *own
-
-
-def _scatter_packed(grads: list[Tensor], counts: list[list[int]], group: Group) -> list[Tensor]:
-    """Own rows of each gradient's sum over ranks; gradients of one dtype travel together."""
-    if len(grads) < 2 or len({g.dtype for g in grads}) > 1:
-        return [reduce_scatter_rows(g, c, group) for g, c in zip(grads, counts, strict=True)]
-    rank = process_groups.rank(group)
-    parts = [torch.split(g, c) for g, c in zip(grads, counts, strict=True)]
-    packed = torch.cat([part[r].reshape(-1) for r in range(len(counts[0])) for part in parts])
-    sizes = [[part[r].numel() for part in parts] for r in range(len(counts[0]))]
-    own = reduce_scatter_rows(packed, [sum(s) for s in sizes], group)
-    return [flat.view(part[rank].shape) for flat, part in zip(torch.split(own, sizes[rank]), parts, strict=True)]
 
 
 def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:

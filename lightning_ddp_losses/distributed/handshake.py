@@ -37,7 +37,7 @@ from lightning_ddp_losses.distributed.header import (
 )
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import start_gather, wait
-from lightning_ddp_losses.errors import DDPLossError
+from lightning_ddp_losses.errors import DDPLossError, PeerError
 
 E = TypeVar("E", bound=Exception)
 
@@ -219,8 +219,21 @@ class PendingHandshake:
         """
         if self._channel.pending is self:
             self._channel.pending = None
-            self._headers = self._receive(timeout)
+            try:
+                self._headers = self._receive(timeout)
+            except RuntimeError as error:  # gloo's own: a time-out, or a connection that was closed
+                raise self._missing_peers(error) from error
         return self._headers
+
+    def _missing_peers(self, error: RuntimeError) -> PeerError:
+        operation = self._text.decode(errors="replace").split("\n", 1)[0]
+        return PeerError(
+            f"rank {self._channel.group.rank()} waited in {operation}",
+            expected="every rank to come to a loss, metric, layer or backward of this package",
+            got=f"no answer from some rank ({str(error).splitlines()[0]})",
+            fix="Look at the ranks' output for the first error; where there is none, a rank left out what the others did (a branch on rank "
+            "or on local data).",
+        )
 
     def _receive(self, timeout: timedelta | None) -> list[Header]:
         # 1. a message of the same size from each rank

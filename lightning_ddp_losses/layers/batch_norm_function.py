@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.collectives import forbid_second_derivative
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, sum_over_ranks
-from lightning_ddp_losses.errors import InputError, RankMismatchError
+from lightning_ddp_losses.errors import InputError
 
 _HEAD = struct.Struct("<q?")  # values per channel, whether the gradient of the input is needed
-_LABEL_BYTES = 64
 _PENALTY = "Put this layer into evaluation mode for the penalty, or use a norm without batch statistics there (group norm, layer norm)."
 
 
@@ -88,14 +88,14 @@ class Statistics:
         mean: (C,).
         var: (C,), biased: what normalises.
         unbiased: (C,): what the running average takes.
-        in_backward: Whether any rank needs the gradient of its input, so that all meet in backward.
+        in_backward: The exchange in backward, if any rank needs the gradient of its input.
     """
 
     total: int
     mean: Tensor
     var: Tensor
     unbiased: Tensor
-    in_backward: bool
+    in_backward: BackwardExchange | None
 
 
 def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
@@ -143,7 +143,8 @@ def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
         table = moments.new_empty(process_groups.world_size(call.scope.group) * moments.numel())
         gather(table, moments, group=group_for(moments, call.scope.group))
     own_counts = [counts[rank] for rank in call.scope.own_subgroup()]
-    return _merge_moments(own_counts, table, x, any(needs_gradient))
+    in_backward = BackwardExchange(str(call), call.scope.handshake_group) if any(needs_gradient) else None
+    return _merge_moments(own_counts, table, x, in_backward)
 
 
 def _local_moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -156,7 +157,7 @@ def _local_moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return mean, var * count
 
 
-def _merge_moments(counts: list[int], table: Tensor, x: Tensor, in_backward: bool) -> Statistics:
+def _merge_moments(counts: list[int], table: Tensor, x: Tensor, in_backward: BackwardExchange | None) -> Statistics:
     """Apply Chan's formula to all ranks at once, in float64."""
     means, squares = table.view(len(counts), 2, -1).double().unbind(1)
     rows = torch.tensor(counts, dtype=torch.float64, device=table.device)[:, None]
@@ -186,9 +187,10 @@ def normalise(
 
     Gradient: of the sum over ranks of what they back-propagate; the parameters receive this rank's share.
 
-    Communication: none; in backward one gather of 2 C numbers per rank, if any rank needs the gradient of its input.
+    Communication: none; in backward one handshake with 2 C numbers (a sum of its own where they do not fit), if any rank needs the
+        gradient of its input.
     """
-    if statistics.in_backward and torch.is_grad_enabled() and not x.requires_grad:
+    if statistics.in_backward is not None and torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()  # this rank's share of the sums is needed elsewhere
     y: Tensor = _NormaliseFunction.apply(x, weight, bias, statistics, eps, call)  # type: ignore[no-untyped-call]
     return y
@@ -202,7 +204,7 @@ class _NormaliseFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.statistics, ctx.eps, ctx.call = statistics, eps, call
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if statistics.in_backward:
+        if statistics.in_backward is not None:
             ctx.synced_call = str(call)
         return _affine(x, weight, bias, statistics, eps)
 
@@ -238,11 +240,11 @@ def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tupl
         grad_weight = own_dyx.to(weight.dtype)
     if ctx.needs_input_grad[2]:
         grad_bias = own_dy.to(ctx.bias_dtype)
-    if not statistics.in_backward:
+    if statistics.in_backward is None:
         return None, grad_weight, grad_bias
 
     # input: the sums of all ranks; who needs no gradient still takes part in the exchange
-    sums = _sum_over_ranks(torch.cat([own_dyx, own_dy]), ctx.call)
+    sums = _sum_over_ranks(torch.cat([own_dyx, own_dy]), statistics.in_backward, ctx.call)
     dyx, dy = (sums / statistics.total).chunk(2)
     if not ctx.needs_input_grad[0]:
         return None, grad_weight, grad_bias
@@ -266,26 +268,12 @@ def _local_sums(grad: Tensor, x: Tensor, statistics: Statistics, eps: float) -> 
     return dyx, dy
 
 
-def _sum_over_ranks(own: Tensor, call: Call) -> Tensor:
-    """Return the sum over ranks, in rank order; ranks that come from different layers of equal size get an error."""
-    if own.device.type == "cuda":
-        return sum_over_ranks(own, call.scope.group)
-    # the layer's label goes before the numbers
-    label = str(call).encode()[-_LABEL_BYTES:].rjust(_LABEL_BYTES)
-    sent = torch.frombuffer(bytearray(label + own.cpu().numpy().tobytes()), dtype=torch.uint8)
-    gathered = sent.new_empty(process_groups.world_size(call.scope.group) * sent.numel())
-    gather(gathered, sent, group=group_for(sent, call.scope.group))
-    by_rank = gathered.view(-1, sent.numel())
-    labels = [row[:_LABEL_BYTES].numpy().tobytes().decode(errors="replace").strip() for row in by_rank]
-    if len(set(labels)) > 1:
-        raise RankMismatchError(
-            "backward of batch norm",
-            expected="the same layer on every rank",
-            ranks=labels,
-            fix="Use the output of every batch norm in the loss of every rank (times 0 where it should not count).",
-            collective=True,
-        )
-    return by_rank[:, _LABEL_BYTES:].contiguous().view(own.dtype).sum(0).to(own.device)
+def _sum_over_ranks(own: Tensor, exchange: BackwardExchange, call: Call) -> Tensor:
+    """Return the sum over the ranks that normalise together; ranks that come from different layers get an error."""
+    if call.scope.subgroup_size is None:
+        return exchange.all_reduce(own)
+    exchange.open()
+    return sum_over_ranks(own, call.scope.group)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

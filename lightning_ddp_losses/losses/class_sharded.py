@@ -72,7 +72,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         the loss out of ``DistributedDataParallel``). The encoder's is the one-process gradient after DDP's mean.
 
     Communication:
-        Handshake, gather of the embeddings, gather of 3 G numbers; one exchange of G x D in backward. Nothing depends on C. With replicas,
+        Handshake, gather of the embeddings, gather of 3 G numbers; in backward a handshake and one exchange of G x D.
+        Nothing depends on C. With replicas,
         a handshake and a gather of the losses between them, and the mean of the weight's gradient.
 
     Raises:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import ring_round_trip, ring_rows
 
@@ -226,6 +227,24 @@ class GatheredColumns(ColumnBlocks):
 
 class RingColumns(ColumnBlocks):
     """Own columns are here, texts and then further negatives; the others' come by in turn, with their ``column_stats``."""
+
+    def __init__(
+        self,
+        text_counts: Sequence[int],
+        extra_counts: Sequence[int],
+        queue: Tensor | None,
+        group: Group,
+        exchange: BackwardExchange,
+    ) -> None:
+        super().__init__(text_counts, extra_counts, queue, group)
+        self._exchange = exchange
+
+    def collect_grad(
+        self, visit: Visit, columns: Tensor, column_stats: Tensor | None = None, *, wanted: bool
+    ) -> Tensor | None:
+        """As ``ColumnBlocks.collect_grad``, once all ranks have met in this backward."""
+        self._exchange.open()
+        return super().collect_grad(visit, columns, column_stats, wanted=wanted)
 
     def _rank_blocks(self, columns: Tensor, column_stats: Tensor | None) -> Iterator[ColumnBlock]:
         message, sizes = self._message(columns, column_stats)

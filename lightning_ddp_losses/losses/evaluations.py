@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import ring_rows
@@ -179,8 +180,9 @@ class Tiled:
     def run(self, call: PMLCall) -> Tensor:
         """Return the global loss."""
         exchange, rows = self.exchange, call.given["embeddings"]
-        pass_rows = None
+        pass_rows = open_backward = None
         if self.ring:
+            open_backward = BackwardExchange(exchange.title, exchange.group).open
             pass_rows = partial(ring_rows, counts=call.counts["embeddings"], group=exchange.group)
         tiled = TiledEvaluator(
             self.loss,
@@ -190,6 +192,7 @@ class Tiled:
             world=exchange.world,
             tile_bytes=self.tile_bytes,
             ring_rows=pass_rows,
+            open_backward=open_backward,
         )
         # this rank's sums, divisors and statistics; peers wait for as many bytes if it fails
         handshake_bytes = handshake.HANDSHAKE_BYTES + tiled.payload_capacity()

@@ -44,7 +44,8 @@ class SigLipLoss(TwoTowerLoss):
         After DDP's mean over ranks, encoders, ``logit_scale`` and ``logit_bias`` hold the one-process gradient.
 
     Communication:
-        Handshake, gather of the texts, handshake with the sum; one exchange of G x D in backward. A ring: 2 handshakes, and W - 1 times a
+        Handshake, gather of the texts, handshake with the sum; in backward a handshake and one exchange of G x D.
+        A ring: 2 handshakes, and W - 1 times a
         message of a rank's texts; in backward W - 1 times its texts and their gradient.
 
     Raises:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
@@ -109,7 +110,8 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             columns: ColumnBlocks = GatheredColumns(text_counts, extra_counts, queue, self._group)
             return self._evaluate(columns, images, _joined(gathered), batch.tensors[-1])
         # in a ring every rank takes part in backward where any rank needs it
-        columns = RingColumns(text_counts, extra_counts, queue, self._group)
+        exchange = BackwardExchange(type(self).__name__, self._group)
+        columns = RingColumns(text_counts, extra_counts, queue, self._group, exchange)
         images = autograd_graph.match_requires_grad(images, any(flag[0] for flag in batch.extras))
         own_columns = _joined(list(second_tower.values()))
         own_columns = autograd_graph.match_requires_grad(own_columns, any(t.requires_grad for t in gathered))

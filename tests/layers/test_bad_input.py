@@ -76,7 +76,7 @@ DISAGREE: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
     ),
     "other layers in backward": (
         another_layer_in_backward,
-        ("backward of batch norm", "rank 0: SyncBatchNorm `0`", "rank 1: SyncBatchNorm `1` call 1"),
+        ("rank 0: backward of SyncBatchNorm `0`", "rank 1: backward of SyncBatchNorm `1` call 1"),
     ),
     "a second derivative": (second_derivative, ("second derivative of SyncBatchNorm call 1", "create_graph=True")),
     "statistics by hand": (lambda r: synced(ByHand(3))(OK), ("ByHand.forward", "torch.nn.functional.batch_norm")),

@@ -75,7 +75,7 @@ COUNTS = [  # channels, dtype, gradient of the input, mode; collectives of two l
     (64, torch.float32, True, "training", [2, 2]),
     (64, torch.float32, False, "training", [2, 1]),
     (512, torch.float64, True, "training", [2, 2]),
-    (20_000, torch.float32, True, "training", [4, 2]),
+    (20_000, torch.float32, True, "training", [4, 4]),
     (64, torch.float32, True, "evaluation", [0, 0]),
 ]
 

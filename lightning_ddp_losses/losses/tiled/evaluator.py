@@ -142,6 +142,7 @@ class TiledEvaluator:
         world: W.
         tile_bytes: The most that a tile may take; None: a default.
         ring_rows: Passes this rank's rows on and yields (rank, its rows) in turn, where they are not gathered; only if ``symmetric``.
+        open_backward: Meets the peers before a ring in backward.
     """
 
     def __init__(
@@ -154,9 +155,10 @@ class TiledEvaluator:
         world: int,
         tile_bytes: int | None,
         ring_rows: RingRows | None = None,
+        open_backward: Callable[[], object] | None = None,
     ) -> None:
         self._loss, self._plan, self._call, self._symmetric, self._world = loss, plan, call, symmetric, world
-        self._tile_bytes, self._ring_rows = tile_bytes, ring_rows
+        self._tile_bytes, self._ring_rows, self._open_backward = tile_bytes, ring_rows, open_backward
         self._columns: Tensor | None = None  # with their graph, where they want a gradient
         self._buffers: list[Tensor] = []
         self._kept_tile: Tile | None = None
@@ -213,6 +215,8 @@ class TiledEvaluator:
         column_stats = self._unpack_stats([payload[size:] for payload in payloads]) if self._symmetric else None
 
         def backward(*, rows_wanted: bool, columns_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+            if self._open_backward is not None:
+                self._open_backward()
             columns_grad = None
             if columns_wanted and self._columns is not None:
                 columns_grad = torch.zeros_like(self._columns)

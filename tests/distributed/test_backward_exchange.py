@@ -1,0 +1,184 @@
+"""Exchanges in backward say which forward they belong to: another order on one rank is the same error on all, not a swapped gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning import losses as pml
+from torch import Tensor, nn
+
+from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, SyncBatchNorm
+from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad, reduce_scatter_with_grad
+from lightning_ddp_losses.distributed import process_groups
+from tests.counting import nothing_rides
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+
+ROWS, DIM, CLASSES = 4, 6, 5
+Make = Callable[[], Callable[[Tensor, Tensor], Tensor]]
+
+
+def rows_of(seed: int, world: int) -> tuple[Tensor, Tensor]:
+    """A global batch (W x 4 rows) and its labels."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(world * ROWS, DIM, generator=generator, dtype=torch.float64)
+    return rows, torch.randint(CLASSES, (world * ROWS,), generator=generator)
+
+
+def global_loss(loss: nn.Module, **options: Any) -> Make:
+    return lambda: GlobalBatchLoss(loss, **options).double()
+
+
+def towers(cls: Any, **options: Any) -> Make:
+    def make() -> Callable[[Tensor, Tensor], Tensor]:
+        loss = cls(**options).double()
+        return lambda x, _: loss(x, x.flip(1) + x.detach())
+
+    return make
+
+
+def shards() -> Callable[[Tensor, Tensor], Tensor]:
+    torch.manual_seed(2)
+    return ClassShardedLoss(pml.ArcFaceLoss(num_classes=CLASSES, embedding_size=DIM)).double()
+
+
+def norm() -> Callable[[Tensor, Tensor], Tensor]:
+    layer = nn.Sequential(nn.BatchNorm1d(DIM).double())
+    SyncBatchNorm().apply(layer)
+    return lambda x, _: layer(x).square().mul(torch.arange(DIM)).sum()
+
+
+def collective(function: Callable[[Tensor], Tensor]) -> Make:
+    return lambda: lambda x, _: function(x).square().sum()
+
+
+KINDS: dict[str, Make] = {
+    "rows": global_loss(pml.CircleLoss(), mode="rows"),
+    "tiles with references": lambda: (
+        lambda x, y: GlobalBatchLoss(pml.NTXentLoss(), mode="rows")(x, y, ref_emb=x.flip(1), ref_labels=y)
+    ),
+    "ring": global_loss(pml.NTXentLoss(), mode="rows", gather="ring"),
+    "CLIP": towers(ClipLoss),
+    "SigLIP": towers(SigLipLoss),
+    "CLIP, ring": towers(ClipLoss, gather="ring"),
+    "SigLIP, ring": towers(SigLipLoss, gather="ring"),
+    "class shards": shards,
+    "batch norm": norm,
+    "all_gather_with_grad": collective(all_gather_with_grad),
+    "all_reduce_with_grad": collective(all_reduce_with_grad),
+    "reduce_scatter_with_grad": collective(lambda x: reduce_scatter_with_grad(x.repeat(dist.get_world_size(), 1))),
+}
+
+
+def two_losses(kind: str, reverse_on: int | None, large: bool) -> list[Tensor]:
+    """Gradients of two encoders' rows under two losses of one kind; one rank may back-propagate in the other order."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    leaves, values = [], []
+    for seed in range(2):
+        rows, labels = rows_of(seed, world)
+        x = rows.split(ROWS)[rank].clone().requires_grad_()
+        leaves.append(x)
+        values.append((KINDS[kind](), x, labels.split(ROWS)[rank]))
+    if large:
+        with nothing_rides():
+            return back_propagate(values, leaves, reverse=rank == reverse_on)
+    return back_propagate(values, leaves, reverse=rank == reverse_on)
+
+
+def back_propagate(values: list[Any], leaves: list[Tensor], *, reverse: bool) -> list[Tensor]:
+    results = [loss(x, labels) for loss, x, labels in values]
+    for value in reversed(results) if reverse else results:
+        value.backward()
+    return [leaf.grad for leaf in leaves]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["few bytes", "many bytes"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_order_on_one_rank_is_an_error_on_all(pool: RankPool, kind: str, world_size: int, large: bool) -> None:
+    errors = pool.errors(world_size, two_losses, kind, world_size - 1, large)
+    assert {error.type for error in errors} == {"RankMismatchError"}
+    assert len({error.message for error in errors}) == 1
+    text = errors[0].message
+    assert "backward of " in text
+    assert all(f"rank {rank}: " in text for rank in range(world_size))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_order_on_all_ranks_is_as_one_loss_at_a_time(pool: RankPool, kind: str) -> None:
+    few = pool.run(2, two_losses, kind, None, False)
+    many = pool.run(2, two_losses, kind, None, True)
+    for a, b in zip(few, many, strict=True):
+        assert_close({str(i): t for i, t in enumerate(a)}, {str(i): t for i, t in enumerate(b)}, 1e-12)
+
+
+def retained(kind: str, again_on: list[int]) -> Tensor:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows, labels = rows_of(0, world)
+    x = rows.split(ROWS)[rank].clone().requires_grad_()
+    value = KINDS[kind]()(x, labels.split(ROWS)[rank])
+    value.backward(retain_graph=True)
+    if rank in again_on:
+        value.backward()
+    dist.barrier()
+    other = all_gather_with_grad(x.detach())
+    assert len(other) == world * ROWS
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("kind", ["rows", "ring", "CLIP", "class shards", "all_gather_with_grad"])
+def test_a_second_backward_is_exact_on_all_ranks(pool: RankPool, kind: str) -> None:
+    once = [found[0] for found in pool.run(2, two_losses, kind, None, False)]
+    twice = pool.run(2, retained, kind, [0, 1])
+    assert_close({str(r): t for r, t in enumerate(twice)}, {str(r): 2 * t for r, t in enumerate(once)}, 1e-12)
+
+
+def alone_then_forward(kind: str) -> None:
+    """Rank 0 back-propagates; the others go on to the next forward."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows, labels = rows_of(0, world)
+    x, y = rows.split(ROWS)[rank].clone().requires_grad_(), labels.split(ROWS)[rank]
+    loss = KINDS[kind]()
+    value = loss(x, y)
+    if rank == 0:
+        value.backward()
+    loss(x, y)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_of_one_rank_meets_the_others_next_forward(pool: RankPool, kind: str) -> None:
+    errors = pool.errors(3, alone_then_forward, kind)
+    assert {error.type for error in errors} == {"RankMismatchError"}
+    assert len({error.message for error in errors}) == 1
+    assert "rank 0: backward of " in errors[0].message
+
+
+def alone_for_good(seconds: float) -> str:
+    """Rank 0 back-propagates; the other never comes."""
+    process_groups.set_timeout(timedelta(seconds=seconds))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows, labels = rows_of(0, world)
+    x = rows.split(ROWS)[rank].clone().requires_grad_()
+    value = KINDS["rows"]()(x, labels.split(ROWS)[rank])
+    try:
+        if rank == 0:
+            value.backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        process_groups.set_timeout(None)
+        dist.monitored_barrier()
+    return "went on"
+
+
+def test_a_backward_that_no_other_rank_comes_to_is_named(pool: RankPool) -> None:
+    first, second = pool.run(2, alone_for_good, 1.0, fresh=True)
+    assert second == "went on"
+    assert first.startswith("PeerError: rank 0 waited in backward of GlobalBatchLoss(CircleLoss)")
+    assert "Look at the ranks' output for the first error" in first
