@@ -1,10 +1,10 @@
 """What each of pytorch-metric-learning's (PML's) class-weight losses computes on a block of classes: logits, and a weight regulariser.
 
 All eight losses are ``logsumexp_j z_ij - z_iy`` for logits z that depend on one row and one class. They differ in the product of row and
-class, its scale, and what happens to the target's logit; ``HEADS`` says which is which. The margin, the distance and the norms are PML's
-own functions (read in PML 2.9), so that a margin that PML mends is mended here.
+class, its scale, and what happens to the target's logit; ``pml_registry`` says which is which. The margin, the distance and the norms
+are PML's own functions (read in PML 2.9), so that a margin that PML mends is mended here.
 
-To add a loss: a row in ``HEADS``, and a subclass of ``Head`` where its logits are its own.
+To add a loss: its head in its row of ``pml_registry.LOSSES``, and a subclass of ``Head`` where its logits are its own.
 
 Legend: ``G`` rows, ``D`` embedding size, ``c`` classes of a block, ``K`` weight rows per class (sub-centers), ``n`` targets.
 """
@@ -14,22 +14,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pytorch_metric_learning import distances, reducers, regularizers
-from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.partial_sums import partial_sums_of
-from lightning_ddp_losses.losses.pml_registry import can_split
+from lightning_ddp_losses.losses.pml_registry import (
+    CLASS_REGULARIZERS,
+    DISTANCES,
+    can_split,
+    has_per_anchor,
+    head_class_of,
+    losses_with_head,
+    reduction_of,
+)
 
-_DISTANCES = (distances.CosineSimilarity, distances.DotProductSimilarity, distances.LpDistance)
+# a block of classes shall not make a row of D numbers for each pair
+_DISTANCES = [cls for cls, facts in DISTANCES.items() if facts.form != "differences"]
 
 
 class Head:
     """Computes the logits of one loss, without a margin.
 
     Args:
-        loss: An instance of a class in ``HEADS``; its weight is not looked at.
+        loss: An instance of a class that has a head; its weight is not looked at.
 
     Attributes:
         weight_name: Name of the class weight in the loss.
@@ -57,7 +64,7 @@ class Head:
         self._loss = loss
         self.per_class = int(getattr(loss, self._centers_option, 1))
         distance = loss.distance
-        is_dot_product = isinstance(distance, distances.DotProductSimilarity) and distance.power == 1
+        is_dot_product = DISTANCES[type(distance)].form == "product" and distance.power == 1
         self._scales_rows = is_dot_product and self._may_scale_rows  # rows are fewer than logits
         has_unit_rows = distance.p == 2 and (distance.normalize_embeddings or self._always_normalizes)
         is_plain = self.per_class == 1 and not self._norm_of_weight_counts
@@ -264,31 +271,17 @@ class SoftTripleHead(Head):
         return (share * product).sum(2)
 
 
-HEADS: dict[type, type[Head]] = {
-    pml.ArcFaceLoss: MarginHead,
-    pml.CosFaceLoss: MarginHead,
-    pml.LargeMarginSoftmaxLoss: LargeMarginHead,
-    pml.NormalizedSoftmaxLoss: NormalizedSoftmaxHead,
-    pml.ProxyNCALoss: ProxyHead,
-    pml.SoftTripleLoss: SoftTripleHead,
-    pml.SphereFaceLoss: SphereFaceHead,
-    pml.SubCenterArcFaceLoss: MarginHead,
-}
-"""The head of each loss whose classes can lie on different ranks."""
-
-
 def head_of(loss: Any) -> Head:
     """Return the head of a loss.
 
     Raises:
         ConfigurationError: for a class or a distance that has none (a subclass may compute something else).
     """
-    head = HEADS.get(type(loss))
+    head: type[Head] | None = head_class_of(loss)
     if head is None:
-        supported = sorted(cls.__name__ for cls in HEADS)
         raise ConfigurationError(
             "ClassShardedLoss: loss",
-            expected=f"one of {', '.join(supported)}",
+            expected=f"one of {', '.join(losses_with_head())}",
             got=type(loss).__name__,
             fix="Other losses run over the global batch in GlobalBatchLoss, with the whole weight on every rank.",
         )
@@ -308,9 +301,6 @@ def _sign(distance: Any) -> float:
 
 # ---------------------------------------------------------------------- regularisers of the weight
 
-_ROW_REGULARIZERS = (regularizers.LpRegularizer, regularizers.ZeroMeanRegularizer)
-_CENTER_REGULARIZER = regularizers.SparseCentersRegularizer
-
 
 def penalty_of(loss: Any, per_class: int) -> ClassPenalty | None:
     """Return the weight regulariser of a loss; None without one.
@@ -321,11 +311,10 @@ def penalty_of(loss: Any, per_class: int) -> ClassPenalty | None:
     regularizer = loss.weight_regularizer
     if not regularizer:
         return None
-    known = (*_ROW_REGULARIZERS, _CENTER_REGULARIZER)
     reducer = regularizer.reducer
-    is_sum_over_classes = can_split(reducer) and not isinstance(reducer, reducers.PerAnchorReducer)
-    if type(regularizer) not in known or not is_sum_over_classes:
-        names = ", ".join(cls.__name__ for cls in known)
+    is_sum_over_classes = can_split(reducer) and not has_per_anchor(reducer)
+    if type(regularizer) not in CLASS_REGULARIZERS or not is_sum_over_classes:
+        names = ", ".join(cls.__name__ for cls in CLASS_REGULARIZERS)
         raise ConfigurationError(
             f"ClassShardedLoss({type(loss).__name__}): weight_regularizer",
             expected=f"a sum over classes ({names}) with a reducer that can be split",
@@ -349,7 +338,7 @@ class ClassPenalty:
 
     def __call__(self, block: Tensor) -> tuple[Tensor, float]:
         """Return the summed terms of (c * K, D) weight rows, and what they add to the divisor."""
-        is_of_centers = type(self._regularizer) is _CENTER_REGULARIZER
+        is_of_centers = CLASS_REGULARIZERS[type(self._regularizer)] == "centers"
         evaluate = self._between_centers if is_of_centers else self._regularizer.compute_loss
         elements = evaluate(block)
         share = partial_sums_of(self._regularizer.reducer, elements, block, None, 1)[0]
@@ -357,7 +346,8 @@ class ClassPenalty:
 
     def value(self, terms: Tensor, divisor: Tensor) -> Tensor:
         """Return the sub-loss, from the terms and divisors of all blocks of all ranks."""
-        if type(self._regularizer.reducer) is reducers.SumReducer:
+        reduction = reduction_of(self._regularizer.reducer)
+        if reduction is not None and reduction.plain_sum:
             return terms * self._weight
         return terms / divisor.clamp(min=1) * self._weight
 

@@ -45,9 +45,10 @@ from lightning_ddp_losses.losses.pml_registry import (
     has_per_anchor,
     is_pml_loss,
     is_separable,
+    losses_in_tiles,
     returns_no_number,
 )
-from lightning_ddp_losses.losses.tiled import PAIR_LOSSES, tiled_plan
+from lightning_ddp_losses.losses.tiled import tiled_plan
 
 _WATCHED_CALLS = 3  # in which labels that count a rank's own rows are looked for
 
@@ -453,7 +454,7 @@ def _refuse_tiles(loss: nn.Module, mode: str, tile_bytes: int | None, gather: st
     if mode in ("auto", "rows") and allowed_modes(loss)[0] == "rows":
         plan = tiled_plan(loss)
     if plan is None or not plan.symmetric or getattr(loss, "embedding_regularizer", None) is not None:
-        names = sorted(cls.__name__ for cls, pair_loss in PAIR_LOSSES.items() if pair_loss.symmetric)
+        names = sorted(name for name, pair_loss in losses_in_tiles().items() if pair_loss.symmetric)
         expected = f"one of {', '.join(names)}, mode 'rows', without regulariser"
         raise _no_ring(title, expected, "another configuration")
 

@@ -203,7 +203,7 @@ def _partial_sum(
     if reduction.selects:
         if reduction.low is not None and reducer_chain(reducer, name)[-1].collect_stats:
             above_low = float((losses > reduction.low).sum())
-        losses = losses[reduction.passing(losses)]
+        losses = losses[reduction.passes(losses)]
     # what the sum is to be divided by
     divisor = float(losses.numel())
     if reduction.plain_sum:

@@ -1,6 +1,6 @@
-"""The one table of pytorch-metric-learning (PML) by class: what its losses, reducers and distances allow. Everybody else asks here.
+"""The one table of pytorch-metric-learning (PML) by class: losses, reducers, distances, regularisers. Everybody else asks here.
 
-A new loss is one row in ``LOSSES``, and a pair loss in ``tiled/pair_losses.py`` if it shall run in tiles. The rows were measured on PML
+A new loss is one row in ``LOSSES``, and a ``PairLoss`` in ``tiled/pair_losses.py`` if it shall run in tiles. The rows were measured on PML
 2.9 in float64: sums and counts of two unequal halves against one process; ``separable.check_separable`` repeats that for any instance.
 
 | mode | exact for |
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -51,6 +53,8 @@ class LossFacts:
         few_rows: Global rows up to which every rank computes the full loss faster than it exchanges once more (measured, W = 2).
         memory: What PML's formula holds for each anchor: one number per column; one per positive and column; one per positive and
             negative; or every triplet. ``"triplets"`` also says that it compares triplets, not pairs.
+        pair_loss: File and class of its evaluation in tiles, in this folder (named, not imported: they stand above this table).
+        head: File and class of its logits where its classes are split over ranks, likewise.
         column_elements: Its element losses have the shape (n, 1), which PML 2.9 multiplies with a row of class weights: a product of two
             means, which no split gives.
         arguments: Names of its positional arguments.
@@ -62,6 +66,8 @@ class LossFacts:
     mode: Mode = "replicated"
     few_rows: int = _FEW_ROWS
     memory: Literal["columns", "positives x columns", "pairs x pairs", "triplets"] = "columns"
+    pair_loss: str | None = None
+    head: str | None = None
     column_elements: bool = False
     arguments: tuple[str, ...] = PML_NAMES
     pairs_views: bool = False
@@ -76,25 +82,27 @@ class LossFacts:
 
 LOSSES: dict[type[nn.Module], LossFacts] = {
     # sums over samples
-    pml.ArcFaceLoss: LossFacts("elements"),
-    pml.CosFaceLoss: LossFacts("elements"),
-    pml.LargeMarginSoftmaxLoss: LossFacts("elements"),
-    pml.NormalizedSoftmaxLoss: LossFacts("elements"),
-    pml.ProxyNCALoss: LossFacts("elements"),
-    pml.SoftTripleLoss: LossFacts("elements"),
-    pml.SphereFaceLoss: LossFacts("elements"),
-    pml.SubCenterArcFaceLoss: LossFacts("elements"),
+    pml.ArcFaceLoss: LossFacts("elements", head="class_heads.MarginHead"),
+    pml.CosFaceLoss: LossFacts("elements", head="class_heads.MarginHead"),
+    pml.LargeMarginSoftmaxLoss: LossFacts("elements", head="class_heads.LargeMarginHead"),
+    pml.NormalizedSoftmaxLoss: LossFacts("elements", head="class_heads.NormalizedSoftmaxHead"),
+    pml.ProxyNCALoss: LossFacts("elements", head="class_heads.ProxyHead"),
+    pml.SoftTripleLoss: LossFacts("elements", head="class_heads.SoftTripleHead"),
+    pml.SphereFaceLoss: LossFacts("elements", head="class_heads.SphereFaceHead"),
+    pml.SubCenterArcFaceLoss: LossFacts("elements", head="class_heads.MarginHead"),
     # sums over anchors; what PML computes for every pair of pairs, or for every triplet, is sooner worth sharing
     pml.AngularLoss: LossFacts("rows", few_rows=128, memory="positives x columns", column_elements=True),
     pml.CircleLoss: LossFacts("rows", column_elements=True),
-    pml.ContrastiveLoss: LossFacts("rows", few_rows=192),
+    pml.ContrastiveLoss: LossFacts("rows", pair_loss="tiled.margin_losses.Contrastive", few_rows=192),
     pml.GeneralizedLiftedStructureLoss: LossFacts("rows", column_elements=True),
     pml.MarginLoss: LossFacts("rows", few_rows=64, memory="triplets"),
-    pml.MultiSimilarityLoss: LossFacts("rows", few_rows=192, column_elements=True),
-    pml.NTXentLoss: LossFacts("rows", few_rows=32, memory="pairs x pairs"),
-    pml.SignalToNoiseRatioContrastiveLoss: LossFacts("rows"),
-    pml.SupConLoss: LossFacts("rows", few_rows=192),
-    pml.TripletMarginLoss: LossFacts("rows", few_rows=64, memory="triplets"),
+    pml.MultiSimilarityLoss: LossFacts(
+        "rows", pair_loss="tiled.pair_losses.MultiSimilarity", few_rows=192, column_elements=True
+    ),
+    pml.NTXentLoss: LossFacts("rows", pair_loss="tiled.pair_losses.NTXent", few_rows=32, memory="pairs x pairs"),
+    pml.SignalToNoiseRatioContrastiveLoss: LossFacts("rows", pair_loss="tiled.margin_losses.Contrastive"),
+    pml.SupConLoss: LossFacts("rows", pair_loss="tiled.pair_losses.SupCon", few_rows=192),
+    pml.TripletMarginLoss: LossFacts("rows", pair_loss="tiled.margin_losses.Triplets", few_rows=64, memory="triplets"),
     pml.TupletMarginLoss: LossFacts("rows", few_rows=32, memory="pairs x pairs", column_elements=True),
     # replicated like all that have no row, but called in a way of their own
     pml.CrossBatchMemory: LossFacts(
@@ -174,6 +182,39 @@ def gathers_by_itself(module: nn.Module) -> bool:
     return theirs or bool(getattr(module, "sees_global_batch", False))
 
 
+def pair_loss_of(loss: nn.Module) -> Any:
+    """Return the class that evaluates a loss in tiles; None: none does."""
+    facts = LOSSES.get(type(loss))
+    if facts is None or facts.pair_loss is None:
+        return None
+    return _class_named(facts.pair_loss)
+
+
+def losses_in_tiles() -> dict[str, Any]:
+    """Return the names of the losses that have an evaluation in tiles, and the classes that do it."""
+    return {cls.__name__: _class_named(facts.pair_loss) for cls, facts in LOSSES.items() if facts.pair_loss is not None}
+
+
+def head_class_of(loss: nn.Module) -> Any:
+    """Return the class that computes a loss's logits where its classes are split over ranks; None: none does."""
+    facts = LOSSES.get(type(loss))
+    if facts is None or facts.head is None:
+        return None
+    return _class_named(facts.head)
+
+
+def losses_with_head() -> list[str]:
+    """Return the names of the losses whose classes can be split over ranks."""
+    return sorted(cls.__name__ for cls, facts in LOSSES.items() if facts.head is not None)
+
+
+@cache
+def _class_named(place: str) -> Any:
+    """Return a class of this folder by its file and name."""
+    file, name = place.rsplit(".", 1)
+    return getattr(import_module(f"lightning_ddp_losses.losses.{file}"), name)
+
+
 def may_draw(loss: nn.Module) -> bool:
     """Say whether a call may draw random numbers; to save and restore generators takes as long as a small loss."""
     stack = [loss]
@@ -202,7 +243,7 @@ def _inherited(cls: type) -> LossFacts:
     for base in cls.__mro__:
         facts = LOSSES.get(base)
         if facts is not None:
-            return replace(facts, mode="replicated", few_rows=_FEW_ROWS)
+            return replace(facts, mode="replicated", few_rows=_FEW_ROWS, pair_loss=None, head=None)
     return _NO_FACTS
 
 
@@ -242,14 +283,23 @@ class Reduction(NamedTuple):
         """Whether some elements may not pass."""
         return self.low is not None or self.high is not None
 
-    def passing(self, values: Tensor) -> Tensor:
+    @property
+    def selects_positive(self) -> bool:
+        """Whether an element passes if it is above 0."""
+        return self.low == 0 and self.high is None
+
+    def passes(self, values: Tensor) -> Tensor:
         """Return which elements pass both limits, bool."""
-        passing = torch.ones_like(values, dtype=torch.bool)
+        passes = torch.ones_like(values, dtype=torch.bool)
         if self.low is not None:
-            passing &= values > self.low
+            passes &= values > self.low
         if self.high is not None:
-            passing &= values < self.high
-        return passing
+            passes &= values < self.high
+        return passes
+
+    def passing(self, values: Tensor) -> Tensor:
+        """Return 1 for the elements that pass both limits, else 0, in the dtype of the elements."""
+        return self.passes(values).to(values.dtype)
 
 
 _MEAN, _SUM, _GIVEN = Reduction(), Reduction(plain_sum=True), Reduction(given_divisor=True)
@@ -329,18 +379,29 @@ class DistanceFacts:
     """What is known of a distance by its class.
 
     Attributes:
+        form: How a matrix of distances is computed: one product of matrices; norms of differences, which torch computes without
+            making the differences; or the differences themselves, one row of D numbers for each pair.
         symmetric: The distance of x to y is that of y to x.
-        product: A matrix product of rows and columns, and nothing else.
     """
 
+    form: Literal["product", "norm", "differences"]
     symmetric: bool = True
-    product: bool = False
 
 
 DISTANCES: dict[type, DistanceFacts] = {
-    distances.CosineSimilarity: DistanceFacts(product=True),
-    distances.DotProductSimilarity: DistanceFacts(product=True),
-    distances.LpDistance: DistanceFacts(),
-    distances.SNRDistance: DistanceFacts(symmetric=False),
+    distances.CosineSimilarity: DistanceFacts("product"),
+    distances.DotProductSimilarity: DistanceFacts("product"),
+    distances.LpDistance: DistanceFacts("norm"),
+    distances.SNRDistance: DistanceFacts("differences", symmetric=False),
 }
 """Distances of one row to one other, by exact class: a subclass may look at the full batch."""
+
+
+# ---------------------------------------------------------------------- regularisers
+
+CLASS_REGULARIZERS: dict[type, Literal["rows", "centers"]] = {
+    regularizers.LpRegularizer: "rows",
+    regularizers.ZeroMeanRegularizer: "rows",
+    regularizers.SparseCentersRegularizer: "centers",
+}
+"""Weight regularisers that are a sum over classes, by exact class: over weight rows, or over pairs of the centers of each class."""

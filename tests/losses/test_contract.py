@@ -18,7 +18,9 @@ from lightning_ddp_losses import ClassShardedLoss
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.losses import GlobalBatchLoss, check_separable, register_element_wise, register_row_separable
-from lightning_ddp_losses.losses.pml_registry import may_draw
+from lightning_ddp_losses.losses.class_heads import Head
+from lightning_ddp_losses.losses.pml_registry import LOSSES, head_class_of, may_draw, pair_loss_of
+from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
 from tests.losses.cases import PML, classes
 from tests.losses.harness import (
     CLASSES,
@@ -210,6 +212,15 @@ def test_a_declared_class_runs_in_the_declared_mode(pool: RankPool) -> None:
 def test_the_table_is_what_the_check_measures(name: str) -> None:
     mode = (PML[name].modes or ("",))[0]
     assert mode in check_separable(PML[name].make(), embedding_size=DIM, num_classes=CLASSES)
+
+
+@pytest.mark.parametrize("cls", LOSSES, ids=lambda cls: cls.__name__)
+def test_what_the_table_names_is_there(cls: type[nn.Module]) -> None:
+    loss = cls.__new__(cls)
+    assert (LOSSES[cls].pair_loss is None) == (pair_loss_of(loss) is None)
+    assert (LOSSES[cls].head is None) == (head_class_of(loss) is None)
+    assert issubclass(pair_loss_of(loss) or PairLoss, PairLoss)
+    assert issubclass(head_class_of(loss) or Head, Head)
 
 
 @pytest.mark.parametrize("name", ["NPairsLoss", "LiftedStructureLoss", "FastAPLoss", "SmoothAPLoss", "RankedListLoss"])

@@ -2,15 +2,16 @@
 
 | file | what it holds |
 |---|---|
-| ``evaluator`` | which losses have tiles (``PAIR_LOSSES``); one call, there and back |
+| ``evaluator`` | how a loss is evaluated in tiles, if it is; one call, there and back |
 | ``pair_losses`` | what a loss says about one tile (``PairLoss``); NT-Xent, SupCon, multi-similarity |
 | ``margin_losses`` | contrastive and triplet margin loss |
 | ``tiles`` | a tile: which entries are positives and negatives, distances and what they give back |
 | ``accumulators`` | pytorch-metric-learning's reducers on row sums |
 
-A new loss in tiles is one ``PairLoss`` and one row of ``PAIR_LOSSES``; its tests come from ``LOSSES`` in ``tests/losses/test_tiled.py``.
+A new loss in tiles is one ``PairLoss``, named in the row of the loss in ``pml_registry.LOSSES``; its tests come
+from ``LOSSES`` in ``tests/losses/test_tiled.py``.
 """
 
-from lightning_ddp_losses.losses.tiled.evaluator import PAIR_LOSSES, TiledEvaluator, TiledPlan, tiled_plan
+from lightning_ddp_losses.losses.tiled.evaluator import TiledEvaluator, TiledPlan, tiled_plan
 
-__all__ = ["PAIR_LOSSES", "TiledEvaluator", "TiledPlan", "tiled_plan"]
+__all__ = ["TiledEvaluator", "TiledPlan", "tiled_plan"]

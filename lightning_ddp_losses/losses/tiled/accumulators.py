@@ -10,74 +10,12 @@ or 0 without a miner).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from pytorch_metric_learning import reducers
-from pytorch_metric_learning.reducers.per_anchor_reducer import aggregation_func
 from torch import Tensor
 
+from lightning_ddp_losses.losses.pml_registry import Reduction
 from lightning_ddp_losses.losses.tiled.tiles import Tile
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """A reducer as data.
-
-    Attributes:
-        low: Elements must be larger; None: no lower limit.
-        high: Elements must be smaller; None: no upper limit.
-        plain_sum: Nothing is divided.
-        weights: (classes,), by the anchor's label; None: 1.
-        per_anchor: Pairs are averaged within their anchor first; all else then concerns the anchors.
-    """
-
-    low: float | None = None
-    high: float | None = None
-    plain_sum: bool = False
-    weights: Tensor | None = None
-    per_anchor: bool = False
-
-    @property
-    def selects(self) -> bool:
-        """Whether some elements may not pass."""
-        return self.low is not None or self.high is not None
-
-    @property
-    def selects_positive(self) -> bool:
-        """Whether an element passes if it is above 0."""
-        return self.low == 0 and self.high is None
-
-    def passing(self, values: Tensor) -> Tensor:
-        """Computes 1 for the elements that pass, else 0."""
-        passes = torch.ones_like(values, dtype=torch.bool)
-        if self.low is not None:
-            passes &= values > self.low
-        if self.high is not None:
-            passes &= values < self.high
-        return passes.to(values.dtype)
-
-
-def reduction_of(reducer: Any, name: str) -> Reduction | None:
-    """Describes the reducer of sub-loss ``name``; None for one that tiles do not know."""
-    cls, found = type(reducer), None
-    if cls is reducers.MultipleReducers:
-        own = reducer.default_reducer
-        if name in reducer.reducers:
-            own = reducer.reducers[name]
-        found = reduction_of(own, name)
-    elif cls is reducers.PerAnchorReducer and reducer.aggregation_func is aggregation_func:
-        inner = reduction_of(reducer.reducer, name)
-        found = None if inner is None else replace(inner, per_anchor=True)
-    elif cls is reducers.MeanReducer:
-        found = Reduction()
-    elif cls is reducers.SumReducer:
-        found = Reduction(plain_sum=True)
-    elif cls in (reducers.ThresholdReducer, reducers.AvgNonZeroReducer):
-        found = Reduction(low=reducer.low, high=reducer.high)
-    elif cls is reducers.ClassWeightedReducer:
-        found = Reduction(weights=reducer.weights)
-    return found
 
 
 @dataclass(frozen=True)

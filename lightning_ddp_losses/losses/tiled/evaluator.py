@@ -16,12 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pytorch_metric_learning import distances
-from pytorch_metric_learning import losses as pml
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
-from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.losses.gathered_call import PMLCall
 from lightning_ddp_losses.losses.partial_sums import (
@@ -30,11 +27,13 @@ from lightning_ddp_losses.losses.partial_sums import (
     PartialStats,
     pack_stats,
     scale_factors,
+    undivided,
     unpack_partials,
+    value_with_grad,
 )
-from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal, Reduction, reduction_of
-from lightning_ddp_losses.losses.tiled.margin_losses import Contrastive, Triplets
-from lightning_ddp_losses.losses.tiled.pair_losses import MultiSimilarity, NTXent, PairLoss, SupCon
+from lightning_ddp_losses.losses.pml_registry import DISTANCES, Reduction, facts_of, pair_loss_of, reduction_of
+from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal
+from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
 from lightning_ddp_losses.losses.tiled.tiles import (
     LabelPairs,
     PairList,
@@ -45,20 +44,6 @@ from lightning_ddp_losses.losses.tiled.tiles import (
     tile_distance,
 )
 
-PAIR_LOSSES: dict[type[nn.Module], type[PairLoss]] = {
-    pml.ContrastiveLoss: Contrastive,
-    pml.MultiSimilarityLoss: MultiSimilarity,
-    pml.NTXentLoss: NTXent,
-    pml.SignalToNoiseRatioContrastiveLoss: Contrastive,
-    pml.SupConLoss: SupCon,
-    pml.TripletMarginLoss: Triplets,
-}
-_DISTANCES = (
-    distances.CosineSimilarity,
-    distances.DotProductSimilarity,
-    distances.LpDistance,
-    distances.SNRDistance,
-)
 _REFERENCES = (("ref_emb", "embeddings"), ("ref_labels", "labels"))
 
 # Few rows have few classes, hence few columns with positives; too few read the columns too often, and small tiles are all overhead. On a
@@ -95,16 +80,16 @@ class TiledPlan:
 
 def tiled_plan(loss: Any) -> TiledPlan | None:
     """Plans how tiles evaluate a loss as it is configured; None: they do not."""
-    pair_loss = PAIR_LOSSES.get(type(loss))
-    if pair_loss is None or type(loss.distance) not in _DISTANCES or _learns(loss) or not pair_loss.supports(loss):
+    pair_loss: type[PairLoss] | None = pair_loss_of(loss)
+    if pair_loss is None or type(loss.distance) not in DISTANCES or _learns(loss) or not pair_loss.supports(loss):
         return None
     reductions = []
     for name in pair_loss.sub_losses:
         reduction = reduction_of(loss.reducer, name)
-        if reduction is None or not pair_loss.supports_reduction(reduction):
+        if reduction is None or reduction.given_divisor or not pair_loss.supports_reduction(reduction):
             return None
         reductions.append(reduction)
-    symmetric = pair_loss.symmetric and type(loss.distance) is not distances.SNRDistance
+    symmetric = pair_loss.symmetric and DISTANCES[type(loss.distance)].symmetric
     return TiledPlan(pair_loss, tuple(reductions), symmetric)
 
 
@@ -214,7 +199,8 @@ class TiledEvaluator:
         # the statistics of all columns' rows
         column_stats = self._unpack_stats([payload[size:] for payload in payloads]) if self._symmetric else None
 
-        def backward(*, rows_wanted: bool, columns_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+        def vjp(wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+            rows_wanted, columns_wanted = wanted
             if self._open_backward is not None:
                 self._open_backward()
             columns_grad = None
@@ -225,8 +211,7 @@ class TiledEvaluator:
                 columns_grad = _unsorted(columns_grad, self._column_order)
             return rows_grad if rows_wanted else None, columns_grad
 
-        graph: Tensor = _TiledValue.apply(self._rows, self._columns, backward, value)  # type: ignore[no-untyped-call]
-        return graph, value, table
+        return value_with_grad(value, self._rows, self._columns, vjp=vjp), value, table
 
     @torch.no_grad()
     def _accumulate_tiles(self, *, backward_comes: bool) -> tuple[list[LocalTotal], Tensor]:
@@ -367,7 +352,7 @@ class TiledEvaluator:
             first = call.bound[0] if reference_labels is call.arguments["labels"] else None
             return LabelPairs(labels.to(kind), reference_labels.to(kind), first)
         tuples = call.local_tuples()
-        if len(tuples) == 3 and isinstance(self._loss, pml.TripletMarginLoss):
+        if len(tuples) == 3 and facts_of(self._loss).compares_triplets:
             return TripletTuples(tuples, labels.shape[0])
         pairs = TuplePairs(tuples, labels.shape[0], columns, self._rows.dtype, once=once)
         if once and pairs.contradict():
@@ -452,20 +437,20 @@ class TiledEvaluator:
         return b"".join(pack_stats(partial) for partial in stats)
 
     def _partial_stats(self, total: LocalTotal) -> PartialStats:
-        divisor = 1.0 / self._world if total.divisor is None else total.divisor
+        divisor = undivided(self._world) if total.divisor is None else total.divisor
         counts = ElementCounts(total.elements, total.passed, total.above_low, total.pairs)
         return PartialStats(total.total, divisor, False, counts)
 
     def _is_zero_loss(self) -> bool:
         """Tells whether PML returns a zero at once, for want of pairs; the same on all ranks."""
-        if isinstance(self._loss, pml.TripletMarginLoss):
+        if facts_of(self._loss).compares_triplets:
             return False  # without triplets all totals are 0
         tuples = self._call.arguments.get("indices_tuple")
         if tuples is None:
             positive, negative = self._call.global_pair_counts()
         else:
             positive, negative = len(tuples[1]), len(tuples[-1])
-        if isinstance(self._loss, pml.SupConLoss) and not (positive and negative):
+        if self._plan.pair_loss.needs_both_kinds and not (positive and negative):
             return True
         return max(positive, negative) <= 1
 
@@ -478,25 +463,6 @@ class TiledEvaluator:
         stats = torch.frombuffer(data, dtype=self._row_stats.dtype) if data else self._row_stats.new_empty(0)
         stats = stats.view(-1, width).to(self._row_stats.device)
         return stats if self._column_order is None else stats[self._column_order]
-
-
-class _TiledValue(torch.autograd.Function):
-    """The loss as a number, with the gradient of rows (B, D) and columns (G, D) or None that ``backward`` computes."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, columns: Tensor | None, backward: Any, value: float) -> Tensor:
-        ctx.backward_tiles = backward
-        ctx.save_for_backward(rows, columns)
-        return rows.new_full((), value)
-
-    @staticmethod
-    @once_differentiable_strict("GlobalBatchLoss")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        rows_wanted, columns_wanted = ctx.needs_input_grad[:2]
-        rows_grad, columns_grad = ctx.backward_tiles(rows_wanted=rows_wanted, columns_wanted=columns_wanted)
-        rows_grad = None if rows_grad is None else rows_grad * grad
-        columns_grad = None if columns_grad is None else columns_grad * grad
-        return rows_grad, columns_grad, None, None
 
 
 def _unsorted(values: Tensor, order: Tensor | None) -> Tensor:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal, PairSums, Reduction
+from lightning_ddp_losses.losses.pml_registry import Reduction
+from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal, PairSums
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss, add_transposed
 from lightning_ddp_losses.losses.tiled.tiles import Tile
 

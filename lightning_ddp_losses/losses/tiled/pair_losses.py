@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
-from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal, PairSums, Reduction, reduce_rows
+from lightning_ddp_losses.losses.pml_registry import Reduction
+from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal, PairSums, reduce_rows
 from lightning_ddp_losses.losses.tiled.tiles import PairList, Tile
 
 
@@ -39,6 +40,7 @@ class PairLoss:
         scale: By which the distances come multiplied.
         needs_second_pass: The positives are needed once more, once all columns have been added up.
         symmetric: Gradients of transposed entries follow from the statistics.
+        needs_both_kinds: PML returns a zero where there are no positives, or no negatives.
         counts_pairs_once: A pair counts once, however often a miner names it.
         grad_in_forward: A tile's gradient follows from the tile alone, but for one factor per sub-loss; it can be had in forward.
     """
@@ -46,6 +48,7 @@ class PairLoss:
     sub_losses: ClassVar[tuple[str, ...]] = ("loss",)
     needs_second_pass: ClassVar[bool] = False
     symmetric: ClassVar[bool] = True
+    needs_both_kinds: ClassVar[bool] = False
     counts_pairs_once: ClassVar[bool] = False
     grad_in_forward: bool = False
     width: int = 0
@@ -216,6 +219,7 @@ class SupCon(SoftmaxPairLoss):
     """
 
     counts_pairs_once = True
+    needs_both_kinds = True
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], rows: int, like: Tensor) -> None:
         super().__init__(loss, reductions, rows, like)

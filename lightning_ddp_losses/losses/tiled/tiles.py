@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from pytorch_metric_learning import distances
 from torch import Tensor
+
+from lightning_ddp_losses.losses.pml_registry import DISTANCES
 
 # torch.cdist subtracts row by row up to so many rows on either side, and multiplies matrices beyond (torch 2.13, measured 2026)
 _DIRECT_ROWS = 25
@@ -319,7 +320,7 @@ class TileDistance:
         """Computes how many bytes one row of a tile takes."""
         row_bytes = columns.shape[0] * columns.element_size()
         # PML's signal-to-noise distance subtracts row by row: (T, C, D)
-        return row_bytes * columns.shape[1] if type(self._distance) is distances.SNRDistance else row_bytes
+        return row_bytes * columns.shape[1] if DISTANCES[type(self._distance)].form == "differences" else row_bytes
 
     def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
         """Computes (T, C), ``scale`` times the distances, into ``out``."""
@@ -424,10 +425,10 @@ def tile_distance(distance: Any, columns: int) -> TileDistance:
         distance: One of pytorch-metric-learning's own.
         columns: C; torch computes Euclidean distances of few rows another way.
     """
-    cls = type(distance)
+    form = DISTANCES[type(distance)].form
     if distance.power == 1:
-        if cls in (distances.CosineSimilarity, distances.DotProductSimilarity):
+        if form == "product":
             return DotProduct(distance)
-        if cls is distances.LpDistance and distance.p == 2 and columns > _DIRECT_ROWS:
+        if form == "norm" and distance.p == 2 and columns > _DIRECT_ROWS:
             return EuclideanDistance(distance)
     return TileDistance(distance)
