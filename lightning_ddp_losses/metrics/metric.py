@@ -26,7 +26,7 @@ from lightning_ddp_losses.metrics.states import (
 )
 
 # modules whose `_sync_dist` is torchmetrics' own or ours
-_KNOWN_SYNC = ("torchmetrics.metric", "lightning_ddp_losses.metrics")
+_KNOWN_SYNC = ("torchmetrics.metric", "lightning_ddp_losses")
 
 
 class DifferentiableMetric(MetricStates):

@@ -26,7 +26,7 @@ from lightning_ddp_losses.metrics.exchange import State
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
 # modules whose classes do nothing of their own in `reset`
-_PLAIN_RESET = ("torchmetrics.metric", "lightning_ddp_losses.metrics", "torch.", "abc", "builtins")
+_PLAIN_RESET = ("torchmetrics.metric", "lightning_ddp_losses", "torch.", "abc", "builtins")
 
 
 @dataclass
