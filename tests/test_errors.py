@@ -10,11 +10,7 @@ import pytest
 from lightning_ddp_losses import errors
 from lightning_ddp_losses.errors import DDPLossError, PeerError, error_class, format_error, register_error
 
-CLASSES = [
-    cls
-    for _, cls in inspect.getmembers(errors, inspect.isclass)
-    if issubclass(cls, DDPLossError) and cls.__module__ == errors.__name__
-]
+CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, DDPLossError)]
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -26,7 +27,9 @@ CLASSES = {
     "audit.case.Diagnosis": "audit.context.Diagnosis",
     "audit.report.StepLoss": "audit.compare.StepLoss",
     "audit.rows.Row": "audit.compare.ComparedRow",
-    "callbacks.local_facts.LocalFacts": "callbacks.local_findings.LocalFacts",
+    "callbacks.data_verdicts.SameBatches": "callbacks.batch_check.SameBatches",
+    "callbacks.gradients.Gradients": "callbacks.gradient_flow.StepGradients",
+    "callbacks.local_facts.LocalFacts": "callbacks.findings.LocalFindings",
     "callbacks.reach.Reach": "core.autograd_graph.UnusedParameterFinder",
     "coefficient.CoefficientWatch": "distributed.upstream_grad.UpstreamGradWatch",
     "inputs.ValueReading": "core.inputs.ValueReading",
@@ -50,12 +53,24 @@ ATTRIBUTES = {
     "DifferentiableMetric": {"_shared": "_record"},
     "GlobalBatchLoss": {"_coefficients": "_upstream_grad", "_draws": "_seeds", "_told": "_warned"},
     "GlobalBatchMiner": {"_draws": "_seeds"},
-    "GradientFlowCheck": {"_reach": "_unused"},
     "SigLipLoss": {"_coefficients": "_upstream_grads"},
     "metrics.states.MetricRecord": {"coefficients": "upstream_grads", "ends": "update_ends", "inside": "in_forward"},
 }
 """Class, by its present name -> former name of an attribute -> present name. A class that takes former states itself, in its own
 ``__setstate__``, is not listed."""
+
+RESTARTED = (
+    "BatchCheck",
+    "BufferSyncCheck",
+    "CheckpointCheck",
+    "CommunicationMonitor",
+    "DeviceCheck",
+    "GradientFlowCheck",
+    "LossCheck",
+    "OptimizerCheck",
+    "ParameterSyncCheck",
+)
+"""Classes of which a pickle with former attributes brings the options alone: what else they hold belongs to one run."""
 
 _FORMER_MODULES = """
 audit: api auditor batches case compare diagnose facts fitting page pictures processes recorder records report
@@ -90,6 +105,8 @@ def install() -> None:
             vars(sys.modules[name]).setdefault("__getattr__", _asker(name.removeprefix(f"{_PACKAGE}.")))
     for name, renamed in ATTRIBUTES.items():
         _upgrade_state(present(name), renamed)
+    for name in RESTARTED:
+        _restart_from_options(present(name))
 
 
 class _FormerModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -159,5 +176,19 @@ def _upgrade_state(cls: Any, renamed: dict[str, str]) -> None:
             self.__dict__.update(present)
         else:
             set_state(self, present)
+
+    cls.__setstate__ = __setstate__
+
+
+def _restart_from_options(cls: Any) -> None:
+    """Let a class take a state with other attributes than it has now for the options of a new object."""
+    options = inspect.signature(cls).parameters
+
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:  # noqa: N807 - what pickle calls
+        if type(self) is cls:
+            fresh = cls(**{name: value for name, value in state.items() if name in options})
+            if vars(fresh).keys() != state.keys():
+                state = vars(fresh)
+        self.__dict__.update(state)
 
     cls.__setstate__ = __setstate__

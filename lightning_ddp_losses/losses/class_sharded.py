@@ -228,13 +228,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         return f"classes {self.shard.start} to {self.shard.stop} of {self.num_classes}"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_sharded" not in state:
-            raise ConfigurationError(
-                "ClassShardedLoss: pickle",
-                expected="one that this release wrote",
-                got="one of an earlier release, whose parts had other names",
-                fix="Load it there, and load its state_dict() into a new loss here.",
-            )
+        if "_whole_shape" in state:
+            state = _parts_of_release_0_1(state)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     @property
@@ -583,3 +578,33 @@ def _check_options(num_classes: int, chunk_size: int | None, sample_rate: float,
             got=f"one, and sample_rate={sample_rate}",
             fix="It would see the sampled classes only; use the optimizer's weight_decay, which the sampled rows get.",
         )
+
+
+def _parts_of_release_0_1(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a loss that release 0.1 pickled: what its parts hold was attributes of the loss then."""
+    former = dict(state)
+    loss = former["_modules"]["loss"]
+    head = head_of(loss)
+    sharded = ShardedWeight(
+        f"ClassShardedLoss({type(loss).__name__})", head, former["_whole_shape"], seed=former["_seed"]
+    )
+    sharded.shard, sharded.world_size = former["shard"], former["_world"]
+    sampler = former["sampler"]
+    if sampler is not None:
+        sampler = ClassSampler(sampler.rate, sampler.unbiased)
+    kept_by_module = {name: value for name, value in former.items() if name in vars(nn.Module())}
+    return {
+        **kept_by_module,
+        "_head": head,
+        "_penalty": penalty_of(loss, head.per_class),
+        "_sharded": sharded,
+        "chunk_size": former["chunk_size"],
+        "_group": former["_group"],
+        "_replica_group": former["_replicas"],
+        "sampler": sampler,
+        "_sampled_gradient": SampledGradient(),
+        "_row_optimizer": None,
+        "_fingerprint": former["_fingerprint"],
+        "_upstream_grads": former["_coefficients"],
+        "_value_reading": former["_reading"],
+    }

@@ -168,6 +168,7 @@ def others() -> dict[str, Any]:
                 ddl.ParameterSyncCheck,
             )
         },
+        "check with options": ddl.GradientFlowCheck(action={"error": "warn"}, parts=4),
         "SyncBatchNorm": ddl.SyncBatchNorm(),
         "AuditReport": report(),
         "shard": shard(),
