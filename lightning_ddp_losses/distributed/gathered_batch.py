@@ -5,22 +5,22 @@ Legend: ``W`` ranks, ``B`` rows on this rank (per tensor, may differ), ``G`` the
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.collectives import Backward, once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, host_bytes
+from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, host_bytes, reduce_scatter_rows
 
-Choice: TypeAlias = Callable[[dict[str, list[int]]], Backward]
+BackwardChoice: TypeAlias = Callable[[dict[str, list[int]]], Backward]
 """Rows of each rank, by tensor -> which gradient to give; the same on every rank."""
 
 _ALIGN = 16  # bytes; a view of any dtype may start there
@@ -28,7 +28,7 @@ _ALIGN = 16  # bytes; a view of any dtype may start there
 
 @dataclass(frozen=True)
 class GatheredBatch:
-    """What all ranks brought.
+    """The rows of all ranks.
 
     Attributes:
         tensors: (G, ...) each, in rank order.
@@ -41,7 +41,7 @@ class GatheredBatch:
     extras: list[bytes]
 
     def offset(self, index: int, rank: int) -> int:
-        """First row of ``rank`` in tensor ``index``."""
+        """Return the first row of ``rank`` in tensor ``index``."""
         return sum(self.counts[index][:rank])
 
 
@@ -50,79 +50,117 @@ def gather_batch(
     tensors: Mapping[str, Tensor],
     must_match: Mapping[str, object],
     *,
-    backward: Backward | Choice = "sum",
+    backward: Backward | BackwardChoice = "sum",
     extra: bytes = b"",
     counted: Collection[str] = (),
     group: Group = None,
 ) -> GatheredBatch:
-    """Rows of all ranks for several tensors at once, in rank order, with their graphs.
+    """Gather the rows of all ranks for several tensors at once, in rank order, with their graphs.
 
     Args:
-        what: The operation, for the frame.
+        what: The operation, for the handshake.
         tensors: (B, ...) by name; B may differ per rank and per tensor.
-        agreed: What else must be equal on all ranks.
+        must_match: What else must be equal on all ranks.
         backward: As in ``all_gather_with_grad``; or what decides it, equally on all ranks, from the rows of each rank by name.
-        extra: Own bytes that ride in the frame.
+        extra: Own bytes that go with the handshake.
         counted: Names of (B, D) tensors whose rows stay where they are: all agree on D and dtype, and learn how many rows there are;
             they come back as (G, 0).
         group: Process group; None is the world.
 
     Communication:
-        Forward one frame, and one gather of all tensors' bytes where those of any rank are too many to ride in it (more than
-        ``handshake.inline_capacity``, or not on the CPU); one more gather at a size that the frames have not grown to yet. Backward none
-        (``"own_slice"``), or one exchange per dtype that needs a gradient (``"sum"``).
+        Forward one handshake, and one gather of all tensors' bytes where those of any rank are too many to be inline (more than
+        ``handshake.inline_capacity``, or not on the CPU); one more gather at a size that the handshakes have not grown to yet. Backward
+        none (``"own_slice"``), or one exchange per dtype that needs a gradient (``"sum"``).
 
     Raises:
         RankMismatchError: on every rank, when names, widths, dtypes or ``must_match`` differ, or where one computes without gradients
-            (backward may be a meeting).
+            (backward may communicate).
     """
-    values = [tensor[:, :0] if name in counted else tensor for name, tensor in tensors.items()]
+    values = list(tensors.values())
+    if counted:
+        values = [tensor[:, :0] if name in counted else tensor for name, tensor in tensors.items()]
     if process_groups.world_size(group) == 1:
         return GatheredBatch(values, [[t.shape[0]] for t in values], [extra])
-    fixed = {name: f"{('rows', *t.shape[1:])} {t.dtype} {t.device.type}" for name, t in tensors.items()}
-    needs = [t.requires_grad and torch.is_grad_enabled() for t in values]
-    head = struct.Struct(f"<{len(values)}Q{len(values)}??I")
-    rides = head.size + len(extra) + sum(_aligned(t.nbytes) for t in values) <= handshake.inline_capacity(
-        group
-    ) and all(t.device.type == "cpu" for t in values)
-    own = head.pack(*(t.shape[0] for t in values), *needs, rides, len(extra)) + extra
-    payloads = handshake.all_gather(
-        what,
-        {**must_match, "gradients": "on" if torch.is_grad_enabled() else "off", "tensors": ", ".join(tensors), **fixed},
-        b"".join([own, *_aligned_bytes(values)]) if rides else own,
-        group=group,
-    )
-    heads = [head.unpack_from(p) for p in payloads]
-    counts = [[h[i] for h in heads] for i in range(len(values))]
-    extras = [p[head.size : head.size + h[-1]] for p, h in zip(payloads, heads, strict=True)]
-    wanted = [any(h[len(values) + i] for h in heads) for i in range(len(values))]
-    joined = [match_requires_grad(t, want) for t, want in zip(values, wanted, strict=True)]
-    how = backward(dict(zip(tensors, counts, strict=True))) if callable(backward) else backward
-    came = None
-    if all(h[-2] for h in heads):
-        came = [p[head.size + h[-1] :] for p, h in zip(payloads, heads, strict=True)]
-    exchange = BackwardExchange(what, group)
-    out = _Gather.apply(came, counts, group, how, exchange, *joined)  # type: ignore[no-untyped-call]
-    return GatheredBatch(list(out), counts, extras)
+    # 1. this rank's part of the handshake: rows and need of a gradient of each tensor, the extra bytes, the tensors where they are few
+    is_grad_enabled = torch.is_grad_enabled()
+    needs_grad = [t.requires_grad and is_grad_enabled for t in values]
+    form = _form(len(values))
+    inline_bytes = form.size + len(extra) + sum(_aligned(t.nbytes) for t in values)
+    is_inline = inline_bytes <= handshake.inline_capacity(group) and all(t.device.type == "cpu" for t in values)
+    payload = form.pack(*(t.shape[0] for t in values), *needs_grad, is_inline, len(extra)) + extra
+    if is_inline:
+        payload = b"".join([payload, *_aligned_bytes(values)])
+    # 2. the handshake: all agree on what is gathered
+    must_match = {
+        **must_match,
+        "gradients": "on" if is_grad_enabled else "off",
+        "tensors": ", ".join(tensors),
+        **{name: f"{('rows', *t.shape[1:])} {t.dtype} {t.device.type}" for name, t in tensors.items()},
+    }
+    payloads = handshake.all_gather(what, must_match, payload, group=group)
+    offers = [_Offer.read(form, payload) for payload in payloads]
+    counts = [[offer.counts[i] for offer in offers] for i in range(len(values))]
+    # 3. who needs no gradient of a tensor still takes part in its backward where another rank needs it
+    for i, value in enumerate(values):
+        values[i] = match_requires_grad(value, any(offer.needs_grad[i] for offer in offers))
+    # 4. the rows, from the payloads or by one more gather, and how their gradient comes back
+    how = backward
+    if callable(how):
+        how = how(dict(zip(tensors, counts, strict=True)))
+    inline_rows = [offer.rows for offer in offers] if all(offer.is_inline for offer in offers) else None
+    gathered = _Gather.apply(inline_rows, counts, group, how, *values)  # type: ignore[no-untyped-call]
+    return GatheredBatch(list(gathered), counts, [offer.extra for offer in offers])
 
 
-_FIXED = 5  # arguments of _Gather before the tensors
+@functools.cache
+def _form(tensors: int) -> struct.Struct:
+    """Return the form of an offer: rows of each tensor, need of a gradient of each, whether rows are inline, length of the extra bytes."""
+    return struct.Struct(f"<{tensors}Q{tensors}??I")
+
+
+class _Offer(NamedTuple):
+    """What a rank sends of its tensors in the handshake.
+
+    Attributes:
+        counts: Rows of each.
+        needs_grad: Whether the rank needs a gradient of each.
+        is_inline: Whether their bytes go with the handshake.
+        extra: The caller's bytes.
+        rows: The tensors' bytes, each at an aligned place; empty where they are not inline.
+    """
+
+    counts: tuple[int, ...]
+    needs_grad: tuple[bool, ...]
+    is_inline: bool
+    extra: bytes
+    rows: bytes
+
+    @classmethod
+    def read(cls, form: struct.Struct, payload: bytes) -> _Offer:
+        *fields, is_inline, extra_bytes = form.unpack_from(payload)
+        tensors = len(fields) // 2
+        rows_start = form.size + extra_bytes
+        counts, needs_grad = tuple(fields[:tensors]), tuple(fields[tensors:])
+        return cls(counts, needs_grad, is_inline, payload[form.size : rows_start], payload[rows_start:])
+
+
+_FIXED = 4  # arguments of _Gather before the tensors
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        came: list[bytes] | None,
+        inline_rows: list[bytes] | None,
         counts: list[list[int]],
         group: Group,
         backward: Backward,
-        exchange: BackwardExchange,
         *tensors: Tensor,
     ) -> Any:
-        ctx.counts, ctx.group, ctx.mode, ctx.exchange = counts, group, backward, exchange
+        ctx.counts, ctx.group, ctx.mode = counts, group, backward
         ctx.set_materialize_grads(False)
-        out = _gather_packed(tensors, counts, group) if came is None else _unpacked(tensors, counts, came)
+        gathered = None if inline_rows is None else _unpack_inline(tensors, counts, inline_rows)
+        out = gathered or _gather_packed(tensors, counts, group)
         # some losses refuse targets that ask for a gradient
         ctx.mark_non_differentiable(*(t for i, t in enumerate(out) if not ctx.needs_input_grad[_FIXED + i]))
         ctx.shapes = [(t.shape, t.dtype, t.device) for t in out]
@@ -132,18 +170,20 @@ class _Gather(torch.autograd.Function):
     @once_differentiable_strict("rows of all ranks", linear=True)
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         own: list[Tensor | None] = [None] * len(grads)
-        rank = process_groups.rank(ctx.group)
         wanted = [i for i in range(len(grads)) if ctx.needs_input_grad[_FIXED + i]]
         if ctx.mode == "sum":
+            # every rank takes part, also with gradients that it did not get
             whole = []
             for i in wanted:
                 shape, dtype, device = ctx.shapes[i]
                 grad = grads[i]
                 whole.append(torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad)
-            found = ctx.exchange.reduce_scatter(whole, [ctx.counts[i] for i in wanted])
+            found = _reduce_scatter_packed(whole, [ctx.counts[i] for i in wanted], ctx.group)
             for i, rows in zip(wanted, found, strict=True):
                 own[i] = rows
             return *[None] * _FIXED, *own
+        # every rank has the same gradient: its own rows of it, times W, is the sum
+        rank = process_groups.rank(ctx.group)
         for i in wanted:
             grad, counts = grads[i], ctx.counts[i]
             if grad is not None:
@@ -151,62 +191,87 @@ class _Gather(torch.autograd.Function):
         return *[None] * _FIXED, *own
 
 
+def _reduce_scatter_packed(grads: list[Tensor], counts: list[list[int]], group: Group) -> list[Tensor]:
+    """Return own rows of each gradient's sum over ranks; gradients of one dtype travel together."""
+    if len(grads) < 2 or len({grad.dtype for grad in grads}) > 1:
+        return [reduce_scatter_rows(grad, rows, group) for grad, rows in zip(grads, counts, strict=True)]
+    # 1. for each rank in turn its rows of all gradients, one after the other
+    blocks_by_grad = [torch.split(grad, rows) for grad, rows in zip(grads, counts, strict=True)]
+    blocks_by_rank = list(zip(*blocks_by_grad, strict=True))
+    flat = []
+    for blocks in blocks_by_rank:
+        flat += [block.reshape(-1) for block in blocks]
+    sizes = [sum(block.numel() for block in blocks) for blocks in blocks_by_rank]
+    # 2. one exchange
+    own = reduce_scatter_rows(torch.cat(flat), sizes, group)
+    # 3. this rank's rows of each
+    own_blocks = blocks_by_rank[process_groups.rank(group)]
+    pieces = torch.split(own, [block.numel() for block in own_blocks])
+    return [piece.view(block.shape) for piece, block in zip(pieces, own_blocks, strict=True)]
+
+
 def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:
-    """Bytes of each tensor on the CPU, with what fills them up to an aligned place."""
+    """Yield the bytes of each tensor on the CPU, and what fills them up to an aligned place."""
     for tensor in tensors:
         data = host_bytes(tensor)
         yield data
         yield bytes(_aligned(len(data)) - len(data))
 
 
-def _packed(tensors: Sequence[Tensor], size: int) -> Tensor:
-    """Bytes of all tensors, each at an aligned place; ``size`` of them."""
-    sizes = [_aligned(t.nbytes) for t in tensors]
-    packed = tensors[0].new_zeros(size, dtype=torch.uint8)
-    offset = 0
-    for tensor, taken in zip(tensors, sizes, strict=True):
-        # not tensor.contiguous().view: none or one strided row counts as contiguous and cannot be viewed as bytes
-        packed[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        offset += taken
-    return packed
-
-
-def _unpacked(tensors: Sequence[Tensor], counts: list[list[int]], came: list[bytes]) -> list[Tensor]:
-    """Tensors like these, of all ranks' rows, from what each rank has packed."""
-    out, starts = [], [0] * len(came)
+def _unpack_inline(tensors: Sequence[Tensor], counts: list[list[int]], payloads: list[bytes]) -> list[Tensor]:
+    """Return tensors like these, of all ranks' rows, from the bytes that each rank has sent of them."""
+    out = []
+    starts = [0] * len(payloads)
     for tensor, rows in zip(tensors, counts, strict=True):
         row_bytes = _row_bytes(tensor)
-        whole = bytearray().join(
-            data[start : start + n * row_bytes] for data, start, n in zip(came, starts, rows, strict=True)
-        )
-        starts = [start + _aligned(n * row_bytes) for start, n in zip(starts, rows, strict=True)]
-        shape = sum(rows), *tensor.shape[1:]
+        whole = bytearray()
+        for rank, payload in enumerate(payloads):
+            size = rows[rank] * row_bytes
+            whole += payload[starts[rank] : starts[rank] + size]
+            starts[rank] += _aligned(size)
         flat = torch.frombuffer(whole, dtype=tensor.dtype) if whole else torch.empty(0, dtype=tensor.dtype)
-        out.append(flat.view(shape))
+        out.append(flat.view(sum(rows), *tensor.shape[1:]))
     return out
 
 
 def _gather_packed(tensors: Sequence[Tensor], counts: list[list[int]], group: Group) -> list[Tensor]:
-    world = process_groups.world_size(group)
-    row_bytes = [_row_bytes(t) for t in tensors]
-    sizes = [[_aligned(counts[i][r] * row_bytes[i]) for i in range(len(tensors))] for r in range(world)]
-    longest = max(map(sum, sizes))
+    """Return tensors like these, of all ranks' rows, by one gather of their bytes."""
+    world_size = process_groups.world_size(group)
+    row_bytes = [_row_bytes(tensor) for tensor in tensors]
+    # 1. as many bytes of each rank as the one with the most has
+    sizes = [
+        sum(_aligned(rows[rank] * n) for rows, n in zip(counts, row_bytes, strict=True)) for rank in range(world_size)
+    ]
+    longest = max(sizes)
     if longest == 0:
-        return [t.detach().clone() for t in tensors]
+        return [tensor.detach().clone() for tensor in tensors]
     packed = _packed(tensors, longest)
-    everyone = packed.new_empty(world * longest)
+    everyone = packed.new_empty(world_size * longest)
+    # 2. one gather
     gather(everyone, packed, group=group_for(packed, group))
+    # 3. each tensor's block of each rank
     out = []
-    for i, tensor in enumerate(tensors):
-        parts = []
-        for r in range(world):
-            start = r * longest + sum(sizes[r][:i])
-            part = everyone[start : start + counts[i][r] * row_bytes[i]]
-            if start % _ALIGN:
-                part = part.clone()
-            parts.append(part.view(tensor.dtype).view(counts[i][r], *tensor.shape[1:]))
-        out.append(torch.cat(parts))
+    starts = [rank * longest for rank in range(world_size)]
+    for tensor, rows, n in zip(tensors, counts, row_bytes, strict=True):
+        blocks = []
+        for rank, start in enumerate(starts):
+            block = everyone[start : start + rows[rank] * n]
+            blocks.append(block.view(tensor.dtype).view(rows[rank], *tensor.shape[1:]))
+            starts[rank] += _aligned(rows[rank] * n)
+        out.append(torch.cat(blocks))
     return out
+
+
+def _packed(tensors: Sequence[Tensor], size: int) -> Tensor:
+    """Return ``size`` bytes with those of all tensors, each at an aligned place."""
+    packed = tensors[0].new_zeros(size, dtype=torch.uint8)
+    offset = 0
+    for tensor in tensors:
+        # not tensor.contiguous().view: none or one strided row counts as contiguous and cannot be viewed as bytes
+        place = packed[offset : offset + tensor.nbytes]
+        place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        offset += _aligned(tensor.nbytes)
+    return packed
 
 
 def _row_bytes(tensor: Tensor) -> int:

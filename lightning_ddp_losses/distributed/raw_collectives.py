@@ -1,7 +1,9 @@
-"""Plain collectives on tensors whose shapes are agreed already: no graph, no frame.
+"""Plain collectives on tensors whose shapes are agreed already: no graph, no handshake.
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ), ``G`` their sum. Each picks the group by the tensor's device, and what is
-cheapest there: gloo's reduce-scatter moves as much as an all-reduce, its small gather is faster than its small all-reduce.
+cheapest there: gloo's reduce-scatter moves as much as an all-reduce, its small gather is faster than its small all-reduce. gloo lacks an
+``all_gather`` list of uneven tensors (it can return garbage on one rank while the other aborts) and reductions of int16 and uint64
+(torch 2.13; measured 2026): rows travel padded and as bytes, halves and small integers are added wide.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from lightning_ddp_losses.distributed.process_groups import Group
 # torch 2.13 renames these two and deprecates the old names
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_BROADCAST_BYTES = 64 << 20
-_GATHER_BYTES = 256 << 10  # over all ranks
+_BROADCAST_BYTES = 64 << 20  # at a time
+_GATHER_BYTES = (
+    256 << 10
+)  # over all ranks: fewer are gathered and added here, which takes less time than gloo's all-reduce
 _AWAKE_SECONDS = 0.002
-_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}  # the usual ones, in one call
+_NUMPY_DTYPES = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}  # the usual ones, in one call
 _give_way = getattr(os, "sched_yield", None) or (lambda: time.sleep(0))
 
 
@@ -56,7 +60,7 @@ def wait(work: dist.Work) -> None:
 
 
 def gather(everyone: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
-    """(n,) of each rank -> (W * n,) in rank order."""
+    """Gather (n,) of each rank into ``everyone``, (W * n,) in rank order."""
     work = _gather_into(everyone, own, group=group, async_op=True)
     if own.device.type == "cpu":
         wait(work)
@@ -75,48 +79,51 @@ def start_gather(own: Tensor, *, group: dist.ProcessGroup) -> tuple[Tensor, dist
 
 
 def host_memory(tensor: Tensor) -> Any:
-    """The memory of a tensor on the CPU as an array of numpy's, of bytes where numpy lacks its dtype; contiguous, else a copy."""
+    """Return the memory of a tensor on the CPU as numpy's array, of bytes where numpy lacks the dtype; a copy where not contiguous."""
     flat = tensor.detach().contiguous()
-    return (flat if flat.dtype in _NUMPY else as_bytes(flat)).numpy()
+    return (flat if flat.dtype in _NUMPY_DTYPES else as_bytes(flat)).numpy()
 
 
 def host_bytes(tensor: Tensor) -> bytes:
-    """The bytes of a tensor on the CPU, row by row whatever its strides."""
-    if tensor.dtype in _NUMPY:
+    """Return the bytes of a tensor on the CPU, row by row whatever its strides."""
+    if tensor.dtype in _NUMPY_DTYPES:
         return tensor.detach().numpy().tobytes()
     return as_bytes(tensor).numpy().tobytes()
 
 
 def start_mean(tensor: Tensor, *, group: Group = None) -> Callable[[], Tensor]:
-    """Start replacing a tensor by its mean over ranks; the answer waits for it and returns it.
+    """Start to replace a tensor by its mean over ranks.
+
+    Returns:
+        A function that waits for it and returns the tensor.
 
     Communication: one all-reduce, on a group that no other collective uses; for few bytes on the CPU one gather.
     """
-    world = process_groups.world_size(group)
-    if world == 1:
+    world_size = process_groups.world_size(group)
+    if world_size == 1:
         return lambda: tensor
     internal_groups = process_groups.internal_groups(group)
-    on_host = tensor.device.type == "cpu"
-    channel = internal_groups.gradients if on_host else internal_groups.device
-    if on_host and tensor.nbytes * world <= _GATHER_BYTES and tensor.is_contiguous():
-        everyone, gathering = start_gather(tensor.view(-1), group=channel)  # gloo reduces few bytes more slowly
+    is_on_host = tensor.device.type == "cpu"
+    carrier = internal_groups.gradients if is_on_host else internal_groups.device
+    if is_on_host and tensor.nbytes * world_size <= _GATHER_BYTES and tensor.is_contiguous():
+        everyone, gathering = start_gather(tensor.view(-1), group=carrier)
 
-        def add() -> Tensor:
+        def mean_of_gathered() -> Tensor:
             wait(gathering)
             return torch.mean(everyone, 0, out=tensor.view(-1)).view(tensor.shape)
 
-        return add
-    reducing = dist.all_reduce(tensor, group=channel, async_op=True)
+        return mean_of_gathered
+    reducing = dist.all_reduce(tensor, group=carrier, async_op=True)
     assert reducing is not None
 
-    def divide() -> Tensor:
-        if on_host:
+    def mean_of_sum() -> Tensor:
+        if is_on_host:
             wait(reducing)
         else:
             reducing.wait()
-        return tensor.div_(world)
+        return tensor.div_(world_size)
 
-    return divide
+    return mean_of_sum
 
 
 def reduce_mean_(tensor: Tensor, *, group: Group = None) -> Tensor:
@@ -134,85 +141,92 @@ def broadcast_(tensors: Sequence[Tensor], *, group: Group = None) -> None:
     batch: list[Tensor] = []
     for index, tensor in enumerate(tensors):
         batch.append(tensor.detach())
-        last = index + 1 == len(tensors)
-        if last or tensors[index + 1].device != tensor.device or sum(t.nbytes for t in batch) >= _BROADCAST_BYTES:
-            _broadcast_bytes(batch, group)
+        is_last = index + 1 == len(tensors)
+        is_full = sum(t.nbytes for t in batch) >= _BROADCAST_BYTES
+        if is_last or is_full or tensors[index + 1].device != tensor.device:
+            _broadcast_bytes_(batch, group)
             batch = []
 
 
-def _broadcast_bytes(tensors: list[Tensor], group: Group) -> None:
-    internal_groups = process_groups.internal_groups(group)
-    packed = torch.cat([as_bytes(t) for t in tensors])
-    dist.broadcast(packed, src=internal_groups.ranks[0], group=group_for(packed, group))
+def _broadcast_bytes_(tensors: list[Tensor], group: Group) -> None:
+    packed = torch.cat([as_bytes(tensor) for tensor in tensors])
+    source = process_groups.internal_groups(group).ranks[0]
+    dist.broadcast(packed, src=source, group=group_for(packed, group))
     offset = 0
     for tensor in tensors:
         # a slice may start at any byte; a view of another dtype needs an aligned start
-        own = packed[offset : offset + tensor.nbytes].clone().view(tensor.dtype).view(tensor.shape)
+        received = packed[offset : offset + tensor.nbytes].clone()
+        tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
         offset += tensor.nbytes
-        tensor.copy_(own)
 
 
 def all_gather_rows(rows: Tensor, counts: list[int], group: Group) -> Tensor:
-    """(B, ...) -> (G, ...) as bytes: bit exact, and for dtypes that a backend cannot reduce."""
-    longest, own = max(counts), rows.detach().contiguous()
-    row_shape, row_bytes = own.shape[1:], own[:0].new_empty((1, *own.shape[1:])).nbytes
-    if longest * row_bytes == 0:
+    """Gather (B, ...) into (G, ...), as bytes: bit exact, and for dtypes that a backend cannot reduce."""
+    own = rows.detach().contiguous()
+    row_shape = own.shape[1:]
+    longest = max(counts)
+    if longest * row_shape.numel() == 0:
         return own.new_empty((sum(counts), *row_shape))
+    # 1. as many rows as the rank with the most has
     padded = own
     if own.shape[0] < longest:
         padded = own.new_zeros((longest, *row_shape))
         padded[: own.shape[0]] = own
+    # 2. one gather of equal sizes
     out = own.new_empty((len(counts) * longest, *row_shape))
-    channel = group_for(own, group)
-    gather(as_bytes(out), as_bytes(padded), group=channel)
+    gather(as_bytes(out), as_bytes(padded), group=group_for(own, group))
+    # 3. without the padding
     if min(counts) == longest:
         return out
-    return torch.cat([out[i * longest : i * longest + n] for i, n in enumerate(counts)])
+    blocks = out.view(len(counts), longest, *row_shape)
+    return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
 
 
 def all_gather_slices_(everyone: Tensor, group: Group) -> None:
     """Complete, in place, bytes (a multiple of 8) of which each rank has written its own and left the others zero.
 
-    One all-reduce (for few bytes on the CPU one gather). It moves twice what a gather moves, but needs no second buffer, as
-    gloo's gather does, and no padding.
+    It moves twice what a gather moves, but needs no second buffer, as gloo's gather does, and no padding.
+
+    Communication: one all-reduce; for few bytes on the CPU one gather.
     """
-    words, channel = everyone.view(torch.int64), group_for(everyone, group)
-    on_host = everyone.device.type == "cpu"
-    if on_host and everyone.nbytes * process_groups.world_size(group) <= _GATHER_BYTES:
-        gathered, work = start_gather(words, group=channel)
+    words = everyone.view(torch.int64)
+    carrier = group_for(everyone, group)
+    is_on_host = everyone.device.type == "cpu"
+    if is_on_host and everyone.nbytes * process_groups.world_size(group) <= _GATHER_BYTES:
+        gathered, work = start_gather(words, group=carrier)
         wait(work)
         torch.sum(gathered, 0, out=words)
         return
-    reducing = dist.all_reduce(words, group=channel, async_op=True)
+    reducing = dist.all_reduce(words, group=carrier, async_op=True)
     assert reducing is not None
-    if on_host:
+    if is_on_host:
         wait(reducing)
     else:
         reducing.wait()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Its bytes, 1-D; the tensor's own memory where that is contiguous."""
+    """Return a tensor's bytes, 1-D: its own memory where that is contiguous."""
     flat = tensor.detach().resolve_conj().contiguous()
     # one element counts as contiguous whatever its stride; a view as bytes needs stride 1
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def reduce_scatter_rows(tensor: Tensor, counts: list[int], group: Group) -> Tensor:
-    """(G, ...) on each rank -> own rows of the sum over ranks, added in rank order and at least float32."""
-    rank, row_shape = process_groups.rank(group), tensor.shape[1:]
-    wide = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+    """Return this rank's rows of the sum of (G, ...) over ranks, added in rank order and in at least float32."""
+    rank = process_groups.rank(group)
+    row_shape = tensor.shape[1:]
+    wide = tensor.dtype
+    if tensor.is_floating_point():
+        wide = torch.promote_types(tensor.dtype, torch.float32)
     source = tensor.detach().contiguous()
     if source.device.type == "cpu":  # gloo's reduce-scatter moves as much as an all-reduce; this moves each row once
         width = row_shape.numel()
         received = source.new_empty((len(counts), counts[rank], *row_shape))
-        dist.all_to_all_single(
-            received.reshape(-1),
-            source.reshape(-1),
-            [counts[rank] * width] * len(counts),
-            [n * width for n in counts],
-            group=group_for(source, group),
-        )
+        received_sizes = [counts[rank] * width] * len(counts)
+        sent_sizes = [count * width for count in counts]
+        carrier = group_for(source, group)
+        dist.all_to_all_single(received.reshape(-1), source.reshape(-1), received_sizes, sent_sizes, group=carrier)
         return received.to(wide).sum(0).to(tensor.dtype)
     longest = max(counts)
     padded = source.new_zeros((len(counts), longest, *row_shape), dtype=wide)
@@ -224,28 +238,31 @@ def reduce_scatter_rows(tensor: Tensor, counts: list[int], group: Group) -> Tens
 
 
 def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:
-    """Give rank i the i-th part (1-D, one dtype); returns what each rank gave, of these sizes. One exchange."""
+    """Give rank i the i-th part (1-D, one dtype); return what each rank gave, of these sizes. Communication: one exchange."""
     packed = torch.cat(list(parts)).contiguous()
     received = packed.new_empty(sum(sizes))
-    channel = group_for(packed, group)
-    dist.all_to_all_single(received, packed, list(sizes), [p.numel() for p in parts], group=channel)
+    sent_sizes = [part.numel() for part in parts]
+    dist.all_to_all_single(received, packed, list(sizes), sent_sizes, group=group_for(packed, group))
     return list(torch.split(received, list(sizes)))
 
 
 def sum_over_ranks(tensor: Tensor, group: Group) -> Tensor:
-    """The sum, in at least float32 (integers: int32), in the tensor's dtype. One all-reduce."""
-    narrow = tensor.dtype.itemsize < torch.float32.itemsize  # halves lose digits; gloo does not add int16
-    wide = torch.float32 if tensor.is_floating_point() else torch.int32
-    total = (tensor.detach().to(wide) if narrow else tensor.detach().clone()).contiguous()
+    """Return the sum in the tensor's dtype, added in at least float32 or int32. Communication: one all-reduce."""
+    is_narrow = tensor.dtype.itemsize < torch.float32.itemsize  # halves lose digits; gloo does not add int16
+    if is_narrow:
+        wide = torch.float32 if tensor.is_floating_point() else torch.int32
+        total = tensor.detach().to(wide).contiguous()
+    else:
+        total = tensor.detach().clone().contiguous()
     dist.all_reduce(total, group=group_for(total, group))
     return total.to(tensor.dtype)
 
 
-# ---------- from messages.py
+# ---------------------------------------------------------------------- messages from rank to rank
 
 
 def ring_rows(rows: Tensor, counts: Sequence[int], group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Every rank's rows in turn, own ones first: two ranks' rows are here at a time, and the next travel while these are used.
+    """Visit every rank's rows in turn, own ones first: two ranks' rows are here at a time, and the next travel while these are used.
 
     Args:
         rows: (B, ...), this rank's.
@@ -257,16 +274,21 @@ def ring_rows(rows: Tensor, counts: Sequence[int], group: Group) -> Iterator[tup
 
     Communication: W - 1 messages to the next rank.
     """
-    world, rank = process_groups.world_size(group), process_groups.rank(group)
+    world_size, rank = process_groups.world_size(group), process_groups.rank(group)
     here = rows.detach().contiguous()
-    subgroup_of_size = _Neighbours(here, group) if world > 1 else None
-    for step in range(world):
-        source, coming = (rank - step) % world, None
-        if subgroup_of_size is not None and step + 1 < world:
-            coming = subgroup_of_size.ring_send(here, counts[source - 1])
+    if world_size == 1:
+        yield rank, here
+        return
+    ring = Ring(here, group)
+    for step in range(world_size):
+        source = (rank - step) % world_size
+        is_last = step + 1 == world_size
+        receive_next = None
+        if not is_last:
+            receive_next = ring.send(here, counts[source - 1])
         yield source, here
-        if coming is not None:
-            here = coming()
+        if receive_next is not None:
+            here = receive_next()
 
 
 def ring_round_trip(
@@ -277,7 +299,7 @@ def ring_round_trip(
     found_counts: Sequence[int],
     group: Group,
 ) -> Tensor:
-    """What all ranks find out about this rank's rows, which pass by all of them; what is found goes on behind the rows.
+    """Return what all ranks find out about this rank's rows, which pass by all of them; what is found goes on behind the rows.
 
     Args:
         rows: (B, ...), this rank's.
@@ -293,55 +315,67 @@ def ring_round_trip(
     Communication: 2 (W - 1) messages to the next rank. Each found block travels while the next one is computed.
     """
     own: Tensor | None = None
-    before: Callable[[], Tensor] | None = None
-    subgroup_of_size = _Neighbours(rows, group) if process_groups.world_size(group) > 1 else None
+    receive_found: Callable[[], Tensor] | None = None
+    ring = Ring(rows, group) if process_groups.world_size(group) > 1 else None
     for source, here in ring_rows(rows, counts, group):
         found = visit(source, here)
-        if own is None or subgroup_of_size is None:
+        if own is None or ring is None:
             own = found
             continue
-        if before is not None:
-            found, before = join(found, before()), None
-        before = subgroup_of_size.ring_send(found, found_counts[source - 1])  # what comes last is about this rank's own
+        if receive_found is not None:
+            found, receive_found = join(found, receive_found()), None
+        # what comes last is about this rank's own rows
+        receive_found = ring.send(found, found_counts[source - 1])
         del here, found  # else they would be held while the next are made
     assert own is not None
-    return own if before is None else join(own, before())
+    return own if receive_found is None else join(own, receive_found())
 
 
-class _Neighbours:
-    """The ranks before and after this one in the ring."""
+class Ring:
+    """The ranks in a ring, each with one before and one after it.
+
+    Args:
+        like: A tensor on the device of what is sent.
+        group: Process group.
+    """
 
     def __init__(self, like: Tensor, group: Group) -> None:
         ranks, rank = process_groups.internal_groups(group).ranks, process_groups.rank(group)
-        self._channel = group_for(like, group)
-        self._after, self._before = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
+        self._carrier = group_for(like, group)
+        self._next, self._previous = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
 
-    def ring_send(self, tensor: Tensor, rows: int) -> Callable[[], Tensor]:
-        """Start to give a tensor to the next rank; the answer waits for what comes from the one before, so many rows.
+    def send(self, tensor: Tensor, rows: int) -> Callable[[], Tensor]:
+        """Start to send a tensor to the next rank and to receive one of so many rows from the one before.
 
         Both ranks know the sizes: what is empty is not sent.
+
+        Returns:
+            A function that waits for both and returns what was received.
         """
-        arriving = tensor.new_empty((rows, *tensor.shape[1:]))
-        ways = ((dist.isend, tensor, self._after), (dist.irecv, arriving, self._before))
-        messages = [dist.P2POp(what, given, peer, self._channel) for what, given, peer in ways if given.numel()]
+        received = tensor.new_empty((rows, *tensor.shape[1:]))
+        messages = []
+        if tensor.numel():
+            messages.append(dist.P2POp(dist.isend, tensor, self._next, self._carrier))
+        if received.numel():
+            messages.append(dist.P2POp(dist.irecv, received, self._previous, self._carrier))
         works = dist.batch_isend_irecv(messages) if messages else []
 
-        def arrived() -> Tensor:
+        def receive() -> Tensor:
             for work in works:
                 work.wait()
-            return arriving
+            return received
 
-        return arrived
+        return receive
 
 
 def send(tensor: Tensor, to: int) -> None:
-    """Give a tensor to one rank of the world, which calls ``receive``."""
+    """Send a tensor to one rank of the world, which calls ``receive``."""
     own = tensor.detach().contiguous()
     dist.send(own, to, group=group_for(own, None))
 
 
 def receive(shape: Sequence[int], like: Tensor, source: int) -> Tensor:
-    """The tensor of this shape that one rank of the world sends, in the dtype and on the device of ``like``."""
+    """Return the tensor of this shape that one rank of the world sends, in the dtype and on the device of ``like``."""
     out = like.new_empty(tuple(shape))
     dist.recv(out, source, group=group_for(out, None))
     return out

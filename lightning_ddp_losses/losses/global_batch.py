@@ -22,7 +22,7 @@ from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import Backward
-from lightning_ddp_losses.distributed.gathered_batch import Choice, GatheredBatch, gather_batch
+from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, InputError
@@ -293,7 +293,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     # ------------------------------------------------------------------ exchange
 
     def _gather(
-        self, batches: dict[str, Tensor], backward: Backward | Choice, counted: Sequence[str] = ()
+        self, batches: dict[str, Tensor], backward: Backward | BackwardChoice, counted: Sequence[str] = ()
     ) -> GatheredBatch:
         seed, must_match = self._seeds.next(), self._take_must_match()
         return gather_batch(
