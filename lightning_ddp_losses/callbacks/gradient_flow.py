@@ -28,7 +28,7 @@ from lightning_ddp_losses.callbacks.replicated_parameters import RotatingSlices,
 from lightning_ddp_losses.core.autograd_graph import UnusedParameterFinder
 from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed.fingerprint import (
-    Started,
+    StartedFingerprint,
     combine,
     finish_fingerprints,
     hash_lines,
@@ -372,7 +372,7 @@ class StepGradients:
     def __init__(self) -> None:
         self.slices: list[TensorSlice] = []
         self.absent: list[str] = []
-        self._fingerprints: list[Started] = []
+        self._fingerprints: list[StartedFingerprint] = []
         self._sizes: list[float | Tensor] = []
 
     def add(self, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], *, largest: bool) -> None:

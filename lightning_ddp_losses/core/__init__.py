@@ -1,1 +1,13 @@
-"""What one rank knows without its peers: dtypes, the autograd graph, inputs, patched forwards, hidden modules (torch only)."""
+"""What one rank knows without its peers (torch only).
+
+* ``precision``: in which precision a loss computes; nests of tensors; parameters that a precision plugin would halve
+* ``autograd_graph``: one walk over the autograd graph, parameters that a loss does not reach, how a loss is run
+* ``inputs``: what a loss is fed, checked with words before the loss itself fails on an index
+* ``forward_patch``: another method in a module's place for the length of a fit
+* ``module_search``: modules that a module holds without having registered them
+* ``configuration``: a loss's configuration as text, to compare between ranks
+* ``random_state``: random generators, saved, seeded and put back
+* ``faults``: the one table of known faults; a new fault is one row there, in the check that finds it and in the README
+* ``compat``: every read of a private name of torch, Lightning, torchmetrics and pytorch-metric-learning
+* ``former_paths``: where objects that earlier releases pickled find their classes; who moves or renames one adds a row
+"""

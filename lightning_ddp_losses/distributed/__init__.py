@@ -1,1 +1,15 @@
-"""What the ranks do together, over public ``torch.distributed``: groups, handshakes, collectives, shards, fingerprints."""
+"""What the ranks do together, over public ``torch.distributed``: groups, handshakes, collectives, shards, fingerprints (torch only).
+
+* ``process_groups``: ranks and world size of a group, and the process groups of our own
+* ``handshake``: ``all_gather`` of one header and a few bytes per rank before anything else, and errors that all ranks raise together
+* ``header``: the header's form on the wire, and the error for headers that disagree
+* ``raw_collectives``: plain collectives on tensors of known shapes, and rows that pass round a ring
+* ``collectives``: the differentiable ones, each with the gradient that it gives
+* ``gathered_batch``: several tensors in one gather, with their gradients
+* ``upstream_grad``: whether a global value is back-propagated alike on all ranks
+* ``shard``: the tag on a parameter that is sharded
+* ``fingerprint``: 64-bit hashes of tensors and texts, to compare between ranks
+
+A new differentiable collective is one ``autograd.Function`` in ``collectives``, one row in its docstring's table and one in
+``tests/distributed/test_collectives.py``; another transport replaces functions of ``raw_collectives`` and a group of ``process_groups``.
+"""

@@ -1,7 +1,9 @@
 """Collectives that autograd sees through, for rows that may differ per rank, usable with or without Lightning.
 
-torch's own differentiable collectives are deprecated, die on uneven rows and hide their scale. Ours open with a frame
-(`frames`), so that ranks that disagree get the same error, and say which gradient they give.
+torch's own differentiable collectives (``torch.distributed.nn.functional``, ``_functional_collectives``) are deprecated, die on uneven
+rows and hide their scale (torch 2.13; measured 2026). Ours open with a handshake, so that ranks that disagree get the same error, and
+say which gradient they give. Rows are gathered in rank order, always: own ones first would make losses that depend on the order, and
+queues, differ by rank.
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ), ``G`` their sum. Backward, for an upstream gradient g_s on each
 rank s:
@@ -30,15 +32,15 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_rows, reduce_scatter_rows, sum_over_ranks
-from lightning_ddp_losses.errors import ConfigurationError, InputError, format_error
+from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 Backward = Literal["sum", "own_slice"]
 
-_ROWS = struct.Struct("<q?")
+_ROWS = struct.Struct("<q?")  # rows of a rank, and whether it needs the gradient
 
 
 def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backward = "sum") -> Tensor:
-    """Rows of all ranks, concatenated along dim 0 in rank order.
+    """Gather the rows of all ranks, concatenated along dim 0 in rank order.
 
     Equivalent to: ``torch.cat([x_0, x_1, ..., x_{W-1}])`` in one process.
 
@@ -54,25 +56,25 @@ def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
         (G, ...), equal on every rank.
 
     Communication:
-        Forward one frame and one gather of W x max(B) rows per rank. Backward one exchange of G rows per rank
+        Forward one handshake and one gather of W x max(B) rows per rank. Backward one exchange of G rows per rank
         (``"sum"``), or none (``"own_slice"``). If any rank needs the gradient, all ranks must run backward under "sum".
 
     Raises:
         RankMismatchError: on every rank, when ranks disagree on dtype, width, number of dimensions or ``backward``.
     """
     _check("all_gather_with_grad", tensor, backward, group)
-    if process_groups.world_size(group) == 1:
-        return tensor.reshape(1) if tensor.ndim == 0 else tensor
     rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
-    counts, grad = _agree_rows("all_gather_with_grad", rows, rows.shape[0], backward, group)
-    rows = match_requires_grad(rows, grad)
+    if process_groups.world_size(group) == 1:
+        return rows
+    counts, needs_grad = _exchange_rows("all_gather_with_grad", rows, rows.shape[0], backward, group)
+    rows = match_requires_grad(rows, needs_grad)
     exchange = BackwardExchange("all_gather_with_grad", group)
     gathered: Tensor = _AllGather.apply(rows, counts, group, backward, exchange)  # type: ignore[no-untyped-call]
     return gathered
 
 
 def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backward = "sum") -> Tensor:
-    """Sum over ranks, element by element.
+    """Add a tensor over ranks, element by element.
 
     Equivalent to: ``torch.stack([x_0, ..., x_{W-1}]).sum(0)`` in one process.
 
@@ -86,7 +88,7 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
         The sum, same shape, equal on every rank.
 
     Communication:
-        Forward one frame and one all-reduce; backward one all-reduce (``"sum"``) or none.
+        Forward one handshake and one all-reduce; backward one all-reduce (``"sum"``) or none.
 
     Raises:
         RankMismatchError: on every rank, when shapes, dtypes or ``backward`` differ.
@@ -94,15 +96,15 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     _check("all_reduce_with_grad", tensor, backward, group)
     if process_groups.world_size(group) == 1:
         return tensor
-    _, grad = _agree_rows("all_reduce_with_grad", tensor, None, backward, group)
-    reduced: Tensor = _AllReduce.apply(
-        match_requires_grad(tensor, grad), group, backward, BackwardExchange("all_reduce_with_grad", group)
-    )  # type: ignore[no-untyped-call]
+    _, needs_grad = _exchange_rows("all_reduce_with_grad", tensor, None, backward, group)
+    tensor = match_requires_grad(tensor, needs_grad)
+    exchange = BackwardExchange("all_reduce_with_grad", group)
+    reduced: Tensor = _AllReduce.apply(tensor, group, backward, exchange)  # type: ignore[no-untyped-call]
     return reduced
 
 
 def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: Group = None) -> Tensor:
-    """This rank's rows of the sum over ranks.
+    """Add a tensor over ranks and keep this rank's rows of the sum.
 
     Equivalent to: ``torch.stack([x_0, ..., x_{W-1}]).sum(0).split(rows_of_each_rank)[rank]`` in one process.
 
@@ -115,7 +117,7 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
         (rows, ...), different on each rank.
 
     Communication:
-        Forward one frame and one exchange of G rows; backward one gather of G rows.
+        Forward one handshake and one exchange of G rows; backward one gather of G rows.
 
     Raises:
         RankMismatchError: on every rank, when shapes or dtypes differ.
@@ -123,12 +125,12 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
     """
     _check("reduce_scatter_with_grad", tensor, "sum", group)
     _check_rows(tensor, rows, group)
-    world = process_groups.world_size(group)
+    world_size = process_groups.world_size(group)
     total = tensor.shape[0]
-    own = total // world if rows is None else rows
-    counts, grad = [own], tensor.requires_grad
-    if world > 1:
-        counts, grad = _agree_rows("reduce_scatter_with_grad", tensor, own, "sum", group, same_shape=True)
+    own = total // world_size if rows is None else rows
+    counts, needs_grad = [own], tensor.requires_grad
+    if world_size > 1:
+        counts, needs_grad = _exchange_rows("reduce_scatter_with_grad", tensor, own, "sum", group, same_shape=True)
     if sum(counts) != total or min(counts) < 0:
         raise InputError(
             "reduce_scatter_with_grad: rows",
@@ -137,11 +139,11 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
             fix="Pass rows= on every rank, or a first dimension that the number of ranks divides.",
             collective=True,
         )
-    if world == 1:
+    if world_size == 1:
         return tensor
-    scattered: Tensor = _ReduceScatter.apply(
-        match_requires_grad(tensor, grad), counts, group, BackwardExchange("reduce_scatter_with_grad", group)
-    )  # type: ignore[no-untyped-call]
+    tensor = match_requires_grad(tensor, needs_grad)
+    exchange = BackwardExchange("reduce_scatter_with_grad", group)
+    scattered: Tensor = _ReduceScatter.apply(tensor, counts, group, exchange)  # type: ignore[no-untyped-call]
     return scattered
 
 
@@ -152,7 +154,7 @@ def own_slices_with_grad(
     *,
     group: Group = None,
 ) -> tuple[Tensor, ...]:
-    """Tensors that are gathered already, as if ``backward="own_slice"`` had gathered them.
+    """Put tensors that are gathered already into the graph, as if ``backward="own_slice"`` had gathered them.
 
     Args:
         whole: Rows of all ranks, floating; without a graph.
@@ -165,20 +167,57 @@ def own_slices_with_grad(
 
     Communication: none.
     """
-    world = process_groups.world_size(group)
-    joined: tuple[Tensor, ...] = _OwnSlices.apply(whole, places, world, *own)  # type: ignore[no-untyped-call]
+    world_size = process_groups.world_size(group)
+    joined: tuple[Tensor, ...] = _OwnSlices.apply(whole, places, world_size, *own)  # type: ignore[no-untyped-call]
     return joined
 
 
+def _check(what: str, tensor: object, backward: str, group: Group) -> None:
+    if not isinstance(tensor, Tensor):
+        got = type(tensor).__name__
+        error = InputError(what, expected="a torch.Tensor", got=got, fix="Pass one tensor per call.")
+        handshake.raise_on_all_ranks(error, what, group=group)
+    if backward not in ("sum", "own_slice"):
+        error = InputError(f"{what}: backward", expected="'sum' or 'own_slice'", got=repr(backward))
+        handshake.raise_on_all_ranks(error, what, group=group)
+
+
+def _check_rows(tensor: Tensor, rows: object, group: Group) -> None:
+    what = "reduce_scatter_with_grad"
+    if tensor.ndim == 0:
+        error = InputError(f"{what}: tensor", expected="rows along dim 0", got="a 0-dim tensor", fix="Reshape it.")
+        handshake.raise_on_all_ranks(error, what, group=group)
+    if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool)):
+        error = InputError(f"{what}: rows", expected="an int or None", got=repr(rows))
+        handshake.raise_on_all_ranks(error, what, group=group)
+
+
+def _exchange_rows(
+    what: str, tensor: Tensor, rows: int | None, backward: str, group: Group, *, same_shape: bool = False
+) -> tuple[list[int], bool]:
+    """Open a collective with a handshake; return the rows of each rank, and whether any rank needs the gradient."""
+    shape: tuple[object, ...] = tuple(tensor.shape)
+    if rows is not None and not same_shape:
+        shape = ("rows", *tensor.shape[1:])
+    must_match = {"shape": str(shape), "dtype": tensor.dtype, "device": tensor.device.type, "backward": backward}
+    needs_grad = tensor.requires_grad and torch.is_grad_enabled()
+    payloads = handshake.all_gather(what, must_match, _ROWS.pack(rows or 0, needs_grad), group=group)
+    offers = [_ROWS.unpack(payload) for payload in payloads]
+    counts = [rows for rows, _ in offers]
+    return counts, any(needs for _, needs in offers)
+
+
+# ---------------------------------------------------------------------- second derivatives are refused
+
 Grads = tuple[Tensor | None, ...]
 
-_OF_ONE_RANK = "Penalise the gradient of what each rank computes by itself (the encoder's, a plain loss's), not of a value over all ranks."
+_SECOND_FIX = "Penalise the gradient of what each rank computes by itself (the encoder's, a plain loss's), not of a value over all ranks."
 
 
 def once_differentiable_strict(
     what: str, *, linear: bool = False
 ) -> Callable[[Callable[..., Grads]], Callable[..., Grads]]:
-    """For the ``backward`` of an autograd function, which saves what its result depends on: to differentiate that result is an error.
+    """Make it an error to differentiate what the ``backward`` of an autograd function returns; the function saves what that depends on.
 
     torch's ``once_differentiable`` says so only where the gradient that comes in has a graph. Below the end of a loss it has none, and
     what comes out then passes for a constant.
@@ -193,9 +232,11 @@ def once_differentiable_strict(
         def wrapped(ctx: Any, *grads: Tensor | None) -> Grads:
             with torch.no_grad():
                 found = backward(ctx, *grads)
-            if not torch.is_grad_enabled() or (linear and not any(g is not None and g.requires_grad for g in grads)):
+            if not torch.is_grad_enabled():
                 return found
-            return forbid_second_derivative(found, (*grads, *ctx.saved_tensors), what, _OF_ONE_RANK)
+            if linear and not any(grad is not None and grad.requires_grad for grad in grads):
+                return found
+            return forbid_second_derivative(found, (*grads, *ctx.saved_tensors), what, _SECOND_FIX)
 
         return wrapped
 
@@ -203,7 +244,7 @@ def once_differentiable_strict(
 
 
 def forbid_second_derivative(gradients: Grads, depends_on: Grads, what: str, fix: str) -> Grads:
-    """The same gradients; to differentiate them is an error.
+    """Return the same gradients; to differentiate them is an error.
 
     Args:
         gradients: What a ``backward`` computed without a graph, with ``create_graph=True``.
@@ -230,12 +271,15 @@ class _Once(torch.autograd.Function):
         )
 
 
+# ---------------------------------------------------------------------- the autograd functions
+
+
 class _OwnSlices(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, whole: Sequence[Tensor], places: Sequence[tuple[int, int | None, int]], world: int, *own: Tensor
+        ctx: Any, whole: Sequence[Tensor], places: Sequence[tuple[int, int | None, int]], world_size: int, *own: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.places, ctx.world, ctx.shapes = places, world, [tensor.shape for tensor in own]
+        ctx.places, ctx.world_size, ctx.shapes = places, world_size, [tensor.shape for tensor in own]
         ctx.set_materialize_grads(False)
         return tuple(whole)
 
@@ -246,8 +290,9 @@ class _OwnSlices(torch.autograd.Function):
         for (index, start, rows), shape in zip(ctx.places, ctx.shapes, strict=True):
             grad = grads[index]
             if grad is not None:
-                grad = grad if start is None else grad.narrow(0, start, rows)
-                grad = (grad * ctx.world).reshape(shape)
+                if start is not None:
+                    grad = grad.narrow(0, start, rows)
+                grad = (grad * ctx.world_size).reshape(shape)
             found.append(grad)
         return tuple(found)
 
@@ -266,6 +311,7 @@ class _AllGather(torch.autograd.Function):
         if ctx.mode == "sum":
             (own,) = ctx.exchange.reduce_scatter([grad], [ctx.counts])
             return own, None, None, None, None
+        # every rank has the same gradient of all rows: its own ones, times W, are their sum over ranks
         rank = process_groups.rank(ctx.group)
         own = grad.narrow(0, sum(ctx.counts[:rank]), ctx.counts[rank])
         return own * len(ctx.counts), None, None, None, None
@@ -295,37 +341,3 @@ class _ReduceScatter(torch.autograd.Function):
     @once_differentiable_strict("rows of all ranks", linear=True)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.exchange.all_gather(grad, ctx.counts), None, None, None
-
-
-def _check(what: str, tensor: object, backward: str, group: Group) -> None:
-    if not isinstance(tensor, Tensor):
-        error = format_error(
-            what, expected="a torch.Tensor", got=type(tensor).__name__, fix="Pass one tensor per call."
-        )
-        handshake.raise_on_all_ranks(InputError(error), what, group=group)
-    if backward not in ("sum", "own_slice"):
-        error = format_error(f"{what}: backward", expected="'sum' or 'own_slice'", got=repr(backward))
-        handshake.raise_on_all_ranks(InputError(error), what, group=group)
-
-
-def _check_rows(tensor: Tensor, rows: object, group: Group) -> None:
-    what, got = "reduce_scatter_with_grad", None
-    if tensor.ndim == 0:
-        got = format_error(f"{what}: tensor", expected="rows along dim 0", got="a 0-dim tensor", fix="Reshape it.")
-    elif rows is not None and (not isinstance(rows, int) or isinstance(rows, bool)):
-        got = format_error(f"{what}: rows", expected="an int or None", got=repr(rows))
-    if got is not None:
-        handshake.raise_on_all_ranks(InputError(got), what, group=group)
-
-
-def _agree_rows(
-    what: str, tensor: Tensor, rows: int | None, backward: str, group: Group, *, same_shape: bool = False
-) -> tuple[list[int], bool]:
-    """Open the frame of a collective: rows of each rank, and whether any rank needs the gradient."""
-    free = rows is not None and not same_shape
-    shape = ("rows", *tensor.shape[1:]) if free else tuple(tensor.shape)
-    must_match = {"shape": str(shape), "dtype": tensor.dtype, "device": tensor.device.type, "backward": backward}
-    needs = tensor.requires_grad and torch.is_grad_enabled()
-    payloads = handshake.all_gather(what, must_match, _ROWS.pack(rows or 0, needs), group=group)
-    everyone = [_ROWS.unpack(p) for p in payloads]
-    return [r for r, _ in everyone], any(g for _, g in everyone)

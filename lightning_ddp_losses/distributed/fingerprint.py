@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.distributed.raw_collectives import as_bytes, host_memory
 
-Started: TypeAlias = "int | Tensor"
+StartedFingerprint: TypeAlias = "int | Tensor"
 """A fingerprint; on an accelerator one that may still be on its way (0-dim int64)."""
 
 ROW_WORDS = 1024
@@ -31,7 +31,7 @@ _UPPER = 31  # an odd distance from 32 and 16: lanes of a word do not cancel eac
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """The fingerprint of one dense tensor of any dtype, as a signed 64-bit number.
+    """Return the fingerprint of one dense tensor of any dtype, as a signed 64-bit number.
 
     Elements count in logical order (strides do not), with their dtype's bits. Shape and dtype are not part of it: compare them
     beside it.
@@ -40,66 +40,67 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
-    """The fingerprints of several tensors; an accelerator is waited for once."""
+    """Return the fingerprints of several tensors; an accelerator is waited for once."""
     return finish_fingerprints([start_fingerprint(t) for t in tensors])
 
 
-def start_fingerprint(tensor: Tensor) -> Started:
-    """As ``fingerprint``, without waiting for an accelerator."""
+def start_fingerprint(tensor: Tensor) -> StartedFingerprint:
+    """Start to compute a fingerprint, without waiting for an accelerator."""
     plain = tensor.resolve_neg()
     return hash_bytes(host_memory(plain)) if plain.device.type == "cpu" else _on_device(as_bytes(plain))
 
 
-def finish_fingerprints(started: Sequence[Started]) -> list[int]:
-    """The numbers."""
-    waiting = [each for each in started if isinstance(each, Tensor)]
-    if len({t.device for t in waiting}) == 1:
-        arrived = iter(torch.stack(waiting).tolist())
-        return [next(arrived) if isinstance(each, Tensor) else each for each in started]
-    return [int(each) for each in started]
+def finish_fingerprints(started: Sequence[StartedFingerprint]) -> list[int]:
+    """Return the numbers; an accelerator is waited for once."""
+    on_device = [each for each in started if isinstance(each, Tensor)]
+    if len({each.device for each in on_device}) != 1:
+        return [int(each) for each in started]
+    values = iter(torch.stack(on_device).tolist())  # one transfer for all
+    return [next(values) if isinstance(each, Tensor) else each for each in started]
 
 
 def hash_bytes(data: object) -> int:
-    """A signed 64-bit hash of a buffer."""
+    """Return a signed 64-bit hash of a buffer."""
     value: int = xxhash.xxh3_64_intdigest(data)  # type: ignore[arg-type]
     return value - (1 << 64) if value >> 63 else value
 
 
 def hash_text(text: str, bits: int = 63) -> int:
-    """An unsigned number of so many bits that tells texts apart; never 0."""
+    """Return an unsigned number of so many bits that tells texts apart; never 0."""
     return hash_bytes(text.encode()) & ((1 << bits) - 1) or 1
 
 
 def hash_lines(lines: Iterable[str]) -> int:
-    """A signed 64-bit number for several lines of text; 0 for none at all."""
+    """Return a signed 64-bit number for several lines of text; 0 for none at all."""
     text = "\n".join(lines)
     return hash_bytes(text.encode()) if text else 0
 
 
 def hash_rows(rows: Iterable[Any], seeds: Iterable[int]) -> list[int]:
-    """An unsigned 64-bit hash of each row's memory, by a seed for each: the hash of the row's earlier part, or 0."""
+    """Return an unsigned 64-bit hash of each row's memory, by a seed for each: the hash of the row's earlier part, or 0."""
     return list(map(xxhash.xxh3_64_intdigest, rows, seeds))
 
 
 def combine(values: Sequence[int]) -> int:
-    """One number for several, by their order; 0 for none."""
+    """Return one number for several, by their order; 0 for none."""
     return hash_bytes(array("q", values)) if values else 0
 
 
 @torch.no_grad()
 def _on_device(data: Tensor) -> Tensor:
-    """(n,) uint8 -> one int64, with torch's own operations."""
+    """Hash (n,) uint8 to one int64, with torch's own operations."""
     words = _as_words(data)
-    weights, total = _weights(ROW_WORDS, 0, data.device), torch.zeros((), dtype=torch.int64, device=data.device)
-    by_row = _weights(max(len(words), 1), 1, data.device)
-    for chunk, rows in zip(words.split(CHUNK_ROWS), by_row.split(CHUNK_ROWS), strict=True):  # type: ignore[no-untyped-call]
-        mixed = torch.bitwise_right_shift(chunk, _UPPER).add_(chunk).mul_(weights)
+    word_weights = _weights(ROW_WORDS, 0, data.device)
+    row_weights = _weights(max(len(words), 1), 1, data.device)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for chunk, rows in zip(words.split(CHUNK_ROWS), row_weights.split(CHUNK_ROWS), strict=True):  # type: ignore[no-untyped-call]
+        mixed = torch.bitwise_right_shift(chunk, _UPPER).add_(chunk).mul_(word_weights)
         total += mixed.sum(1).mul_(rows[: len(chunk)]).sum()
     return total
 
 
 def _as_words(data: Tensor) -> Tensor:
-    """Bytes -> (rows, ROW_WORDS) int64: the memory itself where it is made of whole, aligned rows, else a copy with zeros behind."""
+    """View bytes as (rows, ROW_WORDS) int64: the memory itself where it is made of whole, aligned rows, else a copy with zeros behind."""
     missing = -data.numel() % (8 * ROW_WORDS)
     if missing or data.storage_offset() % 8:
         data = torch.cat([data, data.new_zeros(missing)])
@@ -113,7 +114,7 @@ def _weights(number: int, stream: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _cached_weights(number: int, stream: int, device: torch.device) -> Tensor:
-    """Odd 64-bit numbers with mixed bits for each index: the same on every device and release of torch (no generator is asked)."""
+    """Return odd 64-bit numbers with mixed bits for each index, the same on every device and release of torch (no generator is asked)."""
     bits = torch.arange(1, number + 1, dtype=torch.int64, device=device)
     bits = bits * 2 + (stream << 40) + 1
     for multiplier in (-7046029254386353131, -4658895280553007687, -7723592293110705685):

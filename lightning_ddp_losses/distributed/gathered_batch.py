@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.collectives import Backward, once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, host_bytes, reduce_scatter_rows
+from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, host_bytes
 
 BackwardChoice: TypeAlias = Callable[[dict[str, list[int]]], Backward]
 """Rows of each rank, by tensor -> which gradient to give; the same on every rank."""
@@ -108,7 +109,8 @@ def gather_batch(
     if callable(how):
         how = how(dict(zip(tensors, counts, strict=True)))
     inline_rows = [offer.rows for offer in offers] if all(offer.is_inline for offer in offers) else None
-    gathered = _Gather.apply(inline_rows, counts, group, how, *values)  # type: ignore[no-untyped-call]
+    exchange = BackwardExchange(what, group)
+    gathered = _Gather.apply(inline_rows, counts, group, how, exchange, *values)  # type: ignore[no-untyped-call]
     return GatheredBatch(list(gathered), counts, [offer.extra for offer in offers])
 
 
@@ -144,7 +146,7 @@ class _Offer(NamedTuple):
         return cls(counts, needs_grad, is_inline, payload[form.size : rows_start], payload[rows_start:])
 
 
-_FIXED = 4  # arguments of _Gather before the tensors
+_FIXED = 5  # arguments of _Gather before the tensors
 
 
 class _Gather(torch.autograd.Function):
@@ -155,9 +157,10 @@ class _Gather(torch.autograd.Function):
         counts: list[list[int]],
         group: Group,
         backward: Backward,
+        exchange: BackwardExchange,
         *tensors: Tensor,
     ) -> Any:
-        ctx.counts, ctx.group, ctx.mode = counts, group, backward
+        ctx.counts, ctx.group, ctx.mode, ctx.exchange = counts, group, backward, exchange
         ctx.set_materialize_grads(False)
         gathered = None if inline_rows is None else _unpack_inline(tensors, counts, inline_rows)
         out = gathered or _gather_packed(tensors, counts, group)
@@ -178,7 +181,7 @@ class _Gather(torch.autograd.Function):
                 shape, dtype, device = ctx.shapes[i]
                 grad = grads[i]
                 whole.append(torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad)
-            found = _reduce_scatter_packed(whole, [ctx.counts[i] for i in wanted], ctx.group)
+            found = ctx.exchange.reduce_scatter(whole, [ctx.counts[i] for i in wanted])
             for i, rows in zip(wanted, found, strict=True):
                 own[i] = rows
             return *[None] * _FIXED, *own
@@ -189,25 +192,6 @@ class _Gather(torch.autograd.Function):
             if grad is not None:
                 own[i] = grad.narrow(0, sum(counts[:rank]), counts[rank]) * len(counts)
         return *[None] * _FIXED, *own
-
-
-def _reduce_scatter_packed(grads: list[Tensor], counts: list[list[int]], group: Group) -> list[Tensor]:
-    """Return own rows of each gradient's sum over ranks; gradients of one dtype travel together."""
-    if len(grads) < 2 or len({grad.dtype for grad in grads}) > 1:
-        return [reduce_scatter_rows(grad, rows, group) for grad, rows in zip(grads, counts, strict=True)]
-    # 1. for each rank in turn its rows of all gradients, one after the other
-    blocks_by_grad = [torch.split(grad, rows) for grad, rows in zip(grads, counts, strict=True)]
-    blocks_by_rank = list(zip(*blocks_by_grad, strict=True))
-    flat = []
-    for blocks in blocks_by_rank:
-        flat += [block.reshape(-1) for block in blocks]
-    sizes = [sum(block.numel() for block in blocks) for blocks in blocks_by_rank]
-    # 2. one exchange
-    own = reduce_scatter_rows(torch.cat(flat), sizes, group)
-    # 3. this rank's rows of each
-    own_blocks = blocks_by_rank[process_groups.rank(group)]
-    pieces = torch.split(own, [block.numel() for block in own_blocks])
-    return [piece.view(block.shape) for piece, block in zip(pieces, own_blocks, strict=True)]
 
 
 def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:

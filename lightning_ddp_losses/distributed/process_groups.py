@@ -1,8 +1,11 @@
 """The only place that asks torch.distributed for ranks, and the owner of our process groups.
 
-Ours never meet the model's collectives: a user's group (or the world) gets a *family* of groups made together at first
-use, so that ranks at different places of the program still create the same ones. Without torch.distributed the world is
-one process of rank 0.
+Ours never meet the model's collectives: a user's group (or the world) gets groups of ours, made together at first use, so that ranks
+at different places of the program still create the same ones. Without torch.distributed the world is one process of rank 0.
+
+Measured (torch 2.13, 2026): ``new_group`` does not inherit the world's time-out; a group made by its members alone is named by how
+many groups each of them knows, so members of parts that overlap may never meet; gloo's threads can abort an interpreter that ends
+before they do.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import itertools
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -25,12 +29,12 @@ Group: TypeAlias = "dist.ProcessGroup | None"
 
 
 class WithProcessGroup:
-    """For a module over a process group, ``_group``: a deep copy is over the same group, which cannot be copied itself."""
+    """Lets a module over a process group, ``_group``, be copied: the copy is over the same group, which cannot be copied itself."""
 
     _group: Group
 
     def create_internal_groups(self) -> None:
-        """Make our groups over its ranks now and not at first use. Communication: as ``internal_groups``."""
+        """Make our groups over the module's ranks now and not at first use. Communication: as ``internal_groups``."""
         internal_groups(self._group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -46,8 +50,8 @@ class ProcessGroups:
     """Our groups over the ranks of one user group.
 
     Attributes:
-        handshakes: gloo on the CPU, for host metadata: every collective of losses, metrics and the strategy opens here.
-        host: gloo, for CPU tensors that follow an agreed frame.
+        handshakes: gloo on the CPU, for metadata on the host: every collective of losses, metrics and the strategy opens here.
+        host: gloo, for CPU tensors that follow a handshake.
         device: the backend of the user's group, for tensors on an accelerator; ``host`` itself where that is gloo.
         gradients: gloo, for the losses' gradients on the CPU alone: they may travel while other collectives run.
         checks: gloo, for checks alone, so that a check never meets a loss.
@@ -64,26 +68,26 @@ class ProcessGroups:
     notes: dict[Any, Any] = field(default_factory=dict)
 
     def for_tensor(self, tensor: Tensor) -> dist.ProcessGroup:
-        """The group that carries ``tensor``."""
+        """Return the group that carries ``tensor``."""
         return self.host if tensor.device.type == "cpu" else self.device
 
 
 _AVAILABLE = dist.is_available()
-_families: dict[tuple[int, ...], ProcessGroups] = {}
-_of_group: dict[Group, ProcessGroups] = {}
+_groups_by_ranks: dict[tuple[int, ...], ProcessGroups] = {}
+_groups_by_group: dict[Group, ProcessGroups] = {}
 _replica_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-_world: dist.ProcessGroup | None = None  # the default group that _families belong to
+_world: dist.ProcessGroup | None = None  # the default group that _groups_by_ranks belong to
 _timeout: timedelta | None = None
 _close_registered = False
 
 
 def is_distributed() -> bool:
-    """Whether a default process group exists in this process."""
+    """Say whether a default process group exists in this process."""
     return _default() is not None
 
 
 def rank(group: Group = None) -> int:
-    """This process's rank in ``group`` (None: the world); 0 without torch.distributed."""
+    """Return this process's rank in ``group`` (None: the world); 0 without torch.distributed."""
     world = _default()
     if world is None:
         return 0
@@ -91,7 +95,7 @@ def rank(group: Group = None) -> int:
 
 
 def world_size(group: Group = None) -> int:
-    """Number of processes in ``group`` (None: the world); 1 without torch.distributed."""
+    """Return the number of processes in ``group`` (None: the world); 1 without torch.distributed."""
     world = _default()
     if world is None:
         return 1
@@ -99,25 +103,25 @@ def world_size(group: Group = None) -> int:
 
 
 def _default() -> Group:
-    """The world's group; None without torch.distributed. Asked many times in a step, and torch's own questions take their time."""
+    """Return the world's group; None without torch.distributed. Asked many times in a step, and torch's own questions take their time."""
     return dist.group.WORLD if _AVAILABLE else None
 
 
 def members(group: Group = None) -> tuple[int, ...]:
-    """Global ranks of the members, in group order; (0,) without torch.distributed."""
+    """Return the global ranks of the members, in group order; (0,) without torch.distributed."""
     if not is_distributed():
         return (0,)
     return tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
 
 
 def set_timeout(timeout: timedelta | None) -> None:
-    """How long our groups made from now on wait for a peer (None: torch's own default)."""
+    """Set how long our groups made from now on wait for a peer (None: torch's own default)."""
     global _timeout  # noqa: PLW0603 - one setting per process, like the groups themselves
     _timeout = timeout
 
 
 def subgroup_of_size(size: int) -> Group:
-    """The group of this rank and its neighbours: ranks 0 to size - 1, size to 2 size - 1, ...; size must divide the world.
+    """Make and return the group of this rank among: ranks 0 to size - 1, size to 2 size - 1, ...; size must divide the world.
 
     Communication: a rendezvous of the world for each group; every rank must take part.
     """
@@ -130,7 +134,7 @@ def subgroup_of_size(size: int) -> Group:
 
 
 def internal_groups(group: Group = None) -> ProcessGroups:
-    """Our groups over the members of ``group``; made at first use.
+    """Return our groups over the members of ``group``, which are made at first use.
 
     Communication: at first use only, up to five rendezvous through the store; every member must take part. A gloo group that is a
         part of the world serves for everything itself.
@@ -140,20 +144,20 @@ def internal_groups(group: Group = None) -> ProcessGroups:
     if world is not _world:  # torch.distributed was initialised anew: the old groups went with it
         _forget()
         _world = world
-    if group in _of_group:
-        return _of_group[group]
+    if group in _groups_by_group:
+        return _groups_by_group[group]
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else world))
-    if ranks not in _families:
+    if ranks not in _groups_by_ranks:
         if not _close_registered:
             atexit.register(close)
             _close_registered = True
-        _families[ranks] = _make(ranks, group)
-    _of_group[group] = _families[ranks]
-    return _of_group[group]
+        _groups_by_ranks[ranks] = _make(ranks, group)
+    _groups_by_group[group] = _groups_by_ranks[ranks]
+    return _groups_by_group[group]
 
 
 def replica_group(group: Group) -> Group:
-    """The ranks that stand where this one stands in their own part of the world (its replicas, where each part holds the same).
+    """Return the group of the ranks that stand where this one stands in their own part of the world: its replicas.
 
     Args:
         group: This rank's part; None is the world.
@@ -170,12 +174,12 @@ def replica_group(group: Group) -> Group:
     if group is None or len(dist.get_process_group_ranks(group)) == world_size():
         return group
     ranks = tuple(dist.get_process_group_ranks(group))
-    channel = internal_groups().handshakes
     if ranks not in _replica_groups:
         everyone: list[tuple[int, ...]] = [()] * world_size()
-        dist.all_gather_object(everyone, ranks, group=channel)
+        dist.all_gather_object(everyone, ranks, group=internal_groups().handshakes)
         parts = sorted(set(everyone))
-        if sorted(r for part in parts for r in part) != list(range(world_size())) or len({len(p) for p in parts}) > 1:
+        members_of_parts = sorted(itertools.chain.from_iterable(parts))
+        if members_of_parts != list(range(world_size())) or len({len(part) for part in parts}) > 1:
             raise ConfigurationError(
                 "group",
                 expected="parts of equal size that together are all ranks",
@@ -183,41 +187,44 @@ def replica_group(group: Group) -> Group:
                 fix="torch.distributed.new_subgroups(group_size) makes such parts.",
                 collective=True,
             )
-        for column in zip(*parts, strict=True):
-            made = dist.new_group(list(column), timeout=_timeout or _world_timeout())
-            if rank() in column:
+        # every rank makes all of the groups, and keeps its own
+        for replicas in zip(*parts, strict=True):
+            made = dist.new_group(list(replicas), timeout=_timeout or _world_timeout())
+            if rank() in replicas:
                 _replica_groups[ranks] = made
     return _replica_groups[ranks]
 
 
 def subgroups() -> list[Group]:
-    """The groups for frames over parts of the world that this rank has used so far."""
+    """Return the groups that carry handshakes over the parts of the world that this rank has used so far."""
     if not is_distributed() or dist.group.WORLD is not _world:
         return []
-    return [ours.handshakes for ranks, ours in sorted(_families.items()) if len(ranks) < world_size()]
+    return [ours.handshakes for ranks, ours in sorted(_groups_by_ranks.items()) if len(ranks) < world_size()]
 
 
 def _make(ranks: tuple[int, ...], group: Group) -> ProcessGroups:
     only_gloo = dist.get_backend(group) == "gloo"
-    whole = len(ranks) == dist.get_world_size()
-    if only_gloo and not whole:
+    is_world = len(ranks) == dist.get_world_size()
+    if only_gloo and not is_world:
         # the rest of the world is not here to make new groups, and torch names a group made by its members alone by how
         # many each of them knows: where parts of the world overlap, the names part and the members never meet
         assert group is not None
         return ProcessGroups(group, group, group, group, group, ranks)
 
     def new(backend: str | None) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(
-            None if whole else list(ranks),
+        made: dist.ProcessGroup = dist.new_group(
+            None if is_world else list(ranks),
             timeout=_timeout or _world_timeout(),
             backend=backend,
             # members of a part of the world must not wait for the rest of it
-            use_local_synchronization=not whole,
+            use_local_synchronization=not is_world,
         )
-        return group
+        return made
 
+    # every rank makes them in this order
     handshakes, host, gradients, checks = new("gloo"), new("gloo"), new("gloo"), new("gloo")
-    return ProcessGroups(handshakes, host, host if only_gloo else new(None), gradients, checks, ranks)
+    device = host if only_gloo else new(None)
+    return ProcessGroups(handshakes, host, device, gradients, checks, ranks)
 
 
 def _world_timeout() -> timedelta | None:
@@ -252,7 +259,7 @@ def close(*, world: bool = False) -> None:
     """
     global _world  # noqa: PLW0603
     if is_distributed() and dist.group.WORLD is _world:
-        for ours in _families.values():
+        for ours in _groups_by_ranks.values():
             made = {ours.handshakes, ours.host, ours.device, ours.gradients, ours.checks}
             if len(made) == 1:
                 continue  # the user's own
@@ -267,5 +274,5 @@ def close(*, world: bool = False) -> None:
 
 
 def _forget() -> None:
-    for known in (_families, _of_group, _replica_groups):
+    for known in (_groups_by_ranks, _groups_by_group, _replica_groups):
         known.clear()

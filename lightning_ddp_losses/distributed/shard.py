@@ -1,4 +1,4 @@
-"""The tag on a parameter whose rows differ by rank by design.
+"""The tag on a parameter whose rows differ by rank by design: which classes of a larger weight this rank holds.
 
 A class-sharded loss sets it; the strategy reads it (no mean over ranks, no first broadcast) and so do the checks (ranks
 are expected to differ). What two sides share lives here, below both.
@@ -34,9 +34,10 @@ class ClassShard:
 
     @classmethod
     def of_rank(cls, num_classes: int, world: int, rank: int, *, dim: int = 0, per_class: int = 1) -> ClassShard:
-        """Consecutive blocks of equal size, the last ones smaller or empty: how ``torch.chunk`` and ``DTensor`` divide."""
+        """Return one of consecutive blocks of equal size, the last ones smaller or empty: how ``torch.chunk`` and ``DTensor`` divide."""
         size = -(-num_classes // world)
-        start, stop = (min(i * size, num_classes) for i in (rank, rank + 1))
+        start = min(rank * size, num_classes)
+        stop = min(start + size, num_classes)
         return cls(start, stop, num_classes, dim, per_class)
 
     @property
@@ -45,13 +46,13 @@ class ClassShard:
         return self.stop - self.start
 
     def whole_shape(self, held: Tensor) -> tuple[int, ...]:
-        """Shape of the whole of which ``held`` is this block."""
+        """Return the shape of the weight of which ``held`` is this block."""
         shape = list(held.shape)
         shape[self.dim] = self.num_classes * self.per_class
         return tuple(shape)
 
     def own_part(self, whole: Tensor) -> Tensor:
-        """This block of the whole, a view."""
+        """Return this block of the whole weight, a view."""
         return whole.narrow(self.dim, self.start * self.per_class, self.classes * self.per_class)
 
     def __post_init__(self) -> None:
@@ -64,10 +65,10 @@ class ClassShard:
 
 @runtime_checkable
 class Shardable(Protocol):
-    """A module that divides its parameters over the ranks once these exist."""
+    """A module that shards its parameters over the ranks once these exist."""
 
     def shard_classes(self) -> None:
-        """Divide, if that is not done yet; the parameters stay the same objects. Every rank of the group takes part."""
+        """Shard, if that is not done yet; the parameters stay the same objects. Every rank of the group takes part."""
 
     def attach(self, optimizer: Any) -> None:
         """Let the optimizer step only what a step has touched."""
@@ -99,7 +100,7 @@ def tag_shard(parameter: nn.Parameter, shard: ClassShard) -> None:
 
 
 def shard_of(parameter: Tensor) -> ClassShard | None:
-    """The block that ``parameter`` is, None for a parameter that all ranks hold whole."""
+    """Return the block that ``parameter`` is, None for a parameter that all ranks hold whole."""
     shard = getattr(parameter, _ATTRIBUTE, None)
     assert shard is None or isinstance(shard, ClassShard)
     return shard
