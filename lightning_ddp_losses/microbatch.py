@@ -1,14 +1,15 @@
 """`microbatched`: an encoder over a large batch in pieces, each computed again in backward: the large batch's gradient at a piece's memory.
 
 A contrastive loss needs the embeddings of the whole batch at once, the encoder's activations it does not. Forward keeps no activations;
-backward computes one piece after the other again, with the random numbers and autocast of its forward, and passes on. It is one graph: each
-parameter's gradient arrives once, so DDP reduces it once.
+backward computes one piece after the other again, with the random numbers and autocast of its forward, and goes on below it. It is one
+graph: each parameter's gradient is complete at once, so DDP reduces it once.
 
 Held at the peak: the activations of one piece; the results of all rows, once; their gradient; the encoder's gradient, complete.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,17 +17,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core import compat, precision
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 
 def microbatched(
     encoder: nn.Module, chunk_size: int, *, batch_norm: Literal["refuse", "eval"] = "refuse"
 ) -> Callable[..., Any]:
-    """An encoder that runs over its batch in pieces.
+    """Let an encoder run over its batch in pieces.
 
     Equivalent to: ``encoder(x)``, value and gradient, for an encoder that treats each row by itself. The pieces draw their random
     numbers one after the other, and draw them again in backward.
@@ -66,44 +66,52 @@ def microbatched(
 
 
 class _Pieces:
-    """Not a module: an attribute of this kind adds no parameter names."""
+    """Runs an encoder in pieces. It is no module: an attribute of this kind adds no parameter names."""
 
     def __init__(self, encoder: nn.Module, chunk_size: int, batch_norm: str) -> None:
         self.encoder, self.chunk_size, self.batch_norm = encoder, chunk_size, batch_norm
         self.forward: Callable[..., Any] = encoder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rows = next((t.shape[0] for t in precision.tensors_in((args, kwargs)) if t.ndim), None)
+        # 1. rows of the batch
+        rows = next((tensor.shape[0] for tensor in precision.tensors_in((args, kwargs)) if tensor.ndim), None)
         if rows is None:
             raise InputError("microbatched", expected="a batch along dim 0", got="no tensor with rows")
         self._refuse_batch_norm()
-        joined, weights = _Joined(rows), self._weights()
-        for start in range(0, max(rows, 1), self.chunk_size):  # a rank without rows still runs its encoder
+        # 2. one piece after the other; a rank without rows still runs its encoder
+        joined, versions = _Joined(rows), self._parameter_versions()
+        for start in range(0, max(rows, 1), self.chunk_size):
             piece = slice(start, min(start + self.chunk_size, rows))
-            own = _cut((args, kwargs), rows, piece)
+            piece_args, piece_kwargs = _cut((args, kwargs), rows, piece)
             if torch.is_grad_enabled():
                 # its backward runs the piece again; what the piece draws is drawn again
-                joined.add(checkpoint(self._run, weights, *own, use_reentrant=False, preserve_rng_state=True), piece)
+                result = checkpoint(
+                    self._run, versions, piece_args, piece_kwargs, use_reentrant=False, preserve_rng_state=True
+                )
             else:
-                joined.add(self._run(weights, *own), piece)
+                result = self._run(versions, piece_args, piece_kwargs)
+            joined.add(result, piece)
+        # 3. the results of all rows
         return joined.result()
 
-    def _weights(self) -> list[int]:
-        """How often each parameter was changed so far."""
-        return [parameter._version for parameter in precision.parameters_of(self.encoder)]
+    def _parameter_versions(self) -> list[int]:
+        """Return how often each parameter was changed so far."""
+        return [compat.tensor_version(parameter) for parameter in precision.parameters_of(self.encoder)]
 
-    def _run(self, weights: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._weights() != weights:
+    def _run(self, versions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the encoder on one piece, in forward and again in backward."""
+        if self._parameter_versions() != versions:
             raise ConfigurationError(
                 f"microbatched({type(self.encoder).__name__})",
                 expected="the same parameters in backward as in forward",
                 got="some that were changed in between",
                 fix="Step the optimizer after the last backward through this call.",
             )
-        before = {name: buffer._version for name, buffer in self.encoder.named_buffers()}
-        with self._norms_at_rest():
+        before = self._buffer_versions()
+        with self._norms_in_eval():
             result = self.forward(*args, **kwargs)
-        written = [name for name, b in self.encoder.named_buffers() if before.get(name, b._version) != b._version]
+        after = self._buffer_versions()
+        written = [name for name, version in after.items() if before.get(name, version) != version]
         if written and torch.is_grad_enabled():
             raise ConfigurationError(
                 f"microbatched({type(self.encoder).__name__})",
@@ -113,18 +121,23 @@ class _Pieces:
             )
         return result
 
+    def _buffer_versions(self) -> dict[str, int]:
+        """Return how often each buffer was changed so far."""
+        return {name: compat.tensor_version(buffer) for name, buffer in self.encoder.named_buffers()}
+
     def _norms(self) -> list[tuple[str, nn.Module]]:
-        """Layers in training that normalise over the rows of a piece, or remember them."""
-        return [
-            (name or type(module).__name__, module)
-            for name, module in self.encoder.named_modules()
-            if module.training
-            and isinstance(module, _NormBase)
-            and (module.track_running_stats or isinstance(module, nn.modules.batchnorm._BatchNorm))
-        ]
+        """Return the layers in training that normalise over the rows of a piece, or remember them."""
+        found = []
+        for name, module in self.encoder.named_modules():
+            is_norm = module.training and isinstance(module, compat.NORM_TYPES)
+            if is_norm and (module.track_running_stats or isinstance(module, compat.BATCH_NORM_TYPES)):
+                found.append((name or type(module).__name__, module))
+        return found
 
     def _refuse_batch_norm(self) -> None:
-        found = self._norms() if self.batch_norm == "refuse" else []
+        if self.batch_norm != "refuse":
+            return
+        found = self._norms()
         if found:
             raise ConfigurationError(
                 f"microbatched({type(self.encoder).__name__})",
@@ -135,14 +148,17 @@ class _Pieces:
             )
 
     @contextmanager
-    def _norms_at_rest(self) -> Iterator[None]:
-        found = [module for _, module in self._norms()] if self.batch_norm == "eval" else []
-        for module in found:
+    def _norms_in_eval(self) -> Iterator[None]:
+        """Let batch norms use their running statistics, where that was asked for."""
+        norms = []
+        if self.batch_norm == "eval":
+            norms = [module for _, module in self._norms()]
+        for module in norms:
             module.training = False
         try:
             yield
         finally:
-            for module in found:
+            for module in norms:
                 module.training = True
 
 
@@ -166,12 +182,17 @@ class _InsideDDP:
 
 
 def _cut(tree: Any, rows: int, piece: slice) -> Any:
-    """The nest with a slice of each tensor that has as many rows."""
-    return _rebuilt(lambda t: t[piece] if isinstance(t, Tensor) and t.ndim and t.shape[0] == rows else t, tree)
+    """Return the nest with a slice of each tensor that has as many rows."""
+
+    def cut(leaf: Any) -> Any:
+        is_batch = isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == rows
+        return leaf[piece] if is_batch else leaf
+
+    return _rebuilt(cut, tree)
 
 
 def _rebuilt(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same nest, also of classes derived from tuple, list and dict, with ``function`` of each leaf in its place."""
+    """Rebuild a nest, also of classes derived from tuple, list and dict, with ``function`` of each leaf in its place."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(_rebuilt(function, item) for item in tree))
     if isinstance(tree, (tuple, list)):
@@ -182,7 +203,7 @@ def _rebuilt(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 class _Joined:
-    """Nests of equal build as one, their tensors joined along dim 0; what is no tensor comes from the first.
+    """Joins nests of equal form into one, their tensors along dim 0; what is no tensor comes from the first.
 
     Each piece is copied to its place at once and not kept, so the results exist once.
 
@@ -192,39 +213,41 @@ class _Joined:
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
-        self._build: Any = None
-        self._wholes: list[Tensor] = []
-        self._edges: list[list[Tensor]] = []
+        self._form: Any = None  # the nest with a `_Place` for each tensor
+        self._joined: list[Tensor] = []  # one for each place
+        self._graph_ends: list[list[Tensor]] = []  # what stands for each piece in the graph
         self._sizes: list[int] = []
 
     def add(self, result: Any, piece: slice) -> None:
         """Take the result of the next piece."""
         tensors, size = list(precision.tensors_in(result)), piece.stop - piece.start
+        # 1. the first result says what all rows will give
         if not self._sizes:
-            places = iter(range(len(tensors)))
-            self._build = _rebuilt(
-                lambda leaf: _Place(next(places)) if isinstance(leaf, Tensor) else _plain(leaf), result
-            )
-            self._wholes = [t.new_empty((self._rows, *t.shape[1:])) for t in tensors]
-            self._edges = [[] for _ in tensors]
+            self._form = _with_places(result)
+            self._joined = [tensor.new_empty((self._rows, *tensor.shape[1:])) for tensor in tensors]
+            self._graph_ends = [[] for _ in tensors]
+        # 2. each tensor goes to its place
         self._sizes.append(size)
-        for tensor, whole, edges in zip(tensors, self._wholes, self._edges, strict=True):
-            if tuple(tensor.shape) != (size, *whole.shape[1:]) or tensor.dtype != whole.dtype:
+        for tensor, joined, graph_ends in zip(tensors, self._joined, self._graph_ends, strict=True):
+            if tuple(tensor.shape) != (size, *joined.shape[1:]) or tensor.dtype != joined.dtype:
                 raise InputError(
                     "microbatched: result",
-                    expected=f"a row for each row of the batch: shape {(size, *whole.shape[1:])}, {whole.dtype}",
+                    expected=f"a row for each row of the batch: shape {(size, *joined.shape[1:])}, {joined.dtype}",
                     got=f"shape {tuple(tensor.shape)}, {tensor.dtype} from {size} rows",
                     fix="What is reduced over the batch, or differs between pieces, cannot be computed in pieces.",
                 )
-            edges.append(_Write.apply(tensor, whole[piece]))  # type: ignore[no-untyped-call]
+            graph_ends.append(_Write.apply(tensor, joined[piece]))  # type: ignore[no-untyped-call]
 
     def result(self) -> Any:
-        """The whole."""
-        joined = [
-            _Whole.apply(whole, self._sizes, *edges)  # type: ignore[no-untyped-call]
-            for whole, edges in zip(self._wholes, self._edges, strict=True)
-        ]
-        return _rebuilt(lambda leaf: joined[leaf.index] if isinstance(leaf, _Place) else leaf, self._build)
+        """Return the nest of all rows."""
+        joined = []
+        for tensor, graph_ends in zip(self._joined, self._graph_ends, strict=True):
+            joined.append(_JoinedRows.apply(tensor, self._sizes, *graph_ends))  # type: ignore[no-untyped-call]
+
+        def fill(leaf: Any) -> Any:
+            return joined[leaf.index] if isinstance(leaf, _Place) else leaf
+
+        return _rebuilt(fill, self._form)
 
 
 @dataclass(frozen=True)
@@ -234,7 +257,20 @@ class _Place:
     index: int
 
 
-def _plain(leaf: Any) -> Any:
+def _with_places(result: Any) -> Any:
+    """Return the nest with a place for each tensor, numbered in order."""
+    numbers = itertools.count()
+
+    def mark(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return _Place(next(numbers))
+        return _without_tensors(leaf)
+
+    return _rebuilt(mark, result)
+
+
+def _without_tensors(leaf: Any) -> Any:
+    """Return an object that is no nest, if it holds no tensors."""
     if any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values()):
         raise InputError(
             "microbatched: result",
@@ -246,7 +282,7 @@ def _plain(leaf: Any) -> Any:
 
 
 class _Write(torch.autograd.Function):
-    """Copies a piece to its place; what comes back stands for it in the graph and holds one number."""
+    """Copies a piece to its place; what it returns stands for the piece in the graph and holds one number."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, place: Tensor) -> Tensor:
@@ -258,14 +294,14 @@ class _Write(torch.autograd.Function):
         return grad, None
 
 
-class _Whole(torch.autograd.Function):
-    """The tensor that the pieces were copied into, in their graph."""
+class _JoinedRows(torch.autograd.Function):
+    """Puts the tensor that the pieces were copied into in their graph."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, sizes: list[int], *pieces: Tensor) -> Tensor:
+    def forward(ctx: Any, joined: Tensor, sizes: list[int], *pieces: Tensor) -> Tensor:
         ctx.sizes = sizes
-        ctx.mark_dirty(whole)
-        return whole
+        ctx.mark_dirty(joined)
+        return joined
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,7 +1,8 @@
-"""How a loss is run: in full precision, and with all its parameters in the graph of the result.
+"""The autograd graph of a loss: one walk over it, what it does not reach, and how a loss is run so that it reaches every parameter.
 
-A zero loss often leaves the weight out of the graph on one rank only; then the ranks' gradients cannot be averaged. So what
-the result does not depend on is tied to it with a zero gradient.
+A zero loss often leaves the weight out of the graph on one rank only (pytorch-metric-learning 2.9 returns ``sum(embeddings * 0)``); then
+the ranks' gradients cannot be averaged, and under DDP the others hang. So what the result does not depend on is attached to it with a
+zero gradient.
 """
 
 from __future__ import annotations
@@ -18,34 +19,34 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import precision
 
-_recent_global: deque[Tensor] = deque(maxlen=8)
-_all_rows: ContextVar[bool] = ContextVar("all_rows", default=False)
+_recent_global_values: deque[Tensor] = deque(maxlen=8)
+_inside_global_batch: ContextVar[bool] = ContextVar("inside_global_batch", default=False)
 
 
 @contextlib.contextmanager
 def inside_global_batch() -> Iterator[None]:
-    """Inside the block every rank computes the same from the rows of all ranks: statistics of the batch are global already."""
-    before = _all_rows.set(True)
+    """Mark a block in which every rank computes the same from the rows of all ranks: statistics of the batch are global already."""
+    before = _inside_global_batch.set(True)
     try:
         yield
     finally:
-        _all_rows.reset(before)
+        _inside_global_batch.reset(before)
 
 
 def is_inside_global_batch() -> bool:
-    """Whether this runs inside ``inside_global_batch``."""
-    return _all_rows.get()
+    """Say whether this runs inside ``inside_global_batch``."""
+    return _inside_global_batch.get()
 
 
 def remember_global_value(value: Any) -> None:
     """Remember a value that is global already, so that reducing it once more can be called waste."""
     if isinstance(value, Tensor) and value.ndim == 0:
-        _recent_global.append(value.detach())
+        _recent_global_values.append(value.detach())
 
 
 def global_values() -> list[Tensor]:
-    """The last few values that were global when they were made."""
-    return list(_recent_global)
+    """Return the last few values that were global when they were made."""
+    return list(_recent_global_values)
 
 
 def walk_graph(
@@ -120,40 +121,45 @@ def run_full_precision(
         args: Positional arguments; floating tensors among them are cast.
         kwargs: Keyword arguments, likewise.
     """
+    # 1. the dtype of the computation
     given = precision.tensors_in((args, kwargs))
     parameters = precision.parameters_of(module)
     dtype = precision.compute_dtype([*parameters, *given])
-    devices = {t.device.type for t in given}
-    if precision.is_full(dtype, devices, (*parameters, *given)):  # the usual case, and contexts take time
+    devices = {tensor.device.type for tensor in given}
+    # 2. the call; contexts take time, and usually none is needed
+    if precision.is_full(dtype, devices, (*parameters, *given)):
         result = forward(*args, **kwargs)
     else:
         args, kwargs = precision.cast_floating((args, kwargs), dtype)
         with precision.full_precision(dtype, devices), precision.cast_parameters(module, dtype):
             result = forward(*args, **kwargs)
+    # 3. every trainable parameter in the graph
     if torch.is_grad_enabled():
-        result = attach_zero_grad(result, [p for p in parameters if p.requires_grad], given)
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        result = attach_zero_grad(result, trainable, given)
     return result
 
 
 def match_requires_grad(tensor: Tensor, wanted: bool) -> Tensor:
-    """The tensor, in need of a gradient where another rank's is: who needs none still takes part in backward's communication."""
+    """Return the tensor, in need of a gradient where another rank's is: who needs none still communicates in backward."""
     if wanted and not tensor.requires_grad and torch.is_grad_enabled():
         return tensor.detach().requires_grad_()
     return tensor
 
 
 def attach_zero_grad(result: Any, parameters: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
-    """The result, with every parameter in its graph.
+    """Return the result with every parameter in its graph.
 
     Args:
         result: What the loss returned: a tensor, or a nest of tensors.
         parameters: The loss's trainable parameters.
         given: The loss's inputs; the search for parameters ends there.
     """
-    outputs = [t for t in precision.tensors_in(result) if t.is_floating_point()] if parameters else []
-    if not outputs:
-        return result
-    missing = _not_reached(outputs, given, parameters)
+    missing: list[Tensor] = []
+    if parameters:
+        outputs = [tensor for tensor in precision.tensors_in(result) if tensor.is_floating_point()]
+        if outputs:
+            missing = _not_reached(outputs, given, parameters)
     if not missing:
         return result
     if isinstance(result, Tensor):

@@ -8,8 +8,9 @@ test lists them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -131,6 +132,15 @@ def default_store() -> Any:
         return None
 
 
+def group_timeout(group: Any) -> timedelta | None:
+    """Return how long a process group waits for peers; ``new_group`` does not take it over. None where this torch does not show it."""
+    try:
+        options = group._get_backend(torch.device("cpu")).options
+        return timedelta(seconds=options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def ddp_logging_data(ddp: nn.parallel.DistributedDataParallel) -> dict[str, Any]:
     """Return DDP's own record of buckets and times; collectives on autograd's threads are seen nowhere else."""
     data: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
@@ -229,7 +239,22 @@ def is_made_by_command_line() -> bool:
 # ---------------------------------------------------------------------- torchmetrics 1.9
 
 
+def metric_states(module: Any) -> dict[str, Any] | None:
+    """Return the states of a metric with their defaults, by name; None for what is no metric."""
+    states: dict[str, Any] | None = getattr(module, "_defaults", None)
+    return states
+
+
 def state_reductions(metric: Any) -> dict[str, Any] | None:
     """Return how each state of a metric is reduced over ranks, by name; None for what is no metric."""
     reductions: dict[str, Any] | None = getattr(metric, "_reductions", None)
     return reductions
+
+
+# ---------------------------------------------------------------------- pytorch-metric-learning 2.9
+
+
+def recorded_statistics(module: Any) -> Collection[str]:
+    """Return the attributes in which a loss, miner or distance records what it saw of its last batch."""
+    names: Collection[str] = getattr(module, "_record_these_stats", ())
+    return names

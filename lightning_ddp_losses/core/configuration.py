@@ -1,4 +1,4 @@
-"""The configuration of a loss or a metric as text, to compare between ranks once."""
+"""The configuration of a loss or a metric as text, which ranks compare once: what must be equal, without what training changes."""
 
 from __future__ import annotations
 
@@ -8,32 +8,51 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_ddp_losses.core import compat
+
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _COUNTERS = ("training", "queue_idx", "has_been_filled")  # change in the course of training
-
+# what a loss remembers of its batches, as tensors
 _MEMORIES = ("embedding_memory", "label_memory", "curr_batch_idx", "position", "hist_")
 
 
 def configuration(loss: nn.Module) -> str:
-    """Classes and plain attributes of the loss and everything inside it, sorted, without statistics and states of metrics."""
+    """Return classes and plain attributes of a loss and everything inside it, sorted, without statistics and states of metrics."""
     lines = []
     for name, module in loss.named_modules():
-        statistics = {*getattr(module, "_record_these_stats", ()), *getattr(module, "_defaults", ())}
-        own = [
-            f"{key}={value!r}"
-            for key, value in sorted(vars(module).items())
-            if not key.startswith("_") and key not in statistics and key not in _COUNTERS and _is_plain(value)
-        ]
-        # a metric keeps what it remembers in plain attributes too
-        held = {**({} if hasattr(module, "_defaults") else vars(module)), **module._buffers}
-        own += [f"{k}#{_hash(held[k])}" for k in sorted(held) if k not in statistics and _is_setting(k, held[k])]
-        shapes = [f"{k}{tuple(p.shape)}" for k, p in module.named_parameters(recurse=False)]
-        lines.append(f"{name or 'loss'}: {type(module).__name__}({', '.join([*own, *shapes])})")
+        settings = ", ".join(_settings(module))
+        lines.append(f"{name or 'loss'}: {type(module).__name__}({settings})")
     return "; ".join(lines)
 
 
+def configuration_digest(module: nn.Module) -> str:
+    """Return the beginning of the configuration, for reading, and a hash of all of it."""
+    text = configuration(module)
+    return f"{text[:160]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+
+
+def _settings(module: nn.Module) -> list[str]:
+    """Return what must be equal of one module: plain attributes, hashes of tensors that are settings, shapes of parameters."""
+    states = compat.metric_states(module)
+    is_metric = states is not None
+    changing = {*compat.recorded_statistics(module), *(states or ())}
+    settings = []
+    for key, value in sorted(vars(module).items()):
+        if key.startswith("_") or key in changing or key in _COUNTERS:
+            continue
+        if _is_plain(value):
+            settings.append(f"{key}={value!r}")
+    # a metric keeps what it remembers in plain attributes too
+    tensors: dict[str, Any] = {} if is_metric else dict(vars(module))
+    tensors.update(compat.buffer_slots(module))
+    own = [key for key in sorted(tensors) if key not in changing and _is_setting(key, tensors[key])]
+    settings += [f"{key}#{_hash(tensors[key])}" for key in own]
+    settings += [f"{key}{tuple(parameter.shape)}" for key, parameter in module.named_parameters(recurse=False)]
+    return settings
+
+
 def _is_setting(name: str, value: Any) -> bool:
-    """Class weights and the like; not what a loss remembers of its batches."""
+    """Say whether a value is a tensor that sets the loss up (class weights), and not one that remembers its batches."""
     return isinstance(value, torch.Tensor) and not name.startswith("_") and name not in _MEMORIES
 
 
@@ -48,9 +67,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_plain(item) for item in value.values())
     return isinstance(value, _PLAIN)
-
-
-def configuration_digest(module: nn.Module) -> str:
-    """The configuration's beginning, for reading, and a hash of all of it."""
-    text = configuration(module)
-    return f"{text[:160]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"

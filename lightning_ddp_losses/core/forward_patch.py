@@ -1,4 +1,4 @@
-"""A stand-in for one method of one module: what surrounds a call for the length of a fit, without a change of the module's type.
+"""A patch of one method of one module: what surrounds a call for the length of a fit, without a change of the module's type.
 
 It sits in the instance under the method's name: attributes, parameter names, hooks and ``isinstance`` stay those of the plain
 module. A copy or a pickle of the module carries the plain method again.
@@ -32,10 +32,10 @@ def _plain_method(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 class MethodPatch:
-    """Installs, removes and copies cleanly; a subclass says what a call does.
+    """Takes the place of a method of one module; a subclass says what a call does.
 
     Args:
-        module: Whose method it stands in for.
+        module: Whose method it replaces.
         name: The method.
 
     Attributes:
@@ -61,7 +61,7 @@ class MethodPatch:
                 self.module.__dict__[self._name] = self._original
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The method as it was."""
+        """Call the method as it was."""
         if self._original is not None:
             return self._original(*args, **kwargs)
         return getattr(type(self.module), self._name)(self.module, *args, **kwargs)
@@ -74,12 +74,12 @@ class MethodPatch:
 
 
 class ForwardPatch(MethodPatch):
-    """A stand-in for ``forward``."""
+    """Takes the place of a module's ``forward``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, "forward")
 
 
 def synchronises(module: nn.Module) -> bool:
-    """Whether a stand-in of this package computes the module's forward over the rows of all ranks."""
+    """Say whether a patch of this package computes the module's forward over the rows of all ranks."""
     return bool(getattr(module.__dict__.get("forward"), "synchronises", False))

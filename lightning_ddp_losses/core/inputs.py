@@ -20,7 +20,10 @@ _WIDTH_DIM = {"W": 0, "fc": 0, "proxies": 1}
 
 
 class ValueReading:
-    """When the values of a loss's inputs are looked at, which waits for the device: always on the CPU, elsewhere at the first call."""
+    """Decides when the values of a loss's inputs are looked at, which waits for the device.
+
+    On the CPU that is at every call, elsewhere at the first one.
+    """
 
     def __init__(self) -> None:
         self._called = False
@@ -34,12 +37,12 @@ class ValueReading:
 
 
 def on_host(tree: Any) -> bool:
-    """Whether all tensors in a nest are on the CPU."""
+    """Say whether all tensors in a nest are on the CPU."""
     return all(tensor.device.type == "cpu" for tensor in precision.tensors_in(tree))
 
 
 def num_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Rows of the first tensor argument; 0 where there is none."""
+    """Return the rows of the first tensor argument; 0 where there is none."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             return value.shape[0] if value.ndim else 1
@@ -70,25 +73,29 @@ def check_inputs(
     Raises:
         InputError: with what, expected, got and what to do.
     """
-    embeddings = args[0] if args else kwargs.get("embeddings")
+    embeddings = _argument(args, kwargs, 0, "embeddings")
     if not isinstance(embeddings, Tensor):
         return
-    empty = embeddings.ndim and embeddings.shape[0] == 0 and not allow_empty
-    if empty and getattr(loss, "reduction", "mean") == "mean":
+    # 1. rows
+    is_empty = embeddings.ndim and embeddings.shape[0] == 0 and not allow_empty
+    if is_empty and getattr(loss, "reduction", "mean") == "mean":
         _refuse(
             f"{title}: rows",
             "at least one",
             "an empty batch",
             "Give every rank at least one sample (drop_last=True); the mean over no rows is not a number.",
         )
+    # 2. NaN
     if refuse_nan and embeddings.is_floating_point() and _has_nan(embeddings):
-        bad = torch.isnan(embeddings).reshape(embeddings.shape[0] if embeddings.ndim else 1, -1).any(1)
+        rows = embeddings.shape[0] if embeddings.ndim else 1
+        bad = torch.isnan(embeddings).reshape(rows, -1).any(1)
         _refuse(
             f"{title}: embeddings",
             "numbers",
             f"NaN in {int(bad.sum())} of {bad.numel()} rows (first: row {int(bad.nonzero()[0])})",
             "Look for the first layer or sample that gives NaN; lower the learning rate or clip gradients.",
         )
+    # 3. width, and labels, against a class weight of pytorch-metric-learning
     weight = _class_weight(loss)
     from_pml = any(cls.__module__.startswith("pytorch_metric_learning.") for cls in type(loss).__mro__)
     if not from_pml or weight is None or not isinstance(getattr(loss, "num_classes", None), int):
@@ -104,9 +111,14 @@ def check_inputs(
             f"{tuple(embeddings.shape)}",
             "Set the loss's embedding_size to the encoder's output width.",
         )
-    labels = args[1] if len(args) > 1 else kwargs.get("labels")
+    labels = _argument(args, kwargs, 1, "labels")
     if isinstance(labels, Tensor):
         check_labels(title, labels, embeddings.shape[0], num_classes, read_values=read_values)
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
+    """Return an argument of a call, given by position or by name; None where it is not given."""
+    return args[position] if len(args) > position else kwargs.get(name)
 
 
 def check_embeddings(title: str, embeddings: Tensor, width: int) -> None:

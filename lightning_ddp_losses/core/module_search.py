@@ -27,7 +27,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleT
 
 
 def unregistered_modules(module: nn.Module, elsewhere: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
-    """Outermost unregistered modules with their paths, each once, breadth first.
+    """Yield the outermost unregistered modules with their paths, each once, breadth first.
 
     Args:
         module: Whose attributes are searched, and those of its submodules.
@@ -53,9 +53,9 @@ def unregistered_modules(module: nn.Module, elsewhere: Mapping[str, Any]) -> Ite
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """A module's own attributes, without what nn.Module and Lightning keep there."""
+    """Yield a module's own attributes, without what nn.Module and Lightning keep there."""
+    kept_by_others = ("_modules", "_parameters", "_buffers", "_trainer", "_fabric", "forward")
     for key, value in vars(module).items():
-        kept_by_others = ("_modules", "_parameters", "_buffers", "_trainer", "_fabric", "forward")
         if key not in kept_by_others and not isinstance(value, MethodPatch):
             yield key, value
 
@@ -81,13 +81,15 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _may_hold(package: str) -> bool:
-    """Whether an object of a class from that package may hold a user's module (Lightning's own callbacks may)."""
+    """Say whether an object of a class from that package may hold a user's module (Lightning's own callbacks may)."""
     return package.startswith("lightning.pytorch.callbacks") or package.split(".", maxsplit=1)[0] not in _LIBRARIES
 
 
 def _vars(value: Any) -> dict[str, Any]:
     found = getattr(value, "__dict__", None)
-    return {k: v for k, v in found.items() if k not in _BACK_REFERENCES} if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: item for key, item in found.items() if key not in _BACK_REFERENCES}
 
 
 @dataclass(frozen=True)
@@ -114,21 +116,24 @@ def find_hidden(module: nn.Module, optimizers: Iterable[Optimizer], elsewhere: M
         elsewhere: Other objects to search, by the name that paths shall start with (callbacks, data module).
     """
     registered = {id(p) for p in module.parameters()}
-    strangers = {
-        id(p): f"a parameter of shape {tuple(p.shape)} in optimizer {i}, group {j}"
-        for i, optimizer in enumerate(optimizers)
-        for j, group in enumerate(optimizer.param_groups)
-        for p in group["params"]
-        if id(p) not in registered
-    }
+    # 1. optimised parameters that the module does not know
+    unregistered: dict[int, str] = {}
+    for i, optimizer in enumerate(optimizers):
+        for j, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in registered:
+                    place = f"optimizer {i}, group {j}"
+                    unregistered[id(parameter)] = f"a parameter of shape {tuple(parameter.shape)} in {place}"
+    # 2. the modules that hold them, and others that could be trained
     optimised: dict[str, nn.Module] = {}
     idle: dict[str, nn.Module] = {}
     for path, found in unregistered_modules(module, elsewhere):
         own = [p for p in found.parameters() if id(p) not in registered]
-        if any(id(p) in strangers for p in own):
+        if any(id(p) in unregistered for p in own):
             optimised[path] = found
             for p in own:
-                strangers.pop(id(p), None)
+                unregistered.pop(id(p), None)
         elif any(p.requires_grad for p in own):
             idle[path] = found
-    return Hidden(optimised, idle, list(strangers.values()))
+    # 3. what is left belongs to no module within reach
+    return Hidden(optimised, idle, list(unregistered.values()))

@@ -1,8 +1,10 @@
 """In which precision a loss computes: never below float32, never below its parameters or inputs.
 
-Autocast halves the products inside a loss; pytorch-metric-learning then assigns its weight in the dtype of the embeddings,
-for good. So a loss runs with autocast off, in ``promote(float32, parameters, inputs)``, and its parameters keep the dtype
-they have: where that is lower, the loss sees casts of them for the length of the call. ``PrecisionKeeper`` keeps them out of a
+Autocast halves the products inside a loss; pytorch-metric-learning 2.9 then assigns its weight in the dtype of the embeddings, for
+good: under ``bf16-mixed`` and Lightning 2.6 the next step dies with a misleading error about unused parameters, or, in a DDP of its
+own, the weight's gradient silently stops being reduced (measured 2026). So a loss runs with autocast off, in
+``promote(float32, parameters, inputs)``, and its parameters keep the dtype they have: where that is lower, the loss sees casts of them
+for the length of the call. ``PrecisionKeeper`` keeps them out of a
 precision plugin's halving (``bf16-true``, ``16-true``).
 """
 
@@ -15,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ddp_losses.core import compat
+
 
 def compute_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """``promote(float32, ...)`` over the floating tensors; integers, booleans and complex numbers have no say."""
+    """Return ``promote(float32, ...)`` over the floating tensors; integers, booleans and complex numbers have no say."""
     dtype = torch.float32
     for tensor in tensors:
         if tensor.is_floating_point():
@@ -26,7 +30,7 @@ def compute_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 
 
 def is_full(dtype: torch.dtype, device_types: Iterable[str], tensors: Iterable[Tensor]) -> bool:
-    """Whether nothing stands in the way of ``dtype``: no autocast, no low default dtype, no floating tensor of another."""
+    """Say whether nothing stands in the way of ``dtype``: no autocast, no low default dtype, no floating tensor of another."""
     return (
         torch.get_default_dtype().itemsize >= torch.float32.itemsize
         and not any(torch.is_autocast_enabled(device_type) for device_type in device_types)
@@ -35,17 +39,17 @@ def is_full(dtype: torch.dtype, device_types: Iterable[str], tensors: Iterable[T
 
 
 def parameters_of(module: nn.Module) -> list[Tensor]:
-    """All parameters, one that is held twice perhaps twice: in a tenth of the time of ``module.parameters()``."""
+    """Return all parameters, one that is held twice perhaps twice: in a tenth of the time of ``module.parameters()``."""
     found, stack = list[Tensor](), [module]
     while stack:
         inner = stack.pop()
-        found += [parameter for parameter in inner._parameters.values() if parameter is not None]
-        stack += [child for child in inner._modules.values() if child is not None]
+        found += [parameter for parameter in compat.parameter_slots(inner).values() if parameter is not None]
+        stack += [child for child in compat.child_modules(inner).values() if child is not None]
     return found
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists and dicts, in order."""
+    """Return all tensors in nested tuples, lists and dicts, in order."""
     found, stack = list[Tensor](), [tree]
     while stack:
         item = stack.pop()
@@ -59,7 +63,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The same nest of tuples, lists and dicts with ``function`` of each tensor in its place."""
+    """Rebuild a nest of tuples, lists and dicts with ``function`` of each tensor in its place."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -72,7 +76,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """The same nest with its floating tensors in ``dtype``; one tensor that appears twice stays one tensor.
+    """Rebuild a nest with its floating tensors in ``dtype``; one tensor that appears twice stays one tensor.
 
     (A loss may ask whether ``ref_emb is embeddings``.)
     """
@@ -90,7 +94,7 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def full_precision(dtype: torch.dtype, device_types: Iterable[str]) -> Iterator[None]:
-    """Autocast off, and torch's default dtype not below ``dtype``, for the length of the block."""
+    """Switch autocast off, and keep torch's default dtype from being below ``dtype``, for the length of the block."""
     default = torch.get_default_dtype()
     wide = torch.promote_types(default, dtype)
     with contextlib.ExitStack() as stack:
@@ -109,21 +113,21 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     Whatever the module assigns to ``parameter.data`` inside the block touches the cast only.
     """
-    low = [
-        (owner, name, parameter)
-        for owner in module.modules()
-        for name, parameter in owner._parameters.items()
-        if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype
-    ]
+    low = []
+    for owner in module.modules():
+        for name, parameter in compat.parameter_slots(owner).items():
+            if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+                low.append((owner, name, parameter))
     cast: dict[int, Tensor] = {}
     try:
         for owner, name, parameter in low:
             # a registered slot only takes a Parameter by assignment; the module reads whatever lies in it
-            owner._parameters[name] = cast.setdefault(id(parameter), parameter.to(dtype))  # type: ignore[assignment]
+            slots = compat.parameter_slots(owner)
+            slots[name] = cast.setdefault(id(parameter), parameter.to(dtype))  # type: ignore[assignment]
         yield
     finally:
         for owner, name, parameter in low:
-            owner._parameters[name] = parameter
+            compat.parameter_slots(owner)[name] = parameter
 
 
 class PrecisionKeeper:
@@ -134,12 +138,10 @@ class PrecisionKeeper:
 
     def remember(self, modules: Iterable[nn.Module]) -> None:
         """Note values and dtypes as they are now."""
-        self._before = [
-            (tensor, tensor.data)
-            for module in modules
-            for tensor in (*module.parameters(), *module.buffers())
-            if tensor.is_floating_point()
-        ]
+        self._before = []
+        for module in modules:
+            tensors = [*module.parameters(), *module.buffers()]
+            self._before += [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
 
     def restore(self) -> None:
         """Give back the remembered values wherever the dtype went down; a wider dtype stays."""

@@ -100,7 +100,7 @@ def gather_batch(
     }
     payloads = handshake.all_gather(what, must_match, payload, group=group)
     offers = [_Offer.read(form, payload) for payload in payloads]
-    counts = [[offer.counts[i] for offer in offers] for i in range(len(values))]
+    counts = list(map(list, zip(*(offer.counts for offer in offers), strict=True)))
     # 3. who needs no gradient of a tensor still takes part in its backward where another rank needs it
     for i, value in enumerate(values):
         values[i] = match_requires_grad(value, any(offer.needs_grad[i] for offer in offers))
@@ -223,9 +223,10 @@ def _gather_packed(tensors: Sequence[Tensor], counts: list[list[int]], group: Gr
     world_size = process_groups.world_size(group)
     row_bytes = [_row_bytes(tensor) for tensor in tensors]
     # 1. as many bytes of each rank as the one with the most has
-    sizes = [
-        sum(_aligned(rows[rank] * n) for rows, n in zip(counts, row_bytes, strict=True)) for rank in range(world_size)
-    ]
+    sizes = [0] * world_size
+    for rows, n in zip(counts, row_bytes, strict=True):
+        for rank in range(world_size):
+            sizes[rank] += _aligned(rows[rank] * n)
     longest = max(sizes)
     if longest == 0:
         return [tensor.detach().clone() for tensor in tensors]

@@ -179,15 +179,18 @@ def _different_calls(texts: Sequence[str]) -> RankMismatchError:
         )
     values = [_values_in(text) for text in texts]
     all_names = dict.fromkeys(itertools.chain.from_iterable(values))  # in the order in which they stand
-    names = [name for name in all_names if len({own.get(name) for own in values}) > 1]
-    shown = {name: _around_difference([own.get(name) for own in values]) for name in names}
+    shown = {}
+    for name in all_names:
+        of_ranks = [own.get(name) for own in values]
+        if len(set(of_ranks)) > 1:
+            shown[name] = _around_difference(of_ranks)
     entries = []
     for rank, text in enumerate(texts):
-        differing = ", ".join(f"{name}={shown[name][rank]}" for name in names)
+        differing = ", ".join(f"{name}={of_ranks[rank]}" for name, of_ranks in shown.items())
         entries.append(differing or _one_line(text))
     what = operations[0]
-    if names:
-        what = f"{what}: {', '.join(names)}"
+    if shown:
+        what = f"{what}: {', '.join(shown)}"
     return RankMismatchError(
         what,
         expected="the same on every rank",

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.errors import ConfigurationError
 
 Group: TypeAlias = "dist.ProcessGroup | None"
@@ -228,13 +228,8 @@ def _make(ranks: tuple[int, ...], group: Group) -> ProcessGroups:
 
 
 def _world_timeout() -> timedelta | None:
-    # new_group does not inherit the world's time-out; where this torch does not show it, its default stands
-    with contextlib.suppress(AttributeError, RuntimeError):
-        world = dist.group.WORLD
-        assert world is not None
-        options = world._get_backend(torch.device("cpu")).options
-        return timedelta(seconds=options._timeout.total_seconds())
-    return None
+    """Return the world's time-out, which ``new_group`` does not take over; None: torch's default stands."""
+    return compat.group_timeout(dist.group.WORLD)
 
 
 def join(file: str, rank: int, world_size: int, *, backend: str, timeout: timedelta) -> None:
