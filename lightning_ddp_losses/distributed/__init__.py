@@ -5,6 +5,7 @@
 * ``header``: the header's form on the wire, and the error for headers that disagree
 * ``raw_collectives``: plain collectives on tensors of known shapes, and rows that pass round a ring
 * ``collectives``: the differentiable ones, each with the gradient that it gives
+* ``backward_exchange``: exchanges in backward, each opened by a handshake that names its forward
 * ``gathered_batch``: several tensors in one gather, with their gradients
 * ``upstream_grad``: whether a global value is back-propagated alike on all ranks
 * ``shard``: the tag on a parameter that is sharded
