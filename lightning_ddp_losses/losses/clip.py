@@ -142,11 +142,11 @@ class _Clip(torch.autograd.Function):
             if smoothing:
                 mean_column.add_(block.columns.sum(0) / columns.width)
                 mean_column.add_(block.columns[: block.text_count].sum(0) / columns.total)
-            return _packed(column_lse)
+            return _packed_stats(column_lse)
 
         # columns joined over ranks, where they travel; rows are complete
-        column_stats = columns.collect_stats(visit, texts, paired, _join)
-        row_losses = _losses(row_lse)
+        column_stats = columns.collect_stats(visit, texts, paired, _join_stats)
+        row_losses = _own_pair_losses(row_lse)
         rows_total = row_losses.sum()
         if smoothing:  # both are means over all targets of (z_ii - z_ij), in closed form
             rows_total += smoothing * (2 * own_logits.sum() - scale * (images.sum(0) @ mean_column))
@@ -198,25 +198,25 @@ class _Clip(torch.autograd.Function):
         return None, d_images.mul_(factor * scale), d_texts, d_scale * factor, None
 
 
-def _losses(differences: RunningLogSumExp) -> Tensor:
+def _own_pair_losses(differences: RunningLogSumExp) -> Tensor:
     """Computes the loss of each row from the differences with its own pair, whose 1 is put back: log(1 + sum exp)."""
     return nn.functional.softplus(differences.finalize(), threshold=50)
 
 
-def _packed(lse: RunningLogSumExp) -> Tensor:
+def _packed_stats(lse: RunningLogSumExp) -> Tensor:
     """Makes (n, 2) of both numbers, which travel behind the rows."""
     return torch.stack([lse.maximum, lse.sum_exp], 1)
 
 
-def _merged(parts: Tensor) -> RunningLogSumExp:
+def _merged_stats(parts: Tensor) -> RunningLogSumExp:
     """Merges (k, n, 2), packed, of k parts of each row."""
     maxima, sums = parts.unbind(2)
     return RunningLogSumExp.merged(maxima, sums)
 
 
-def _join(own: Tensor, others: Tensor) -> Tensor:
+def _join_stats(own: Tensor, others: Tensor) -> Tensor:
     """Joins what two ranks found about the same columns, (n, 2) each."""
-    return _packed(_merged(torch.stack([own, others])))
+    return _packed_stats(_merged_stats(torch.stack([own, others])))
 
 
 def _column_losses_and_value(
@@ -235,7 +235,7 @@ def _column_losses_and_value(
     group, world = columns.group, process_groups.world_size(columns.group)
     column_lse = RunningLogSumExp(*column_stats.unbind(1))
     if isinstance(columns, RingColumns):  # each rank knows its own texts' losses
-        losses = _losses(column_lse)
+        losses = _own_pair_losses(column_lse)
         partials = [PartialSum((rows_total + losses.sum()) / 2, images)]
         payloads = handshake.all_gather("ClipLoss: sum", {}, pack_partials(partials), group=group)
         value, _ = scale_factors(unpack_partials(payloads))
@@ -245,7 +245,7 @@ def _column_losses_and_value(
         packed = torch.cat([column_stats.reshape(-1), rows_total.reshape(1)])
         gathered = packed.new_empty((world, len(packed)))
         gather(gathered.view(-1), packed, group=group_for(packed, group))
-        column_lse = _merged(gathered[:, :-1].view(world, -1, 2))
+        column_lse = _merged_stats(gathered[:, :-1].view(world, -1, 2))
         rows_total = gathered[:, -1].sum()
-    losses = _losses(column_lse)
+    losses = _own_pair_losses(column_lse)
     return losses, (rows_total + losses.sum()) / (2 * columns.total)

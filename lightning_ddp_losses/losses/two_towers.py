@@ -108,12 +108,12 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         gathered = batch.tensors[: len(second_tower)]
         if self.gather == "all":
             columns: ColumnBlocks = GatheredColumns(text_counts, extra_counts, queue, self._group)
-            return self._evaluate(columns, images, _joined(gathered), batch.tensors[-1])
+            return self._evaluate(columns, images, _concatenated(gathered), batch.tensors[-1])
         # in a ring every rank takes part in backward where any rank needs it
         exchange = BackwardExchange(type(self).__name__, self._group)
         columns = RingColumns(text_counts, extra_counts, queue, self._group, exchange)
         images = autograd_graph.match_requires_grad(images, any(flag[0] for flag in batch.extras))
-        own_columns = _joined(list(second_tower.values()))
+        own_columns = _concatenated(list(second_tower.values()))
         own_columns = autograd_graph.match_requires_grad(own_columns, any(t.requires_grad for t in gathered))
         return self._evaluate(columns, images, own_columns, products)
 
@@ -174,5 +174,5 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             )
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenated(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -151,9 +151,11 @@ class TiledEvaluator:
 
     def payload_capacity(self) -> int:
         """Computes bytes that any rank's payload fits in; the same on all ranks."""
-        rows = max(self._call.counts["embeddings"]) if self._symmetric else 0
+        totals = STATS_BYTES * len(self._plan.pair_loss.sub_losses)
+        if not self._symmetric:
+            return totals
         item: int = self._call.given["embeddings"].element_size()
-        return STATS_BYTES * len(self._plan.pair_loss.sub_losses) + rows * _MOST_STATS * item
+        return totals + max(self._call.counts["embeddings"]) * _MOST_STATS * item
 
     # ------------------------------------------------------------------ there
 
@@ -174,8 +176,7 @@ class TiledEvaluator:
             self._set_gathered_columns()
         else:
             self._set_ring_columns(self._ring_rows)
-        rows = self._rows.detach()
-        self._sorted_rows = rows if self._row_order is None else rows[self._row_order]
+        self._sorted_rows = _sorted(self._rows.detach(), self._row_order)
         # sums over each row's entries
         backward_comes = torch.is_grad_enabled() and (self._rows.requires_grad or self._columns is not None)
         totals, self._row_stats = self._accumulate_tiles(backward_comes=backward_comes)
@@ -197,7 +198,9 @@ class TiledEvaluator:
         table = unpack_partials([payload[:size] for payload in payloads])
         value, factors = scale_factors(table)
         # the statistics of all columns' rows
-        column_stats = self._unpack_stats([payload[size:] for payload in payloads]) if self._symmetric else None
+        column_stats: Tensor | None = None
+        if self._symmetric:
+            column_stats = self._unpack_stats([payload[size:] for payload in payloads])
 
         def vjp(wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
             rows_wanted, columns_wanted = wanted
@@ -209,7 +212,9 @@ class TiledEvaluator:
             rows_grad = self._backward_tiles(column_stats, factors, columns_grad)
             if columns_grad is not None:
                 columns_grad = _unsorted(columns_grad, self._column_order)
-            return rows_grad if rows_wanted else None, columns_grad
+            if not rows_wanted:
+                return None, columns_grad
+            return rows_grad, columns_grad
 
         return value_with_grad(value, self._rows, self._columns, vjp=vjp), value, table
 
@@ -242,8 +247,8 @@ class TiledEvaluator:
             self._accumulate_positives_()
         # reduce the rows
         labels = self._call.local_labels
-        if labels is not None and self._row_order is not None:
-            labels = labels[self._row_order]
+        if labels is not None:
+            labels = _sorted(labels, self._row_order)
         totals, stats = pair_loss.finalize(labels)
         return totals, _unsorted(stats, self._row_order)
 
@@ -276,15 +281,14 @@ class TiledEvaluator:
             factors: One per sub-loss.
             columns_grad: (G, D), to which the gradient of the columns is added, in their order; None: not wanted.
         """
-        pair_loss, distance, stats = self._pair_loss, self._distance, self._row_stats
+        pair_loss, distance = self._pair_loss, self._distance
         grad = torch.zeros_like(self._sorted_rows)
         if self._sub_loss_grads:
             # known since forward, but for the factors; transposed entries have the same gradient
             for sub_loss_grad, factor in zip(self._sub_loss_grads, factors, strict=True):
                 grad.add_(sub_loss_grad, alpha=2 * factor)
             return _unsorted(grad, self._row_order)
-        sorted_stats = stats if self._row_order is None else stats[self._row_order]
-        pair_loss.prepare_backward(sorted_stats, column_stats, factors)
+        pair_loss.prepare_backward(_sorted(self._row_stats, self._row_order), column_stats, factors)
         for block in self._blocks():
             for part in self._row_slices(block):
                 # distances, unless forward has kept its only tile
@@ -310,15 +314,15 @@ class TiledEvaluator:
     def _set_gathered_columns(self) -> None:
         """Takes all columns as one block."""
         references, distance = self._call.references, self._distance
-        prepared = distance.prepare(references.detach() if self._symmetric else references)
+        if self._symmetric:
+            references = references.detach()
+        prepared = distance.prepare(references)
         pairs = self._named_or_labelled_pairs(prepared.shape[0])
         self._row_order, self._column_order = pairs.row_order, pairs.column_order
         if prepared.requires_grad:
             self._columns = prepared
-        columns = prepared.detach()
-        if self._column_order is not None:
-            columns = columns[self._column_order]
-        block = Block(distance.prepare_columns(columns), pairs, complete=True)
+        columns = distance.prepare_columns(_sorted(prepared.detach(), self._column_order))
+        block = Block(columns, pairs, complete=True)
         self._blocks: Callable[[], Iterator[Block]] = lambda: iter((block,))
 
     def _set_ring_columns(self, ring_rows: RingRows) -> None:
@@ -456,13 +460,16 @@ class TiledEvaluator:
 
     def _unpack_stats(self, packed: Sequence[bytes]) -> Tensor:
         """Reads (G, k) statistics of all ranks' rows, in the order of the columns."""
-        width = self._row_stats.shape[1]
-        if width == 0:
-            return self._row_stats.new_empty((self._call.total_rows, 0))
-        data = bytearray(b"".join(packed))
-        stats = torch.frombuffer(data, dtype=self._row_stats.dtype) if data else self._row_stats.new_empty(0)
-        stats = stats.view(-1, width).to(self._row_stats.device)
-        return stats if self._column_order is None else stats[self._column_order]
+        own, data = self._row_stats, bytearray(b"".join(packed))
+        if not data:
+            return own.new_empty((self._call.total_rows, own.shape[1]))
+        stats = torch.frombuffer(data, dtype=own.dtype).view(-1, own.shape[1])
+        return _sorted(stats.to(own.device), self._column_order)
+
+
+def _sorted(values: Tensor, order: Tensor | None) -> Tensor:
+    """Takes values in ``order``; None: as they are."""
+    return values if order is None else values[order]
 
 
 def _unsorted(values: Tensor, order: Tensor | None) -> Tensor:

@@ -61,8 +61,9 @@ class Contrastive(PairLoss):
         passing = self._positives.accumulate_listed_(tile.rows, tile.positives.rows, losses)
         positive_counts = passing.mul_(losses.sign_())
         negative_losses = tile.keep_negatives_(self._negative_losses_(tile.matrix, buffer), 0)
-        has_loss = self._negatives.accumulate_negatives_(tile, negative_losses)
-        return positive_counts, negative_losses if has_loss else None
+        if not self._negatives.accumulate_negatives_(tile, negative_losses):
+            return positive_counts, None
+        return positive_counts, negative_losses  # which are counts by now
 
     def finalize(self, labels: Tensor | None) -> tuple[list[LocalTotal], Tensor]:
         positive_total, positive_counts = self._positives.finalize(labels)
@@ -72,7 +73,9 @@ class Contrastive(PairLoss):
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[float]) -> None:
         self._factors, self._column_stats = factors, column_stats
-        self._row_stats = row_stats.new_ones((self.rows, 2)) if self._uniform else row_stats
+        self._row_stats = row_stats
+        if self._uniform:
+            self._row_stats = row_stats.new_ones((self.rows, 2))
 
     def grad_(self, tile: Tile) -> None:
         positive_losses = self._positive_losses(tile.positive_entries())
@@ -180,7 +183,9 @@ class Triplets(PairLoss):
             grads = self._weighted_grads_(column - tile.matrix + self.loss.margin, allowed * weight)
             positive_sums.append(grads.sum(1))
             negative_sums += grads
-        return negative_sums, torch.stack(positive_sums, 1) if positive_sums else positives
+        if not positive_sums:
+            return negative_sums, positives
+        return negative_sums, torch.stack(positive_sums, 1)
 
     def _losses_(self, violations: Tensor) -> Tensor:
         """Computes the losses, in the memory of the violations where that is possible."""

@@ -104,7 +104,9 @@ class Tile(NamedTuple):
             return self.negative_counts.sum(1)
         number = self.matrix.new_full((self.matrix.shape[0],), self.matrix.shape[1])
         number.index_add_(0, self.positives.rows, number.new_full(self.positives.rows.shape, -1))
-        return number if self.self_pairs is None else number.sub_(1)
+        if self.self_pairs is not None:
+            number.sub_(1)
+        return number
 
     def _fill_self_pairs_(self, values: Tensor, fill: float) -> Tensor:
         if self.self_pairs is not None:
@@ -318,9 +320,10 @@ class TileDistance:
 
     def row_bytes(self, columns: Tensor) -> int:
         """Computes how many bytes one row of a tile takes."""
-        row_bytes = columns.shape[0] * columns.element_size()
-        # PML's signal-to-noise distance subtracts row by row: (T, C, D)
-        return row_bytes * columns.shape[1] if DISTANCES[type(self._distance)].form == "differences" else row_bytes
+        entries = columns.shape[0]
+        if DISTANCES[type(self._distance)].form == "differences":  # PML subtracts row by row: (T, C, D)
+            entries *= columns.shape[1]
+        return entries * columns.element_size()
 
     def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
         """Computes (T, C), ``scale`` times the distances, into ``out``."""
@@ -398,7 +401,9 @@ class EuclideanDistance(TileDistance):
         squares = rows.square().sum(1, keepdim=True)
         extended = torch.cat([rows * -2, squares, torch.ones_like(squares)], 1)
         torch.mm(extended, columns.T, out=out).clamp_min_(0).sqrt_()
-        return out if scale == 1 else out.mul_(scale)
+        if scale != 1:
+            out.mul_(scale)
+        return out
 
     def vjp_(
         self,
