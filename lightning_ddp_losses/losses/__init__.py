@@ -6,7 +6,7 @@ the sum of the ranks' gradients by W. Three exact modes evaluate a global loss L
 | mode | each rank computes | gather's backward | backward communication | exact for |
 |---|---|---|---|---|
 | ``replicated`` | the full L on all G rows | own slice times W | none | every loss that is deterministic given its inputs |
-| ``rows`` | S_r: elements whose anchor is on this rank, against all G rows | sum over ranks | 1 | sums over anchors |
+| ``rows`` | S_r: elements whose anchor is on this rank, against all G rows | sum over ranks | handshake + 1 | sums over anchors |
 | ``rows``, symmetric tiles | S_r, and later all that its own rows take part in | never asked | none | four losses (``tiled``) |
 | ``elements`` | S_r: elements of its own rows | nothing is gathered | none | sums over samples |
 

@@ -187,7 +187,7 @@ class PMLCall:
         return bounds
 
     def rows_possible(self) -> bool:
-        """Say whether each rank may evaluate its own anchors; the same verdict on every rank."""
+        """Say whether each rank may evaluate its own anchors; the same answer on every rank."""
         labels, ref_labels = self.arguments.get("labels"), self.ref_labels
         if labels is None or ref_labels is None:
             return False

@@ -60,10 +60,10 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     Args:
         loss: Any loss module: pytorch-metric-learning's (PML), torch.nn's, your own.
-        mode: ``"replicated"``: gather all rows, every rank computes the whole loss; exact for every deterministic loss.
+        mode: ``"replicated"``: gather all rows, every rank computes the full loss; exact for every deterministic loss.
             ``"rows"``: each rank computes its own anchors against all rows; for losses that are a sum over anchors.
             ``"elements"``: nothing is gathered; for losses that are a sum over samples. ``"auto"``: the cheapest that
-            is exact for this loss and this call (``rows`` from a few dozen or hundred global rows on: fewer are computed whole).
+            is exact for this loss and this call (``rows`` from a few dozen or hundred global rows on: fewer are computed in full).
         backward: ``"own_slice"``: every rank multiplies the returned loss by the same coefficient (else a wrong
             gradient). ``"sum"``: coefficients may differ by rank; costs a collective in backward.
         batch_dims: For losses that are not PML's: by argument position or name, which dimension counts samples (default
@@ -268,7 +268,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         return PMLCall(self.loss, given, gather, process_groups.rank(self._group))
 
     def _are_few(self, counts: dict[str, list[int]]) -> bool:
-        """Say whether there are so few rows that every rank computes the full loss faster; the same verdict on every rank."""
+        """Say whether there are so few rows that every rank computes the full loss faster; the same answer on every rank."""
         if self.mode == "rows" or self.gather == "ring":  # only what all ranks have agreed on; not tile_bytes
             return False
         return sum(counts.get("embeddings", ())) <= facts_of(self.loss).few_rows

@@ -25,7 +25,7 @@ NOT_LOSSES = {
     "GenericPairLoss": "base of pair losses: its formula comes from the subclass",
     "WeightRegularizerMixin": "mix-in",
 }
-ELEMENTS, ROW_WISE, WHOLE = ("elements", "replicated"), ("rows", "replicated"), ("replicated",)
+ELEMENTS, ROW_WISE, REPLICATED = ("elements", "replicated"), ("rows", "replicated"), ("replicated",)
 classes: Any = {"num_classes": CLASSES, "embedding_size": DIM}
 
 
@@ -91,7 +91,7 @@ PML: dict[str, Case] = {
         ],
     ),
     **every(
-        WHOLE,
+        REPLICATED,
         [
             pml.DynamicSoftMarginLoss,
             pml.InstanceLoss,
@@ -104,14 +104,14 @@ PML: dict[str, Case] = {
             pml.ThresholdConsistentMarginLoss,
         ],
     ),
-    "FastAPLoss": Case(named(pml.FastAPLoss, num_bins=5), modes=WHOLE),
-    "HistogramLoss": Case(named(pml.HistogramLoss, n_bins=10), modes=WHOLE),
-    "P2SGradLoss": Case(named(pml.P2SGradLoss, descriptors_dim=DIM, num_classes=CLASSES), modes=WHOLE),
-    "ProxyAnchorLoss": Case(named(pml.ProxyAnchorLoss, **classes), modes=WHOLE),
-    "RankedListLoss": Case(named(pml.RankedListLoss, margin=1, Tn=1), modes=WHOLE),
+    "FastAPLoss": Case(named(pml.FastAPLoss, num_bins=5), modes=REPLICATED),
+    "HistogramLoss": Case(named(pml.HistogramLoss, n_bins=10), modes=REPLICATED),
+    "P2SGradLoss": Case(named(pml.P2SGradLoss, descriptors_dim=DIM, num_classes=CLASSES), modes=REPLICATED),
+    "ProxyAnchorLoss": Case(named(pml.ProxyAnchorLoss, **classes), modes=REPLICATED),
+    "RankedListLoss": Case(named(pml.RankedListLoss, margin=1, Tn=1), modes=REPLICATED),
     "VICRegLoss": Case(pml.VICRegLoss, lambda net, rows: ((net(rows["features"]),), {"ref_emb": net(rows["views"])})),
-    "ManifoldLoss": Case(named(pml.ManifoldLoss, l=DIM, K=3), embeddings_only, modes=WHOLE, random=True),
-    "ManifoldLoss with its classes": Case(named(pml.ManifoldLoss, l=DIM, K=3), meta_classes, modes=WHOLE),
+    "ManifoldLoss": Case(named(pml.ManifoldLoss, l=DIM, K=3), embeddings_only, modes=REPLICATED, random=True),
+    "ManifoldLoss with its classes": Case(named(pml.ManifoldLoss, l=DIM, K=3), meta_classes, modes=REPLICATED),
     "ManifoldLoss without a context": Case(
         named(pml.ManifoldLoss, l=DIM, K=3, lambdaC=0.0), embeddings_only, random=True
     ),
@@ -119,16 +119,18 @@ PML: dict[str, Case] = {
     "MarginLoss, learnt betas": Case(
         named(pml.MarginLoss, learn_beta=True, nu=0.1, num_classes=CLASSES), modes=ROW_WISE
     ),
-    "MarginLoss, 2 triplets per anchor": Case(named(pml.MarginLoss, triplets_per_anchor=2), modes=WHOLE, random=True),
-    "TripletMarginLoss, 2 triplets per anchor": Case(
-        named(pml.TripletMarginLoss, triplets_per_anchor=2), modes=WHOLE, random=True
+    "MarginLoss, 2 triplets per anchor": Case(
+        named(pml.MarginLoss, triplets_per_anchor=2), modes=REPLICATED, random=True
     ),
-    "TripletMarginLoss, swap": Case(named(pml.TripletMarginLoss, swap=True), modes=WHOLE),
+    "TripletMarginLoss, 2 triplets per anchor": Case(
+        named(pml.TripletMarginLoss, triplets_per_anchor=2), modes=REPLICATED, random=True
+    ),
+    "TripletMarginLoss, swap": Case(named(pml.TripletMarginLoss, swap=True), modes=REPLICATED),
     "TripletMarginLoss, smooth": Case(named(pml.TripletMarginLoss, smooth_loss=True), modes=ROW_WISE),
     "ProxyNCALoss, smooth": Case(named(pml.ProxyNCALoss, softmax_scale=3, **classes), modes=ELEMENTS),
     "CrossBatchMemory": Case(
         lambda: pml.CrossBatchMemory(pml.ContrastiveLoss(), DIM, memory_size=30, miner=miners.MultiSimilarityMiner()),
-        modes=WHOLE,
+        modes=REPLICATED,
     ),
     "MultipleLosses": Case(
         lambda: pml.MultipleLosses(
@@ -136,7 +138,7 @@ PML: dict[str, Case] = {
             miners=[None, miners.MultiSimilarityMiner(), miners.BatchHardMiner()],
             weights=[0.5, 2.0, 0.25],
         ),
-        modes=WHOLE,
+        modes=REPLICATED,
     ),
     "MultipleLosses, by name": Case(
         lambda: pml.MultipleLosses(
@@ -144,10 +146,10 @@ PML: dict[str, Case] = {
             miners={"c": miners.PairMarginMiner()},
             weights={"a": 1.0, "b": 0.1, "c": 3.0},
         ),
-        modes=WHOLE,
+        modes=REPLICATED,
     ),
-    "SelfSupervisedLoss": Case(lambda: pml.SelfSupervisedLoss(pml.NTXentLoss()), both_views, modes=WHOLE),
+    "SelfSupervisedLoss": Case(lambda: pml.SelfSupervisedLoss(pml.NTXentLoss()), both_views, modes=REPLICATED),
     "SelfSupervisedLoss, one way": Case(
-        lambda: pml.SelfSupervisedLoss(pml.MultiSimilarityLoss(), symmetric=False), both_views, modes=WHOLE
+        lambda: pml.SelfSupervisedLoss(pml.MultiSimilarityLoss(), symmetric=False), both_views, modes=REPLICATED
     ),
 }

@@ -208,7 +208,7 @@ def foreign_error() -> None:
 
 
 def test_an_error_of_the_loss_itself_reaches_all_ranks(pool: RankPool) -> None:
-    """The rank keeps its own error; where the others are, they learn of it at their next meeting."""
+    """The rank keeps its own error; where the others are, they learn of it at their next handshake."""
 
     errors = pool.errors(2, foreign_error_then_next)
     assert errors[1].type == "ValueError"

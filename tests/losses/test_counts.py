@@ -1,4 +1,4 @@
-"""Collectives per step, counted: labels and indices travel with the embeddings, few rows in the frame, and a value costs nothing to log."""
+"""Collectives per step, counted: labels and indices travel with embeddings, few rows in the handshake; a value costs nothing to log."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_step_costs_what_the_table_says(pool: RankPool, name: str, rides: bool
 
 
 def count_wide(mode: str, bytes_over: int) -> list[int]:
-    """Four rows of a rank whose bytes are so many more than go into a frame (of all ranks' embeddings and labels)."""
+    """Four rows of a rank whose bytes are so many more than go into a handshake (of all ranks' embeddings and labels)."""
     width = (handshake.inline_capacity() + bytes_over) // 32
     embeddings = torch.randn(4, width, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
     loss = GlobalBatchLoss(pml.SupConLoss(), mode=mode)  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def count_wide(mode: str, bytes_over: int) -> list[int]:
 def test_bytes_decide_whether_rows_travel_in_the_frame(pool: RankPool, mode: str, costs: int) -> None:
     assert pool.run(2, count_wide, mode, 0) == [[costs] * 3] * 2
     for found in pool.run(2, count_wide, mode, -1024):
-        assert found[0] <= costs  # the frames may have grown before
+        assert found[0] <= costs  # the handshakes may have grown before
         assert found[1:] == [costs - 1] * 2
 
 

@@ -141,10 +141,10 @@ def fit(loss: str, strategy: str, **options: Any) -> tuple[list[float], dict[str
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_uneven_rows_under_lightning_are_one_process(pool: RankPool, world_size: int, strategy: str, loss: str) -> None:
     expected, state = trained_alone(loss)
-    for values, ours, told in pool.run(world_size, fit, loss, strategy):
+    for values, ours, warned in pool.run(world_size, fit, loss, strategy):
         assert values == pytest.approx(expected, rel=1e-9)
         assert_close(ours, state)
-        assert not told, "uneven rows are right in a global loss"
+        assert not warned, "uneven rows are right in a global loss"
 
 
 class Unchanged(Module):

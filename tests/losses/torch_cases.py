@@ -15,7 +15,7 @@ from tests.losses.harness import DIM, Arguments, Case, Net, Rows
 __all__ = ["ALIASES", "TORCH"]
 
 ALIASES = {"NLLLoss2d": "NLLLoss under a deprecated name"}
-ELEMENTS, WHOLE = ("elements", "replicated"), ("replicated",)
+ELEMENTS, REPLICATED = ("elements", "replicated"), ("replicated",)
 Give = Callable[[Net, Rows], Arguments]
 
 
@@ -136,5 +136,5 @@ TORCH: dict[str, Case] = {
         ignore_index=1,
         label_smoothing=0.1,
     ),
-    "nn.CTCLoss": Case(nn.CTCLoss, speech, modes=WHOLE, options={"batch_dims": {0: 1}}),
+    "nn.CTCLoss": Case(nn.CTCLoss, speech, modes=REPLICATED, options={"batch_dims": {0: 1}}),
 }

@@ -19,7 +19,7 @@ from tests.losses.harness import CLASSES, DIM, Arguments, Case, Net, Rows, by_la
 __all__ = ["DISTANCES", "MINERS", "REGULARIZERS", "VARIANTS", "WholeBatch"]
 
 Make = Callable[..., nn.Module]
-ELEMENTS, ROW_WISE, WHOLE = ("elements", "replicated"), ("rows", "replicated"), ("replicated",)
+ELEMENTS, ROW_WISE, REPLICATED = ("elements", "replicated"), ("rows", "replicated"), ("replicated",)
 
 REGULARIZERS: dict[str, Make] = {
     "LpRegularizer": regularizers.LpRegularizer,
@@ -183,7 +183,7 @@ def embedding_regularised(name: str, make: Make) -> dict[str, Case]:
 
 
 def with_distance(name: str, make: Make) -> dict[str, Case]:
-    modes = WHOLE if name == "a user's distance" else ROW_WISE
+    modes = REPLICATED if name == "a user's distance" else ROW_WISE
     sums = {"TripletMarginLoss": pml.TripletMarginLoss, "ContrastiveLoss": pml.ContrastiveLoss}
     if name in ("CosineSimilarity", "DotProductSimilarity"):
         sums["ContrastiveLoss"] = partial(pml.ContrastiveLoss, pos_margin=0.9, neg_margin=0.1)
@@ -208,7 +208,7 @@ VARIANTS: dict[str, Case] = {
     "NTXentLoss, references share the labels": Case(pml.NTXentLoss, same_labels, modes=ROW_WISE),
     "ContrastiveLoss, references share the labels": Case(pml.ContrastiveLoss, same_labels, modes=ROW_WISE),
     "TripletMarginLoss, references of their own": Case(pml.TripletMarginLoss, other_labels, modes=ROW_WISE),
-    "NCALoss, references of their own": Case(pml.NCALoss, other_labels, modes=WHOLE),
+    "NCALoss, references of their own": Case(pml.NCALoss, other_labels, modes=REPLICATED),
     **{
         k: case
         for name in MINERS
@@ -216,7 +216,7 @@ VARIANTS: dict[str, Case] = {
             (pml.ContrastiveLoss, ROW_WISE),
             (pml.TripletMarginLoss, ROW_WISE),
             (partial(pml.ArcFaceLoss, **classes), ELEMENTS),
-            (pml.LiftedStructureLoss, WHOLE),
+            (pml.LiftedStructureLoss, REPLICATED),
         ]
         for k, case in mined(name, loss, modes).items()
     },
@@ -224,10 +224,10 @@ VARIANTS: dict[str, Case] = {
     "ContrastiveLoss, tuples of references": Case(
         pml.ContrastiveLoss, against_references, against_references_alone, ROW_WISE
     ),
-    "a user's loss": Case(Tempered, tempered, modes=WHOLE),
-    "a user's loss, dropout": Case(partial(Tempered, 0.4), tempered, modes=WHOLE, random=True),
+    "a user's loss": Case(Tempered, tempered, modes=REPLICATED),
+    "a user's loss, dropout": Case(partial(Tempered, 0.4), tempered, modes=REPLICATED, random=True),
     "a user's loss, samples are columns": Case(
-        Columns, transposed, modes=WHOLE, options={"batch_dims": {0: 1, 1: 1, 3: None}}
+        Columns, transposed, modes=REPLICATED, options={"batch_dims": {0: 1, 1: 1, 3: None}}
     ),
-    "a user's loss, gradients summed": Case(Tempered, tempered, modes=WHOLE, options={"backward": "sum"}),
+    "a user's loss, gradients summed": Case(Tempered, tempered, modes=REPLICATED, options={"backward": "sum"}),
 }
