@@ -182,14 +182,15 @@ class _SoftmaxFunction(torch.autograd.Function):
                 extra[1] += number
         # 3. the same over the classes of all ranks
         global_lse, target, extra = _combine_ranks(local_lse, target, extra, call.group)
-        lse = global_lse.finalize()
+        # 4. the loss: relative to the maximum, so that one far below its logits keeps its digits
+        losses = (global_lse.maximum - target) + global_lse.above_maximum()
         ctx.call, ctx.is_local = call, is_local
-        ctx.save_for_backward(rows, scale, weight, lse, target)
+        ctx.save_for_backward(rows, scale, weight, global_lse.finalize(), losses)
         penalty, divisor, found_rows, angle_sum = extra.unbind()
         penalty, divisor, angle_sum = penalty.clone(), divisor.clone(), angle_sum.clone()
         ctx.mark_non_differentiable(divisor, angle_sum)
-        # 4. the loss; a row whose class nobody has gets none: to raise here would wait for the device
-        losses = torch.where(found_rows == len(rows), lse - target, torch.nan)
+        # a row whose class nobody has gets none: to raise here would wait for the device
+        losses = torch.where(found_rows == len(rows), losses, torch.nan)
         return losses, penalty, divisor, angle_sum
 
     @staticmethod
@@ -197,7 +198,7 @@ class _SoftmaxFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_penalty: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         call: ShardedSoftmax = ctx.call
         classes, head = call.classes, call.head
-        rows, scale, weight, lse, target = ctx.saved_tensors
+        rows, scale, weight, lse, losses = ctx.saved_tensors
         operands = Operands(rows, scale, weight)
         _, wants_rows, wants_scale, wants_weight = ctx.needs_input_grad
         # 1. chunks write their rows of the weight's gradient, all of them where nothing is sampled
@@ -210,7 +211,7 @@ class _SoftmaxFunction(torch.autograd.Function):
             _add_chunk_grads_(grads, call, operands, lse, grad, grad_penalty)
         # 3. through the targets' logits, margin included
         if head.has_margin and bool(ctx.is_local.any()):
-            grad_target = grad * ((target - lse).exp() - 1)
+            grad_target = grad * torch.expm1(-losses)  # the target's probability, less 1
             _add_target_grads_(grads, call, operands, grad_target, ctx.is_local)
         # 4. replicas saw other rows
         if call.replica_group is not None and wants_weight:

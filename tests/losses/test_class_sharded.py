@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import reducers
 
 from lightning_ddp_losses import ClassShardedLoss
 from tests.counting import CountCollectives, nothing_rides
@@ -239,3 +240,24 @@ def test_sampling_on_a_rank_without_classes(pool: RankPool, optimizer: str) -> N
         stepper.step()
         stepper.zero_grad()
     assert_close({"weight": torch.cat(parts, 1)}, {"weight": plain.W.detach()})
+
+
+def nearly_certain() -> tuple[pml.CosFaceLoss, torch.Tensor, torch.Tensor]:
+    """A row that is on its class, which outweighs all others by 34 of 64, and one that is far from it."""
+    loss = pml.CosFaceLoss(num_classes=4, embedding_size=2, margin=0, scale=64, reducer=reducers.AvgNonZeroReducer())
+    loss.W.data = torch.tensor([[1.0, 0.46, 0.46, 0.46], [0.0, 0.888, 0.888, 0.888]], dtype=torch.float64)
+    return loss, torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64), torch.tensor([0, 0])
+
+
+def small_loss() -> float:
+    plain, rows, labels = nearly_certain()
+    own = slice(dist.get_rank(), 2 if dist.get_rank() == dist.get_world_size() - 1 else dist.get_rank() + 1)
+    return float(ClassShardedLoss(plain)(rows[own], labels[own]).detach())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_loss_far_below_its_logits_is_not_zero(pool: RankPool, world_size: int) -> None:
+    plain, rows, labels = nearly_certain()
+    expected = float(plain(rows, labels).detach())
+    for value in pool.run(world_size, small_loss):
+        assert value == pytest.approx(expected, rel=1e-9)
