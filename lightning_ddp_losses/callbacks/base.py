@@ -44,6 +44,7 @@ class CheckCallback(Callback):
         """Start the runner before the module is wrapped."""
         self._own_runner = None
         callbacks = [callback for callback in trainer.callbacks if isinstance(callback, CheckCallback)]  # type: ignore[attr-defined]
+        # checks are for training, and one runner serves all callbacks
         if stage != "fit" or callbacks[0] is not self:
             return
         settings = Settings()
@@ -113,7 +114,7 @@ class CheckCallback(Callback):
     ) -> None:
         """Judge what is saved, unless a rank that failed saves alone."""
         if self._own_runner and trainer.state.status != TrainerStatus.INTERRUPTED:
-            self._own_runner.checkpoint = checkpoint
+            self._own_runner.checkpoint = checkpoint  # what checks add to it is saved
             self._own_runner.run_stage(CheckStage.SAVE)
 
     def on_load_checkpoint(
@@ -134,7 +135,7 @@ class CheckCallback(Callback):
         if self._own_runner:
             try:
                 self._own_runner.fail(exception)
-            finally:
+            finally:  # also where a peer's failure takes this exception's place
                 self._close()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -342,6 +343,6 @@ def _all_checks(callbacks: Sequence[CheckCallback]) -> list[RankCheck]:
     by_themselves = {type(callback) for callback in callbacks}
     checks: list[RankCheck] = []
     for callback in callbacks:
-        held = callback.checks_to_run()
-        checks += [check for check in held if check is callback or type(check) not in by_themselves]
+        own = callback.checks_to_run()
+        checks += [check for check in own if check is callback or type(check) not in by_themselves]
     return sorted(checks, key=lambda check: check.title)

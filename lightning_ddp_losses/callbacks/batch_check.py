@@ -34,7 +34,7 @@ _MIN_SHARED_ROWS = 4
 _COUNT_BITS = 3  # the low bits of a hash hold how often it came
 
 
-class StepRow(NamedTuple):
+class BatchStepRow(NamedTuple):
     """What travels before backward, besides this rank's own findings.
 
     Attributes:
@@ -54,7 +54,7 @@ class StepRow(NamedTuple):
     order: int
 
 
-class EpochRow(NamedTuple):
+class BatchEpochRow(NamedTuple):
     """What travels at the start of an epoch and at the end, besides this rank's own findings; always of one length.
 
     Attributes:
@@ -79,7 +79,7 @@ class EpochRow(NamedTuple):
         return [*self[:4], *self.labels, *self.sketch, *padding]
 
     @classmethod
-    def unpack(cls, row: Sequence[int]) -> EpochRow:
+    def unpack(cls, row: Sequence[int]) -> BatchEpochRow:
         """Return what ``pack`` was given."""
         return cls(row[0], row[1], row[2], row[3], list(row[4 : 4 + BUCKETS]), list(row[4 + BUCKETS :]))
 
@@ -188,11 +188,12 @@ class BatchCheck(LocalCheck, default=True):
         if path:
             gathers = hash_text(path)
         read = self._batches
-        row = EpochRow(batches, full_size, last_size, gathers, read.counts, read.sketch())
+        row = BatchEpochRow(batches, full_size, last_size, gathers, read.counts, read.sketch())
         return [*self.local.row(), *row.pack()]
 
-    def _step_row(self, trainer: pl.Trainer) -> StepRow:
+    def _step_row(self, trainer: pl.Trainer) -> BatchStepRow:
         loaders = batch_reader.data_loaders(trainer)
+        # samplers are asked once per epoch
         if self._batch_idx == 0:
             self._order = 0
             if loaders:
@@ -207,7 +208,7 @@ class BatchCheck(LocalCheck, default=True):
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         is_iterable = any(batch_reader.is_iterable(loader) for loader in loaders)
         read = self._batches
-        return StepRow(
+        return BatchStepRow(
             end=self._batch_idx << 1 | bool(is_last),
             rows=read.rows,
             content=read.content,
@@ -223,6 +224,7 @@ class BatchCheck(LocalCheck, default=True):
         for loader in loaders:
             samplers |= batch_reader.shuffling_samplers(loader)
         self._sampler_epochs[epoch] = {path: int(sampler.epoch) for path, sampler in samplers.items()}
+        # evidence beside the number: the first batch is that of the epoch before
         before = self._sampler_epochs.get(epoch - 1, {})
         first = self._batches.first
         begins_alike = bool(first.get(epoch)) and first.get(epoch) == first.get(epoch - 1)
@@ -268,15 +270,15 @@ class BatchCheck(LocalCheck, default=True):
             return found
         rest = [row[local_size:] for row in table]
         if stage == CheckStage.BEFORE_BACKWARD:
-            return found + self._judge_step([StepRow(*row) for row in rest], trainer)
-        epochs = [EpochRow.unpack(row) for row in rest]
+            return found + self._judge_step([BatchStepRow(*row) for row in rest], trainer)
+        epochs = [BatchEpochRow.unpack(row) for row in rest]
         found += find_overlap([row.sketch for row in epochs])
         self._imbalance = label_imbalance([row.labels for row in epochs])
         if stage == CheckStage.EPOCH_START:
             found += _judge_sizes(epochs, trainer, module)
         return found
 
-    def _judge_step(self, rows: Sequence[StepRow], trainer: pl.Trainer) -> list[Finding]:
+    def _judge_step(self, rows: Sequence[BatchStepRow], trainer: pl.Trainer) -> list[Finding]:
         found: list[Finding] = []
         self._global_rows = tuple(row.rows for row in rows)
         # an epoch that ends on some ranks only
@@ -382,7 +384,7 @@ def _find_repeated_rows(local: LocalFindings, trainer: pl.Trainer) -> None:
 def _find_reshuffled(local: LocalFindings, trainer: pl.Trainer) -> None:
     """Find batches that belong together and that Lightning shuffles."""
     for loader in batch_reader.data_loaders(trainer):
-        name = batch_reader.reshuffled_sampler(loader)
+        name = batch_reader.sampler_shuffled_by_lightning(loader)
         if name:
             local.add(
                 "F68",
@@ -431,6 +433,7 @@ class SameBatches:
             first = first_rank_with.setdefault(content, rank)
             if first == rank:
                 continue
+            # new evidence only where the batch is another one than before
             batches, rows = self._evidence.get((first, rank), (0, 0))
             if not self._contents_before or self._contents_before[rank] != content:
                 batches, rows = batches + 1, rows + distinct[rank]
@@ -502,12 +505,13 @@ def _different_orders(orders: Sequence[int]) -> list[Finding]:
     ]
 
 
-def _judge_sizes(rows: Sequence[EpochRow], trainer: pl.Trainer, module: pl.LightningModule) -> list[Finding]:
+def _judge_sizes(rows: Sequence[BatchEpochRow], trainer: pl.Trainer, module: pl.LightningModule) -> list[Finding]:
     """Compare how many batches the ranks have, and of which sizes where a loss gathers equal numbers only."""
     found = []
     numbers = [row.batches for row in rows]
     if min(numbers) >= 0 and len(set(numbers)) > 1 and min(numbers) < _remaining_batches(trainer):
         found.append(_different_ends([f"{number} batches" for number in numbers], numbers))
+    # sizes matter where a loss gathers without looking at them
     sizes = [(row.full_size, row.last_size) for row in rows]
     gathers = [row.gathers for row in rows]
     if len(set(sizes)) > 1 and len(set(gathers)) == 1 and gathers[0]:

@@ -77,6 +77,7 @@ class BatchReader:
         if epoch != self._epoch:
             self._epoch = epoch
             self._start_epoch()
+        # rows are those of the first tensor
         tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         self.rows = 0
         if tensors:
@@ -213,6 +214,7 @@ def is_iterable(loader: DataLoader[Any]) -> bool:
 
 def batch_sizes(loader: DataLoader[Any]) -> tuple[int, int]:
     """Return the rows of this rank's full batches and of its last one; zeros where they cannot be known."""
+    # only torch's own BatchSampler cuts a known number of rows
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler or is_iterable(loader):
         return 0, 0
@@ -227,7 +229,7 @@ def batch_sizes(loader: DataLoader[Any]) -> tuple[int, int]:
     return size, rest
 
 
-def reshuffled_sampler(loader: DataLoader[Any]) -> str:
+def sampler_shuffled_by_lightning(loader: DataLoader[Any]) -> str:
     """Return the class of a sampler that makes batches which belong together, and that Lightning shuffles all the same.
 
     Known by a batch size or a number of rows per class of its own; torch's samplers have none.
@@ -247,6 +249,7 @@ def drawn_order(loader: DataLoader[Any]) -> int:
     """Return a number that must be equal on all ranks, which cut their parts out of one order; 0 where nothing can be said."""
     sampler = loader.sampler
     if isinstance(sampler, DistributedSamplerWrapper):
+        # what Lightning drew once, for all ranks to cut from
         head = compat.drawn_indices(sampler.dataset)[:_MAX_INDICES]
         if head and all(isinstance(index, int) for index in head) and len(set(head)) == len(head):
             return hash_text(repr(head), 62)

@@ -109,6 +109,7 @@ class BufferSyncCheck(LocalCheck, default=True):
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Count forwards of every DDP that broadcasts buffers."""
         self._forget()
+        # the strategy's wrapper, and what users wrap themselves, also where that is hidden from nn.Module
         modules = {trainer.strategy.model, *module.modules()}
         modules.update(value for value in vars(module).values() if isinstance(value, nn.Module))
         watched = [each for each in modules if isinstance(each, DistributedDataParallel) and each.broadcast_buffers]
@@ -126,6 +127,7 @@ class BufferSyncCheck(LocalCheck, default=True):
             return
         self._forwards[id(wrapped)] = self._forwards.get(id(wrapped), 0) + 1
         if self._forwards[id(wrapped)] == 2:  # the broadcast comes after this hook
+            # batch norm's statistics differ on plain DDP by design
             of_norms: set[int] = set()
             for norm in buffers.plain_norms(wrapped).values():
                 of_norms.update(map(id, norm.buffers()))
@@ -283,15 +285,15 @@ def _two_forwards(rows: Sequence[ForwardRow]) -> list[Finding]:
     return [Finding("F41", what, "", odd_ranks(hashes), "DistributedDataParallel", fix=fix)]
 
 
-def _name_buffers(finding: Finding, buffers_by_rank: Sequence[Mapping[str, list[Any]]]) -> list[Finding]:
+def _name_buffers(finding: Finding, fingerprints_by_rank: Sequence[Mapping[str, list[Any]]]) -> list[Finding]:
     """Name each buffer that differs, and say by its kind what that means."""
     names: dict[str, None] = {}
-    for held in buffers_by_rank:
-        names |= dict.fromkeys(held)
+    for fingerprints in fingerprints_by_rank:
+        names |= dict.fromkeys(fingerprints)
     found = []
     for name in names:
         # by rank: rows in their order, rows in any order, whether it is a queue
-        column = [tuple(held.get(name, (0, 0, False))) for held in buffers_by_rank]
+        column = [tuple(fingerprints.get(name, (0, 0, False))) for fingerprints in fingerprints_by_rank]
         if len(set(column)) == 1:
             continue
         is_queue = any(is_queue for _, _, is_queue in column)

@@ -75,6 +75,7 @@ def compared_slots(module: nn.Module) -> list[BufferSlot]:
         buffers = compat.buffer_slots(inner)
         if isinstance(inner, compat.NORM_TYPES) or not buffers:
             continue
+        # known by name: neither losses nor metrics have one base class
         names = _class_names(inner)
         is_objective = any(name.endswith(("Loss", "Metric", "CrossBatchMemory")) for name in names)
         for name, buffer in buffers.items():
@@ -109,6 +110,7 @@ def cross_batch_memories(module: nn.Module) -> dict[str, Any]:
 
 def has_lost_position(memory: Any) -> bool:
     """Say whether a memory holds rows and says that it holds none."""
+    # rows came back with the state_dict, the position did not: it is no buffer (PML 2.9)
     is_filled = bool(getattr(memory, "embedding_memory", torch.zeros(0)).any())
     return is_filled and int(memory.queue_idx) == 0 and not memory.has_been_filled
 
@@ -161,6 +163,7 @@ def norm_distances(rows: Sequence[Sequence[float]]) -> list[float]:
     channels = len(rows[0]) // 2
     if not channels:
         return [0.0] * len(rows)
+    # the mean over ranks of each number
     middle = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
     distances = []
     for row in rows:

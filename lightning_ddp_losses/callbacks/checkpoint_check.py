@@ -101,6 +101,7 @@ class CheckpointCheck(LocalCheck, default=True):
         """Find a key that stands for a parameter of the module under another name."""
         own = dict(module.named_parameters())
         for key in state:
+            # the key as a plain module would write it
             plain = key.removeprefix("module.").replace(".module.", ".")
             if key not in own and plain in own and plain not in state:
                 what = f"`{key}` in the checkpoint was not loaded into `{plain}`"

@@ -65,6 +65,7 @@ class CommunicationMonitor(RankCheck, default=True):
             return
         ended = time.perf_counter()
         calls = watch.calls()
+        # collectives on autograd's threads pass no dispatch mode: DDP's log has them
         ddp = self.runner.shared(DDPSnapshot).ddp
         if ddp is not None and not any(call.kind.startswith("allreduce") for call in calls):
             calls += _ddp_calls(compat.ddp_logging_data(ddp), watch.began)

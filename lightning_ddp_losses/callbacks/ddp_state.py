@@ -143,12 +143,12 @@ def optimizer_settings(runner: CheckRunner) -> list[dict[str, Any]]:
     settings = []
     for optimizer in runner.trainer.optimizers:
         for group in optimizer.param_groups:
-            plain = {name: _plain(value) for name, value in group.items() if name != "params"}
+            plain = {name: _plain_setting(value) for name, value in group.items() if name != "params"}
             settings.append({name: value for name, value in plain.items() if value is not None})
     return settings
 
 
-def _plain(value: object) -> object:
+def _plain_setting(value: object) -> object:
     """Return a setting as a plain value; None for what is none."""
     if isinstance(value, (bool, int, float, str, tuple, list)):
         return value

@@ -154,6 +154,7 @@ class DeviceCheck(LocalCheck, default=True):
         if stage == CheckStage.TRAIN_END:
             self._use_by_rank = [UseRow(*row) for row in table]
             return []
+        # what ranks found by themselves, and devices that several of them name
         rows = [DeviceRow(*row) for row in table]
         found = self.local.judge([LocalRow(row.faults, row.texts) for row in rows])
         identities = [row.identity for row in rows]

@@ -86,6 +86,7 @@ class Finding:
 def odd_ranks(column: Sequence[Any]) -> tuple[int, ...]:
     """Return the ranks that differ from the majority; on a tie, from the first such value."""
     values = list(column)
+    # the most frequent value; of several, the one that comes first
     usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
     return tuple(rank for rank, value in enumerate(values) if value != usual)
 
@@ -154,9 +155,11 @@ class LocalFindings:
         """Return the findings of all ranks: in full where every rank has the same, else by fault, to be explained."""
         if not any(row.faults for row in rows):
             return []
+        # every rank found the same: its texts are here
         hashes = [row.texts for row in rows]
         if len(set(hashes)) == 1:
             return list(self.found)
+        # else name the ranks of each fault; their texts follow in ``explain``
         found: list[Finding] = []
         for bit, fault in enumerate(self._faults):
             ranks = tuple(rank for rank, row in enumerate(rows) if row.faults >> bit & 1)
@@ -174,6 +177,7 @@ class LocalFindings:
         """Make one finding of each text, with the ranks that have it."""
         if not finding.name.startswith(_UNEXPLAINED):
             return [finding]
+        # ranks by text
         ranks_of: dict[tuple[str, ...], list[int]] = {}
         for rank, text in enumerate(texts):
             for fields in json.loads(text):

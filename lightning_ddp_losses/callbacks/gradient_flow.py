@@ -53,7 +53,7 @@ class GraphRow(NamedTuple):
     number: int
 
 
-class StepRow(NamedTuple):
+class GradientRow(NamedTuple):
     """What travels after a step.
 
     Attributes:
@@ -137,7 +137,7 @@ class GradientFlowCheck(RankCheck, default=True):
         self._missing: list[str] = []
         self._loss: Tensor | None = None
         self._slices = RotatingSlices(self.parts)
-        # gradients of the step that is being made, and of the last one that was judged
+        # the gradients of the step that is being made, and of the last one that was judged
         self._gradients = StepGradients()
         self._judged = StepGradients()
         self._not_finite: list[str] = []
@@ -171,6 +171,7 @@ class GradientFlowCheck(RankCheck, default=True):
             return
         parameters = self.runner.replicated_parameters()
         self._slices.update(parameters)
+        # of several optimizers each steps its own parameters
         if len(trainer.optimizers) > 1:
             stepped: set[int] = set()
             for group in optimizer.param_groups:
@@ -199,6 +200,7 @@ class GradientFlowCheck(RankCheck, default=True):
         """Return who is not reached; or fingerprints, absence, what is not finite and what is zero."""
         if stage == CheckStage.BEFORE_BACKWARD:
             return [*GraphRow(hash_lines(self._missing), len(self._missing))]
+        # what was looked at since the last step; it is kept for the explanation
         gradients, self._gradients = self._gradients, StepGradients()
         self._judged = gradients
         largest = gradients.largest()
@@ -212,7 +214,7 @@ class GradientFlowCheck(RankCheck, default=True):
         if is_replicated(trainer):
             absent = hash_lines(gradients.absent)
             values = gradients.combined()
-        row = StepRow(
+        row = GradientRow(
             stepped=len(self.runner.stepped),
             absent=absent,
             expected=expected,
@@ -226,6 +228,7 @@ class GradientFlowCheck(RankCheck, default=True):
         """Return the modules all of whose gradients are zero at the first step and still at the fourth."""
         if not self._looks_for_zeros:
             return []
+        # the largest element of each child of the module
         largest_of: dict[str, float] = {}
         for name, size in largest.items():
             owner = name.split(".")[0]
@@ -233,6 +236,7 @@ class GradientFlowCheck(RankCheck, default=True):
         zero = {owner for owner, size in largest_of.items() if size == 0.0}
         if self._loss_is_zero(without=True):  # a zero loss is another matter
             zero = set()
+        # zero at the first step is a start, zero at both is a fault
         if self.runner.steps == _FIRST_ZERO_STEP:
             self._zero_modules = zero
             return []
@@ -256,7 +260,7 @@ class GradientFlowCheck(RankCheck, default=True):
             if len(set(missing)) == 1:
                 return []
             return [Finding("F37", "the loss's graph", ranks=odd_ranks(missing), name="graph")]
-        return _compare_steps([StepRow(*row) for row in table])
+        return _compare_steps([GradientRow(*row) for row in table])
 
     # ------------------------------------------------------------------ explain
 
@@ -287,7 +291,7 @@ class GradientFlowCheck(RankCheck, default=True):
         return parameter.grad
 
 
-def _compare_steps(rows: Sequence[StepRow]) -> list[Finding]:
+def _compare_steps(rows: Sequence[GradientRow]) -> list[Finding]:
     if len({row.stepped for row in rows}) > 1:
         return []  # OptimizerCheck says who skipped a step
     found = []

@@ -166,10 +166,10 @@ def measure_gradient_scales(
     for name, members in _trained_parts(module).items():
         # <g, v>, and the value on both sides along v
         direction = trial.direction(members)
-        slope = _inner_product(gradients, direction)
-        ahead = _as_number(trial.value(direction, STEP))
-        behind = _as_number(trial.value(direction, -STEP))
-        rows = row_exchange.gather_json(_PLACE, [slope, ahead, behind])
+        along = _inner_product(gradients, direction)
+        ahead = _float_or_none(trial.value(direction, STEP))
+        behind = _float_or_none(trial.value(direction, -STEP))
+        rows = row_exchange.gather_json(_PLACE, [along, ahead, behind])
         if any(None in row for row in rows):
             return None
         derivative = sum(row[1] - row[2] for row in rows) / world / (2 * STEP)
@@ -195,7 +195,7 @@ def _inner_product(gradients: Mapping[str, Tensor | None], direction: Mapping[st
     return total
 
 
-def _as_number(value: Tensor | None) -> float | None:
+def _float_or_none(value: Tensor | None) -> float | None:
     if value is None:
         return None
     return float(value.detach())

@@ -120,6 +120,7 @@ class LossCheck(RankCheck, default=True):
         self._has_contrastive_loss = bool(local_contrastive_losses(module))
         if module.automatic_optimization and process_groups.world_size() > 1:
             strategy: Any = trainer.strategy
+            # on the strategy: it stands between Lightning's loop and the module, wrapped or not
             self._training_step = original = strategy.training_step
 
             def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -179,6 +180,7 @@ class LossCheck(RankCheck, default=True):
         """Return this rank's loss, or the values that are monitored."""
         if stage == CheckStage.BEFORE_BACKWARD:
             self._keys = _reduced_keys(trainer)
+            # the two reductions next to the loss say enough: a loss is rarely the sum of more
             first, second = (*self._weights, _NO_WEIGHT, _NO_WEIGHT)[:2]
             row = LossRow(
                 state=self._state,
@@ -267,6 +269,7 @@ class LossCheck(RankCheck, default=True):
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
         """Name what only some ranks log."""
         names_by_rank = [json.loads(text) for text in texts]
+        # what not all ranks log, by rank and in all
         common = set.intersection(*map(set, names_by_rank))
         only_some: set[str] = set()
         values = []
@@ -282,6 +285,7 @@ class LossCheck(RankCheck, default=True):
         """Keep the losses of all ranks, and write them on rank 0."""
         step = self.runner.step
         self._history.append((step, tuple(losses)))
+        # one rank writes, where there is a folder and more than one loss
         folder = self.runner.report.folder
         if not self.file or folder is None or process_groups.rank() or len(losses) == 1:
             return
@@ -369,6 +373,7 @@ def _different_values(rows: Sequence[Sequence[float]], names: list[str]) -> list
     for place, name in enumerate(names):
         is_logged = [bool(row[2 * place]) for row in rows]
         values = [row[2 * place + 1] for row in rows]
+        # nowhere yet, or everywhere the same
         if not any(is_logged) or (all(is_logged) and _are_equal(values)):
             continue
         column = [value if logged else None for value, logged in zip(values, is_logged, strict=True)]

@@ -67,7 +67,7 @@ _PROBLEMS = {
 }
 
 
-class StartRow(NamedTuple):
+class OptimizerStartRow(NamedTuple):
     """What travels at the start of training.
 
     Attributes:
@@ -87,15 +87,15 @@ class StartRow(NamedTuple):
     state: int
 
 
-class StepRow(NamedTuple):
+class OptimizerStepRow(NamedTuple):
     """What travels after a step.
 
     Attributes:
         forgotten: How many parameters with a gradient are in no optimizer.
         stood_still: 1 where two steps changed nothing.
         stepped: How many optimizers made a step.
-        settings: As ``StartRow``.
-        scale: As ``StartRow``.
+        settings: As ``OptimizerStartRow``.
+        scale: As ``OptimizerStartRow``.
     """
 
     forgotten: int
@@ -150,6 +150,7 @@ class OptimizerCheck(RankCheck, default=True):
         if stage == CheckStage.SAVE:
             self._named = {"F75": _unsaved(trainer, module, self.runner.checkpoint or {})}
             return [len(self._named["F75"])]
+        # equal on all ranks
         settings = hash_lines(map(str, optimizer_settings(self.runner)))
         scale = _bits(gradient_scale_of(self.runner) or 0.0)
         if stage == CheckStage.TRAIN_START:
@@ -157,7 +158,7 @@ class OptimizerCheck(RankCheck, default=True):
             state = 0
             if is_replicated(trainer):
                 state = self._state(trainer)
-            row = StartRow(
+            row = OptimizerStartRow(
                 unregistered=len(self._named["F02"]),
                 in_shared_memory=len(self._named["F03"]),
                 twice=len(self._named["twice"]),
@@ -167,10 +168,10 @@ class OptimizerCheck(RankCheck, default=True):
             )
             return [*row]
         self._named = {"F01": []}
-        if self._steps_seen == 0:
+        if self._steps_seen == 0:  # looking at all gradients waits for the device: once is enough
             self._named["F01"] = _forgotten(trainer, module)
         stood_still = self._stood_still(trainer)
-        return [*StepRow(len(self._named["F01"]), stood_still, len(self.runner.stepped), settings, scale)]
+        return [*OptimizerStepRow(len(self._named["F01"]), stood_still, len(self.runner.stepped), settings, scale)]
 
     def _stood_still(self, trainer: pl.Trainer) -> int:
         """Say whether the first two steps left everything as it was, although there was something to do."""
@@ -179,6 +180,7 @@ class OptimizerCheck(RankCheck, default=True):
         self._steps_seen += 1
         if self._steps_seen == 1 or not self._before:
             return 0
+        # a rate of zero changes nothing by intent
         for optimizer in trainer.optimizers:
             if any(float(group.get("lr", 1.0)) <= 0 for group in optimizer.param_groups):
                 return 0
@@ -207,7 +209,7 @@ class OptimizerCheck(RankCheck, default=True):
         if stage == CheckStage.SAVE:
             return _count_problems("F75", [row[0] for row in table])
         if stage == CheckStage.TRAIN_START:
-            start = [StartRow(*row) for row in table]
+            start = [OptimizerStartRow(*row) for row in table]
             found = _count_problems("F02", [row.unregistered for row in start])
             found += _count_problems("F03", [row.in_shared_memory for row in start])
             found += _count_problems("twice", [row.twice for row in start])
@@ -218,7 +220,7 @@ class OptimizerCheck(RankCheck, default=True):
                 fix = "Restore the optimizer from one checkpoint on all ranks."
                 found.append(Finding("F17", "state of the optimizers", "equal on all ranks", ranks, "state", fix=fix))
             return found
-        step = [StepRow(*row) for row in table]
+        step = [OptimizerStepRow(*row) for row in table]
         found = _count_problems("F01", [row.forgotten for row in step])
         if all(row.stood_still for row in step):
             fix = (
@@ -292,7 +294,7 @@ def _count_problems(key: str, counts: Sequence[int]) -> list[Finding]:
     return [Finding(problem.fault, f"{max(counts)} parameters", "", ranks, key, fix=problem.fix)]
 
 
-def _compare_settings(rows: Sequence[StartRow] | Sequence[StepRow]) -> list[Finding]:
+def _compare_settings(rows: Sequence[OptimizerStartRow] | Sequence[OptimizerStepRow]) -> list[Finding]:
     found = []
     scales = [row.scale for row in rows]
     if len(set(scales)) > 1:
@@ -337,6 +339,7 @@ def _misplaced(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, lis
         if id(parameter) in seen:
             twice.append(name)
         seen.add(id(parameter))
+    # where the unregistered ones are, as the user would write it; the search takes a while
     paths: dict[int, str] = {}
     if unregistered:
         paths = {id(parameter): path for path, parameter in _hidden_parameters(module)}
@@ -363,10 +366,10 @@ def _hidden_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _forgotten(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
     """Return parameters with a gradient that no optimizer holds; copies that nobody trains have none."""
-    held = {id(parameter) for _, parameter in optimizer_parameters(trainer)}
+    in_optimizers = {id(parameter) for _, parameter in optimizer_parameters(trainer)}
     forgotten = []
     for name, parameter in module.named_parameters():
-        if id(parameter) in held or not parameter.requires_grad or parameter.grad is None:
+        if id(parameter) in in_optimizers or not parameter.requires_grad or parameter.grad is None:
             continue
         if parameter.grad.count_nonzero():
             forgotten.append(name)

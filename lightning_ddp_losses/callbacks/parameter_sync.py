@@ -113,6 +113,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         """Return a hash of the names, one fingerprint of this stage's slices, and at the start the shards."""
         if not is_replicated(trainer):
             return []
+        # looked up once per batch; at other stages they may be others
         if stage == CheckStage.AFTER_STEP:
             self._parameters = self.runner.replicated_parameters()
         else:
@@ -125,8 +126,8 @@ class ParameterSyncCheck(RankCheck, default=True):
         values = combine(fingerprints(piece.of(self._parameters[piece.name]) for piece in self._compared))
         shards: list[ShardRow] = []
         if stage == CheckStage.TRAIN_START:
-            held = class_shards(module).values()
-            shards = [ShardRow(shard.start, shard.stop, shard.num_classes) for shard in held]
+            local_shards = class_shards(module).values()
+            shards = [ShardRow(shard.start, shard.stop, shard.num_classes) for shard in local_shards]
         return ParameterRow(self._structure, values, tuple(shards)).pack()
 
     def _due_slices(self, stage: CheckStage) -> list[TensorSlice]:
@@ -147,6 +148,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         """Compare structures first, then values, then the shards' ranges."""
         if not table[0]:
             return []
+        # other names or shapes: values cannot be lined up
         structures = [row[0] for row in table]
         if len(set(structures)) > 1:
             what = "names, shapes, dtypes or order of parameters"
@@ -159,6 +161,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         if stage == CheckStage.TRAIN_START:
             fault = "F04"
             found += _judge_shards(rows, list(class_shards(module)))
+        # the same names with other values
         values = [row.values for row in rows]
         if len(set(values)) > 1:
             found.append(Finding(fault, "parameters", "equal values on all ranks", odd_ranks(values), name="values"))
@@ -218,6 +221,7 @@ def _descriptions(module: pl.LightningModule, parameters: Mapping[str, Tensor], 
 
 def _first_difference(finding: Finding, lines_by_rank: Sequence[list[str]]) -> Finding:
     """Name what differs in the ranks' descriptions, by position."""
+    # line the ranks up by position; one that ends earlier has nothing there
     longest = max(map(len, lines_by_rank))
     padded = [lines + ["nothing"] * (longest - len(lines)) for lines in lines_by_rank]
     positions = [position for position, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1]

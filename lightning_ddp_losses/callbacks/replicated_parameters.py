@@ -39,6 +39,7 @@ def replicated_parameters(trainer: pl.Trainer, module: pl.LightningModule) -> di
         for name, parameter in module.named_parameters()
         if name not in ignored and not compat.is_ddp_ignored(parameter) and _is_comparable(parameter)
     }
+    # what optimizers hold beside them is to be alike too
     of_module = {id(parameter) for parameter in module.parameters()}
     unregistered = {
         place: parameter

@@ -114,6 +114,7 @@ class Report:
 
     def log(self, trainer: pl.Trainer, more: Mapping[str, float] | None = None) -> None:
         """Send the counters, and other figures, to the trainer's loggers."""
+        # of all checks together
         totals: Counter[str] = sum(self.by_check.values(), Counter())
         figures = {f"{severity}s": float(totals[severity]) for severity in DEFAULT_ACTION}
         log_figures(trainer, {**figures, **(more or {})}, trainer.global_step)
@@ -146,7 +147,7 @@ class Report:
     def _write(self, finding: Finding) -> None:
         if self._path is None or process_groups.rank():
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(parents=True, exist_ok=True)  # the logger may make it later
         with self._path.open("a") as file:
             file.write(json.dumps(finding.record(), default=str) + "\n")
 

@@ -49,7 +49,7 @@ def encode(measured: object, title: str) -> bytes:
     """
     if isinstance(measured, list):
         kind = "q"
-        if any(isinstance(value, float) for value in measured):
+        if any(isinstance(value, float) for value in measured):  # one float makes all of them floats
             kind = "d"
         with contextlib.suppress(TypeError):  # refused below
             return _part(kind.encode(), array(kind, measured).tobytes())
@@ -58,7 +58,7 @@ def encode(measured: object, title: str) -> bytes:
             if measured.dtype == dtype:
                 return _part(code, measured.detach().cpu().contiguous().numpy().tobytes())
     expected = "a list of numbers, or a 1-D tensor of int64, float64 or uint8"
-    raise InputError(f"{title}.measure", expected=expected, got=_described(measured))
+    raise InputError(f"{title}.measure", expected=expected, got=_type_text(measured))
 
 
 def encode_failure(text: str) -> bytes:
@@ -83,7 +83,7 @@ def _part(kind: bytes, data: bytes) -> bytes:
     return _PART_HEAD.pack(kind, len(data)) + data
 
 
-def _described(measured: object) -> str:
+def _type_text(measured: object) -> str:
     """Describe for an error what a check measured."""
     if isinstance(measured, Tensor):
         return f"{tuple(measured.shape)} {measured.dtype}"
@@ -150,6 +150,7 @@ class RowExchange:
 
         Communication: one gather; one more when a row outgrew the agreed size. None in a world of one.
         """
+        # one handshake: ranks at different places get the same error in it
         pending = handshake.start(place, must_match or {}, row, channel="checks")
         self._wait(pending)
         rows = pending.finish()
@@ -163,7 +164,7 @@ class RowExchange:
         while not pending.is_completed():
             waited = time.perf_counter() - began
             if waited < _AWAKE_SECONDS:
-                time.sleep(0)
+                time.sleep(0)  # peers are usually here at once, and a nap takes longer than the gather
             else:
                 self._check_peers()
                 time.sleep(min(waited / 20, _NAP_SECONDS))

@@ -124,12 +124,15 @@ class CheckRunner:
         self._parameters = ReplicatedParameters(trainer, module)
         self._parameters_of_batch: dict[str, Tensor] | None = None
         # who is due, and who observes what
-        self._checks_at = {stage: [c for c in self.checks if stage in c.stages] for stage in CheckStage}
+        self._checks_at: dict[CheckStage, list[Check]] = {stage: [] for stage in CheckStage}
+        for check in self.checks:
+            for stage in set(check.stages):
+                self._checks_at[stage].append(check)
         self._observers: dict[str, list[Check]] = {}
         self._handles: list[Any] = []
         self._watched: list[Optimizer] = []
         self.rows_in_strategy_handshake = False
-        self._row_was_sent = False
+        self._row_was_sent = False  # in the strategy's handshake, before Lightning's hook
         self._ran_dry = False
         self.own_time = Stopwatch()
         self._began = time.perf_counter()
@@ -172,8 +175,8 @@ class CheckRunner:
             ConfigurationError: on every rank, when ranks run different checks.
         """
         titles = ", ".join(f"{check.title}(every_n_steps={check.every_n_steps})" for check in self.checks)
-        options = [sorted((name, repr(value)) for name, value in check.options().items()) for check in self.checks]
-        digest = hashlib.blake2b(repr(options).encode(), digest_size=6).hexdigest()
+        options = "; ".join(map(_options_text, self.checks))
+        digest = hashlib.blake2b(options.encode(), digest_size=6).hexdigest()
         with self.own_time:
             try:
                 self.row_exchange.gather_rows("set of checks", b"", {"checks": titles, "options": digest})
@@ -217,7 +220,7 @@ class CheckRunner:
     def before_backward(self, loss: Tensor) -> None:
         """Let the checks see a loss, and judge it unless that happened in the strategy's handshake."""
         self.watchdog.enter(f"backward of step {self.step}")
-        if self._row_was_sent:
+        if self._row_was_sent:  # the loss was seen and judged there
             self._row_was_sent = False
             return
         self._see_loss(loss)
@@ -281,6 +284,7 @@ class CheckRunner:
         if self.checks:
             with self.own_time:
                 self._evaluator.report_remaining_failures(self.checks, self.step)
+        # what the checks have to say at the end, and what they took
         share = self.own_time.seconds / max(time.perf_counter() - self._began, 1e-9)
         figures: dict[str, float] = {}
         remarks: list[str] = []
@@ -296,6 +300,7 @@ class CheckRunner:
         Raises:
             PeerError: in the exception's place, where a peer's failure is behind it.
         """
+        # another rank's failure broke this rank's collective
         peer_error = self.watchdog.report_failure(exception)
         if peer_error is not None:
             with contextlib.suppress(Exception):  # Lightning stops its clean-up where a hook raises
@@ -308,6 +313,7 @@ class CheckRunner:
 
     def close(self) -> None:
         """Leave nothing behind."""
+        # hooks first: from here on no step calls a check
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -423,6 +429,7 @@ class CheckEvaluator:
             if not check.overrides("describe"):
                 explained.append((check, finding))
                 continue
+            # the same findings are new on every rank, so every rank takes part
             if finding.key not in self._explained:
                 texts = self._row_exchange.gather_texts(self._ask(check.describe, finding))
                 self._explained[finding.key] = [finding]
@@ -476,6 +483,10 @@ class CheckEvaluator:
         findings = [finding for _, finding in found]
         actions = [check.action for check, _ in found]
         self._report.add(findings, actions, self._trainer)
+
+
+def _options_text(check: Check) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in sorted(check.options().items()))
 
 
 def _placed(check: Check, findings: Sequence[Finding], step: int, place: str) -> list[tuple[Check, Finding]]:

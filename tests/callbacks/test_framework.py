@@ -20,7 +20,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, ParameterSyncCheck, RankCheck
-from lightning_ddp_losses.callbacks import CheckStage, Finding, odd_ranks
+from lightning_ddp_losses.callbacks import CheckStage, Finding, Moment, odd_ranks
+from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.errors import PeerError
 from tests.callbacks.harness import Subject, slices
 from tests.callbacks.parameters import Nudged
@@ -410,3 +411,97 @@ def test_odd_ranks() -> None:
     assert odd_ranks([1, 2, 1]) == (1,)
     assert odd_ranks([1, 2]) == (1,)
     assert odd_ranks([1, 2, 2]) == (0,)
+
+
+# ---------------------------------------------------------------------- checks of users
+
+
+class FirstRelease(RankCheck):
+    """Written for the first release: attributes have their names of then."""
+
+    moments = (Moment.BEFORE_BACKWARD, Moment.AFTER_STEP)
+    faults = ("F44",)
+    needs_peers = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rehearsed, self._batches = 0, 0
+
+    def rehearse(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> list[Finding]:
+        self._rehearsed += 1
+        return []
+
+    def see_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self._batches += 1
+
+    def measure(self, trainer: Any, module: Any, moment: Moment) -> list[int]:
+        session = self.session
+        assert session.checkpoint is None
+        assert session.synchronising
+        assert session.shared(Shared) is session.shared(Shared)
+        stepping = len(session.stepping) * (moment == Moment.AFTER_STEP)
+        return [session.step, session.backwards, stepping, self._rehearsed, self._batches, dist.get_rank()]
+
+    def judge(self, table: Any, trainer: Any, module: Any, moment: Moment) -> list[Finding]:
+        step, backwards, stepping, rehearsed, batches, _ = table[0]
+        ranks = [row[-1] for row in table]
+        if moment != Moment.AFTER_STEP or step < 2:
+            return []
+        assert (backwards, stepping, rehearsed, batches) == (1, 1, 1, step + 1)
+        return [Finding("F44", "ranks", "equal", odd_ranks(ranks), "rank", tuple(ranks))]
+
+    def describe(self, finding: Finding, trainer: Any, module: Any) -> str | None:
+        return f"rank {dist.get_rank()} at {finding.moment}"
+
+    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
+        return [Finding("F44", "; ".join(texts), name="rank", check=finding.check)]
+
+    def tensor(self, finding: Finding, trainer: Any, module: Any) -> Tensor | None:
+        return torch.tensor([0.5 * dist.get_rank()])
+
+    def figures(self) -> dict[str, float]:
+        return {"batches_seen": self._batches}
+
+
+class Shared:
+    """What checks of one fit share."""
+
+    def __init__(self, session: Any) -> None:
+        assert session.step >= 0
+
+    def batch_end(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def first_release() -> list[Callback]:
+    return [DDPChecks([FirstRelease()], summary=False)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+def test_a_check_written_for_the_first_release_works(pool: RankPool, strategy: str) -> None:
+    assert FirstRelease.stages == FirstRelease.moments
+    assert ParameterSyncCheck.moments == ParameterSyncCheck.stages
+    assert Moment is CheckStage
+    errors = pool.errors(2, fit, first_release, Subject, strategy)
+    assert len({e.message for e in errors}) == 1
+    for words in (
+        "FirstRelease, F44",
+        "rank 0 at after the optimizer step; rank 1 at",
+        "max difference 0.5",
+        "of step 2",
+    ):
+        assert words in errors[0].message, errors[0].message
+
+
+def test_a_check_joins_the_default_ones_where_it_is_defined() -> None:
+    before = list(DEFAULT_CHECKS)
+    try:
+
+        class ByDefault(Echo, default=True):
+            pass
+
+        assert [type(check) for check in DDPChecks().checks] == [*before, ByDefault]
+    finally:
+        DEFAULT_CHECKS[:] = before
+    assert ByDefault not in DEFAULT_CHECKS

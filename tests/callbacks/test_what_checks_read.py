@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks import row_exchange
+from lightning_ddp_losses.callbacks.batch_check import BatchEpochRow
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, SKETCH, BatchReader, row_hashes
+from lightning_ddp_losses.callbacks.buffer_sync import NormRow
+from lightning_ddp_losses.callbacks.parameter_sync import ParameterRow, ShardRow
 from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
 from lightning_ddp_losses.errors import InputError
 
@@ -45,6 +48,18 @@ def test_rows_that_do_not_fit_together() -> None:
     assert row_exchange.decode_tables([row_exchange.encode([1], "Check"), row_exchange.encode_failure("broke")], 1) == [
         {1: "broke"}
     ]
+
+
+def test_rows_with_lists_in_them_are_unpacked_as_they_were_packed() -> None:
+    epoch = BatchEpochRow(3, 4, 2, 17, list(range(BUCKETS)), [12, 40, 80])
+    packed = epoch.pack()
+    assert BatchEpochRow.unpack(packed) == epoch._replace(sketch=[12, 40, 80] + [0] * (SKETCH - 2))
+    assert len(packed) == len(epoch._replace(sketch=[0]).pack()), "the handshake has its size before the first step"
+    norms = NormRow(4.5, [1.0] * BUCKETS, [0.25, 0.5])
+    assert NormRow.unpack(norms.pack()) == norms
+    parameters = ParameterRow(7, -8, (ShardRow(0, 5, 10), ShardRow(5, 10, 10)))
+    assert ParameterRow.unpack(parameters.pack()) == parameters
+    assert ParameterRow.unpack([7, -8]) == ParameterRow(7, -8)
 
 
 @pytest.mark.parametrize("measured", [torch.zeros(1), torch.zeros(1, 1).long(), (1, 2), None, [2**63], ["1"]])
