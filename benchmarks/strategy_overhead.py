@@ -152,7 +152,7 @@ def count_collectives(pairs: Sequence[tuple[str, Job]], *callbacks: Callback) ->
 
 
 def collectives_table() -> list[Row]:
-    """Plain DDP's plus one reduction for all losses together plus one frame."""
+    """Plain DDP's plus one reduction for all losses together plus one handshake."""
     jobs = {
         "ArcFace": ("ddp", Job("arcface", 16), 1),
         "3 losses": ("ddp", Job("three", 16), 1),
@@ -166,11 +166,11 @@ def collectives_table() -> list[Row]:
         (plain, plain_gloo), (ours, ours_gloo) = next(counted), next(counted)
         more = {key: ours.get(key, 0) - plain.get(key, 0) for key in {*plain, *ours}}
         gathers = more.get("alltoall_base_", 0)
-        frames = min(gathers, 1)  # a small mean is one more gather, a larger one an all-reduce
-        reductions = more.get("allreduce_", 0) + gathers - frames
-        others = sum(more.values()) - reductions - frames
+        handshakes = min(gathers, 1)  # a small mean is one more gather, a larger one an all-reduce
+        reductions = more.get("allreduce_", 0) + gathers - handshakes
+        others = sum(more.values()) - reductions - handshakes
         confirmed = plain_gloo == sum(plain.values()) and ours_gloo == sum(ours.values())
-        right = reductions <= allowed and frames == 1 and others == 0 and confirmed
+        right = reductions <= allowed and handshakes == 1 and others == 0 and confirmed
         rows.append(
             {
                 "table": "Collectives per training step",
@@ -179,7 +179,7 @@ def collectives_table() -> list[Row]:
                 "ddp_losses": _listed(ours),
                 "more_reductions": reductions,
                 "allowed": allowed,
-                "more_frames": frames,
+                "more_handshakes": handshakes,
                 "more_others": others,
                 "confirmed_by_gloo": confirmed,
                 "verdict": "right" if right else "WRONG",
@@ -335,17 +335,17 @@ class StepMemory(Callback):
         if index == self.first:
             self.between = self.resident.now()
             self.resident.reset()
-            strategy = trainer.strategy
-            post_backward = strategy.post_backward
+            name = "reduce_loss_gradients" if hasattr(trainer.strategy, "reduce_loss_gradients") else "post_backward"
+            reduce = getattr(trainer.strategy, name)
 
-            def measured(loss: Tensor) -> None:
+            def measured(*given: Tensor) -> None:
                 self.step_peak = max(self.step_peak, self.resident.peak)
                 self.resident.reset()
                 before = self.resident.now()
-                post_backward(loss)
+                reduce(*given)
                 self.reduction = max(self.reduction, self.resident.peak - before)
 
-            strategy.post_backward = measured
+            setattr(trainer.strategy, name, measured)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, index: int

@@ -39,7 +39,7 @@ from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.module_search import find_hidden
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.strategies.ddp_setup import describe_reshuffle
-from lightning_ddp_losses.strategies.loss_discovery import find_losses, unwrap
+from lightning_ddp_losses.strategies.loss_discovery import find_losses
 
 LEFT_OUT = (Checkpoint, EarlyStopping, ModelSummary, ProgressBar, Timer)
 """Callbacks that have no part in an audit."""
@@ -422,7 +422,7 @@ def parameter_owners(module: LightningModule, names: list[str]) -> dict[str, str
     # losses that the strategies know, and what is called one
     losses = [loss.name for loss in find_losses(module)]
     for name, child in module.named_modules():
-        if name and _LOSS_NAME.search(type(unwrap(child)).__name__):
+        if name and _LOSS_NAME.search(type(compat.uncompiled(child)).__name__):
             losses.append(name)
     found = {}
     for name in names:

@@ -7,8 +7,9 @@ test lists them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm, dropout, loss
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch, _pytree
 
 # ---------------------------------------------------------------------- torch 2.13
@@ -76,6 +78,39 @@ def uncompiled(module: nn.Module) -> nn.Module:
 def is_ddp_ignored(tensor: Tensor) -> bool:
     """Say whether DDP was told to leave a tensor alone; it marks the tensor itself."""
     return bool(getattr(tensor, "_ddp_ignored", False))
+
+
+@contextlib.contextmanager
+def ddp_ignoring(module: nn.Module, names: Collection[str], marked: Sequence[Tensor]) -> Iterator[None]:
+    """Let DDP be built inside the block without some tensors; it takes no list of names, but reads marks that it documents nowhere.
+
+    The marks are gone afterwards (DDP copies the names): one that stayed would follow a copy of the module into another strategy.
+
+    Args:
+        module: That DDP will wrap.
+        names: Of parameters and buffers to leave alone.
+        marked: Those tensors.
+    """
+    attribute = "_ddp_params_and_buffers_to_ignore"
+    before = module.__dict__.get(attribute)
+    unmarked = [tensor for tensor in marked if not hasattr(tensor, "_ddp_ignored")]
+    # a parameter of the module itself goes by its name in one part of DDP, and by "." and its name in another
+    listed = {*names, *(f".{name}" for name in names if "." not in name)}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(listed))  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for tensor in unmarked:
+            del tensor._ddp_ignored  # type: ignore[attr-defined]
+        if before is None:
+            delattr(module, attribute)
+        else:
+            setattr(module, attribute, before)
+
+
+def ddp_ignored_names(module: nn.Module) -> set[str]:
+    """Return the names that a user told DDP to leave alone, which it keeps in a private attribute of the module."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def graph_task_id() -> int:

@@ -11,13 +11,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def warn_positional_options(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def warn_positional_options(*names: str, after: int = 0) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate an ``__init__`` with keyword-only options, so that those which had a place before still work there.
 
     The signature that tools read (``inspect``, LightningCLI, mypy) is the keyword-only one.
 
     Args:
         *names: The options, in the order of their former places.
+        after: How many arguments before them stay positional.
 
     Raises:
         TypeError: when called with more positional options than there were, or with one given twice.
@@ -25,7 +26,8 @@ def warn_positional_options(*names: str) -> Callable[[Callable[P, R]], Callable[
 
     def decorate(init: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(init)
-        def with_positions(self: Any, *positional: Any, **options: Any) -> R:
+        def with_positions(self: Any, *arguments: Any, **options: Any) -> R:
+            first, positional = arguments[:after], arguments[after:]
             if positional:
                 title = type(self).__name__
                 if len(positional) > len(names):
@@ -38,7 +40,7 @@ def warn_positional_options(*names: str) -> Callable[[Callable[P, R]], Callable[
                 text = f"{title}: give options by name, {title}({shown}); by position they will not work in the next release"
                 warnings.warn(text, DeprecationWarning, stacklevel=2)
                 options |= named
-            return init(self, **options)
+            return init(self, *first, **options)
 
         return with_positions  # type: ignore[return-value]
 

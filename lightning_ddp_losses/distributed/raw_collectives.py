@@ -32,19 +32,8 @@ _NUMPY_DTYPES = {torch.float32, torch.float64, torch.int64, torch.int32, torch.b
 _give_way = getattr(os, "sched_yield", None) or (lambda: time.sleep(0))
 
 
-_before_waiting: Callable[[], object] | None = None
-
-
-def on_wait(listener: Callable[[], object] | None) -> None:
-    """What to call before a collective of ours waits for peers (frames and means of gradients apart); None: nothing."""
-    global _before_waiting  # noqa: PLW0603 - one backward at a time
-    _before_waiting = listener
-
-
 def group_for(tensor: Tensor, group: Group) -> dist.ProcessGroup:
-    """The process group for a collective on ``tensor`` that starts now."""
-    if _before_waiting is not None:
-        _before_waiting()
+    """Return the process group that carries ``tensor``."""
     return process_groups.internal_groups(group).for_tensor(tensor)
 
 

@@ -1,16 +1,16 @@
-"""Is a global value back-propagated with the same coefficient on every rank? Noted in backward, compared in the next frame.
+"""Is a global value back-propagated with the same upstream gradient on every rank? Noted in backward, compared in the next handshake.
 
-Every rank computes the whole loss or metric, or its share of it, on the assumption that all of them weigh it alike. A rank
-that multiplies it by something of its own would get a wrong gradient without a word.
+Every rank computes the whole loss or metric, or its share of it, on the assumption that all of them weigh it alike. A rank that
+multiplies it by something of its own would get a wrong gradient without a word.
 
-The next frame is that of the value's next call, or one that leaves in the same backward: the strategy's, which waits for the values
-that are `expected` to come back and sends what was noted, so that nothing is reduced and no optimizer steps with a wrong gradient.
+The next handshake is that of the value's next call (``UpstreamGradWatch.take``). A strategy compares earlier: its
+``UpstreamGradRecorder`` collects what came back in the backward that runs, so that nothing is reduced and no optimizer steps with a
+wrong gradient.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,42 +22,38 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 
 
-class _Awaited:
-    """A value whose coefficient has yet to come; it goes with the value's graph."""
+class _PendingValue:
+    """A value over all ranks that may still be back-propagated; lives as long as the value's graph."""
+
+    recorder: UpstreamGradRecorder | None = None
 
 
-_awaited: weakref.WeakSet[_Awaited] = weakref.WeakSet()
-_noted_in_backward: list[tuple[weakref.ref[UpstreamGradWatch], Tensor]] = []
-_listener: Callable[[], None] | None = None
+_pending_values: weakref.WeakSet[_PendingValue] = weakref.WeakSet()
 
 
-def expected() -> bool:
-    """Whether a value over all ranks, on the CPU, may still be back-propagated."""
-    return len(_awaited) > 0
+class UpstreamGradRecorder:
+    """Collects what comes back in one backward into values over all ranks, on the CPU (to read it elsewhere waits for the device)."""
 
+    def __init__(self) -> None:
+        self._noted: list[tuple[UpstreamGradWatch, Tensor]] = []
 
-def expect_no_earlier() -> None:
-    """Values made so far are no longer expected: who keeps one does not make the next backward wait for it."""
-    _awaited.clear()
+    def start(self) -> None:
+        """Forget what an earlier backward left, and follow the values that were made since."""
+        self._noted.clear()
+        if len(_pending_values):  # to go through an empty WeakSet takes longer than to ask
+            for value in _pending_values:
+                value.recorder = self
+            _pending_values.clear()
 
+    def add(self, watch: UpstreamGradWatch, upstream_grad: Tensor) -> None:
+        """Note what came back into a value of ``watch``."""
+        self._noted.append((watch, upstream_grad))
 
-def on_note(listener: Callable[[], None] | None) -> None:
-    """What to call whenever such a value was back-propagated, which is noted for ``take_noted`` from now on; None: no more."""
-    global _listener  # noqa: PLW0603 - one backward at a time
-    _listener = listener
-    _noted_in_backward.clear()
-
-
-def take_noted() -> str:
-    """What came back so far, and no watch has told yet, as text for a frame; no watch will tell it again."""
-    taken = list(_noted_in_backward)
-    _noted_in_backward.clear()
-    texts = []
-    for reference, value in taken:
-        watch = reference()
-        if watch is not None and watch.forget(value):
-            texts.append(_text(value))
-    return ", ".join(texts) or "none"
+    def take(self) -> str:
+        """Return what came back so far and no watch has reported yet, as text for a handshake; no watch will report it again."""
+        noted = [value for watch, value in self._noted if watch.forget(value)]
+        self._noted.clear()
+        return ", ".join(map(_text, noted)) or "none"
 
 
 class UpstreamGradWatch:
@@ -67,11 +63,11 @@ class UpstreamGradWatch:
         self._noted: list[tuple[Tensor, Any]] = []
 
     def watch(self, value: Any, *, group: Group = None) -> Any:
-        """The same value, or nest of values; the upstream gradient of each tensor will be noted.
+        """Return the same value, or nest of values; the upstream gradient of each tensor will be noted.
 
         Args:
             value: Over the ranks of ``group``.
-            group: Ranks of which one weighs it as the other; parts of the world may differ.
+            group: Ranks of which one weighs it as the other; subgroups of the world may differ.
         """
         everywhere = group is None or process_groups.world_size(group) == process_groups.world_size()
         return precision.map_tensors(lambda tensor: self._watch(tensor, everywhere), value)
@@ -79,17 +75,17 @@ class UpstreamGradWatch:
     def _watch(self, value: Tensor, everywhere: bool) -> Tensor:
         if not value.requires_grad:
             return value
-        awaited = None
-        if everywhere and value.device.type == "cpu":  # to read it elsewhere waits for the device
-            awaited = _Awaited()
-            _awaited.add(awaited)
+        pending = None
+        if everywhere and value.device.type == "cpu":
+            pending = _PendingValue()
+            _pending_values.add(pending)
         if value.is_leaf:  # a parameter, on which a hook would stay
-            return _Note.apply(value, self, awaited)  # type: ignore[no-any-return, no-untyped-call]
-        value.register_hook(partial(self.note, awaited=awaited))  # type: ignore[no-untyped-call]
+            return _Note.apply(value, self, pending)  # type: ignore[no-any-return, no-untyped-call]
+        value.register_hook(partial(self.note, pending=pending))  # type: ignore[no-untyped-call]
         return value
 
     def take(self) -> str:
-        """What was noted since the last call, as text for a frame."""
+        """Return what was noted since the last call, as text for a handshake."""
         noted, self._noted = self._noted, []
         for _, event in noted:
             if event is not None:
@@ -97,24 +93,21 @@ class UpstreamGradWatch:
         return ", ".join(_text(value) for value, _ in noted) or "none yet"
 
     def forget(self, value: Tensor) -> bool:
-        """Whether this was noted and not taken yet; from now on it counts as taken."""
+        """Say whether this was noted and not taken yet; from now on it counts as taken."""
         left = [entry for entry in self._noted if entry[0] is not value]
         known = len(left) < len(self._noted)
         self._noted = left
         return known
 
-    def note(self, grad: Tensor, awaited: _Awaited | None) -> None:
-        """Remember a coefficient without waiting for the device; of one with dimensions its sum and sum of squares."""
+    def note(self, grad: Tensor, pending: _PendingValue | None) -> None:
+        """Remember an upstream gradient without waiting for the device; of one with dimensions its sum and sum of squares."""
         if grad.ndim:
             grad = torch.stack([grad.sum(), grad.square().sum()])
         if grad.device.type != "cuda":
             value = grad.detach().clone()
             self._noted.append((value, None))
-            if awaited is not None:
-                _awaited.discard(awaited)
-                if _listener is not None:
-                    _noted_in_backward.append((weakref.ref(self), value))
-                    _listener()
+            if pending is not None and pending.recorder is not None:
+                pending.recorder.add(self, value)
             return
         copy = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True).copy_(grad.detach(), non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -130,13 +123,13 @@ class UpstreamGradWatch:
 
 class _Note(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, watch: UpstreamGradWatch, awaited: _Awaited | None) -> Tensor:
-        ctx.watch, ctx.awaited = watch, awaited
+    def forward(ctx: Any, value: Tensor, watch: UpstreamGradWatch, pending: _PendingValue | None) -> Tensor:
+        ctx.watch, ctx.pending = watch, pending
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.watch.note(grad, ctx.awaited)
+        ctx.watch.note(grad, ctx.pending)
         return grad, None, None
 
 

@@ -1,4 +1,16 @@
-"""The Lightning strategy that gives learnable losses distributed data parallelism of their own."""
+"""The Lightning strategy that gives learnable losses distributed data parallelism of their own.
+
+* ``ddp_losses``: the strategy, Lightning's hooks in the order of a fit. A new option is one keyword here, and its use in the part that it
+  concerns.
+* ``loss_discovery``: which submodules are losses. ``adoption``: losses that nobody registered. ``global_batch_option``: losses made
+  global.
+* ``ddp_setup``: DDP's options, who reduces what, equal names, data loaders, batch norm.
+* ``loss_forward``: what surrounds each call of a loss.
+* ``call_check``: the handshake in each backward. ``loss_reducer``, ``gradient_buckets``: the mean of the losses' gradients after it.
+* ``sharded_ddp``: weights of which each rank holds its own classes, their norms and overflows (``sharded_parameters``) and checkpoints
+  (``shard_files``).
+* ``advice``: warnings, each once.
+"""
 
 from lightning.pytorch.strategies import StrategyRegistry
 

@@ -1,10 +1,13 @@
-"""What happens to a hidden loss: the same refusal on every rank, or a place under ``_adopted_losses``."""
+"""What happens to a hidden loss: the same refusal on every rank, or a place under ``_adopted_losses`` for the length of a fit.
+
+Adopted losses leave the module with the fit; checkpoints hold them also after it.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,85 +25,130 @@ from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import HiddenLossError
 from lightning_ddp_losses.strategies import ddp_setup
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
-from lightning_ddp_losses.strategies.sharded_parameters import divide
+from lightning_ddp_losses.strategies.sharded_parameters import shard_losses
 
-NAME = "_adopted_losses"
+ADOPTED = "_adopted_losses"
 
 
-def find(trainer: pl.Trainer, module: nn.Module, optimizers: Iterable[Optimizer], *, adopt: bool) -> Hidden:
-    """Search the module, the callbacks and the data module for hidden losses; refuse those that will not be adopted.
+class Adoption:
+    """Registers hidden losses for the length of a fit, and keeps them for checkpoints.
 
-    Raises:
-        HiddenLossError: on every rank, with the paths.
-        RankMismatchError: on every rank, when ranks would adopt different modules.
-
-    Communication: one frame.
+    Args:
+        enabled: Whether they are adopted; else they are refused.
     """
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    elsewhere: dict[str, Any] = {f"callbacks[{i}] ({type(c).__name__})": c for i, c in enumerate(callbacks)}
-    elsewhere["datamodule"] = getattr(trainer, "datamodule", None)
-    hidden = find_hidden(module, optimizers, elsewhere)
-    named = [f"{type(m).__name__} at {path}" for path, m in hidden.optimised.items()]
-    refused = hidden.loose if adopt else named + hidden.loose
-    must_match = {"modules to adopt": "; ".join(named) or "none"} if adopt else {}
-    everyone = [json.loads(p) for p in handshake.all_gather("hidden losses", must_match, json.dumps(refused).encode())]
-    if any(everyone):
-        raise _refusal(everyone, adopt=adopt)
-    return hidden
 
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self._modules: nn.ModuleDict | None = None
 
-def adopt(
-    module: nn.Module,
-    hidden: Hidden,
-    precision: Precision,
-    device: torch.device,
-    ddp: DistributedDataParallel | None,
-) -> nn.ModuleDict:
-    """Register the optimised hidden modules under ``module._adopted_losses``, on the device, divided or equal on all ranks.
+    def find(self, trainer: pl.Trainer, module: nn.Module, optimizers: Iterable[Optimizer]) -> Hidden:
+        """Search the module, the callbacks and the data module for hidden losses; refuse those that will not be adopted.
 
-    Communication: one broadcast; what ``divide`` needs. (That all ranks adopt the same was agreed in ``find``.)
-    """
-    adopted = nn.ModuleDict()
-    for path, found in hidden.optimised.items():
-        key = _key(path)
-        adopted[key if key not in adopted else f"{key}_{len(adopted)}"] = found
-    divide(adopted)  # before its values are remembered
-    keeper = PrecisionKeeper()
-    keeper.remember([adopted])
-    precision.convert_module(adopted)
-    keeper.restore()
-    adopted.to(device)
-    module.add_module(NAME, adopted)
-    if ddp is not None:  # it reads the buffers of the live module anew each step
-        ddp.parameters_to_ignore |= {f"{NAME}.{name}" for name, _ in adopted.named_buffers()}
-    raw_collectives.broadcast_([tensor for _, tensor in ddp_setup.named_tensors(adopted) if shard_of(tensor) is None])
-    rank_zero_info(f"Adopted as submodules: {', '.join(hidden.optimised)}.")
-    return adopted
+        Raises:
+            HiddenLossError: on every rank, with the paths.
+            RankMismatchError: on every rank, when ranks would adopt different modules.
 
+        Communication: one handshake.
+        """
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        elsewhere: dict[str, Any] = {f"callbacks[{i}] ({type(c).__name__})": c for i, c in enumerate(callbacks)}
+        elsewhere["datamodule"] = getattr(trainer, "datamodule", None)
+        hidden = find_hidden(module, optimizers, elsewhere)
+        named = [f"{type(m).__name__} at {path}" for path, m in hidden.optimised.items()]
+        refused, must_match = named + hidden.loose, {}
+        if self.enabled:
+            refused, must_match = hidden.loose, {"modules to adopt": "; ".join(named) or "none"}
+        payloads = handshake.all_gather("hidden losses", must_match, json.dumps(refused).encode())
+        refused_everywhere = [json.loads(payload) for payload in payloads]
+        if any(refused_everywhere):
+            raise _refusal(refused_everywhere, adopt=self.enabled)
+        return hidden
 
-def as_losses(adopted: nn.ModuleDict) -> list[FoundLoss]:
-    """The adopted modules as the strategy knows losses."""
-    return [FoundLoss(f"{NAME}.{key}", module, learnable=True, owned=True) for key, module in adopted.items()]
+    def adopt(
+        self,
+        module: nn.Module,
+        hidden: Hidden,
+        precision: Precision,
+        device: torch.device,
+        ddp: DistributedDataParallel | None,
+    ) -> list[FoundLoss]:
+        """Register the optimised hidden modules under ``module._adopted_losses``, on the device, sharded or equal on all ranks.
+
+        Returns:
+            Them, as the strategy knows losses.
+
+        Communication: one broadcast; what ``shard_losses`` needs. (That all ranks adopt the same was compared in ``find``.)
+        """
+        adopted = nn.ModuleDict()
+        for path, found in hidden.optimised.items():
+            key = _key(path)
+            adopted[key if key not in adopted else f"{key}_{len(adopted)}"] = found
+        shard_losses(adopted)  # before its values are remembered
+        keeper = PrecisionKeeper()
+        keeper.remember([adopted])
+        precision.convert_module(adopted)
+        keeper.restore()
+        adopted.to(device)
+        module.add_module(ADOPTED, adopted)
+        if ddp is not None:  # it reads the buffers of the live module anew each step
+            ddp.parameters_to_ignore |= {f"{ADOPTED}.{name}" for name, _ in adopted.named_buffers()}
+        raw_collectives.broadcast_(
+            [tensor for _, tensor in ddp_setup.named_tensors(adopted) if shard_of(tensor) is None]
+        )
+        rank_zero_info(f"Adopted as submodules: {', '.join(hidden.optimised)}.")
+        self._modules = adopted
+        return [FoundLoss(f"{ADOPTED}.{key}", found, learnable=True, owned=True) for key, found in adopted.items()]
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def parameters_with_adopted(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the module's parameters, and those of adopted losses also after the fit."""
+        named = dict(module.named_parameters())
+        if self._modules is not None:
+            named.update(self._modules.named_parameters(prefix=ADOPTED))
+        return named
+
+    def state_with_adopted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the module's state, with that of adopted losses also after the fit."""
+        if self._modules is None:
+            return dict(state)
+        return {**state, **self._modules.state_dict(prefix=f"{ADOPTED}.")}
+
+    @staticmethod
+    def state_for(module: nn.Module | None, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint's state without adopted losses where none are registered (validate, test, predict)."""
+        if hasattr(module, ADOPTED):
+            return dict(state)
+        return {key: value for key, value in state.items() if not key.startswith(f"{ADOPTED}.")}
+
+    @staticmethod
+    def remove(module: nn.Module | None) -> None:
+        """Take adopted losses out of the module again."""
+        if hasattr(module, ADOPTED):
+            delattr(module, ADOPTED)
 
 
 def _key(path: str) -> str:
     return re.sub(r"\W+", "_", path.removeprefix("self.")).strip("_")
 
 
-def _refusal(everyone: list[list[str]], *, adopt: bool) -> HiddenLossError:
-    same = all(own == everyone[0] for own in everyone)
+def _refusal(refused: list[list[str]], *, adopt: bool) -> HiddenLossError:
+    """Return the error that names what each rank hides."""
+    fix = (
+        "They would not be moved, synchronised or saved. Assign them to attributes of the LightningModule (nn.ModuleList or "
+        "nn.ModuleDict for several), or pass DDPLossStrategy(adopt=True)."
+    )
     if adopt:
         fix = "Only modules that can be reached by attributes, containers, closures or callbacks can be adopted."
-    else:
-        fix = (
-            "They would not be moved, synchronised or saved. Assign them to attributes of the LightningModule (nn.ModuleList or "
-            "nn.ModuleDict for several), or pass DDPLossStrategy(adopt=True)."
-        )
+    got: str | None = "; ".join(refused[0])
+    ranks: list[str] | None = None
+    if any(own != refused[0] for own in refused):
+        got, ranks = None, ["; ".join(own) or "none hidden" for own in refused]
     return HiddenLossError(
         "parameters in an optimizer",
         expected="parameters of registered submodules",
-        got="; ".join(everyone[0]) if same else None,
-        ranks=None if same else ["; ".join(own) or "none hidden" for own in everyone],
+        got=got,
+        ranks=ranks,
         fix=fix,
         collective=True,
     )

@@ -13,14 +13,14 @@ from lightning_ddp_losses.errors import format_error
 
 
 class Advice:
-    """Remembers what it said."""
+    """Warns, and remembers of what."""
 
     def __init__(self) -> None:
         self._uneven: set[str] = set()
         self._waste = False
 
     def uneven_rows(self, rows: Mapping[str, Sequence[int]]) -> None:
-        """Losses whose ranks saw different numbers of rows.
+        """Warn of losses whose ranks saw different numbers of rows.
 
         Args:
             rows: By the loss's title, the rows of each rank.
@@ -40,9 +40,10 @@ class Advice:
             )
 
     def global_already(self, tensor: object) -> None:
-        """A value that is about to be reduced over ranks although every rank holds the same."""
+        """Warn of a value that is about to be reduced over ranks although every rank holds the same."""
         if self._waste or not isinstance(tensor, Tensor) or tensor.ndim or not tensor.is_floating_point():
             return  # Lightning reduces integers of its own, lengths of data
+        # to compare values on an accelerator waits for it; a zero may be anything
         if tensor.device.type != "cpu" or tensor == 0:
             return
         values = [v for v in autograd_graph.global_values() if v.device.type == "cpu"]

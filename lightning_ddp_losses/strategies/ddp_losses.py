@@ -1,19 +1,21 @@
 """`DDPLossStrategy`: distributed data parallelism for learnable losses, beside the model's own DDP.
 
-The model's DDP ignores the losses' parameters; `LossReducer` does for them what DDP does, at one place and by name. The
-module that the user sees keeps its attributes, parameter names and checkpoint keys.
+The model's DDP ignores the losses' parameters; `LossReducer` does for them what DDP does, at one place and by name. The module that the
+user sees keeps its attributes, parameter names and checkpoint keys.
+
+Here are Lightning's hooks, in the order of a fit. What they do is in the parts that the strategy has: the call check, the reducer,
+adopted losses, shards, the precision keeper, advice.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -21,20 +23,23 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ddp_losses.core.compat import attached_trainer, injects_distributed_sampler
+from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.core.precision import PrecisionKeeper
-from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives, upstream_grad
+from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies import adoption, ddp_setup
-from lightning_ddp_losses.strategies.adopting import AdoptingStrategy
+from lightning_ddp_losses.strategies import ddp_setup
+from lightning_ddp_losses.strategies.adoption import Adoption
 from lightning_ddp_losses.strategies.advice import Advice
-from lightning_ddp_losses.strategies.ddp_setup import refuse_other_batches, warn_of_reshuffle
-from lightning_ddp_losses.strategies.global_batch_option import globalised
+from lightning_ddp_losses.strategies.call_check import CallCheck
+from lightning_ddp_losses.strategies.global_batch_option import wrap_global
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
-from lightning_ddp_losses.strategies.loss_reducer import LossReducer
+from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
+from lightning_ddp_losses.strategies.sharded_ddp import ShardedDDP
 
 
-class DDPLossStrategy(AdoptingStrategy):
+class DDPLossStrategy(DDPStrategy):
     """DDP in which every learnable loss gets the mean of its gradients, whatever each rank called and in which order.
 
     Equivalent to: ``Trainer(strategy="ddp")`` on a module whose losses are all called once on every rank, but right also
@@ -46,7 +51,7 @@ class DDPLossStrategy(AdoptingStrategy):
             ``register_loss_type``). A list names modules; another string is a regular expression over whole paths. ``[]``
             is plain ``ddp``.
         adopt: Register an unregistered loss that an optimizer holds (``_adopted_losses.<path>``) instead of refusing it.
-        check_calls: Open one frame before each synchronising backward: ranks that called different losses get the same
+        check_calls: Exchange one handshake in each synchronising backward: ranks that called different losses get the same
             error there. Without it they may hang, and only gradients missing after backward are noticed.
         loss_reduce_dtype: dtype of the losses' gradients on the wire (``torch.bfloat16`` or its name). None: their own,
             and at least float32 where small gradients share a buffer.
@@ -56,9 +61,10 @@ class DDPLossStrategy(AdoptingStrategy):
             ``torch.distributed.checkpoint``) instead of the whole weight.
         **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
 
-    Gradient: after backward every parameter holds the mean over ranks, once per synchronising backward.
+    Gradient: after backward, and before the hooks ``on_after_backward``, every parameter holds the mean over ranks, once per
+        synchronising backward.
 
-    Communication: per synchronising backward, beside the model's DDP: one frame (``check_calls``), one all-reduce for
+    Communication: per synchronising backward, beside the model's DDP: one handshake (``check_calls``), one all-reduce for
         all small gradients of losses together, one for each gradient over 1 MiB. None in validation, test, predict.
 
     Raises:
@@ -67,7 +73,7 @@ class DDPLossStrategy(AdoptingStrategy):
         LossCallError: on every rank, for a loss that ran on some ranks only.
         InputError: on every rank, for inputs that a loss on any rank cannot take.
         RankMismatchError: on every rank, before anything is reduced, for a global loss or metric that ranks weigh differently (on an
-            accelerator, or beside ``SyncBatchNorm``: at the next call).
+            accelerator: at the next call).
 
     Example:
         >>> import lightning_ddp_losses
@@ -77,9 +83,13 @@ class DDPLossStrategy(AdoptingStrategy):
 
     strategy_name = "ddp_losses"
 
+    @warn_positional_options(
+        "adopt", "check_calls", "loss_reduce_dtype", "global_batch", "sharded_checkpoints", after=1
+    )
     def __init__(
         self,
         losses: str | Sequence[str] = "auto",
+        *,
         adopt: bool = False,
         check_calls: bool = True,
         loss_reduce_dtype: torch.dtype | str | None = None,
@@ -87,48 +97,50 @@ class DDPLossStrategy(AdoptingStrategy):
         sharded_checkpoints: bool = False,
         **ddp_kwargs: Any,
     ) -> None:
-        super().__init__(adopt=adopt, sharded_checkpoints=sharded_checkpoints, **ddp_kwargs)
+        super().__init__(**ddp_kwargs)
         self._ddp_kwargs = ddp_setup.without_defaults(self._ddp_kwargs)
-        if not isinstance(losses, str) and not (
-            isinstance(losses, Sequence) and all(isinstance(name, str) for name in losses)
-        ):
-            raise ConfigurationError(
-                "losses", expected="'auto', a list of names, or a regular expression", got=repr(losses)
-            )
-        self._selection = losses if isinstance(losses, str) else list(losses)
-        self._check_calls = check_calls
-        self._reduce_dtype = ddp_setup.as_dtype(loss_reduce_dtype)
+        names_only = isinstance(losses, Sequence) and all(isinstance(name, str) for name in losses)
+        if not names_only:  # a string is a sequence of strings too
+            expected = "'auto', a list of names, or a regular expression"
+            raise ConfigurationError("losses", expected=expected, got=repr(losses))
         if global_batch not in (False, "auto"):
             raise ConfigurationError("global_batch", expected="False or 'auto'", got=repr(global_batch))
+        self._selection = losses if isinstance(losses, str) else list(losses)
+        self._check_calls = check_calls
+        self._wire_dtype = ddp_setup.as_dtype(loss_reduce_dtype)
         self._global_batch = global_batch
+        self._adoption = Adoption(enabled=adopt)
+        self._sharding = ShardedDDP(self._adoption.parameters_with_adopted, sharded_checkpoints=sharded_checkpoints)
         self._reset()
 
     def _reset(self) -> None:
+        """Forget what belongs to one fit."""
         self._losses: list[FoundLoss] = []
-        self._guards: list[LossForwardPatch] = []
-        self._sentinels: list[UnregisteredLossPatch] = []
+        self._loss_patches: list[LossForwardPatch] = []
+        self._unregistered_patches: list[UnregisteredLossPatch] = []
+        self._reduced_parameters: ReducedParameters | None = None
         self._reducer: LossReducer | None = None
+        self._call_check: CallCheck | None = None
         self._precision = PrecisionKeeper()
-        self._blocked = False
-        self._in_training_step = False
-        self.closure_loss: Tensor | None = None  # while its backward runs: what a rider may look at
         self._advice = Advice()
-
-    # ------------------------------------------------------------------ options
-
-    @property
-    def _plain(self) -> bool:
-        return self._selection == []
+        self._first_bucket_bytes = 0
+        self._sync_blocked = False
+        self._in_training_step = False
+        self.closure_loss: Tensor | None = None  # while its backward runs: what an attached check may look at
 
     @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Register a twin of every name under which Lightning registers ``ddp``."""
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register an alias of every name under which Lightning registers ``ddp``."""
         for name, entry in list(strategy_registry.items()):
             if entry["strategy"] is DDPStrategy:
-                twin = name.replace("ddp", cls.strategy_name, 1)
-                if twin not in strategy_registry:
+                alias = name.replace("ddp", cls.strategy_name, 1)
+                if alias not in strategy_registry:
                     description = f"{entry['description']}, with learnable losses beside it"
-                    strategy_registry.register(twin, cls, description=description, **entry["init_params"])
+                    strategy_registry.register(alias, cls, description=description, **entry["init_params"])
+
+    @property
+    def _is_plain_ddp(self) -> bool:
+        return self._selection == []
 
     # ------------------------------------------------------------------ set-up
 
@@ -140,38 +152,39 @@ class DDPLossStrategy(AdoptingStrategy):
         if not external:
             atexit.register(process_groups.close, world=True)
 
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Adopted losses are registered in ``setup``; a checkpoint that holds them must wait for that."""
+        return self._adoption.enabled or super().restore_checkpoint_after_setup
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Find the losses, wrap the rest of the module, synchronise both."""
         self._layer_sync = ddp_setup.choose_layer_sync(self.root_device, self._layer_sync)
-        if self._plain:
+        module = self._module
+        if self._is_plain_ddp:
+            self._sharding.refuse_shards(module)
             super().setup(trainer)
             return
-        with self._together("setup"):
-            module = self._module
+        with self._raise_on_all_ranks("setup"):
+            # 1. the losses, sharded before their values are remembered
             self._losses = find_losses(module, self._selection)
-            self.meet_shards()  # before their values are remembered
-            for part in module.modules():
-                if isinstance(part, process_groups.WithProcessGroup):
-                    part.create_internal_groups()  # a rank may fail before it has ever used it
+            self._sharding.setup_shards(module)
+            for inner in module.modules():
+                if isinstance(inner, process_groups.WithProcessGroup):
+                    inner.create_internal_groups()  # a rank may fail before it has ever used it
             self._precision.remember([loss.module for loss in self._losses])
-            super().setup(trainer)
-            refuse_nan = getattr(self.precision_plugin, "scaler", None) is None
+            # 2. Lightning moves, wraps and synchronises the rest
             fitting = trainer.state.fn == TrainerFn.FITTING
+            with contextlib.nullcontext() if fitting else self._sharding.excluded(module):
+                super().setup(trainer)
+            # 3. what needs the optimizers
             if fitting:
-                self._meet_hidden(trainer)
-            self._guards = [
-                LossForwardPatch(
-                    loss, refuse_nan=refuse_nan, whole=globalised(loss, module) if self._global_batch else None
-                )
-                for loss in self._losses
-            ]
-            for patch in (*self._guards, *self._sentinels):
-                patch.install()
+                self._sharding.install(self.optimizers, self.precision_plugin)
+                self._handle_hidden_losses(trainer)
+            # 4. what surrounds each call of a loss
+            self._install_patches()
             if fitting:
-                assert self._reducer is not None
-                self._reducer.watch(self._guards)
-                for guard in self._guards:
-                    guard.on_return = self._reducer.returned
+                self._watch_losses()
 
     def model_to_device(self) -> None:
         """Undo what the precision plugin halved in the losses, then move the module."""
@@ -180,7 +193,7 @@ class DDPLossStrategy(AdoptingStrategy):
 
     def configure_ddp(self) -> None:
         """Compare names, wrap the model without the losses' parameters, broadcast those."""
-        if self._plain:
+        if self._is_plain_ddp:
             super().configure_ddp()
             return
         module = self._module
@@ -192,136 +205,218 @@ class DDPLossStrategy(AdoptingStrategy):
         if self._ddp_kwargs.get("init_sync", True):
             buffers = self._ddp_kwargs.get("broadcast_buffers", True) is not False
             raw_collectives.broadcast_([t for t in plan.unsynchronised if buffers or isinstance(t, nn.Parameter)])
-        first_bucket = ddp_setup.first_bucket(plan.reduced, self._ddp_kwargs)
-        self._reducer = LossReducer(module, plan.reduced, sorted(plan.theirs), self._reduce_dtype, first_bucket)
+        self._first_bucket_bytes = ddp_setup.first_bucket(plan.reduced, self._ddp_kwargs)
+        self._reduced_parameters = ReducedParameters(module, plan.reduced, sorted(plan.ignored_by_user))
+        self._reducer = LossReducer(self._reduced_parameters, self._wire_dtype)
         for loss in self._losses:
             if loss.learnable and not loss.owned:
                 rank_zero_info(f"{loss.title} shares a parameter with the model and stays in the model's DDP.")
 
-    def _meet_hidden(self, trainer: pl.Trainer) -> None:
-        hidden = adoption.find(trainer, self._module, self.optimizers, adopt=self._adopt)
-        self._sentinels = [
-            UnregisteredLossPatch(module, path, lambda: self._in_training_step)
-            for path, module in hidden.idle.items()
-            if is_loss(module)
+    def _handle_hidden_losses(self, trainer: pl.Trainer) -> None:
+        """Adopt or refuse trainable losses that are not registered; watch those that no optimizer holds."""
+        module = self._module
+        hidden = self._adoption.find(trainer, module, self.optimizers)
+        self._unregistered_patches = [
+            UnregisteredLossPatch(idle, path, lambda: self._in_training_step)
+            for path, idle in hidden.idle.items()
+            if is_loss(idle)
         ]
         if hidden.optimised:
-            self._adopted = adoption.adopt(self._module, hidden, self.precision_plugin, self.root_device, self._ddp)
-            self._losses += adoption.as_losses(self._adopted)
-            self.meet_new_shards()
+            self._losses += self._adoption.adopt(
+                module, hidden, self.precision_plugin, self.root_device, self._wrapped_model
+            )
+            self._sharding.setup_new_shards(module, self.optimizers, self.precision_plugin)
+
+    def _install_patches(self) -> None:
+        # where a scaler looks for overflow, NaN is its business
+        refuse_nan = getattr(self.precision_plugin, "scaler", None) is None
+        for loss in self._losses:
+            global_loss = wrap_global(loss, self._module) if self._global_batch else None
+            self._loss_patches.append(LossForwardPatch(loss, refuse_nan=refuse_nan, global_loss=global_loss))
+        for patch in (*self._loss_patches, *self._unregistered_patches):
+            patch.install()
+
+    def _watch_losses(self) -> None:
+        """Start the call check; what exists now counts as synchronised."""
+        parameters, reducer = self._reduced_parameters, self._reducer
+        assert parameters is not None
+        assert reducer is not None
+        parameters.watch([loss.name for loss in self._losses])
+        if self._check_calls:
+            self._call_check = CallCheck(parameters, reducer, self._loss_patches, self._first_bucket_bytes)
 
     # ------------------------------------------------------------------ data
 
     def process_dataloader(self, dataloader: object) -> object:
         """Say when Lightning destroys a sampler's structure, and refuse a loader that a global sampler cannot serve."""
-        if not self._plain and self._module._trainer is not None:
-            injecting = self._module._trainer._accelerator_connector.use_distributed_sampler
-            warn_of_reshuffle(dataloader, injecting=injecting)
-            refuse_other_batches(dataloader)
+        trainer = attached_trainer(self._module)
+        if not self._is_plain_ddp and trainer is not None:
+            ddp_setup.warn_of_reshuffle(dataloader, injecting=injects_distributed_sampler(trainer))
+            ddp_setup.refuse_other_batches(dataloader)
         return super().process_dataloader(dataloader)
 
     # ------------------------------------------------------------------ steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """The module's training step; what fails on one rank ends all of them at the peers' next frame."""
+        """Run the module's training step; what fails on one rank ends all of them at the peers' next handshake."""
         if self._reducer is None:
             return super().training_step(*args, **kwargs)
-        upstream_grad.expect_no_earlier()
-        self._count(True)
+        self._count_calls(True)
         try:
-            with self._together("training_step"):
-                if self._ddp is None and self.sync_gradients:  # what DDP's forward does
+            with self._raise_on_all_ranks("training_step"):
+                if self._wrapped_model is None and self.sync_gradients:  # what DDP's forward does
                     ddp_setup.broadcast_buffers(self._module, self._losses, self._ddp_kwargs)
                 return super().training_step(*args, **kwargs)
         finally:
-            self._count(False)
+            self._count_calls(False)
+
+    def _count_calls(self, on: bool) -> None:
+        self._in_training_step = on
+        for patch in self._loss_patches:
+            patch.counting = on
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Send the frame that meets the peers before a synchronising backward; the first gradient waits for theirs."""
+        """Prepare the call check of a synchronising backward; backward exchanges it before its first gradients leave."""
         self.closure_loss = closure_loss
-        if self._reducer is not None and self._check_calls and self.sync_gradients:
-            self._reducer.open(self._module.global_step)
-            if ddp_setup.syncs_in_backward(self._layer_sync):  # earlier than the first gradient
-                self._reducer.agree()
+        if self._call_check is not None and self.sync_gradients:
+            self._call_check.start(self._module.global_step)
         super().pre_backward(closure_loss)
 
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run Lightning's backward, with the losses' gradients reduced before the hooks ``on_after_backward`` see them.
+
+        (Lightning 2.6 calls those hooks in the precision plugin's ``post_backward``, before the strategy's.)
+        """
+        plugin, module = self.precision_plugin, self._module
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        self.reduce_loss_gradients()
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def reduce_loss_gradients(self) -> None:
+        """Mean the losses' gradients over ranks, where this backward synchronises; ``backward`` calls it.
+
+        Raises:
+            LossCallError: on every rank, for a gradient on some ranks only.
+        """
+        if self._reducer is None or not self.sync_gradients:
+            return
+        calls = None if self._call_check is None else self._call_check.finish()
+        if calls is None:
+            self._reducer.reduce()
+        else:
+            self._reducer.reduce(calls.parameters, calls.expected)
+            self._advice.uneven_rows(calls.uneven)
+
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Reduce the losses' gradients."""
+        """Let a shard's gradient that overflowed on one rank count on all."""
         super().post_backward(closure_loss)
+        if self.sync_gradients:
+            self._sharding.share_overflow(self.precision_plugin)
         self.closure_loss = None
-        if self._reducer is not None and self.sync_gradients:
-            calls = self._reducer.reduce()
-            if calls is not None:
-                self._advice.uneven_rows(calls.uneven)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """No reduction inside the block; what accumulates is reduced at the next synchronising backward."""
-        before, self._blocked = self._blocked, True
+        """Reduce nothing inside the block; what accumulates is reduced at the next synchronising backward."""
+        before, self._sync_blocked = self._sync_blocked, True
         try:
             with super().block_backward_sync():
                 yield
         finally:
-            self._blocked = before
+            self._sync_blocked = before
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the next backward reduces gradients: not on a step that only accumulates."""
-        return not self._blocked if self._ddp is None else bool(self._ddp.require_backward_grad_sync)
-
-    @property
-    def _ddp(self) -> DistributedDataParallel | None:
-        """The model's DDP; None in a world where nothing but losses trains."""
-        return self.model if isinstance(self.model, DistributedDataParallel) else None
-
-    def _count(self, on: bool) -> None:
-        self._in_training_step = on
-        for guard in self._guards:
-            guard.counting = on
+        ddp = self._wrapped_model
+        return not self._sync_blocked if ddp is None else bool(ddp.require_backward_grad_sync)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As Lightning reduces; a value that is global already is called waste, once."""
+        """Reduce as Lightning does; a value that is global already is called waste, once."""
         self._advice.global_already(tensor)
         return super().reduce(tensor, group, reduce_op)
 
     def attach_payload(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> bool:
-        """Let a check's bytes travel in the frame before each synchronising backward of this fit.
+        """Let a check's bytes travel in the call check of each synchronising backward of this fit.
 
         Args:
-            measure: This rank's bytes, asked for when the frame leaves; must not raise.
+            measure: This rank's bytes, asked for before backward; must not raise.
             judge: Gets the bytes of all ranks, in rank order, before any gradient is reduced; what it raises must be the
                 same on every rank.
 
         Returns:
             Whether they will travel: not without ``check_calls``, nor under ``losses=[]``.
         """
-        if self._reducer is None or not self._check_calls:
+        if self._call_check is None:
             return False
-        self._reducer.attach_payload(measure, judge)
+        self._call_check.attach(measure, judge)
         return True
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the plain module's state, with adopted losses and the whole of what is sharded."""
+        state = self._adoption.state_with_adopted(super().lightning_module_state_dict())
+        return state if self._is_plain_ddp else self._sharding.module_state(self._module, state)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's state, that of sharded weights as the whole."""
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        if self._is_plain_ddp:
+            return state
+        return self._sharding.optimizer_state(self._module, optimizer, self.optimizers, state)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a file, or a folder of shards."""
+        write = super().save_checkpoint
+        if self._is_plain_ddp:
+            write(checkpoint, filepath, storage_options)
+            return
+        self._sharding.save(self._module, checkpoint, filepath, lambda rest, path: write(rest, path, storage_options))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a file, or what is not sharded of a folder of shards."""
+        return super().load_checkpoint(self._sharding.file_to_load(checkpoint_path), weights_only=weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of what is sharded, and no adopted losses where none are registered."""
+        state = self._adoption.state_for(self.lightning_module, checkpoint["state_dict"])
+        if not self._is_plain_ddp:
+            state = self._sharding.own_module_state(self._module, state)
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part of what belongs to sharded weights."""
+        if not self._is_plain_ddp:
+            saved = checkpoint["optimizer_states"]
+            states = self._sharding.own_optimizer_states(self._module, self.optimizers, saved)
+            checkpoint = {**checkpoint, "optimizer_states": states}
+        super().load_optimizer_state_dict(checkpoint)
 
     # ------------------------------------------------------------------ end
 
     def on_exception(self, exception: BaseException) -> None:
-        """What fails on one rank between two steps (a callback, an optimizer, Lightning itself) ends its peers too."""
+        """End the peers too, where one rank fails between two steps (a callback, an optimizer, Lightning itself)."""
         super().on_exception(exception)
-        trainer = self._module._trainer if self.lightning_module is not None else None
-        training = self._reducer is not None and trainer is not None and trainer.training
-        # in validation, and without check_calls, the peers open no frame in which they could be told
-        if training and self._check_calls and isinstance(exception, Exception):
+        trainer = attached_trainer(self.lightning_module) if self.lightning_module is not None else None
+        training = trainer is not None and trainer.training
+        # in validation, and without check_calls, the peers open no handshake in which they could be told
+        if training and self._call_check is not None and isinstance(exception, Exception):
             with contextlib.suppress(Exception):  # Lightning goes on with the exception itself
                 if not getattr(exception, "collective", False):
                     handshake.raise_in_all_groups(exception, "training")
 
     def teardown(self) -> None:
         """Give the module back as it came."""
-        for patch in (*self._guards, *self._sentinels):
+        for patch in (*self._loss_patches, *self._unregistered_patches):
             patch.remove()
-        if self._reducer is not None:
-            self._reducer.unwatch()
-        module = self.lightning_module
-        if module is not None and hasattr(module, adoption.NAME):
-            delattr(module, adoption.NAME)
+        if self._call_check is not None:
+            self._call_check.remove()
+        self._adoption.remove(self.lightning_module)
+        self._sharding.remove()
         super().teardown()
         self._reset()
 
@@ -332,12 +427,18 @@ class DDPLossStrategy(AdoptingStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
+    @property
+    def _wrapped_model(self) -> DistributedDataParallel | None:
+        """The model's DDP; None in a world where nothing but losses trains."""
+        return self.model if isinstance(self.model, DistributedDataParallel) else None
+
     @contextlib.contextmanager
-    def _together(self, where: str) -> Iterator[None]:
+    def _raise_on_all_ranks(self, where: str) -> Iterator[None]:
+        """Raise on every rank what fails on one inside the block."""
         try:
             yield
         except Exception as error:
             if where == "training_step" and not self._check_calls:
                 handshake.notify_subgroups(error, where)
-                raise  # the world opens no frame in which it could be told
+                raise  # the world opens no handshake in which it could be told
             handshake.raise_in_all_groups(error, where)

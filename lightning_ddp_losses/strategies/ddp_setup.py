@@ -1,4 +1,12 @@
-"""What the wrap needs: DDP's options, DDP's ignore marks, and the comparison of names before the first broadcast."""
+"""What the set-up of DDP needs: its options, its ignore marks, equal names before the first broadcast, data loaders, batch norm.
+
+* Options: a YAML file fills in all of DDP's with their defaults.
+* Names: DDP pairs parameters by position and would broadcast and average the wrong tensors without a word.
+* Loaders: under DDP, Lightning wraps any training sampler in a ``DistributedSamplerWrapper`` that shuffles, and builds a custom batch
+  sampler anew around a shuffling ``DistributedSampler``. Batches with M rows per class are lost; nothing tells. (Lightning 2.6.6, 2026)
+* Batch norm: ``Trainer(sync_batchnorm=True)`` on a device where torch's ``SyncBatchNorm`` does not run gets the exact one. Layers and
+  strategies do not know each other; the package hands the plugin over when it is imported.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,7 @@ import contextlib
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,148 +26,152 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, raw_collectives
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError, format_error
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
 
-IGNORE = "_ddp_params_and_buffers_to_ignore"
-_FIRST_BUCKET = 1 << 20
-_CHANGE_BUCKETS = ("bucket_cap_mb", "bucket_cap_mb_list", "delay_all_reduce_named_params", "find_unused_parameters")
-_SHOWN = 6  # differing names shown in an error
+_FIRST_BUCKET_BYTES = 1 << 20  # DDP's own (torch 2.13)
+_OPTIONS_THAT_CHANGE_BUCKETS = (
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "delay_all_reduce_named_params",
+    "find_unused_parameters",
+)
+_MAX_SHOWN = 6  # differing names shown in an error
+_WITHOUT_TORCHS_BATCH_NORM = ("cpu", "mps")
+
+# ---------------------------------------------------------------------- options
 
 
 def without_defaults(ddp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """DDP's options that differ from DDP's defaults.
+    """Return DDP's options that differ from DDP's defaults.
 
     A YAML file fills in all of them with their defaults (``device_ids`` too, which Lightning passes itself); the settings
     must be those of Python code that names none.
     """
-    defaults = {n: p.default for n, p in inspect.signature(DistributedDataParallel.__init__).parameters.items()}
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     missing = object()
-    return {k: v for k, v in ddp_kwargs.items() if v is not defaults.get(k, missing) and v != defaults.get(k, missing)}
+    changed = {}
+    for name, value in ddp_kwargs.items():
+        default = parameters[name].default if name in parameters else missing
+        if value is not default and value != default:
+            changed[name] = value
+    return changed
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A floating dtype from itself or its name (``"bfloat16"``, ``"torch.bfloat16"``)."""
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if found is None and dtype is None:
+    """Return a floating dtype from itself or its name (``"bfloat16"``, ``"torch.bfloat16"``)."""
+    if dtype is None:
         return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigurationError(
-            "loss_reduce_dtype", expected="a floating torch.dtype or its name, or None", got=repr(dtype)
-        )
+        expected = "a floating torch.dtype or its name, or None"
+        raise ConfigurationError("loss_reduce_dtype", expected=expected, got=repr(dtype))
     return found
 
 
+# ---------------------------------------------------------------------- who reduces what
+
+
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then buffers, each once."""
+    """Yield parameters, then buffers, each once."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
 @dataclass(frozen=True)
 class WrapPlan:
-    """Who reduces what.
+    """Says who reduces what.
 
     Attributes:
         reduced: Parameters that the model's DDP reduces; none, where DDP would refuse the module (a frozen encoder).
         ignored: Names that the model's DDP leaves alone: the losses', class shards, and the user's own.
-        theirs: Names that the user told DDP to ignore, which nobody reduces.
+        ignored_by_user: Names that the user told DDP to ignore, which nobody reduces.
         unsynchronised: Tensors that DDP will not broadcast and that ought to start equal.
     """
 
     reduced: list[nn.Parameter]
     ignored: set[str]
-    theirs: set[str]
+    ignored_by_user: set[str]
     unsynchronised: list[Tensor]
 
 
 def plan(module: nn.Module, losses: Iterable[FoundLoss]) -> WrapPlan:
     """Divide a module's parameters between the model's DDP and the losses' reduction."""
     tensors = dict(named_tensors(module))
-    mine = {f"{loss.name}.{name}" for loss in losses if loss.owned for name, _ in named_tensors(loss.module)}
-    theirs = set(getattr(module, IGNORE, ()))
+    of_losses: set[str] = set()
+    for loss in losses:
+        if loss.owned:
+            of_losses.update(f"{loss.name}.{name}" for name, _ in named_tensors(loss.module))
+    by_user = compat.ddp_ignored_names(module)
     shards = {name for name, tensor in tensors.items() if shard_of(tensor) is not None}
-    ignored = mine | theirs | shards
-    reduced = [p for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
-    left = mine if reduced else set(tensors) - theirs
-    return WrapPlan(reduced, ignored, theirs, [t for n, t in tensors.items() if n in left - shards])
+    ignored = of_losses | by_user | shards
+    reduced = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+    # without a DDP around the model nobody else broadcasts it
+    left = of_losses if reduced else set(tensors) - by_user
+    unsynchronised = [tensor for name, tensor in tensors.items() if name in left - shards]
+    return WrapPlan(reduced, ignored, by_user, unsynchronised)
+
+
+@contextlib.contextmanager
+def ignoring(module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Let DDP be built inside the block without the tensors of these names."""
+    marked = [tensor for name, tensor in named_tensors(module) if name in names]
+    with compat.ddp_ignoring(module, names, marked):
+        yield
 
 
 def first_bucket(parameters: Iterable[Tensor], ddp_kwargs: Mapping[str, Any]) -> int:
-    """Bytes of gradient of which DDP sends nothing before all are ready; 0 where that cannot be said.
+    """Return the bytes of gradient of which DDP sends nothing before all are ready; 0 where that cannot be said.
 
     DDP fills buckets of one dtype and device each, the first up to 1 MiB, and sends them in order.
     """
-    if any(ddp_kwargs.get(key) for key in _CHANGE_BUCKETS):
+    if any(ddp_kwargs.get(option) for option in _OPTIONS_THAT_CHANGE_BUCKETS):
         return 0
     totals: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in parameters:
         kind = parameter.dtype, parameter.device
         totals[kind] = totals.get(kind, 0) + parameter.nbytes
-    return min([_FIRST_BUCKET, *totals.values()])
+    return min([_FIRST_BUCKET_BYTES, *totals.values()])
 
 
 def broadcast_buffers(module: nn.Module, losses: Iterable[FoundLoss], ddp_kwargs: Mapping[str, Any]) -> None:
-    """Rank 0's buffers for all, as DDP's forward does, where there is no DDP around the model; the losses keep theirs."""
+    """Give all ranks rank 0's buffers, as DDP's forward does, where there is no DDP around the model; the losses keep theirs."""
     if ddp_kwargs.get("forward_sync_buffers", ddp_kwargs.get("broadcast_buffers", True)) is False:
         return
-    owned = tuple(f"{loss.name}." for loss in losses if loss.owned)
-    buffers = [b for n, b in module.named_buffers() if not n.startswith(owned)]
+    prefixes = tuple(f"{loss.name}." for loss in losses if loss.owned)
+    buffers = [buffer for name, buffer in module.named_buffers() if not name.startswith(prefixes)]
     if buffers:
         raw_collectives.broadcast_(buffers)
 
 
-@contextlib.contextmanager
-def ignoring(module: nn.Module, names: set[str]) -> Iterator[None]:
-    """Let DDP be built without the tensors of these names; its marks on the module are gone afterwards.
-
-    (DDP copies the names. A mark that stayed would follow a copy of the module into another strategy.)
-    """
-    before = module.__dict__.get(IGNORE)
-    marked = [t for n, t in named_tensors(module) if n in names and not hasattr(t, "_ddp_ignored")]
-    # a parameter of the module itself goes by its name in one part of DDP, and by "." and its name in another
-    listed = sorted(names | {f".{name}" for name in names if "." not in name})
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, listed)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for tensor in marked:
-            del tensor._ddp_ignored  # type: ignore[attr-defined]
-        if before is None:
-            delattr(module, IGNORE)
-        else:
-            setattr(module, IGNORE, before)
-
-
-def _shape_of(tensor: Tensor) -> str:
-    shard = shard_of(tensor)
-    return str(tuple(tensor.shape)) if shard is None else f"{shard.whole_shape(tensor)} divided over ranks"
+# ---------------------------------------------------------------------- equal names
 
 
 def compare_names(module: nn.Module) -> None:
     """Compare names, shapes, dtypes and order of parameters and buffers between ranks.
 
-    DDP pairs by position and would broadcast and average the wrong tensors without a word.
-
     Raises:
         RankMismatchError: on every rank, with the first names that differ.
 
-    Communication: one frame; one more gather where ranks differ.
+    Communication: one handshake; one more gather where ranks differ.
     """
-    own = [
-        f"{name} {_shape_of(t)} {t.dtype}{'' if t.requires_grad or not isinstance(t, nn.Parameter) else ' frozen'}"
-        for name, t in named_tensors(module)
-    ]
+    own = [_describe_tensor(name, tensor) for name, tensor in named_tensors(module)]
     digest = hashlib.sha256("\n".join(own).encode()).digest()
     if len(set(handshake.all_gather("names", {}, digest))) == 1:
         return
-    everyone: list[list[str]] = [json.loads(p) for p in handshake.all_gather("all names", {}, json.dumps(own).encode())]
-    longest = max(map(len, everyone))
-    padded = [names + ["nothing"] * (longest - len(names)) for names in everyone]
+    # swap all names, and show the first that differ
+    payloads = handshake.all_gather("all names", {}, json.dumps(own).encode())
+    tables: list[list[str]] = [json.loads(payload) for payload in payloads]
+    longest = max(map(len, tables))
+    padded = [names + ["nothing"] * (longest - len(names)) for names in tables]
     places = [i for i, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1]
-    ranks = ["; ".join(f"position {i}: {names[i]}" for i in places[:_SHOWN]) for names in padded]
+    ranks = []
+    for names in padded:
+        shown = [f"position {i}: {names[i]}" for i in places[:_MAX_SHOWN]]
+        ranks.append("; ".join(shown))
     raise RankMismatchError(
         f"parameters and buffers ({len(places)} of {longest} positions)",
         expected="the same names, shapes and dtypes in the same order on every rank",
@@ -169,8 +181,20 @@ def compare_names(module: nn.Module) -> None:
     )
 
 
+def _describe_tensor(name: str, tensor: Tensor) -> str:
+    shard = shard_of(tensor)
+    shape = f"{tuple(tensor.shape)}"
+    if shard is not None:  # ranks hold different rows of the same whole
+        shape = f"{shard.whole_shape(tensor)} divided over ranks"
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{name} {shape} {tensor.dtype}{' frozen' * frozen}"
+
+
+# ---------------------------------------------------------------------- data loaders
+
+
 def describe_reshuffle(dataloader: object, *, injecting: bool = True) -> str | None:
-    """What Lightning did to the order of a structured sampler, as an error text; None where it left the order alone.
+    """Return what Lightning did to the order of a structured sampler, as an error text; None where it left the order alone.
 
     Args:
         dataloader: When Lightning has resolved samplers.
@@ -180,13 +204,25 @@ def describe_reshuffle(dataloader: object, *, injecting: bool = True) -> str | N
         return None
     sampler, batch_sampler = dataloader.sampler, dataloader.batch_sampler
     if isinstance(sampler, DistributedSamplerWrapper) and sampler.shuffle:
-        inner = getattr(sampler.dataset, "_sampler", sampler)
-        return _text(type(inner).__name__, "shuffled over all its batches", "global_batch_size")
+        inner = compat.wrapped_sampler(sampler.dataset)
+        name = type(sampler if inner is None else inner).__name__
+        return _reshuffle_text(f"{name}(...), global_batch_size", name, "shuffled over all its batches")
     if injecting and batch_sampler is not None and type(batch_sampler) is not BatchSampler:
         held = getattr(batch_sampler, "__dict__", {}).values()
         if any(isinstance(value, DistributedSampler) and value.shuffle for value in held):
-            return _text(type(batch_sampler).__name__, "built anew around a shuffling DistributedSampler", "")
+            name = type(batch_sampler).__name__
+            return _reshuffle_text(f"{name}(...)", name, "built anew around a shuffling DistributedSampler")
     return None
+
+
+def _reshuffle_text(arguments: str, name: str, got: str) -> str:
+    return format_error(
+        f"{name} under DDP",
+        expected="its own order",
+        got=f"{got} by Lightning, which destroys batches that belong together (M per class, hierarchical, weighted)",
+        fix=f"Write DataLoader(..., batch_sampler=GlobalBatchSampler.batches({arguments})), or set "
+        "Trainer(use_distributed_sampler=False) where the sampler itself gives each rank its own rows.",
+    )
 
 
 def warn_of_reshuffle(dataloader: object, *, injecting: bool = True) -> None:
@@ -199,17 +235,6 @@ def warn_of_reshuffle(dataloader: object, *, injecting: bool = True) -> None:
     text = describe_reshuffle(dataloader, injecting=injecting)
     if text is not None:
         rank_zero_warn(text)
-
-
-def _text(name: str, got: str, size: str) -> str:
-    arguments = ", ".join(filter(None, [f"{name}(...)", size]))
-    return format_error(
-        f"{name} under DDP",
-        expected="its own order",
-        got=f"{got} by Lightning, which destroys batches that belong together (M per class, hierarchical, weighted)",
-        fix=f"Write DataLoader(..., batch_sampler=GlobalBatchSampler.batches({arguments})), or set "
-        "Trainer(use_distributed_sampler=False) where the sampler itself gives each rank its own rows.",
-    )
 
 
 def refuse_other_batches(dataloader: object) -> None:
@@ -249,20 +274,18 @@ def refuse_other_batches(dataloader: object) -> None:
         )
 
 
-_NOT_TORCHS = ("cpu", "mps")
-_exact: list[type[LayerSync]] = []
+# ---------------------------------------------------------------------- batch norm
+
+_exact_layer_sync: list[type[LayerSync]] = []
 
 
 def use_layer_sync(kind: type[LayerSync]) -> None:
     """Say what synchronises batch norm on any device (``SyncBatchNorm``)."""
-    _exact[:] = [kind]
+    _exact_layer_sync[:] = [kind]
 
 
 def choose_layer_sync(device: torch.device, chosen: LayerSync | None) -> LayerSync | None:
-    """The plugin that Lightning chose, or the exact one where torch's would fail in the first training step."""
-    return _exact[0]() if type(chosen) is TorchSyncBatchNorm and device.type in _NOT_TORCHS else chosen
-
-
-def syncs_in_backward(chosen: LayerSync | None) -> bool:
-    """Whether layers will meet their peers during backward, so that what the ranks have to say must be said before."""
-    return isinstance(chosen, _exact[0])
+    """Return the plugin that Lightning chose, or the exact one where torch's would fail in the first training step."""
+    if type(chosen) is TorchSyncBatchNorm and device.type in _WITHOUT_TORCHS_BATCH_NORM:
+        return _exact_layer_sync[0]()
+    return chosen

@@ -11,8 +11,9 @@ import pytorch_metric_learning.losses as pml
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import nn
 
+from lightning_ddp_losses.core.compat import uncompiled
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, unwrap
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
 
 _WRAPPED = (pml.BaseMetricLossFunction, pml.MultipleLosses, pml.SelfSupervisedLoss)
 _wrapper: list[Callable[[nn.Module], nn.Module]] = []
@@ -23,8 +24,8 @@ def use_global_wrapper(wrapper: Callable[[nn.Module], nn.Module]) -> None:
     _wrapper[:] = [wrapper]
 
 
-def globalised(loss: FoundLoss, root: nn.Module) -> nn.Module | None:
-    """The loss over all ranks, around the loss itself; None for one that is no PML loss, or global already.
+def wrap_global(loss: FoundLoss, root: nn.Module) -> nn.Module | None:
+    """Return the loss over all ranks, around the loss itself; None for one that is no PML loss, or global already.
 
     Args:
         loss: Found in ``root``.
@@ -34,7 +35,7 @@ def globalised(loss: FoundLoss, root: nn.Module) -> nn.Module | None:
         ConfigurationError: for a cross-batch memory, whose position only an explicit wrapper can save; for a loss inside a wrapper that
             gathers already.
     """
-    inner = unwrap(loss.module)
+    inner = uncompiled(loss.module)
     if loss.sees_global_batch:
         return None
     if any(isinstance(module, pml.CrossBatchMemory) for module in inner.modules()):
@@ -44,6 +45,7 @@ def globalised(loss: FoundLoss, root: nn.Module) -> nn.Module | None:
             got="a CrossBatchMemory, whose queue position would not be saved",
             fix="Write GlobalBatchLoss(CrossBatchMemory(...)) in the module.",
         )
+    # no loss inside a wrapper of PML's that gathers
     path = loss.name.split(".")
     for depth in range(1, len(path)):
         if isinstance(root.get_submodule(".".join(path[:depth])), DistributedLossWrapper):
@@ -53,4 +55,6 @@ def globalised(loss: FoundLoss, root: nn.Module) -> nn.Module | None:
                 got="one in pytorch-metric-learning's DistributedLossWrapper, which gathers by itself",
                 fix="Leave the wrapper out.",
             )
-    return _wrapper[0](loss.module) if isinstance(inner, _WRAPPED) else None
+    if not isinstance(inner, _WRAPPED):
+        return None
+    return _wrapper[0](loss.module)

@@ -11,8 +11,8 @@ import pytorch_metric_learning.losses as pml
 import torchmetrics
 from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
 from torch import nn
-from torch.nn.modules.loss import _Loss
 
+from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES, uncompiled
 from lightning_ddp_losses.errors import ConfigurationError
 
 Selection = str | Sequence[str]
@@ -23,14 +23,14 @@ _loss_types: list[type] = [
     pml.CrossBatchMemory,
     pml.MultipleLosses,
     pml.SelfSupervisedLoss,
-    _Loss,
+    *TORCH_LOSS_TYPES,
     nn.AdaptiveLogSoftmaxWithLoss,
 ]
 
 
 @dataclass(frozen=True)
 class FoundLoss:
-    """A loss and its place.
+    """Describes a loss and its place.
 
     Attributes:
         name: Path from the LightningModule (``loss``, ``heads.arc``).
@@ -48,12 +48,12 @@ class FoundLoss:
     @property
     def sees_global_batch(self) -> bool:
         """Whether the loss itself evaluates the rows of all ranks."""
-        return bool(getattr(unwrap(self.module), "sees_global_batch", False))
+        return bool(getattr(uncompiled(self.module), "sees_global_batch", False))
 
     @property
     def title(self) -> str:
-        """Class and path, for messages."""
-        return f"{type(unwrap(self.module)).__name__} `{self.name}`"
+        """Names class and path, for messages."""
+        return f"{type(uncompiled(self.module)).__name__} `{self.name}`"
 
 
 def register_loss_type(cls: T) -> T:
@@ -70,22 +70,16 @@ def register_loss_type(cls: T) -> T:
     return cls
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile``'s wrapper, or the module itself."""
-    inner = getattr(module, "_orig_mod", module)
-    return inner if isinstance(inner, nn.Module) else module
-
-
 def is_loss(module: nn.Module) -> bool:
-    """Whether ``module`` is of a loss type, or a metric with trainable parameters."""
-    inner = unwrap(module)
+    """Say whether ``module`` is of a loss type, or a metric with trainable parameters."""
+    inner = uncompiled(module)
     if isinstance(inner, torchmetrics.Metric):
         return any(p.requires_grad for p in inner.parameters())
     return isinstance(inner, tuple(_loss_types))
 
 
 def find_losses(root: nn.Module, losses: Selection = "auto") -> list[FoundLoss]:
-    """Losses under ``root``, outermost first, each module once, in the order of ``named_modules``.
+    """Find losses under ``root``, outermost first, each module once, in the order of ``named_modules``.
 
     Args:
         root: The LightningModule.
@@ -95,8 +89,10 @@ def find_losses(root: nn.Module, losses: Selection = "auto") -> list[FoundLoss]:
     Raises:
         ConfigurationError: a name that matches nothing (with the names that exist), or a named module without parameters.
     """
+    # by type
     if losses == "auto":
         return _describe(root, list(_outermost(root, lambda _, module: is_loss(module))))
+    # by a regular expression over whole paths
     if isinstance(losses, str):
         try:
             pattern = re.compile(losses)
@@ -108,6 +104,7 @@ def find_losses(root: nn.Module, losses: Selection = "auto") -> list[FoundLoss]:
         if not found:
             raise _no_match(root, f"the regular expression {losses!r}")
         return _describe(root, found)
+    # by name
     modules = dict(root.named_modules(remove_duplicate=False))
     for name in losses:
         if name not in modules or name == "":
@@ -124,6 +121,7 @@ def find_losses(root: nn.Module, losses: Selection = "auto") -> list[FoundLoss]:
 
 
 def _outermost(root: nn.Module, matches: Callable[[str, nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the matching modules that lie in no other matching one, depth first."""
     seen = {id(root)}
     stack = [(name, child) for name, child in root.named_children()][::-1]
     while stack:
@@ -139,8 +137,14 @@ def _outermost(root: nn.Module, matches: Callable[[str, nn.Module], bool]) -> It
 
 
 def _describe(root: nn.Module, found: list[tuple[str, nn.Module]]) -> list[FoundLoss]:
-    inside = {id(inner) for _, module in found for inner in module.modules()}
-    outside = {id(p) for m in root.modules() if id(m) not in inside for p in m.parameters(recurse=False)}
+    """Say of each found module whether it has parameters, and whether they are its own alone."""
+    inside: set[int] = set()
+    for _, module in found:
+        inside.update(map(id, module.modules()))
+    outside: set[int] = set()
+    for module in root.modules():
+        if id(module) not in inside:
+            outside.update(map(id, module.parameters(recurse=False)))
     described = []
     for name, module in found:
         parameters = list(module.parameters())
@@ -155,7 +159,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def _no_match(root: nn.Module, got: str) -> ConfigurationError:
     exist = [
-        f"{name} ({type(unwrap(m)).__name__})"
+        f"{name} ({type(uncompiled(m)).__name__})"
         for name, m in _outermost(root, lambda _, m: is_loss(m))
         if _has_parameters(m)
     ]

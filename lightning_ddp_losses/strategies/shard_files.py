@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.errors import ConfigurationError, InputError
-from lightning_ddp_losses.strategies.sharded_parameters import Owners, Shards
+from lightning_ddp_losses.strategies.sharded_parameters import Owners, ShardedParameters
 
 REST = "rest.ckpt"
 _MARK = "class shard"
 
 
 def is_sharded(path: Any) -> bool:
-    """Whether a checkpoint is a folder that a sharded save has written."""
+    """Say whether a checkpoint is a folder that a sharded save has written."""
     return (Path(path) / REST).is_file()
 
 
@@ -39,22 +39,22 @@ class ShardFiles:
         sharded: Write each rank's part by itself.
     """
 
-    def __init__(self, shards: Shards, *, sharded: bool) -> None:
+    def __init__(self, shards: ShardedParameters, *, sharded: bool) -> None:
         self._shards, self._sharded = shards, sharded
         self._pieces: dict[str, tuple[Tensor, nn.Parameter]] = {}
 
     # ------------------------------------------------------------------ out
 
     def module_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The module's state with the whole of each shard (on rank 0; elsewhere only its shape)."""
+        """Return the module's state with the whole of each shard (on rank 0; elsewhere only its shape)."""
         if self._sharded:
             self._pieces.clear()
         return {name: self._out(f"state_dict/{name}", name, value) for name, value in state.items()}
 
     def completed(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint's module state; what a callback has put there instead (averages) as the whole too. Every rank comes here.
+        """Return a checkpoint's module state; what a callback put there instead (averages) as the whole too. Every rank comes here.
 
-        Communication: one frame where there are shards.
+        Communication: one handshake where there are shards.
         """
         if not self._shards:
             return state
@@ -71,7 +71,7 @@ class ShardFiles:
         return {**state, **{name: self._out("", name, state[name]) for name in parts}}
 
     def optimizer_state(self, optimizer: Any, number: int, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state dict, likewise."""
+        """Return an optimizer's state dict with the whole of what belongs to each shard."""
         if not self._shards:
             return state
         entries = dict(state["state"])
@@ -79,15 +79,16 @@ class ShardFiles:
             name = self._shards.of(parameter)
             if name is None or index not in entries:
                 continue
-            entries[index] = {
-                key: self._out(f"optimizer_states/{number}/{index}/{key}", name, value)
-                if _is_like(value, parameter)
-                else value
-                for key, value in entries[index].items()
-            }
+            # moments have the parameter's shape; step counts and the like do not
+            entry = dict(entries[index])
+            for key, value in entry.items():
+                if _is_like(value, parameter):
+                    entry[key] = self._out(f"optimizer_states/{number}/{index}/{key}", name, value)
+            entries[index] = entry
         return {**state, "state": entries}
 
     def _out(self, key: str, name: str, value: Any) -> Any:
+        """Return what a checkpoint holds of a value: the whole; in a sharded one a mark, and the part is kept for ``write``."""
         if name not in self._shards.parameters or not isinstance(value, Tensor):
             return value
         parameter = self._shards.parameters[name]
@@ -111,7 +112,7 @@ class ShardFiles:
     # ------------------------------------------------------------------ in
 
     def read(self, path: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """A checkpoint's ``state_dict`` or ``optimizer_states`` entries with this rank's part for each mark."""
+        """Return a checkpoint's ``state_dict`` or ``optimizer_states`` entries with this rank's part for each mark."""
         marks = {name: value for name, value in tree.items() if isinstance(value, Mapping) and _MARK in value}
         wanted, parts = {}, {}
         for name, mark in marks.items():
@@ -130,40 +131,42 @@ class ShardFiles:
         return {**tree, **parts}
 
     def own_optimizer_state(self, optimizer: Any, state: dict[str, Any], path: Any) -> dict[str, Any]:
-        """A saved optimizer state with this rank's part of what belongs to a shard."""
+        """Return a saved optimizer state with this rank's part of what belongs to a shard."""
         entries = dict(state["state"])
         for index, parameter in _indexed(optimizer):
             if index not in entries:
                 continue
             name, shard = self._shards.of(parameter), shard_of(parameter)
-            entry = {
-                key: {**value, "of": name} if isinstance(value, Mapping) and _MARK in value else value
-                for key, value in entries[index].items()
-            }
-            entries[index] = entry = self.read(path, entry)
-            if shard is None:
-                continue
-            whole = shard.whole_shape(parameter)
-            entries[index] = {
-                key: torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(shard.own_part(value))
-                if isinstance(value, Tensor) and tuple(value.shape) == whole and value.shape != parameter.shape
-                else value
-                for key, value in entry.items()
-            }
+            # marks: read this rank's part of the parameter they belong to
+            entry = dict(entries[index])
+            for key, value in entry.items():
+                if isinstance(value, Mapping) and _MARK in value:
+                    entry[key] = {**value, "of": name}
+            entry = self.read(path, entry)
+            # wholes: cut this rank's part out
+            if shard is not None:
+                whole_shape = shard.whole_shape(parameter)
+                for key, value in entry.items():
+                    if isinstance(value, Tensor) and tuple(value.shape) == whole_shape != tuple(parameter.shape):
+                        part = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                        entry[key] = part.copy_(shard.own_part(value))
+            entries[index] = entry
         return {**state, "state": entries}
 
     # ------------------------------------------------------------------ torch.distributed.checkpoint
 
     def _whole_view(self, part: Tensor, parameter: nn.Parameter) -> Tensor:
-        """This rank's part as a piece of the whole, for torch.distributed.checkpoint."""
+        """Return this rank's part as a piece of the whole, for torch.distributed.checkpoint."""
         shard = shard_of(parameter)
         assert shard is not None
-        world = process_groups.world_size()
         if not process_groups.is_distributed():
             return part
-        if shard != ClassShard.of_rank(
-            shard.num_classes, world, process_groups.rank(), dim=shard.dim, per_class=shard.per_class
-        ):
+        # a DTensor knows one way to divide: that over all ranks
+        world_size, rank = process_groups.world_size(), process_groups.rank()
+        over_all_ranks = ClassShard.of_rank(
+            shard.num_classes, world_size, rank, dim=shard.dim, per_class=shard.per_class
+        )
+        if shard != over_all_ranks:
             raise ConfigurationError(
                 "sharded_checkpoints",
                 expected="classes divided over all ranks",
@@ -177,23 +180,24 @@ class ShardFiles:
 
 
 def assemble(part: Tensor, shard: ClassShard, owners: Owners) -> Tensor:
-    """The whole, on rank 0; a tensor of its shape without memory on the others.
+    """Return the whole, on rank 0; a tensor of its shape without memory on the others.
 
     Communication: each rank sends its part to rank 0.
     """
     shape, rank = shard.whole_shape(part), process_groups.rank()
-    whole = torch.empty(shape, dtype=part.dtype, device=part.device if rank == 0 else "meta")
+    device = part.device if rank == 0 else torch.device("meta")
+    whole = torch.empty(shape, dtype=part.dtype, device=device)
     for owner, block in owners:
-        if rank not in (0, owner):
-            continue
-        wanted = list(shape)
-        wanted[block.dim] = block.classes * block.per_class
-        if owner == 0:
-            block.own_part(whole).copy_(part) if rank == 0 else None
+        # 1. rank 0 has its own
+        if rank == 0 == owner:
+            block.own_part(whole).copy_(part)
+        # 2. and gets the others'
+        elif rank == 0:
+            wanted = list(shape)
+            wanted[block.dim] = block.classes * block.per_class
+            block.own_part(whole).copy_(raw_collectives.receive(wanted, part, owner))
         elif rank == owner:
             raw_collectives.send(part, 0)
-        else:
-            block.own_part(whole).copy_(raw_collectives.receive(wanted, part, owner))
     return whole
 
 
@@ -207,7 +211,8 @@ def refuse_other_sizes(module: nn.Module, state: Mapping[str, Any]) -> None:
         shard, value = shard_of(parameter), state.get(name)
         if shard is None or value is None:
             continue
-        got = tuple(value["shape"]) if isinstance(value, Mapping) else tuple(value.shape)
+        saved_shape = value["shape"] if isinstance(value, Mapping) else value.shape
+        got = tuple(saved_shape)
         if got != shard.whole_shape(parameter):
             raise InputError(
                 f"checkpoint: {name}",
@@ -218,12 +223,15 @@ def refuse_other_sizes(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _indexed(optimizer: Any) -> list[tuple[int, nn.Parameter]]:
-    """Parameters with the numbers that ``state_dict`` gives them."""
-    return list(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    """Return parameters with the numbers that ``state_dict`` gives them."""
+    parameters: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return list(enumerate(parameters))
 
 
 def _is_part(value: Any, parameter: Tensor) -> bool:
-    """Whether this is what one rank holds, and not the whole."""
+    """Say whether this is what one rank holds, and not the whole."""
     shard = shard_of(parameter)
     assert shard is not None
     return _is_like(value, parameter) and tuple(value.shape) != shard.whole_shape(parameter)

@@ -1,101 +1,92 @@
-"""`DividedWeights`: Lightning's DDP strategy, with parameters of which each rank holds its own classes.
+"""`ShardedDDP`: what a DDP strategy does about parameters of which each rank holds its own classes.
 
-Between DDP and `DDPLossStrategy`: what there is to do about shards at set-up, after backward and in checkpoints.
+At set-up, after backward and in checkpoints; the strategy has one and asks it from its hooks.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.optim import Optimizer
 
+from lightning_ddp_losses.core.compat import unwrapped_optimizer
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.shard import Shardable
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies import ddp_setup
 from lightning_ddp_losses.strategies.shard_files import REST, ShardFiles, is_sharded, refuse_other_sizes
-from lightning_ddp_losses.strategies.sharded_parameters import Shards, divide, unshared
+from lightning_ddp_losses.strategies.sharded_parameters import ShardedParameters, excluding_shards, shard_losses
+
+ParametersOf = Callable[[nn.Module], Mapping[str, nn.Parameter]]
+"""The parameters that checkpoints of a module hold, by name."""
 
 
-class DividedWeights(DDPStrategy):
-    """DDP that divides class weights over the ranks and puts them together in checkpoints.
+class ShardedDDP:
+    """Shards class weights over the ranks, and puts them together in checkpoints.
 
     Args:
         sharded_checkpoints: Write each rank's part by itself.
-        **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
+        parameters_of: Which parameters checkpoints hold.
     """
 
-    def __init__(self, *, sharded_checkpoints: bool = False, **ddp_kwargs: Any) -> None:
-        super().__init__(**ddp_kwargs)
-        self._sharded_checkpoints = sharded_checkpoints
+    def __init__(self, parameters_of: ParametersOf, *, sharded_checkpoints: bool) -> None:
+        self._parameters_of, self._sharded_checkpoints = parameters_of, sharded_checkpoints
         self._loaded_from: Any = None
-        self._shards: Shards | None = None
+        self._shards: ShardedParameters | None = None
         self._files: ShardFiles | None = None
 
-    @property
-    def _plain(self) -> bool:
-        return False
+    # ------------------------------------------------------------------ set-up and steps
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the next backward reduces gradients: not on a step that only accumulates."""
-        return True
-
-    def meet_shards(self) -> ShardFiles:
-        """Divide the classes of losses that can be divided, once the ranks exist."""
+    def setup_shards(self, module: LightningModule) -> ShardFiles:
+        """Shard the losses that can be sharded, once the ranks exist; once per fit."""
         if self._files is None:
-            module = self.lightning_module
-            assert module is not None
-            divide(module)
-            self._shards = Shards(module, self._own_parameters())
+            shard_losses(module)
+            self._shards = ShardedParameters(module, self._parameters_of(module).items())
             self._files = ShardFiles(self._shards, sharded=self._sharded_checkpoints)
         return self._files
 
-    def setup(self, trainer: pl.Trainer) -> None:
-        """Divide, set up, and keep the parts out of every broadcast."""
-        module = self.lightning_module
-        assert module is not None
-        if self._plain:
-            self._refuse_shards(module)
-            super().setup(trainer)
-            return
-        self.meet_shards()
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        with contextlib.nullcontext() if fitting else unshared(module, ddp_setup.ignoring):
-            super().setup(trainer)
-        if fitting:
-            self._install_shards()
+    def setup_new_shards(self, module: LightningModule, optimizers: Sequence[Optimizer], precision_plugin: Any) -> None:
+        """Shard and install once more, after losses were registered in the middle of set-up."""
+        self.remove()
+        self.setup_shards(module)
+        self.install(optimizers, precision_plugin)
 
-    def _install_shards(self) -> None:
+    def install(self, optimizers: Sequence[Optimizer], precision_plugin: Any) -> None:
+        """Let optimizers and gradient clipping treat shards as parts of a whole."""
         if self._shards:
-            self._shards.attach(self.optimizers)
-            self._shards.install_clipping(self.precision_plugin)
+            self._shards.attach(optimizers)
+            self._shards.install_clipping(precision_plugin)
 
-    def meet_new_shards(self) -> None:
-        """Divide and install once more, after losses were registered in the middle of set-up."""
+    def share_overflow(self, precision_plugin: Any) -> None:
+        """Let a gradient that overflowed on one rank count on all, where a scaler looks at it."""
+        if self._shards and getattr(precision_plugin, "scaler", None) is not None:
+            self._shards.share_overflow()
+
+    def remove(self) -> None:
+        """Take back what was installed."""
         if self._shards is not None:
             self._shards.remove()
-        self._files = None
-        self.meet_shards()
-        self._install_shards()
-
-    def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that checkpoints hold."""
-        assert self.lightning_module is not None
-        return self.lightning_module.named_parameters()
-
-    def _own_state(self) -> dict[str, Any]:
-        """The state that checkpoints hold, what is divided as this rank has it."""
-        return super().lightning_module_state_dict()
+        self._shards = self._files = None
 
     @staticmethod
-    def _refuse_shards(module: pl.LightningModule) -> None:
+    @contextlib.contextmanager
+    def excluded(module: nn.Module) -> Iterator[None]:
+        """Keep the shards out of a broadcast of the module's states."""
+        with excluding_shards(module, ddp_setup.ignoring):
+            yield
+
+    @staticmethod
+    def refuse_shards(module: nn.Module) -> None:
+        """Refuse losses that shard themselves where the strategy is plain DDP.
+
+        Raises:
+            ConfigurationError: naming them.
+        """
         found = [name for name, inner in module.named_modules() if isinstance(inner, Shardable)]
         if found:
             raise ConfigurationError(
@@ -105,72 +96,67 @@ class DividedWeights(DDPStrategy):
                 fix="Plain DDP would broadcast one rank's rows to all; leave losses at 'auto'.",
             )
 
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """Let a gradient that overflowed on one rank count on all."""
-        super().post_backward(closure_loss)
-        if self._shards and self.sync_gradients and getattr(self.precision_plugin, "scaler", None) is not None:
-            self._shards.share_overflow()
+    # ------------------------------------------------------------------ checkpoints, out
 
-    def teardown(self) -> None:
-        """Take back what was installed."""
-        if self._shards is not None:
-            self._shards.remove()
-        self._shards = self._files = None
-        super().teardown()
+    def module_state(self, module: LightningModule, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the module's state with the whole of what is sharded."""
+        return self.setup_shards(module).module_state(state)
 
-    # ------------------------------------------------------------------ checkpoints
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The plain module's state, with the whole of what is divided."""
-        state = self._own_state()
-        return state if self._plain else self.meet_shards().module_state(state)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """An optimizer's state, that of divided weights as the whole."""
-        state: dict[str, Any] = super().optimizer_state(optimizer)
-        if self._plain or "state" not in state:
+    def optimizer_state(
+        self, module: LightningModule, optimizer: Any, optimizers: Sequence[Optimizer], state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return an optimizer's state, that of sharded weights as the whole."""
+        if "state" not in state:
             return state
-        inner = getattr(optimizer, "_optimizer", optimizer)
-        number = next(i for i, known in enumerate(self.optimizers) if known is inner)
-        return self.meet_shards().optimizer_state(inner, number, state)
+        inner = unwrapped_optimizer(optimizer)
+        number = next(i for i, known in enumerate(optimizers) if known is inner)
+        return self.setup_shards(module).optimizer_state(inner, number, state)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a file, or a folder of shards."""
-        rest = super().save_checkpoint
-        if not self._plain:
-            checkpoint = {**checkpoint, "state_dict": self.meet_shards().completed(checkpoint["state_dict"])}
+    def save(
+        self,
+        module: LightningModule,
+        checkpoint: dict[str, Any],
+        path: Any,
+        write: Callable[[dict[str, Any], Any], None],
+    ) -> None:
+        """Write a file, or a folder of shards.
+
+        Args:
+            module: The LightningModule.
+            checkpoint: As Lightning collected it.
+            path: Of the file or folder.
+            write: Writes a checkpoint to a file.
+        """
+        files = self.setup_shards(module)
+        checkpoint = {**checkpoint, "state_dict": files.completed(checkpoint["state_dict"])}
         if self._sharded_checkpoints and self._shards:
-            self.meet_shards().write(filepath, lambda path: rest(checkpoint, path, storage_options))
+            files.write(path, lambda rest: write(checkpoint, rest))
         else:
-            rest(checkpoint, filepath, storage_options)
+            write(checkpoint, path)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file, or what is not divided of a folder of shards."""
-        self._loaded_from = checkpoint_path if is_sharded(checkpoint_path) else None
-        path = checkpoint_path if self._loaded_from is None else Path(checkpoint_path) / REST
-        return super().load_checkpoint(path, weights_only=weights_only)
+    # ------------------------------------------------------------------ checkpoints, in
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load, this rank's part of what is divided; a checkpoint of other sizes before anything is loaded."""
-        module = self.lightning_module
-        assert module is not None
-        if self._plain:
-            super().load_model_state_dict(checkpoint, strict=strict)
-            return
+    def file_to_load(self, path: Any) -> Any:
+        """Return the file that Lightning shall load, of a folder of shards the rest; the shards are read later."""
+        self._loaded_from = path if is_sharded(path) else None
+        return path if self._loaded_from is None else Path(path) / REST
+
+    def own_module_state(self, module: LightningModule, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a loaded state with this rank's part of what is sharded.
+
+        Raises:
+            DDPLossError: on every rank, for a checkpoint of other sizes, before anything is loaded.
+        """
         try:
-            files = self.meet_shards()
-            refuse_other_sizes(module, checkpoint["state_dict"])
+            files = self.setup_shards(module)
+            refuse_other_sizes(module, state)
         except Exception as error:
             handshake.raise_on_all_ranks(error, "loading a checkpoint")
-        state = files.read(self._loaded_from, checkpoint["state_dict"])
-        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
+        return files.read(self._loaded_from, state)
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load, this rank's part of what belongs to divided weights."""
-        if self._plain:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        files, states = self.meet_shards(), checkpoint["optimizer_states"]
-        pairs = zip(self.optimizers, states, strict=False)
-        own = [files.own_optimizer_state(optimizer, state, self._loaded_from) for optimizer, state in pairs]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own})
+    def own_optimizer_states(
+        self, module: LightningModule, optimizers: Iterable[Optimizer], states: Iterable[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return loaded optimizer states with this rank's part of what belongs to sharded weights."""
+        files, pairs = self.setup_shards(module), zip(optimizers, states, strict=False)
+        return [files.own_optimizer_state(optimizer, state, self._loaded_from) for optimizer, state in pairs]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -27,15 +28,15 @@ Owners = list[tuple[int, ClassShard]]
 _OF_WHOLE_WEIGHTS = frozenset({"adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"})
 
 
-def divide(module: nn.Module) -> None:
+def shard_losses(module: nn.Module) -> None:
     """Let every loss that can divide its classes over the ranks do so; all ranks come here."""
     for inner in module.modules():
         if isinstance(inner, Shardable):
             inner.shard_classes()
 
 
-class Shards:
-    """The class shards of a module.
+class ShardedParameters:
+    """Knows the class shards of a module, and lets what follows backward treat them as one weight.
 
     Args:
         module: The live LightningModule, its losses divided.
@@ -49,7 +50,7 @@ class Shards:
         RankMismatchError: on every rank, when the blocks of a parameter leave classes out or overlap.
         ConfigurationError: on every rank, for gradient clipping of the user's own, which would see one rank's rows.
 
-    Communication: one frame where there are shards.
+    Communication: one handshake where there are shards.
     """
 
     def __init__(self, module: pl.LightningModule, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -62,12 +63,15 @@ class Shards:
         self._restore: list[Callable[[], None]] = []
         if not tagged:
             return
+        # every rank learns who holds which classes
         own = [[name, s.start, s.stop, s.num_classes, s.dim, s.per_class] for name, (_, s) in tagged.items()]
-        everyone = [json.loads(p) for p in handshake.all_gather("class shards", {}, json.dumps(own).encode())]
+        payloads = handshake.all_gather("class shards", {}, json.dumps(own).encode())
+        rows = [json.loads(payload) for payload in payloads]
         for index, name in enumerate(tagged):
-            column = [ClassShard(*row[index][1:]) for row in everyone]
-            self.owners[name] = _tile(name, column)
+            column = [ClassShard(*row[index][1:]) for row in rows]
+            self.owners[name] = _owners_of_blocks(name, column)
             self._replicas[name] = sum(s.classes for s in column) // column[0].num_classes
+        # a user's own clipping would see one rank's rows
         if process_groups.world_size() > 1 and is_overridden("configure_gradient_clipping", module):
             raise ConfigurationError(
                 "configure_gradient_clipping",
@@ -81,7 +85,7 @@ class Shards:
         return bool(self.parameters)
 
     def of(self, parameter: Tensor) -> str | None:
-        """The name of a shard, None for another parameter."""
+        """Return the name of a shard, None for another parameter."""
         return next((name for name, p in self.parameters.items() if p is parameter), None)
 
     def attach(self, optimizers: Iterable[Any]) -> None:
@@ -91,18 +95,22 @@ class Shards:
             ConfigurationError: on every rank, for one that computes with a weight as a whole.
         """
         for optimizer in optimizers:
-            self._refuse_whole(optimizer)
+            self._refuse_optimizer_of_whole_weights(optimizer)
         for inner in self._module.modules():
             if isinstance(inner, Shardable):
                 for optimizer in optimizers:
                     inner.attach(optimizer)
 
-    def _refuse_whole(self, optimizer: Any) -> None:
+    def _refuse_optimizer_of_whole_weights(self, optimizer: Any) -> None:
         name = type(optimizer).__name__
-        held = [p for group in optimizer.param_groups for p in group["params"] if self.of(p) is not None]
-        if held and process_groups.world_size() > 1 and name.lower() in _OF_WHOLE_WEIGHTS:
+        if process_groups.world_size() == 1 or name.lower() not in _OF_WHOLE_WEIGHTS:
+            return
+        stepped: list[str] = []
+        for group in optimizer.param_groups:
+            stepped += filter(None, map(self.of, group["params"]))
+        if stepped:
             raise ConfigurationError(
-                f"optimizer of {self.of(held[0])}",
+                f"optimizer of {stepped[0]}",
                 expected="one that treats each number by itself (SGD, Adam, ...): a rank holds some of the rows",
                 got=f"{name}, which computes with the weight as a whole",
                 fix="Give the divided weight an optimizer of its own, or leave ClassShardedLoss out.",
@@ -119,11 +127,13 @@ class Shards:
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         if not grads or process_groups.world_size() == 1:
             return
+        # 1. which shards overflowed, on any rank; a rank may hold no rows of one
         sizes = [torch.linalg.vector_norm(g, ord=torch.inf) if g.numel() else g.new_zeros(()) for g in grads]
-        own = torch.stack([(~torch.isfinite(s)).float() for s in sizes])
-        bad = raw_collectives.sum_over_ranks(own, None) > 0
-        for grad, flag in zip(grads, bad, strict=True):
-            first = grad.view(-1)[:1] if grad.is_contiguous() else grad[:1, :1]
+        own = torch.stack([(~torch.isfinite(size)).float() for size in sizes])
+        overflowed = raw_collectives.sum_over_ranks(own, None) > 0
+        # 2. their first entry shows it, without waiting for the device
+        for grad, flag in zip(grads, overflowed, strict=True):
+            first = grad[(slice(1),) * grad.ndim]
             first.copy_(torch.where(flag, torch.inf, first))
 
     # ------------------------------------------------------------------ clipping
@@ -132,7 +142,7 @@ class Shards:
         """Let the precision plugin clip by the norm over the rows of all ranks."""
 
         def clip(optimizer: Any, clip_val: float) -> None:
-            self._clip(list(plugin.main_params(optimizer)), float(clip_val))
+            self._clip_(list(plugin.main_params(optimizer)), float(clip_val))
 
         plugin.clip_grad_by_norm = clip
         self._restore.append(lambda: plugin.__dict__.pop("clip_grad_by_norm", None))
@@ -143,42 +153,49 @@ class Shards:
             undo()
         self._restore.clear()
 
-    def _clip(self, parameters: list[nn.Parameter], limit: float) -> None:
-        """As ``torch.nn.utils.clip_grad_norm_`` in one process that holds every class."""
+    def _clip_(self, parameters: list[nn.Parameter], limit: float) -> None:
+        """Clip as ``torch.nn.utils.clip_grad_norm_`` does in one process that holds every class."""
         grads = [(p.grad, self.of(p)) for p in parameters if p.grad is not None]
         if not grads:
             return
-        device = grads[0][0].device
-        equal = [torch.linalg.vector_norm(g).to(device) for g, name in grads if name is None]
-        total = torch.stack(equal).square().sum() if equal else torch.zeros((), device=device)
-        held = torch.zeros_like(total)
+        # 1. squares of what is equal on all ranks, and of this rank's rows (once for all their replicas)
+        equal = torch.zeros((), device=grads[0][0].device)
+        own_rows = torch.zeros_like(equal)
         for grad, name in grads:
-            if name is not None:
-                held += torch.linalg.vector_norm(grad).to(device).square() / self._replicas[name]
-        norm = (total + raw_collectives.sum_over_ranks(held.reshape(1), None)[0]).sqrt()
+            square = torch.linalg.vector_norm(grad).to(equal.device).square()
+            if name is None:
+                equal = equal + square
+            else:
+                own_rows = own_rows + square / self._replicas[name]
+        # 2. the norm of the whole
+        rows_of_all_ranks = raw_collectives.sum_over_ranks(own_rows.reshape(1), None)[0]
+        norm = (equal + rows_of_all_ranks).sqrt()
+        # 3. scale, as torch does
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         for grad, _ in grads:
             grad.mul_(factor.to(grad.device))
 
 
 @contextlib.contextmanager
-def unshared(module: nn.Module, ignoring: Callable[..., Any]) -> Iterator[None]:
+def excluding_shards(module: nn.Module, ignoring: Callable[..., Any]) -> Iterator[None]:
     """Keep the shards out of a broadcast of the module's states."""
     names = {name for name, p in module.named_parameters() if shard_of(p) is not None}
     with ignoring(module, names) if names else contextlib.nullcontext():
         yield
 
 
-def _tile(name: str, column: list[ClassShard]) -> Owners:
-    """One holder per block; the blocks must follow each other from the first class to the last."""
+def _owners_of_blocks(name: str, column: list[ClassShard]) -> Owners:
+    """Return one holder per block; the blocks must follow each other from the first class to the last."""
     blocks: dict[tuple[int, int], int] = {}
     for rank, shard in enumerate(column):
         if shard.classes:
             blocks.setdefault((shard.start, shard.stop), rank)
+    # each block ends where the next begins, on as many ranks as every other
     edges, whole = sorted(blocks), column[0].num_classes
-    starts, stops = [0, *(stop for _, stop in edges)], [*(start for start, _ in edges), whole]
-    copies = {sum((s.start, s.stop) == edge for s in column) for edge in edges}
-    if starts != stops or len(copies) > 1 or any(s.num_classes != whole for s in column):
+    ends = [0, *(stop for _, stop in edges)]
+    beginnings = [*(start for start, _ in edges), whole]
+    holders = Counter((shard.start, shard.stop) for shard in column if shard.classes)
+    if ends != beginnings or len(set(holders.values())) > 1 or any(s.num_classes != whole for s in column):
         raise RankMismatchError(
             f"classes of `{name}`",
             expected=f"each of {whole} classes on one rank (on as many as every other class)",

@@ -17,12 +17,12 @@ from tests.strategies.scenarios import Alternating, OrderByRank
 
 def fit_as_on_an_accelerator(make: type[Job], **options: Any) -> dict[str, Tensor]:
     """Nothing is read back from the device there: flags travel from host to host."""
-    ride = LossReducer.__dict__["_flags_ride"]
-    LossReducer._flags_ride = staticmethod(lambda managed: False)  # type: ignore[method-assign]
+    before = LossReducer.__dict__["_flags_in_bucket"]
+    LossReducer._flags_in_bucket = staticmethod(lambda parameters: False)  # type: ignore[method-assign]
     try:
         return fit(make, **options)
     finally:
-        LossReducer._flags_ride = ride
+        LossReducer._flags_in_bucket = before
 
 
 @pytest.mark.parametrize("job", [Job, Alternating, OrderByRank], ids=lambda job: job.__name__)
@@ -104,8 +104,63 @@ class UsedEarlierOnOneRank(UsedEarlier):
         return 0.01 * weight.sum()
 
 
+class HalfUsedEarlier(UsedEarlier):
+    """What one process trains for: half of the rows see the weight there, as those of rank 1 do."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        half, fixed = len(labels) // 2, self.loss.W.detach()
+        shifts = [0.01 * weight.sum() for weight in (fixed, self.loss.W if index else fixed)]
+        rows = torch.cat([features[:half] + shifts[0], features[half:] + shifts[1]])
+        return self.loss(self.encoder(rows), labels)
+
+
+@pytest.mark.parametrize("run", [fit, fit_as_on_an_accelerator])
+def test_a_weight_that_is_used_earlier_on_one_rank_only(pool: RankPool, run: Any) -> None:
+    expected = fit_alone(HalfUsedEarlier)
+    for state in pool.run(2, run, UsedEarlierOnOneRank):
+        assert_close(state, expected)
+
+
+class GrowsByHook(Job):
+    """A hook adds to the loss's gradient when backward comes to the encoder's first weight, after the gradient was packed."""
+
+    ranks: tuple[int, ...] = (0, 1, 2)
+
+    def on_train_start(self) -> None:
+        if self.global_rank in self.ranks:
+            self.encoder[0].weight.register_post_accumulate_grad_hook(self.grow)
+
+    def grow(self, _: Tensor) -> None:
+        if self.trainer.global_step > 0:
+            self.loss.W.grad.add_(0.01)
+
+
+class GrowsByHookOnRankOne(GrowsByHook):
+    """... before a second backward of the same step, where the ranks meet again."""
+
+    ranks = (1,)
+
+    def __init__(self, loss: str = "ArcFaceLoss", optimizer: str = "sgd") -> None:
+        super().__init__(loss, optimizer)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for _ in range(2):
+            self.manual_backward(self.objective(*batch, index))
+        optimizer.step()
+
+
+def test_a_gradient_that_grows_after_its_loss_on_all_ranks(pool: RankPool) -> None:
+    expected = fit_alone(GrowsByHook)
+    for world_size in (2, 3):
+        for state in pool.run(world_size, fit, GrowsByHook):
+            assert_close(state, expected)
+
+
 def test_a_gradient_that_grows_on_one_rank_only(pool: RankPool) -> None:
-    errors = pool.errors(2, fit, UsedEarlierOnOneRank)
+    errors = pool.errors(2, fit, GrowsByHookOnRankOne)
     assert len({error.message for error in errors}) == 1
     assert errors[0].is_a("RankMismatchError")
     assert "gradients that grew after their losses" in errors[0].message

@@ -64,8 +64,9 @@ def yaml_strategy(arguments: dict[str, Any]) -> DDPLossStrategy:
 def compare_yaml_and_python(arguments: dict[str, Any], python: dict[str, Any]) -> None:
     ours, theirs = yaml_strategy(arguments), strategy_of(python)
     make_trainer(theirs).fit(Job(), loader(dist.get_world_size(), dist.get_rank()))
-    private = ("_selection", "_adopt", "_check_calls", "_reduce_dtype", "_ddp_kwargs", "_timeout", "_start_method")
+    private = ("_selection", "_check_calls", "_wire_dtype", "_ddp_kwargs", "_timeout", "_start_method")
     assert {name: getattr(ours, name) for name in private} == {name: getattr(theirs, name) for name in private}
+    assert ours._adoption.enabled == theirs._adoption.enabled
 
 
 # Lightning's CLI calls jsonargparse by names that jsonargparse deprecates
@@ -168,3 +169,10 @@ def test_no_losses_is_plain_ddp_bit_for_bit(pool: RankPool, world_size: int, acc
 def test_options_that_cannot_work_are_refused_at_once(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="expected"):
         DDPLossStrategy(**options)
+
+
+def test_an_option_by_position_still_works_and_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"DDPLossStrategy\(adopt=\.\.\., check_calls=\.\.\.\)"):
+        strategy = DDPLossStrategy(["loss"], True, False)
+    assert (strategy._selection, strategy._adoption.enabled, strategy._check_calls) == (["loss"], True, False)
+    assert DDPLossStrategy(["loss"])._selection == ["loss"]

@@ -1,6 +1,6 @@
-"""How gradients travel: alone, in their own memory; packed, in one reduction; aboard the frame. The same comes of it.
+"""How gradients travel: each in its own memory; packed, in one reduction; inline in the handshake. The same comes of it.
 
-Those of the test jobs are small: elsewhere they ride in the frame. Here every gradient counts as large, or finds no room there.
+Those of the test jobs are small: elsewhere they are inline. Here every gradient counts as large, or finds no room there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, Strategy, fit, fit_alone
 from tests.strategies.scenarios import Alternating, OrderByRank
-from tests.strategies.test_gradient_flags import Partial, Sparse, UsedEarlier, UsedEarlierOnOneRank
+from tests.strategies.test_gradient_flags import (
+    GrowsByHookOnRankOne,
+    HalfUsedEarlier,
+    Partial,
+    Sparse,
+    UsedEarlier,
+    UsedEarlierOnOneRank,
+)
 from tests.strategies.test_manual import TwoForwardsThenTwoBackwards
 
 
@@ -58,13 +65,12 @@ def test_manual_optimisation(pool: RankPool, run: Callable[..., Any]) -> None:
         assert_close(state, expected)
 
 
-@pytest.mark.parametrize("run", [fit_large, fit_packed, fit], ids=["large", "packed", "aboard"])
+@pytest.mark.parametrize("run", [fit_large, fit_packed, fit], ids=["large", "packed", "inline"])
 @pytest.mark.parametrize(
     ("job", "strategy", "words"),
     [
         (Partial, {}, ("`loss.W`", "rank 1: no gradient")),
         (Sparse, {"losses": ["loss", "centres"]}, ("`centres.weight`", "rank 1: sparse")),
-        (UsedEarlierOnOneRank, {}, ("rank 1: gradients that grew after their losses (parameters=loss.W)",)),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -76,6 +82,21 @@ def test_errors_leave_nothing_on_the_wire(
     assert len({message for message, _ in outcomes}) == 1
     for message, state in outcomes:
         assert all(word in message for word in words), message
+        assert_close(state, expected)
+
+
+@WAYS
+def test_a_weight_that_is_used_earlier_on_one_rank_only(pool: RankPool, run: Callable[..., Any]) -> None:
+    expected = fit_alone(HalfUsedEarlier)
+    for state in pool.run(2, run, UsedEarlierOnOneRank):
+        assert_close(state, expected)
+
+
+def test_one_that_grows_on_one_rank_leaves_nothing_on_the_wire(pool: RankPool) -> None:
+    outcomes = pool.run(2, fail_then_fit, fit, GrowsByHookOnRankOne, {})
+    expected = fit_alone(Job)
+    for message, state in outcomes:
+        assert "rank 1: gradients that grew after their losses (parameters=loss.W)" in message
         assert_close(state, expected)
 
 

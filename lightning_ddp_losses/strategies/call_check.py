@@ -1,0 +1,230 @@
+"""The call check: one handshake in each synchronising backward, which says what losses ran on each rank, how often, on how many rows.
+
+It is exchanged at one point: before the first gradients of the model can leave, and wait for a peer that does not come. A hook on the
+model's parameters, which runs before DDP's own, finds it; without such gradients it is the end of autograd's backward. (What a loss
+exchanges in its own backward opens with a handshake too, so ranks that are at different places meet there.)
+
+By then backward has passed through the losses: what came back into their global values travels along and is compared before
+anything is reduced; a rank whose loss failed in backward is met here by its peers. Payloads of checks travel along too, and the losses'
+gradients where they are few bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradRecorder
+from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
+from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameter, ReducedParameters
+
+_CALL = struct.Struct("<IQ?")  # calls, rows, whether a gradient is there already
+_SIZE = struct.Struct("<I")
+
+
+class CallCounter(Protocol):
+    """What the call check needs of a loss's forward patch."""
+
+    loss: FoundLoss
+    sees_global_batch: bool
+    calls: int
+    rows: int
+
+    def reset(self) -> None:
+        """Forget the calls so far."""
+
+
+class AttachedPayload(NamedTuple):
+    """Bytes of a check that travel along.
+
+    Attributes:
+        measure: This rank's bytes; must not raise.
+        judge: Gets the bytes of all ranks in rank order; what it raises must be the same on all ranks.
+    """
+
+    measure: Callable[[], bytes]
+    judge: Callable[[list[bytes]], None]
+
+
+@dataclass
+class Calls:
+    """What the ranks said of their calls since the last synchronising backward.
+
+    Attributes:
+        parameters: Those that the strategy reduces, as they are in this backward.
+        expected: Per loss, whether its parameters may hold gradients.
+        uneven: By title of a loss with differing rows, the rows of each rank.
+    """
+
+    parameters: list[ReducedParameter]
+    expected: list[bool] = field(default_factory=list)
+    uneven: dict[str, list[int]] = field(default_factory=dict)
+
+
+class _Prepared(NamedTuple):
+    """A handshake that has yet to leave."""
+
+    must_match: Mapping[str, object]
+    payload: bytes
+    parameters: list[ReducedParameter]
+    new_parameters: list[ReducedParameter]
+
+
+class CallCheck:
+    """Compares the ranks' calls in each synchronising backward.
+
+    Args:
+        parameters: Those that the strategy reduces.
+        reducer: Reduces them, and may send few bytes along.
+        counters: The calls of each loss.
+        first_bucket: Bytes of gradient of which the model's DDP sends nothing before all are ready.
+
+    Communication: one handshake per synchronising backward, one more in a step in which parameters appeared.
+    """
+
+    def __init__(
+        self,
+        parameters: ReducedParameters,
+        reducer: LossReducer,
+        counters: Sequence[CallCounter],
+        first_bucket: int = 0,
+    ) -> None:
+        self._parameters, self._reducer = parameters, reducer
+        self._counters, self._first_bucket = list(counters), first_bucket
+        self._attached: list[AttachedPayload] = []
+        self._upstream_grads = UpstreamGradRecorder()
+        self._prepared: _Prepared | None = None
+        self._calls: Calls | None = None
+        self._ready_bytes = 0
+        # a gradient reaches this hook before it reaches DDP
+        self._hooks: list[RemovableHandle] = [
+            p.register_hook(partial(self._on_gradient, p.nbytes))  # type: ignore[no-untyped-call]
+            for p in parameters.elsewhere.values()
+        ]
+
+    def remove(self) -> None:
+        """Leave no hook behind."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def attach(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> None:
+        """Let a check's bytes travel along."""
+        self._attached.append(AttachedPayload(measure, judge))
+
+    def start(self, step: int) -> None:
+        """Prepare the handshake of a synchronising backward: what ran on this rank; counts start again from zero."""
+        parameters = self._parameters.now()
+        new = self._parameters.find_new(parameters)
+        must_match = {
+            "step": step,
+            "trainable parameters outside the model's DDP": self._parameters.describe(parameters),
+            "new parameters": ", ".join(p.name for p in new) or "none",
+        }
+        called = [counter.calls > 0 for counter in self._counters]
+        self._reducer.start_backward(parameters, called)
+        has_grad = {p.owner for p in parameters if p.parameter.grad is not None}
+        payload = b"".join(_CALL.pack(c.calls, c.rows, i in has_grad) for i, c in enumerate(self._counters))
+        for counter in self._counters:
+            counter.reset()
+        for attached in self._attached:
+            payload += _sized(attached.measure())
+        self._prepared, self._calls, self._ready_bytes = _Prepared(must_match, payload, parameters, new), None, 0
+        # what came back into global values by then travels along
+        self._upstream_grads.start()
+
+    def _on_gradient(self, num_bytes: int, _: Tensor) -> None:
+        if self._prepared is not None:
+            self._ready_bytes += num_bytes
+            if self._ready_bytes >= self._first_bucket:
+                self.exchange()
+
+    def exchange(self) -> None:
+        """Swap handshakes with all ranks, once per backward.
+
+        Raises:
+            LossCallError: on every rank, when a learnable loss ran on some ranks only.
+            RankMismatchError: on every rank, when parameters differ by name, shape or dtype, when the ranks weigh a global value
+                differently, or when a parameter created after the wrap does not start equal.
+        """
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            return
+        own = prepared.payload + _sized(self._upstream_grads.take().encode()) + self._reducer.pack_inline()
+        payloads = handshake.all_gather("backward", prepared.must_match, own)
+        self._calls = self._compare(payloads, prepared.parameters)
+        if prepared.new_parameters:
+            self._parameters.admit(prepared.new_parameters)
+
+    def finish(self) -> Calls | None:
+        """Return what the ranks said, exchanged now if backward met nobody; None where no handshake was prepared."""
+        self.exchange()
+        calls, self._calls = self._calls, None
+        return calls
+
+    def _compare(self, payloads: Sequence[bytes], parameters: list[ReducedParameter]) -> Calls:
+        rows, attached, upstream_grads, gradients = zip(*map(self._split, payloads), strict=True)
+        table = [list(_CALL.iter_unpack(row)) for row in rows]
+        calls = Calls(parameters)
+        missing: list[str] = []
+        for index, counter in enumerate(self._counters):
+            counts, num_rows, grads = zip(*(of_rank[index] for of_rank in table), strict=True)
+            calls.expected.append(any(counts) or any(grads))
+            if counter.loss.learnable and any(counts) and not all(counts):
+                missing.append(_missing_text(counter.loss.title, counts, num_rows))
+            elif len(set(num_rows)) > 1 and not counter.sees_global_batch:
+                calls.uneven[counter.loss.title] = list(num_rows)
+        if missing:
+            fix = "Call it on every rank (times 0 where it should not count), or decide on all ranks together."
+            raise LossCallError("\n".join([*missing, fix]), collective=True)
+        refuse_other_upstream_grads([text.decode() for text in upstream_grads])
+        for payload, column in zip(self._attached, zip(*attached, strict=True), strict=True):
+            payload.judge(list(column))
+        self._reducer.receive_inline(gradients)
+        return calls
+
+    def _split(self, payload: bytes) -> tuple[bytes, list[bytes], bytes, bytes]:
+        """Take a rank's payload apart: its calls, the attached bytes, what came back into global values, gradients."""
+        offset = _CALL.size * len(self._counters)
+        calls, sized = payload[:offset], []
+        for _ in range(len(self._attached) + 1):
+            (size,) = _SIZE.unpack_from(payload, offset)
+            start = offset + _SIZE.size
+            offset = start + size
+            sized.append(payload[start:offset])
+        return calls, sized[:-1], sized[-1], payload[offset:]
+
+
+def _sized(payload: bytes) -> bytes:
+    return _SIZE.pack(len(payload)) + payload
+
+
+def _missing_text(title: str, calls: Sequence[int], rows: Sequence[int]) -> str:
+    """Say of a loss that ran on some ranks only what each rank did."""
+    ranks = [f"{c} call{'s' * (c > 1)} on {r} rows" if c else "not called" for c, r in zip(calls, rows, strict=True)]
+    return format_error(f"{title} ran on some ranks only", expected="every rank or none", ranks=ranks)
+
+
+def refuse_other_upstream_grads(noted: Sequence[str]) -> None:
+    """Refuse global values that came back in backward with different upstream gradients, as each rank noted them.
+
+    Raises:
+        RankMismatchError: on every rank.
+    """
+    if len(set(noted)) > 1:
+        raise RankMismatchError(
+            "coefficients of global losses and metrics in this backward",
+            expected="the same on every rank, which holds the gradient for all of them",
+            ranks=noted,
+            fix="Multiply a global value by the same number on every rank; or give GlobalBatchLoss(backward='sum') where ranks shall "
+            "differ. Nothing was reduced.",
+            collective=True,
+        )
