@@ -194,6 +194,7 @@ def run_audit(
         options: Of the audit.
         ckpt_path: A checkpoint to start from.
     """
+    # only what the config says; the rest keeps the audit's defaults
     given = {name: value for name, value in trainer.items() if value is not None}
     report = audit(
         model,
@@ -208,6 +209,7 @@ def run_audit(
         ckpt_path=ckpt_path,
         timeout_seconds=options.timeout_seconds,
     )
+    # what it found: on the terminal, then in a folder of its own
     console = Console()
     console.print(report, highlight=False)
     folder = _new_folder(Path(options.output))
@@ -248,11 +250,12 @@ def _new_folder(root: Path) -> Path:
 
 
 def main() -> None:
-    """Entry point of the console script: a mistake of the user's ends in its message, not in a traceback.
+    """Run the console script: a mistake of the user's ends in its message, not in a traceback.
 
     Exit status: 0 done (or an audit that found both sides equal), 1 an error (or an audit that found a difference), 2 a
     command line that cannot be read, or an audit that could not run.
     """
+    # what a user can do nothing about is not shown
     for message in QUIET:
         warnings.filterwarnings("ignore", message)
     auditing = sys.argv[1:2] == ["audit"]

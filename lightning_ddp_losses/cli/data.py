@@ -94,7 +94,7 @@ class BatchedArrayDataModule(LightningDataModule):
 
     @property
     def num_classes(self) -> int:
-        """Largest label of either part, plus one."""
+        """The largest label of either part, plus one."""
         return 1 + int(max(self.labels[self.train_rows].max(), self.held_out_labels[self.held_out_rows].max()))
 
     def check(self, world_size: int) -> None:
@@ -111,11 +111,11 @@ class BatchedArrayDataModule(LightningDataModule):
 
     @property
     def held_out_bytes(self) -> int:
-        """Size of all held-out rows in their file's dtype."""
+        """The size of all held-out rows in their file's dtype."""
         return len(self.held_out_rows) * int(self.held_out_features[:1].nbytes)
 
     def held_out(self) -> tuple[Tensor, Tensor]:
-        """All held-out rows in order: features (n, ...) and labels (n,)."""
+        """Return all held-out rows in order: features (n, ...) and labels (n,)."""
         x, labels, _ = self._rows(train=False)[range(len(self.held_out_rows))]
         return x, labels
 
@@ -129,7 +129,7 @@ class BatchedArrayDataModule(LightningDataModule):
         return Rows(self.held_out_features, self.held_out_labels, self.held_out_rows, dtype=dtype, with_indices=True)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """This rank's slices of the global batches, which differ by epoch."""
+        """Load this rank's slices of the global batches, which differ by epoch."""
         self.check(process_groups.world_size())
         rows = self._rows(train=True)
         # the order of one process, dealt to the ranks
@@ -149,15 +149,15 @@ class BatchedArrayDataModule(LightningDataModule):
         return {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """This rank's slices of the held-out rows, each row on one rank only."""
+        """Load this rank's slices of the held-out rows, each row on one rank only."""
         return self._held_out_loader()
 
     def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """The held-out rows again: a data set of its own for testing is another data module."""
+        """Load the held-out rows again: a data set of its own for testing is another data module."""
         return self._held_out_loader()
 
     def predict_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """The held-out rows."""
+        """Load the held-out rows."""
         return self._held_out_loader()
 
 
@@ -309,12 +309,12 @@ class HeldOutSlices(DistributedSampler[list[int]]):
         self.size, self.batch_size = size, batch_size
 
     def __len__(self) -> int:
-        """Number of steps, equal on every rank."""
+        """Return the number of steps, equal on every rank."""
         full, rest = divmod(self.size, self.batch_size)
         return max(1, full + (rest > 0 and self.batch_size > self.num_replicas))
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Row numbers of this rank, one list per step."""
+        """Yield row numbers of this rank, one list per step."""
         for batch in np.array_split(np.arange(self.size), len(self)):
             yield np.array_split(batch, self.num_replicas)[self.rank].tolist()
 

@@ -202,18 +202,18 @@ class RegressionModule(LightningModule):
         return prediction
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One optimizer for encoder and head."""
+        """Make one optimizer for encoder and head."""
         return self.make_optimizer(self.parameters())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Loss of the global batch."""
+        """Return the loss of the global batch."""
         x = batch[0]
         loss = self._loss_of(self.metric(self(x), self.target(x)))
         self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, sync_dist=True, batch_size=len(x))
         return loss
 
     def on_train_epoch_start(self) -> None:
-        """Only the batches' own values are of use in training."""
+        """Reset the metric: only the batches' own values are of use in training."""
         self.metric.reset()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

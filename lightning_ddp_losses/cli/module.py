@@ -76,7 +76,7 @@ class EmbeddingModule(LightningModule):
         return embeddings
 
     def compute_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """The loss, with the miner's tuples where there is one."""
+        """Return the loss, with the miner's tuples where there is one."""
         return self._loss_of(self.loss, embeddings, labels)
 
     def _loss_of(self, loss: nn.Module, embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class EmbeddingModule(LightningModule):
         return value
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One optimizer, two groups: the encoder and what belongs to the loss."""
+        """Make one optimizer of two groups: the encoder and what belongs to the loss."""
         encoder = list(self.encoder.parameters())
         shared = {id(parameter) for parameter in encoder}
         loss = [parameter for parameter in self.loss.parameters() if id(parameter) not in shared]
@@ -98,7 +98,7 @@ class EmbeddingModule(LightningModule):
         return self.make_optimizer([part for part in parts if part["params"]])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Loss of one batch."""
+        """Return the loss of one batch."""
         x, labels = batch[:2]
         loss = self.compute_loss(self(x), labels)
         # reduced once an epoch; for a global loss too, which ranks with different numbers of rows weigh differently
@@ -131,7 +131,7 @@ class EmbeddingModule(LightningModule):
     test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Embeddings (B, D) of one batch."""
+        """Return the embeddings (B, D) of one batch."""
         x, labels, indices = (*batch, None)[:3]
         embeddings: Tensor = self(x)
         self.rows.add(embeddings, labels, indices)

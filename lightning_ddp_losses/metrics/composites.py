@@ -38,7 +38,7 @@ class Composite:
 
     @property
     def process_group(self) -> Any:
-        """That of the first member; members of other groups meet in exchanges of their own."""
+        """The group of the first member; members of other groups have exchanges of their own."""
         return next((leaf.process_group for leaf in self._leaves()), None)
 
     @process_group.setter

@@ -71,7 +71,7 @@ class State:
 
     @property
     def kind(self) -> Kind:
-        """How it is gathered."""
+        """How the state is gathered."""
         if self.reduce is dim_zero_cat:
             return "rows"
         if isinstance(self.value, Tensor):

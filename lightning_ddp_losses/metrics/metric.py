@@ -50,6 +50,8 @@ class DifferentiableMetric(MetricStates):
     ranks. After ``update`` (or ``forward`` of another metric) each rank has that of its own rows, and ``compute`` weighs them by the
     ranks' rows since ``reset``: that of one process where each rank's share of the rows is the same at every update, else near it.
 
+    A rank without rows counts for nothing, also where the metric's update fails on none.
+
     Gradient: after DDP's mean over ranks, that of one process. Multiply the value by the same factor on every rank (one
         that differs is an error at the next call).
 
@@ -131,7 +133,7 @@ class DifferentiableMetric(MetricStates):
         states, count, update_ends = self._states(), self._update_count, dict(record.update_ends)
         rows, rows_before = inputs.num_rows(args, kwargs), record.rows
         grad_enabled = torch.is_grad_enabled()
-        may_skip = has_peers and rows == 0 and has_no_rows(args, kwargs)
+        may_skip = rows == 0 and self._may_skip(args, kwargs)
         skipped_before = record.skipped_updates
         record.in_forward = True
         try:
@@ -172,7 +174,7 @@ class DifferentiableMetric(MetricStates):
             self._assign({"_enable_grad": False, "_is_synced": False, "_computed": None})
             self._drop_graphs()
 
-        if wanted and is_skipped:  # this rank takes part in backward, as its peers do
+        if wanted and is_skipped and record.expects_gradient:  # this rank takes part in backward, as its peers do
             value = autograd_graph.attach_zero_grad(value, [t for t in given if t.requires_grad], [])
         if wanted:
             self._check_gradient(value)
@@ -219,7 +221,7 @@ class DifferentiableMetric(MetricStates):
         if record.gather == "inputs" and self._has_peers:
             args, kwargs = yield from gather_inputs(self, self._title(), args, kwargs)
         rows = inputs.num_rows(args, kwargs)
-        may_skip = rows == 0 and self._has_peers and has_no_rows(args, kwargs)
+        may_skip = rows == 0 and self._may_skip(args, kwargs)
         self._enable_grad = record.keep_graph and torch.is_grad_enabled()
         record.in_forward = True  # so that update is the plain one
         try:
@@ -329,6 +331,10 @@ class DifferentiableMetric(MetricStates):
         """Return the states of everything since ``reset``, to be exchanged."""
         record = self._record
         return Request(self, self._states_to_send(record.rows, skipped_updates=record.skipped_updates))
+
+    def _may_skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an update has no rows while other ranks may have some."""
+        return self._has_peers and self._record.gather == "states" and has_no_rows(args, kwargs)
 
     def take_upstream_grads(self) -> str:
         """Return what came back into its values in backward since this was last asked, as text."""

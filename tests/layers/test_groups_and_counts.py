@@ -63,7 +63,7 @@ def counted(channels: int, dtype: torch.dtype, needs: bool, mode: str) -> list[i
     if mode == "evaluation":
         model.eval()
     x = torch.randn(3, channels, dtype=dtype)
-    model(x)  # frames have room for it from then on
+    model(x)  # handshakes carry it inline from then on
     with CountCollectives() as count:
         y = model(x.requires_grad_(needs))
         forward = len(count.take())

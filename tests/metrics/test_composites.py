@@ -130,7 +130,9 @@ def on_ranks(name: str, even: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_members_meet_once_and_give_the_values_of_one_process(pool: RankPool, world_size: int, even: bool) -> None:
+def test_members_share_one_exchange_and_give_the_values_of_one_process(
+    pool: RankPool, world_size: int, even: bool
+) -> None:
     for name in MAKE:
         for found in pool.run(world_size, on_ranks, name, even):
             assert found["off"] < 1e-9, name

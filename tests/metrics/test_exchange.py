@@ -43,7 +43,7 @@ def counts(number: int) -> dict[str, tuple[list[str], list[str], int]]:
     return found
 
 
-@pytest.mark.parametrize(("number", "most"), [(64, 1), (8000, 2)])  # rows: a few go into a frame
+@pytest.mark.parametrize(("number", "most"), [(64, 1), (8000, 2)])  # rows: a few go into a handshake
 def test_collectives_and_updates_of_a_forward(pool: RankPool, number: int, most: int) -> None:
     for found in pool.run(2, counts, number):
         for kind, (forward, backward, updates) in found.items():
@@ -55,7 +55,7 @@ def test_collectives_and_updates_of_a_forward(pool: RankPool, number: int, most:
 
 
 def many(dtype: torch.dtype) -> tuple[list[str], list[bool]]:
-    """More bytes than a frame carries, and uneven: the rows of all ranks in order, bit for bit, and their gradient."""
+    """More bytes than a handshake carries, and uneven: the rows of all ranks in order, bit for bit, and their gradient."""
     world, rank, total = dist.get_world_size(), dist.get_rank(), 6000
     metric, everything = Ours("cat list", keep_graph=True), rows(total, 1).to(dtype)
     parts = [everything[part] for part in cuts(total, world, even=False)]
@@ -85,7 +85,7 @@ def test_many_bytes_travel_in_place_in_order(pool: RankPool, dtype: torch.dtype)
 
 
 def half_of_the_world() -> float:
-    """Ranks 0 and 2 meet in a group of their own; rank 1 does something else."""
+    """Ranks 0 and 2 exchange in a group of their own; rank 1 does something else."""
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:
         return 0.0
