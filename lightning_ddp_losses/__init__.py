@@ -1,6 +1,40 @@
 """Distributed losses that are right: W ranks compute the gradient of one process, exactly.
 
-Importing the package registers the strategy names (``Trainer(strategy="ddp_losses")``).
+The promise: after ``backward`` and DDP's mean over ranks, every parameter holds the gradient of the loss evaluated in ONE process on the
+concatenated global batch (rank order), and the number that a loss returns is that loss, equal on every rank. What cannot be kept is an
+error on every rank, never a silent fallback. Importing the package registers the strategy names (``Trainer(strategy="ddp_losses")``).
+
+Legend of every file: ``W`` ranks, ``B`` rows on this rank, ``G`` = sum of B, ``D`` embedding size, ``C`` classes, ``c`` classes that this
+rank holds; ``local_*`` is of one rank, ``global_*`` of all. The mathematics stands once, in ``losses/__init__``.
+
+Layout; imports go down only (``tests/test_layers.py``):
+
+| folder | what it holds |
+|---|---|
+| ``errors`` | the errors a user can cause; each formats itself: what, expected, got, ranks, fix |
+| ``core`` | what one rank knows by itself: precision, autograd graph, inputs, patched forwards, the table of faults |
+| ``distributed`` | what ranks do together: groups, the handshake before every collective, collectives, shards, fingerprints |
+| ``samplers`` | batches whose union over the ranks is the batch of one process |
+| ``losses`` | losses over the global batch: any loss wrapped, tiles, class shards, two towers |
+| ``metrics`` | torchmetrics with a graph through the exchange of states |
+| ``layers`` | exact batch norm over the ranks |
+| ``strategies`` | the Lightning strategy: losses beside the model's DDP, their reduction, checkpoints |
+| ``microbatch`` | an encoder over a large batch in pieces |
+| ``callbacks`` | checks on every rank during a fit |
+| ``audit`` | N ranks against one process on the same batches, and why they differ |
+| ``cli`` | the ``ddp-losses`` command and what it trains |
+
+``collectives`` and ``sharding`` are documented import paths for what lies in ``distributed``.
+
+Where a newcomer adds:
+
+| a ... | writes | its tests |
+|---|---|---|
+| loss | ``losses/<name>.py`` and one export; one of PML: a row in ``losses/pml_registry.py`` | a row in ``tests/losses/cases.py`` |
+| check | ``callbacks/<name>.py``: a ``RankCheck`` with ``measure`` and ``judge`` | one healthy and one sabotaged row |
+| collective | one ``autograd.Function`` and table row in ``distributed/collectives.py`` | a row in ``tests/distributed`` |
+| strategy option | one keyword of ``DDPLossStrategy`` and its use | one row in ``tests/strategies`` |
+| config | ``configs/<name>.yaml``, its command in the header | ``tests/cli`` runs each for 2 steps |
 """
 
 from lightning_ddp_losses.audit import AuditReport, assert_parity, audit

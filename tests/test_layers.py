@@ -164,3 +164,55 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         done.update(free)
         for path in free:
             del needs[path]
+
+
+# underscored, and documented for everybody
+DOCUMENTED_ALL_THE_SAME = {"_fields", "_replace", "_asdict", "_make", "_exit"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in DOCUMENTED_ALL_THE_SAME
+
+
+def defined_here() -> set[str]:
+    """Every underscored name that some file of the package defines."""
+    found: set[str] = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return found
+
+
+def private_names(path: Path, ours: set[str]) -> list[tuple[int, str]]:
+    """Line and name of each private name of another library that a file imports or reads."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith((PACKAGE, "__future__")):
+            parts = [*node.module.split("."), *(alias.name for alias in node.names)]
+            found += [(node.lineno, part) for part in parts if is_private(part)]
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in ours:
+            found.append((node.lineno, node.attr))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if is_private(str(name)) and name not in ours:
+                found.append((node.lineno, str(name)))
+    return found
+
+
+def test_private_names_of_other_libraries_are_read_in_one_place() -> None:
+    ours, wrong = defined_here(), []
+    for path in FILES:
+        if path == COMPAT:
+            continue
+        listed = PRIVATE_IN_PLACE.get(name_of_file(path), {})
+        names = private_names(path, ours)
+        wrong += [f"{name_of_file(path)}:{line} {name}" for line, name in names if name not in listed]
+    assert not wrong, "move to core/compat.py, or list in PRIVATE_IN_PLACE with a reason:\n" + "\n".join(wrong)
+    # what is overridden is defined here, under the library's name
+    texts = {path: (ROOT / path).read_text() for path in PRIVATE_IN_PLACE}
+    stale = [f"{path}: {name}" for path, names in PRIVATE_IN_PLACE.items() for name in names if name not in texts[path]]
+    assert not stale, "listed, and no longer used"
+    assert all(reason for names in PRIVATE_IN_PLACE.values() for reason in names.values())
