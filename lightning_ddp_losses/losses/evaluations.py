@@ -109,7 +109,9 @@ class Elements:
             partials = [torch_partial_sum(self.loss, call.args, call.kwargs, self.exchange.world)]
         # those of all ranks, and what they make of this rank's
         stats_by_rank = self.exchange.reduce_partials(self.loss, partials, rows)
-        return global_loss(partials, stats_by_rank, empty=empty)
+        value = global_loss(partials, stats_by_rank, empty=empty)
+        # a rank without rows may come with a plain ``torch.zeros(0, D)``, and takes part in backward all the same
+        return autograd_graph.match_requires_grad(value, wanted=rows.shape[0] == 0)
 
     def _pml_partials(self, embeddings: Tensor, labels: Tensor | None) -> list[PartialSum]:
         # without rows, the terms that do not depend on them still count, once

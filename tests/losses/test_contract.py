@@ -56,6 +56,28 @@ def a_frozen_rank(name: str, mode: str) -> dict[str, Tensor]:
     return {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
 
 
+def no_rows_and_no_graph(plain: nn.Module) -> tuple[Tensor, Tensor | None]:
+    rank, batch = dist.get_rank(), global_rows()
+    embeddings = torch.zeros(0, CLASSES) if rank == 0 else batch["features"][:, :CLASSES].float().requires_grad_()
+    labels = batch["labels"][:0] if rank == 0 else batch["labels"]
+    value = GlobalBatchLoss(plain)(embeddings, labels)
+    value.backward()
+    return value.detach(), embeddings.grad
+
+
+@pytest.mark.parametrize("plain", [nn.CrossEntropyLoss(), nn.MultiMarginLoss()], ids=lambda loss: type(loss).__name__)
+def test_a_rank_without_rows_or_graph_takes_part(pool: RankPool, plain: nn.Module) -> None:
+    (value, grad), (other_value, other_grad) = pool.run(2, no_rows_and_no_graph, plain)
+    batch = global_rows()
+    x = batch["features"][:, :CLASSES].float().requires_grad_()
+    expected = plain(x, batch["labels"])
+    expected.backward()
+    assert grad is None
+    assert value == other_value
+    torch.testing.assert_close(value, expected.detach())
+    torch.testing.assert_close(other_grad / 2, x.grad)
+
+
 @pytest.mark.parametrize(("name", "mode"), [("SupConLoss", "rows"), ("SupConLoss", "replicated"), ("NCALoss", "auto")])
 def test_a_rank_whose_rows_need_no_gradient_takes_part(pool: RankPool, name: str, mode: str) -> None:
     batch = global_rows()
