@@ -73,8 +73,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     Communication:
         Handshake, gather of the embeddings, gather of 3 G numbers; in backward a handshake and one exchange of G x D.
-        Nothing depends on C. With replicas,
-        a handshake and a gather of the losses between them, and the mean of the weight's gradient.
+        Nothing depends on C. With replicas, a handshake and a gather of the losses between them, and the mean of the weight's gradient.
 
     Raises:
         ConfigurationError: a loss, regulariser or distance that cannot be sharded; more ranks than classes; a bad chunk.

@@ -114,14 +114,9 @@ class Other(pml.ArcFaceLoss):
     """Might compute anything."""
 
 
-def unpickle_earlier() -> None:
-    ClassShardedLoss.__new__(ClassShardedLoss).__setstate__({"_world": 1})
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a loss without classes": (lambda: ClassShardedLoss(pml.SupConLoss()), "SupConLoss"),
     "a subclass": (lambda: ClassShardedLoss(Other(num_classes=3, embedding_size=2)), "Other"),
-    "a pickle of an earlier release": (unpickle_earlier, "state_dict"),
     "no loss": (lambda: ClassShardedLoss("ArcFaceLoss"), "str"),  # type: ignore[arg-type]
     "chunk 0": (lambda: ClassShardedLoss(make(ARC), chunk_size=0), "chunk_size"),
     "chunk beyond the classes": (lambda: ClassShardedLoss(make(ARC), chunk_size=CLASSES + 1), "1 to 7"),
