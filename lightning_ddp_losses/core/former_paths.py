@@ -107,6 +107,7 @@ def install() -> None:
         _upgrade_state(present(name), renamed)
     for name in RESTARTED:
         _restart_from_options(present(name))
+    _restart_strategy(present("DDPLossStrategy"))
 
 
 class _FormerModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -189,6 +190,25 @@ def _restart_from_options(cls: Any) -> None:
             fresh = cls(**{name: value for name, value in state.items() if name in options})
             if vars(fresh).keys() != state.keys():
                 state = vars(fresh)
+        self.__dict__.update(state)
+
+    cls.__setstate__ = __setstate__
+
+
+def _restart_strategy(cls: Any) -> None:
+    """Let the strategy take a state from before it had parts: its options, and what Lightning's own class keeps."""
+
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:  # noqa: N807 - what pickle calls
+        if type(self) is cls and "_adopt" in state:
+            fresh = cls(
+                state["_selection"],
+                adopt=state["_adopt"],
+                check_calls=state["_check_calls"],
+                loss_reduce_dtype=state["_reduce_dtype"],
+                global_batch=state["_global_batch"],
+                sharded_checkpoints=state["_sharded_checkpoints"],
+            )
+            state = {name: state.get(name, value) for name, value in vars(fresh).items()}
         self.__dict__.update(state)
 
     cls.__setstate__ = __setstate__

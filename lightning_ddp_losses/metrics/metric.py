@@ -174,7 +174,7 @@ class DifferentiableMetric(MetricStates):
             self._assign({"_enable_grad": False, "_is_synced": False, "_computed": None})
             self._drop_graphs()
 
-        if wanted and is_skipped and record.expects_gradient:  # this rank takes part in backward, as its peers do
+        if wanted and rows == 0 and record.expects_gradient:  # without rows, and in backward all the same, as its peers
             value = autograd_graph.attach_zero_grad(value, [t for t in given if t.requires_grad], [])
         if wanted:
             self._check_gradient(value)

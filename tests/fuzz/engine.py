@@ -102,7 +102,9 @@ def examine(pool: RankPool, domain: Domain, case: Any) -> str:
     found = pool.run(len(case.ranks), guarded, domain.on_rank, case, seconds=TASK_SECONDS)
     refusals = [each for each in found if isinstance(each, Refused)]
     if refusals:
-        assert len(set(found)) == 1, f"not the same error on all ranks: {[str(each)[:300] for each in found]}"
+        assert all(each == refusals[0] for each in found), (
+            f"not the same error on all ranks: {[str(each)[:300] for each in found]}"
+        )
         return f"{refusals[0].kind}: {refusals[0].text.splitlines()[0]}"
     compare(found, truth, case.dtype)
     return "exact"

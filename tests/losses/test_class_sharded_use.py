@@ -98,7 +98,7 @@ def run_bad(name: str) -> Any:
 def test_bad_input_is_the_same_error_everywhere(pool: RankPool, name: str) -> None:
     errors = pool.errors(2, run_bad, name)
     assert errors[0].message == errors[1].message
-    assert all("lightning_ddp_losses.errors.DDPLossError" in error.bases for error in errors)
+    assert all("lightning_ddp_losses.DDPLossError" in error.bases for error in errors)
     assert [word for word in BAD[name][1] if word not in errors[0].message] == []
 
 
