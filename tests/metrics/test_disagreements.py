@@ -157,6 +157,6 @@ def test_the_same_error_on_every_rank(pool: RankPool, name: str) -> None:
         assert not kind or error.type == kind, error
         for word in words:
             assert word in error.message, error.message
-        assert error.seconds < 5
+        assert not error.timed_out
     if kind:
         assert len({error.message for error in errors}) == 1

@@ -87,7 +87,7 @@ def test_the_users_own_error_on_one_rank_ends_all(pool: RankPool) -> None:
         assert error.is_a("DDPLossError"), error
         assert "ZeroDivisionError" in error.message
         assert "rank 1" in error.message
-        assert error.seconds < 15
+        assert not error.timed_out
 
 
 class ReturnsNothing(Job):
@@ -99,7 +99,7 @@ class ReturnsNothing(Job):
 
 def test_a_rank_that_lightning_stops_takes_its_peers_along(pool: RankPool) -> None:
     """Lightning refuses a step without a loss under DDP, on that rank alone; the others wait in our frame for it."""
-    errors = pool.errors(2, fit, ReturnsNothing, seconds=25.0)
+    errors = pool.errors(2, fit, ReturnsNothing)
     assert "returning None" in errors[1].message
     assert errors[0].is_a("DDPLossError"), errors[0]
     assert "rank 1" in errors[0].message
