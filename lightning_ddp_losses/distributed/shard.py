@@ -6,9 +6,10 @@ are expected to differ). What two sides share lives here, below both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 _ATTRIBUTE = "_ddp_losses_shard"
@@ -34,7 +35,7 @@ class ClassShard:
 
     @classmethod
     def of_rank(cls, num_classes: int, world: int, rank: int, *, dim: int = 0, per_class: int = 1) -> ClassShard:
-        """Return one of consecutive blocks of equal size, the last ones smaller or empty: how ``torch.chunk`` and ``DTensor`` divide."""
+        """Return one of consecutive blocks of equally many classes, the last ones smaller or empty."""
         size = -(-num_classes // world)
         start = min(rank * size, num_classes)
         stop = min(start + size, num_classes)
@@ -50,6 +51,21 @@ class ClassShard:
         shape = list(held.shape)
         shape[self.dim] = self.num_classes * self.per_class
         return tuple(shape)
+
+    def offsets(self, held: Tensor) -> torch.Size:
+        """Return where ``held`` begins in the whole, along each dimension."""
+        offsets = [0] * held.ndim
+        offsets[self.dim] = self.start * self.per_class
+        return torch.Size(offsets)
+
+    def overlap(self, other: ClassShard) -> ClassShard | None:
+        """Return the classes that both hold, None where they share none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return replace(self, start=start, stop=stop) if start < stop else None
+
+    def part_of_held(self, held: Tensor, part: ClassShard) -> Tensor:
+        """Return some of the classes that ``held`` holds, a view."""
+        return held.narrow(self.dim, (part.start - self.start) * self.per_class, part.classes * self.per_class)
 
     def own_part(self, whole: Tensor) -> Tensor:
         """Return this block of the whole weight, a view."""

@@ -58,7 +58,8 @@ class DDPLossStrategy(DDPStrategy):
         global_batch: ``"auto"`` evaluates the PML losses it finds over the rows of all ranks, as ``GlobalBatchLoss`` does, without
             a change to the module.
         sharded_checkpoints: Save the classes of a ``ClassShardedLoss`` as each rank holds them (a folder, written with
-            ``torch.distributed.checkpoint``) instead of the whole weight.
+            ``torch.distributed.checkpoint``) instead of the whole weight. Either way a checkpoint records a fingerprint of each rank's
+            classes, and one that is damaged or mixed up is an error on every rank when it is loaded.
         **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
 
     Gradient: after backward, and before the hooks ``on_after_backward``, every parameter holds the mean over ranks, once per
@@ -379,7 +380,10 @@ class DDPLossStrategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a file, or what is not sharded of a folder of shards."""
-        return super().load_checkpoint(self._sharding.file_to_load(checkpoint_path), weights_only=weights_only)
+        path = self._sharding.file_to_load(checkpoint_path)
+        checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
+        self._sharding.compare_wholes(checkpoint)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of what is sharded, and no adopted losses where none are registered."""

@@ -1,25 +1,34 @@
 """Class shards in checkpoints: the whole weight, assembled by all ranks together, or each rank's part in a file of its own.
 
 An ordinary checkpoint holds what one process would have saved, so it moves between any number of ranks and the plain loss. A sharded one
-is a folder: ``rest.ckpt``, and the shards as ``torch.distributed.checkpoint`` writes them, which nobody ever holds whole.
+is a folder: ``rest.ckpt``, and the shards as ``shard_folder`` writes them, which nobody ever holds whole. Both hold records of the shards
+(``shard_records``), which loading compares with what it finds.
 """
 
 from __future__ import annotations
 
+import json
+import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.strategies.shard_folder import METADATA, PlacedBlock, ShardFolder, write_blocks
+from lightning_ddp_losses.strategies.shard_records import (
+    SavedBlock,
+    ShardRecord,
+    fingerprint_of_part,
+    problems_of_parts,
+    sharded_entries,
+)
 from lightning_ddp_losses.strategies.sharded_parameters import Owners, ShardedParameters
 
 REST = "rest.ckpt"
@@ -29,6 +38,40 @@ _MARK = "class shard"
 def is_sharded(path: Any) -> bool:
     """Say whether a checkpoint is a folder that a sharded save has written."""
     return (Path(path) / REST).is_file()
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A tensor that this rank has given to a checkpoint.
+
+    Attributes:
+        name: Of the parameter that it belongs to.
+        shard: Which classes of it this rank has.
+        shape: Of the whole.
+        dtype: As text.
+        part: What this rank has, until a sharded checkpoint is written.
+        fingerprint: Of the part that went into a whole.
+        whole: What rank 0 assembled; the checkpoint keeps it alive.
+        version: Of the whole when it was assembled.
+    """
+
+    name: str
+    shard: ClassShard
+    shape: tuple[int, ...]
+    dtype: str
+    part: Tensor | None = None
+    fingerprint: int = 0
+    whole: weakref.ref[Tensor] | None = None
+    version: int = 0
+
+    def taken_fingerprint(self) -> int:
+        """Return the fingerprint of this rank's part, as it is or was when it went into the whole."""
+        return self.fingerprint if self.part is None else fingerprint_of_part(self.part)
+
+    def is_unchanged(self, value: Tensor) -> bool:
+        """Say whether this is the whole that the ranks' parts made, and nobody has written to it."""
+        is_whole = self.whole is not None and self.whole() is value
+        return is_whole and compat.tensor_version(value) == self.version
 
 
 class ShardFiles:
@@ -41,14 +84,12 @@ class ShardFiles:
 
     def __init__(self, shards: ShardedParameters, *, sharded: bool) -> None:
         self._shards, self._sharded = shards, sharded
-        self._pieces: dict[str, tuple[Tensor, nn.Parameter]] = {}
+        self._saved: dict[str, _Saved] = {}
 
     # ------------------------------------------------------------------ out
 
     def module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the module's state with the whole of each shard (on rank 0; elsewhere only its shape)."""
-        if self._sharded:
-            self._pieces.clear()
         return {name: self._out(f"state_dict/{name}", name, value) for name, value in state.items()}
 
     def completed(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +109,7 @@ class ShardFiles:
                 fix="Save ordinary checkpoints: DDPLossStrategy(sharded_checkpoints=False).",
                 collective=True,
             )
-        return {**state, **{name: self._out("", name, state[name]) for name in parts}}
+        return {**state, **{name: self._out(f"state_dict/{name}", name, state[name]) for name in parts}}
 
     def optimizer_state(self, optimizer: Any, number: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state dict with the whole of what belongs to each shard."""
@@ -91,58 +132,121 @@ class ShardFiles:
         """Return what a checkpoint holds of a value: the whole; in a sharded one a mark, and the part is kept for ``write``."""
         if name not in self._shards.parameters or not isinstance(value, Tensor):
             return value
-        parameter = self._shards.parameters[name]
-        shard = shard_of(parameter)
+        shard = shard_of(self._shards.parameters[name])
         assert shard is not None
-        if not self._sharded:
-            return assemble(value, shard, self._shards.owners[name])
-        self._pieces[key] = value.detach(), parameter
-        return {_MARK: key, "shape": list(shard.whole_shape(value)), "dtype": str(value.dtype)}
+        shape, dtype = shard.whole_shape(value), str(value.dtype)
+        if self._sharded:
+            self._saved[key] = _Saved(name, shard, shape, dtype, part=value.detach())
+            return {_MARK: key, "shape": list(shape), "dtype": dtype}
+        whole = assemble(value, shard, self._shards.owners[name])
+        self._saved[key] = _Saved(
+            name,
+            shard,
+            shape,
+            dtype,
+            fingerprint=fingerprint_of_part(value),
+            whole=weakref.ref(whole),
+            version=compat.tensor_version(whole),
+        )
+        return whole
+
+    def records(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what ``RECORDS`` of a checkpoint shall hold; every rank comes here.
+
+        Communication: one handshake.
+        """
+        # 1. what each rank gave, as it looked on that rank
+        own = {key: saved.taken_fingerprint() for key, saved in self._saved.items()}
+        payloads = handshake.all_gather("saving a checkpoint", {}, json.dumps(own).encode())
+        of_ranks = [json.loads(payload) for payload in payloads]
+        # 2. of what the checkpoint holds, who had which classes
+        found: dict[str, Any] = {}
+        for key, value in sharded_entries(checkpoint):
+            saved = self._saved.get(key)
+            if saved is None:
+                continue
+            owners = self._shards.owners[saved.name]
+            blocks = tuple(SavedBlock(shard.start, shard.stop, of_ranks[rank][key]) for rank, shard in owners)
+            record = ShardRecord(saved.shape, saved.dtype, saved.shard.dim, saved.shard.per_class, blocks)
+            # 3. a hook may have put another whole there, or written to it: then that is what is saved
+            if isinstance(value, Tensor) and not saved.is_unchanged(value):
+                if tuple(value.shape) != saved.shape:
+                    continue
+                record = record.of_whole(value)
+            found[key] = record.plain()
+        return found
+
+    def make_folder(self, path: Any) -> None:
+        """Make the folder of a sharded checkpoint; what names the blocks of one that is written again goes first, on rank 0."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        if process_groups.rank() == 0:
+            # a job that ends in the middle leaves a folder that nobody takes for a checkpoint
+            (folder / REST).unlink(missing_ok=True)
+            (folder / METADATA).unlink(missing_ok=True)
 
     def write(self, path: Any, write_rest: Callable[[Any], None]) -> None:
         """Write a sharded checkpoint; every rank comes here."""
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        pieces = {key: self._whole_view(part, parameter) for key, (part, parameter) in self._pieces.items()}
-        group = process_groups.internal_groups().host if process_groups.is_distributed() else None
-        save(pieces, checkpoint_id=folder, process_group=group, no_dist=group is None)
-        write_rest(folder / REST)
-        self._pieces.clear()
+        rank = process_groups.rank()
+        blocks = [
+            PlacedBlock(key, saved.shard, saved.part)
+            for key, saved in self._saved.items()
+            if saved.part is not None and (rank, saved.shard) in self._shards.owners[saved.name]
+        ]
+        write_blocks(Path(path), blocks)
+        write_rest(Path(path) / REST)
+
+    def forget_saved(self) -> None:
+        """Let go of what was given to a checkpoint that is written."""
+        self._saved.clear()
 
     # ------------------------------------------------------------------ in
 
-    def read(self, path: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint's ``state_dict`` or ``optimizer_states`` entries with this rank's part for each mark."""
-        marks = {name: value for name, value in tree.items() if isinstance(value, Mapping) and _MARK in value}
-        wanted, parts = {}, {}
-        for name, mark in marks.items():
-            parameter = self._shards.parameters.get(str(mark.get("of", name)))
-            dtype = getattr(torch, str(mark["dtype"]).removeprefix("torch."))
-            if parameter is None:  # a plain loss takes it whole
-                part = torch.empty(mark["shape"], dtype=dtype)
-                wanted[mark[_MARK]] = part
-            else:
-                part = torch.empty_like(parameter, dtype=dtype, device="cpu", requires_grad=False)
-                wanted[mark[_MARK]] = self._whole_view(part, parameter)
-            parts[name] = part
-        if wanted:
-            group = process_groups.internal_groups().host if process_groups.is_distributed() else None
-            load(wanted, checkpoint_id=Path(path), process_group=group, no_dist=group is None)
-        return {**tree, **parts}
+    def read(
+        self, path: Any, tree: Mapping[str, Any], records: Mapping[str, ShardRecord], owner: str | None = None
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return a checkpoint's ``state_dict`` or ``optimizer_states`` entries with this rank's part for each mark.
 
-    def own_optimizer_state(self, optimizer: Any, state: dict[str, Any], path: Any) -> dict[str, Any]:
-        """Return a saved optimizer state with this rank's part of what belongs to a shard."""
-        entries = dict(state["state"])
+        Args:
+            path: Of the folder.
+            tree: The entries.
+            records: Of the checkpoint's shards.
+            owner: The parameter that all of them belong to; None: each has its parameter's name.
+
+        Returns:
+            The entries, and what of the shards is not as it was saved.
+        """
+        marks = {name: value for name, value in tree.items() if isinstance(value, Mapping) and _MARK in value}
+        if not marks:
+            return dict(tree), []
+        try:
+            folder = ShardFolder(Path(path))
+        except Exception as error:  # whatever damage does to it
+            return dict(tree), [f"{path}: its metadata cannot be read ({_first_line(error)})"]
+        parts: dict[str, Tensor] = {}
+        problems: list[str] = []
+        for name, mark in marks.items():
+            parameter = self._shards.parameters.get(owner or name)
+            record = records.get(mark[_MARK])
+            try:
+                parts[name], wrong = _read_part(folder, mark, parameter, record)
+            except Exception as error:  # a missing file, one that is cut off, bytes that make no sense
+                wrong = [f"{mark[_MARK]}: cannot be read ({_first_line(error)})"]
+            problems += wrong
+        return {**tree, **parts}, problems
+
+    def own_optimizer_state(
+        self, optimizer: Any, state: dict[str, Any], path: Any, records: Mapping[str, ShardRecord]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return a saved optimizer state with this rank's part of what belongs to a shard, and what is not as it was saved."""
+        entries, problems = dict(state["state"]), []
         for index, parameter in _indexed(optimizer):
             if index not in entries:
                 continue
             name, shard = self._shards.of(parameter), shard_of(parameter)
             # marks: read this rank's part of the parameter they belong to
-            entry = dict(entries[index])
-            for key, value in entry.items():
-                if isinstance(value, Mapping) and _MARK in value:
-                    entry[key] = {**value, "of": name}
-            entry = self.read(path, entry)
+            entry, wrong = self.read(path, entries[index], records, owner=name)
+            problems += wrong
             # wholes: cut this rank's part out
             if shard is not None:
                 whole_shape = shard.whole_shape(parameter)
@@ -151,32 +255,49 @@ class ShardFiles:
                         part = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
                         entry[key] = part.copy_(shard.own_part(value))
             entries[index] = entry
-        return {**state, "state": entries}
+        return {**state, "state": entries}, problems
 
-    # ------------------------------------------------------------------ torch.distributed.checkpoint
 
-    def _whole_view(self, part: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's part as a piece of the whole, for torch.distributed.checkpoint."""
-        shard = shard_of(parameter)
-        assert shard is not None
-        if not process_groups.is_distributed():
-            return part
-        # a DTensor knows one way to divide: that over all ranks
-        world_size, rank = process_groups.world_size(), process_groups.rank()
-        over_all_ranks = ClassShard.of_rank(
-            shard.num_classes, world_size, rank, dim=shard.dim, per_class=shard.per_class
-        )
-        if shard != over_all_ranks:
-            raise ConfigurationError(
-                "sharded_checkpoints",
-                expected="classes divided over all ranks",
-                got="classes divided over a part of them (group=...)",
-                fix="Save ordinary checkpoints: DDPLossStrategy(sharded_checkpoints=False).",
-            )
-        mesh = DeviceMesh.from_group(process_groups.internal_groups().host, "cpu")
-        shape = torch.Size(shard.whole_shape(part))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(part.cpu(), mesh, [Shard(shard.dim)], run_check=False, shape=shape, stride=stride)
+def _read_part(
+    folder: ShardFolder, mark: Mapping[str, Any], parameter: nn.Parameter | None, record: ShardRecord | None
+) -> tuple[Tensor, list[str]]:
+    """Return this rank's part of a sharded tensor, the whole for a plain loss, and what is not as it was saved."""
+    key, shape = mark[_MARK], tuple(mark["shape"])
+    dtype = getattr(torch, str(mark["dtype"]).removeprefix("torch."))
+    # 1. the classes wanted
+    shard = None if parameter is None else shard_of(parameter)
+    if parameter is not None and shard is not None:
+        part = torch.empty_like(parameter, dtype=dtype, device="cpu", requires_grad=False)
+    else:
+        part = torch.empty(shape, dtype=dtype)
+        dim, per_class = (folder.class_dim(key), 1) if record is None else (record.dim, record.per_class)
+        num_classes = shape[dim] // per_class
+        shard = ClassShard(0, num_classes, num_classes, dim, per_class)
+    # 2. the blocks that were saved, which the record must know
+    blocks = folder.blocks(key, shard.dim, shard.per_class)
+    if record is not None and [record.shard(block) for block in record.blocks] != blocks:
+        saved, found = [(b.start, b.stop) for b in record.blocks], [(b.start, b.stop) for b in blocks]
+        return part, [f"{key}: saved as classes {saved}, found as {found}"]
+    # 3. read those that hold some of the classes; where not all of a block is wanted, to a place of its own
+    targets: dict[int, Tensor] = {}
+    for number, block in enumerate(blocks):
+        wanted = shard.overlap(block)
+        if wanted == block:
+            targets[number] = shard.part_of_held(part, block)
+        elif wanted is not None:
+            block_shape = list(shape)
+            block_shape[block.dim] = block.classes * block.per_class
+            targets[number] = torch.empty(block_shape, dtype=dtype)
+    folder.read(key, shard.dim, targets)
+    # 4. compare, before the parts of blocks go to where they belong
+    problems: list[str] = []
+    if record is not None:
+        problems = problems_of_parts(key, [(record.blocks[number], target) for number, target in targets.items()])
+    for number, target in targets.items():
+        wanted = shard.overlap(blocks[number])
+        if wanted is not None and wanted != blocks[number]:
+            shard.part_of_held(part, wanted).copy_(blocks[number].part_of_held(target, wanted))
+    return part, problems
 
 
 def assemble(part: Tensor, shard: ClassShard, owners: Owners) -> Tensor:
@@ -186,22 +307,23 @@ def assemble(part: Tensor, shard: ClassShard, owners: Owners) -> Tensor:
     """
     shape, rank = shard.whole_shape(part), process_groups.rank()
     device = part.device if rank == 0 else torch.device("meta")
-    whole = torch.empty(shape, dtype=part.dtype, device=device)
-    for owner, block in owners:
-        # 1. rank 0 has its own
-        if rank == 0 == owner:
-            block.own_part(whole).copy_(part)
-        # 2. and gets the others'
-        elif rank == 0:
-            wanted = list(shape)
-            wanted[block.dim] = block.classes * block.per_class
-            block.own_part(whole).copy_(raw_collectives.receive(wanted, part, owner))
-        elif rank == owner:
-            raw_collectives.send(part, 0)
+    with torch.inference_mode(False), torch.no_grad():  # also in validation: who writes to it later can be told
+        whole = torch.empty(shape, dtype=part.dtype, device=device)
+        for owner, block in owners:
+            # 1. rank 0 has its own
+            if rank == 0 == owner:
+                block.own_part(whole).copy_(part)
+            # 2. and gets the others'
+            elif rank == 0:
+                wanted = list(shape)
+                wanted[block.dim] = block.classes * block.per_class
+                block.own_part(whole).copy_(raw_collectives.receive(wanted, part, owner))
+            elif rank == owner:
+                raw_collectives.send(part, 0)
     return whole
 
 
-def refuse_other_sizes(module: nn.Module, state: Mapping[str, Any]) -> None:
+def refuse_other_sizes(module: nn.Module, state: Mapping[str, Any], records: Mapping[str, ShardRecord]) -> None:
     """Refuse a checkpoint with other classes before anything is loaded.
 
     Raises:
@@ -213,13 +335,28 @@ def refuse_other_sizes(module: nn.Module, state: Mapping[str, Any]) -> None:
             continue
         saved_shape = value["shape"] if isinstance(value, Mapping) else value.shape
         got = tuple(saved_shape)
-        if got != shard.whole_shape(parameter):
+        expected = shard.whole_shape(parameter)
+        fix = "Load a checkpoint of a loss with the same classes and embedding size; nothing was loaded."
+        if got != expected:
             raise InputError(
                 f"checkpoint: {name}",
-                expected=f"{shard.whole_shape(parameter)}, the whole of {shard.num_classes} classes",
+                expected=f"{expected}, the whole of {shard.num_classes} classes",
                 got=got,
-                fix="Load a checkpoint of a loss with the same classes and embedding size; nothing was loaded.",
+                fix=fix,
             )
+        record = records.get(f"state_dict/{name}")
+        if record is not None and record.per_class != shard.per_class:
+            raise InputError(
+                f"checkpoint: {name}",
+                expected=f"{shard.num_classes} classes of {shard.per_class} weight rows",
+                got=f"{record.num_classes} classes of {record.per_class}",
+                fix=fix,
+            )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _indexed(optimizer: Any) -> list[tuple[int, nn.Parameter]]:

@@ -17,10 +17,13 @@ from torch.optim import Optimizer
 from lightning_ddp_losses.core.compat import unwrapped_optimizer
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.shard import Shardable
-from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.strategies import ddp_setup
 from lightning_ddp_losses.strategies.shard_files import REST, ShardFiles, is_sharded, refuse_other_sizes
+from lightning_ddp_losses.strategies.shard_records import RECORDS, ShardRecord, problems_of_wholes, read_records
 from lightning_ddp_losses.strategies.sharded_parameters import ShardedParameters, excluding_shards, shard_losses
+
+_LOADING = "loading a checkpoint"
 
 ParametersOf = Callable[[nn.Module], Mapping[str, nn.Parameter]]
 """The parameters that checkpoints of a module hold, by name."""
@@ -37,6 +40,8 @@ class ShardedDDP:
     def __init__(self, parameters_of: ParametersOf, *, sharded_checkpoints: bool) -> None:
         self._parameters_of, self._sharded_checkpoints = parameters_of, sharded_checkpoints
         self._loaded_from: Any = None
+        self._records: dict[str, ShardRecord] = {}
+        self._problems: list[str] = []
         self._shards: ShardedParameters | None = None
         self._files: ShardFiles | None = None
 
@@ -128,11 +133,19 @@ class ShardedDDP:
             write: Writes a checkpoint to a file.
         """
         files = self.setup_shards(module)
+        if not self._shards:
+            write(checkpoint, path)
+            return
+        if self._sharded_checkpoints:
+            files.make_folder(path)
+        # two handshakes: all ranks find the folder made
         checkpoint = {**checkpoint, "state_dict": files.completed(checkpoint["state_dict"])}
-        if self._sharded_checkpoints and self._shards:
+        checkpoint[RECORDS] = files.records(checkpoint)
+        if self._sharded_checkpoints:
             files.write(path, lambda rest: write(checkpoint, rest))
         else:
             write(checkpoint, path)
+        files.forget_saved()
 
     # ------------------------------------------------------------------ checkpoints, in
 
@@ -141,22 +154,65 @@ class ShardedDDP:
         self._loaded_from = path if is_sharded(path) else None
         return path if self._loaded_from is None else Path(path) / REST
 
+    def compare_wholes(self, checkpoint: Mapping[str, Any]) -> None:
+        """Compare a loaded checkpoint with its records of shards, before any hook changes it; ``own_module_state`` raises."""
+        self._records, self._problems = read_records(checkpoint)
+        self._problems += problems_of_wholes(checkpoint, self._records)
+
     def own_module_state(self, module: LightningModule, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a loaded state with this rank's part of what is sharded.
 
         Raises:
-            DDPLossError: on every rank, for a checkpoint of other sizes, before anything is loaded.
+            InputError: on every rank, for a checkpoint of other sizes or one that is not as it was saved, before anything is loaded.
+
+        Communication: one handshake.
         """
         try:
             files = self.setup_shards(module)
-            refuse_other_sizes(module, state)
+            refuse_other_sizes(module, state, self._records)
         except Exception as error:
-            handshake.raise_on_all_ranks(error, "loading a checkpoint")
-        return files.read(self._loaded_from, state)
+            handshake.raise_on_all_ranks(error, _LOADING)
+        own_state, problems = files.read(self._loaded_from, state, self._records)
+        _raise_problems(self._problems + problems)
+        return own_state
 
     def own_optimizer_states(
         self, module: LightningModule, optimizers: Iterable[Optimizer], states: Iterable[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return loaded optimizer states with this rank's part of what belongs to sharded weights."""
-        files, pairs = self.setup_shards(module), zip(optimizers, states, strict=False)
-        return [files.own_optimizer_state(optimizer, state, self._loaded_from) for optimizer, state in pairs]
+        """Return loaded optimizer states with this rank's part of what belongs to sharded weights.
+
+        Raises:
+            InputError: on every rank, for shards that are not as they were saved.
+
+        Communication: one handshake.
+        """
+        files = self.setup_shards(module)
+        own_states: list[dict[str, Any]] = []
+        problems: list[str] = []
+        for optimizer, state in zip(optimizers, states, strict=False):
+            own_state, wrong = files.own_optimizer_state(optimizer, state, self._loaded_from, self._records)
+            own_states.append(own_state)
+            problems += wrong
+        _raise_problems(problems)
+        return own_states
+
+
+def _raise_problems(problems: Sequence[str]) -> None:
+    """Raise on every rank what any rank found wrong with a checkpoint; every rank comes here.
+
+    Raises:
+        InputError: naming tensors and classes, by rank.
+
+    Communication: one handshake.
+    """
+    text = "; ".join(problems)
+    of_ranks = [found.decode() for found in handshake.all_gather(_LOADING, {}, text.encode())]
+    if any(of_ranks):
+        raise InputError(
+            "checkpoint: class shards",
+            expected="each as it was saved",
+            ranks=[found or "nothing wrong in what it read" for found in of_ranks],
+            fix="The files are damaged, or of different checkpoints; load another one. (Who changed a tensor of a checkpoint on purpose "
+            f"removes its entry from checkpoint['{RECORDS}'].)",
+            collective=True,
+        )

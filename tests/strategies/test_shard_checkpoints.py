@@ -1,0 +1,255 @@
+"""Checkpoints of class shards: exact at any number of ranks also where a class has several rows, and never silently another weight."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from pytorch_metric_learning import losses as pml
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_ddp_losses import ClassShardedLoss
+from lightning_ddp_losses.strategies.shard_files import REST
+from lightning_ddp_losses.strategies.shard_records import RECORDS
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import TASK, fit_alone
+from tests.strategies.sharded_jobs import Plain, Sharded, fit_sharded, whole_state
+from tests.strategies.test_calls import assert_same_error
+from tests.strategies.test_shards import Parts
+
+SHARDED = {"sharded_checkpoints": True}
+# five classes of several weight rows each, which neither two nor three ranks divide
+WEIGHTS = {"SubCenterArcFaceLoss": "loss.W", "SoftTripleLoss": "loss.fc"}
+
+
+def save_half(pool: RankPool, world_size: int, path: Path, loss: str = "SubCenterArcFaceLoss", **options: Any) -> str:
+    """Train one of two epochs on so many ranks and save."""
+    pool.run(world_size, fit_sharded, loss, "adam", save=str(path), **options)
+    return str(path)
+
+
+def go_on(pool: RankPool, world_size: int, path: str, loss: str = "SubCenterArcFaceLoss") -> dict[str, Tensor]:
+    found = pool.run(world_size, fit_sharded, loss, "adam", load=path, max_epochs=2)
+    return whole_state(found, WEIGHTS.get(loss, "loss.W"))
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, dict[str, Tensor]]:
+    """Both epochs in one process."""
+    return {loss: fit_alone(partial(Plain, loss, "adam"), max_epochs=2) for loss in WEIGHTS}
+
+
+@pytest.mark.parametrize("loss", WEIGHTS)
+@pytest.mark.parametrize("strategy", [{}, SHARDED], ids=["whole", "sharded"])
+@pytest.mark.parametrize("source", [1, 2, 3])
+def test_classes_of_several_rows_go_on_at_any_size(
+    pool: RankPool, tmp_path: Path, expected: dict[str, Any], source: int, strategy: dict[str, Any], loss: str
+) -> None:
+    path = save_half(pool, source, tmp_path / "half", loss, strategy=strategy)
+    for target in (1, 2, 3):
+        assert_close(go_on(pool, target, path, loss), expected[loss])
+
+
+def test_a_folder_is_written_again(pool: RankPool, tmp_path: Path, expected: dict[str, Any]) -> None:
+    save_half(pool, 3, tmp_path / "half", strategy=SHARDED, max_epochs=2)
+    path = save_half(pool, 2, tmp_path / "half", strategy=SHARDED)
+    assert_close(go_on(pool, 2, path), expected["SubCenterArcFaceLoss"])
+
+
+def test_shards_with_replicas_are_saved_by_one_rank_each(pool: RankPool, tmp_path: Path) -> None:
+    path = save_half(pool, 4, tmp_path / "parts", "ArcFaceLoss", make=Parts, strategy=SHARDED)
+    blocks = torch.load(Path(path, REST))[RECORDS]["state_dict/loss.W"]["blocks"]
+    assert [block[:2] for block in blocks] == [[0, 3], [3, 5]]
+    assert_close(go_on(pool, 3, path, "ArcFaceLoss"), fit_alone(lambda: Plain("ArcFaceLoss", "adam"), max_epochs=2))
+
+
+# ---------------------------------------------------------------------- what earlier releases saved
+
+
+def without_records(path: str) -> None:
+    file = Path(path, REST) if Path(path).is_dir() else Path(path)
+    checkpoint = torch.load(file)
+    del checkpoint[RECORDS]
+    torch.save(checkpoint, file)
+
+
+@pytest.mark.parametrize("strategy", [{}, SHARDED], ids=["whole", "sharded"])
+def test_a_checkpoint_without_records_loads(
+    pool: RankPool, tmp_path: Path, expected: dict[str, Any], strategy: dict[str, Any]
+) -> None:
+    path = save_half(pool, 2, tmp_path / "half", strategy=strategy)
+    without_records(path)
+    assert_close(go_on(pool, 3, path), expected["SubCenterArcFaceLoss"])
+
+
+def save_as_release_0_1(folder: str, tensors: dict[str, Tensor], per_class: int) -> None:
+    """Write this rank's classes beside the ranges that a DTensor works out by rows, as release 0.1 did."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh, pieces = init_device_mesh("cpu", (world,)), {}
+    for key, whole in tensors.items():
+        size = -(-whole.shape[1] // per_class // world) * per_class
+        own = whole[:, rank * size : (rank + 1) * size].contiguous()
+        pieces[key] = DTensor.from_local(
+            own, mesh, [Shard(1)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    save(pieces, checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("loss", ["SubCenterArcFaceLoss", "ArcFaceLoss"])
+@pytest.mark.parametrize("source", [2, 3])
+def test_a_folder_of_release_0_1_loads_where_it_was_right_and_where_its_ranges_were_not(
+    pool: RankPool, tmp_path: Path, loss: str, source: int
+) -> None:
+    truth = fit_alone(lambda: Plain(loss, "adam"), max_epochs=2)
+    path = save_half(pool, source, tmp_path / "half", loss, strategy=SHARDED)
+    # what that release would have put beside our own rest
+    whole = torch.load(save_half(pool, 1, tmp_path / "whole.ckpt", loss))
+    state = whole["optimizer_states"][0]["state"]
+    last = max(state)
+    tensors = {"state_dict/loss.W": whole["state_dict"]["loss.W"]}
+    tensors |= {f"optimizer_states/0/{last}/{key}": state[last][key] for key in ("exp_avg", "exp_avg_sq")}
+    without_records(path)
+    Path(path, ".metadata").unlink()
+    pool.run(source, save_as_release_0_1, path, tensors, 3 if loss == "SubCenterArcFaceLoss" else 1)
+    for target in (2, 3):
+        assert_close(go_on(pool, target, path, loss), truth)
+
+
+# ---------------------------------------------------------------------- what does not belong together
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def spoil(path: Path) -> None:
+    """Change one number of the weights, where torch stores it."""
+    data = bytearray(path.read_bytes())
+    first = data.index(b"data/0") + 6
+    place = first + 64 - first % 64 + 64  # behind the padding, in the first tensor
+    data[place] ^= 1
+    path.write_bytes(bytes(data))
+
+
+DAMAGE: dict[str, Any] = {
+    "a block that is cut off": lambda folder, other: cut_off(folder / "__1_0.distcp"),
+    "a block that is missing": lambda folder, other: (folder / "__1_0.distcp").unlink(),
+    "one bit": lambda folder, other: spoil(folder / "__1_0.distcp"),
+    "a block of another checkpoint": lambda folder, other: shutil.copy(other / "__1_0.distcp", folder),
+    "all blocks of another checkpoint": lambda folder, other: [
+        shutil.copy(other / name, folder) for name in ("__0_0.distcp", "__1_0.distcp", ".metadata")
+    ],
+    "the rest of another checkpoint": lambda folder, other: shutil.copy(other / REST, folder),
+    "no metadata": lambda folder, other: (folder / ".metadata").unlink(),
+}
+
+
+@pytest.fixture(scope="module")
+def two_folders(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Sharded checkpoints of two ranks after one epoch and after two."""
+    root = tmp_path_factory.mktemp("folders")
+    save_half(pool, 2, root / "one", strategy=SHARDED)
+    save_half(pool, 2, root / "two", strategy=SHARDED, max_epochs=2)
+    return root / "one", root / "two"
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_folder_is_the_same_error_on_every_rank(
+    pool: RankPool, tmp_path: Path, two_folders: tuple[Path, Path], damage: str
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(two_folders[0], folder)
+    DAMAGE[damage](folder, two_folders[1])
+    errors = pool.errors(2, fit_sharded, "SubCenterArcFaceLoss", "adam", load=str(folder), max_epochs=3)
+    assert_same_error(errors, "checkpoint: class shards", "rank 1:")
+    assert errors[0].type == "InputError"
+
+
+def change_weight(checkpoint: dict[str, Any]) -> None:
+    checkpoint["state_dict"]["loss.W"][0, -1] += 1e-9
+
+
+def change_moment(checkpoint: dict[str, Any]) -> None:
+    state = checkpoint["optimizer_states"][0]["state"]
+    state[max(state)]["exp_avg"][0, 0] = 0
+
+
+def change_ranges(checkpoint: dict[str, Any]) -> None:
+    checkpoint[RECORDS]["state_dict/loss.W"]["blocks"][0][1] -= 1
+
+
+CHANGES = {
+    "state_dict/loss.W: classes 3 to 5": change_weight,
+    "exp_avg: classes 0 to 3": change_moment,
+    "state_dict/loss.W: the record": change_ranges,
+}
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_a_changed_file_is_the_same_error_on_every_rank(pool: RankPool, tmp_path: Path, words: str) -> None:
+    path = save_half(pool, 2, tmp_path / "half.ckpt")
+    checkpoint = torch.load(path)
+    CHANGES[words](checkpoint)
+    torch.save(checkpoint, path)
+    errors = pool.errors(3, fit_sharded, "SubCenterArcFaceLoss", "adam", load=path, max_epochs=2)
+    assert_same_error(errors, words, "rank 0:", "rank 2:")
+
+
+def load_another_file_on_each_rank(paths: list[str]) -> None:
+    fit_sharded("SubCenterArcFaceLoss", "adam", load=paths[dist.get_rank()], max_epochs=2)
+
+
+def test_a_file_damaged_on_one_rank_is_the_same_error_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    path = save_half(pool, 2, tmp_path / "half.ckpt")
+    checkpoint, copy = torch.load(path), str(tmp_path / "copy.ckpt")
+    change_weight(checkpoint)
+    torch.save(checkpoint, copy)
+    errors = pool.errors(3, load_another_file_on_each_rank, [path, copy, path])
+    assert_same_error(errors, "rank 0: nothing wrong", "rank 1: state_dict/loss.W", "rank 2: nothing wrong")
+
+
+class OtherRows(Sharded):
+    """As many weight rows, of other classes."""
+
+    def build(self, loss: str) -> None:
+        self.loss = ClassShardedLoss(pml.ArcFaceLoss(num_classes=3 * TASK.classes, embedding_size=TASK.dim).double())
+
+
+@pytest.mark.parametrize("strategy", [{}, SHARDED], ids=["whole", "sharded"])
+def test_as_many_rows_of_other_classes_are_refused(pool: RankPool, tmp_path: Path, strategy: dict[str, Any]) -> None:
+    path = save_half(pool, 2, tmp_path / "half", strategy=strategy)
+    errors = pool.errors(2, fit_sharded, "", "adam", load=path, make=OtherRows, max_epochs=2)
+    assert_same_error(errors, "loss.W", "15 classes of 1 weight rows", "5 classes of 3")
+
+
+# ---------------------------------------------------------------------- what a hook puts into a checkpoint
+
+
+class Doubles(Callback):
+    """Writes to the weight of a checkpoint, or puts another in its place; on rank 0, which saves it."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        self.in_place = in_place
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        if trainer.global_rank == 0:
+            state = checkpoint["state_dict"]
+            state["loss.W"] = state["loss.W"].mul_(2) if self.in_place else state["loss.W"] * 2
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_a_hook_puts_into_a_checkpoint_counts(pool: RankPool, tmp_path: Path, in_place: bool) -> None:
+    path = str(tmp_path / "doubled.ckpt")
+    own = whole_state(pool.run(2, fit_sharded, save=path, callbacks=[Doubles(in_place=in_place)]))
+    loaded = whole_state(pool.run(3, fit_sharded, "ArcFaceLoss", "sgd", load=path, max_epochs=1))
+    assert_close({"W": loaded["loss.W"]}, {"W": 2 * own["loss.W"]})
