@@ -24,6 +24,7 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``evaluations`` | `Elements`, `Rows`, `Tiled`, `Replicated`: how a call is evaluated |
 | ``pml_registry`` | pytorch-metric-learning (PML) by class: losses, reducers, distances |
 | ``gathered_call`` | a call's arguments over all ranks, its shared seed, a miner's weights |
+| ``two_views`` | two views without labels, as rows with identities |
 | ``anchor_tuples`` | pairs and triplets of some anchors |
 | ``partial_sums`` | numerators, divisors, the factor W, a number with a gradient of its own |
 | ``row_chunks`` | PML's own formula, some anchors at a time |

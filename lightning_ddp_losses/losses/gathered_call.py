@@ -23,33 +23,62 @@ from lightning_ddp_losses.core.random_state import preserve_random_state, torch_
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.losses.anchor_tuples import anchor_tuples, are_ordinary, same_label_counts
-from lightning_ddp_losses.losses.pml_registry import facts_of, may_draw
+from lightning_ddp_losses.losses.pml_registry import facts_of, may_draw, takes_class_labels
+from lightning_ddp_losses.losses.two_views import TWO_VIEWS, by_view, fix_for_views, identities_of
 
 _SEED = struct.Struct("<QQ")
 # PML asks whether the references are the very same tensors as the rows
 _REFERENCES = (("ref_emb", "embeddings"), ("ref_labels", "labels"))
 
 
-def by_name(title: str, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(
+    title: str, inner: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Return a call's arguments by name, without those that are None.
 
     Args:
         title: How the message names what is called.
+        inner: The loss or miner.
         names: Of the positional ones.
         args: By position.
         kwargs: By name.
 
     Raises:
-        InputError: for more positional arguments than names, and for one that is given twice.
+        InputError: for more positional arguments than names, for one that is given twice, and for labels that are no classes.
     """
     twice = [name for name in names[: len(args)] if name in kwargs]
     if len(args) > len(names) or twice:
         got = f"{len(args)} positional ones"
         if twice:
             got = f"{', '.join(twice)} twice"
-        raise InputError(f"{title}: arguments", expected=f"{', '.join(names)}, each once", got=got)
+        fix = None
+        if len(args) > len(names) and tuple(names) == TWO_VIEWS:
+            fix = (
+                "It compares two views. For more, hand in torch.cat(views) with labels that are unique over all ranks."
+            )
+        raise InputError(f"{title}: arguments", expected=f"{', '.join(names)}, each once", got=got, fix=fix)
     given = dict(zip(names, args, strict=False)) | kwargs
+    _refuse_float_labels(title, inner, given)
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _refuse_float_labels(title: str, inner: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuse labels that are no classes: a second view in their place, or numbers that a lower precision would make equal."""
+    for name in ("labels", "ref_labels"):
+        labels = given.get(name)
+        if not isinstance(labels, Tensor) or not (labels.is_floating_point() or labels.is_complex()):
+            continue
+        if not takes_class_labels(inner):
+            continue
+        fix = "Pass class indices: labels.long()."
+        if labels.ndim > 1:
+            fix = fix_for_views(inner)
+        raise InputError(
+            f"{title}: {name}",
+            expected="an integer per row (torch.int64)",
+            got=f"a floating dtype of shape {tuple(labels.shape)}",
+            fix=fix,
+        )
 
 
 class GlobalTuples(tuple[Tensor, ...]):
@@ -94,6 +123,7 @@ class PMLCall:
         given: Its arguments by name, none of them None.
         gather: Gathers named batches.
         rank: This rank.
+        two_views: The embeddings are both views of each sample, the first view's rows before the second's.
 
     Attributes:
         given: What this rank gave.
@@ -104,11 +134,17 @@ class PMLCall:
     """
 
     def __init__(
-        self, inner: nn.Module, given: dict[str, Any], gather: Callable[[dict[str, Tensor]], GatheredBatch], rank: int
+        self,
+        inner: nn.Module,
+        given: dict[str, Any],
+        gather: Callable[[dict[str, Tensor]], GatheredBatch],
+        rank: int,
+        *,
+        two_views: bool = False,
     ) -> None:
         self.given = given
-        self._inner, self._rank = inner, rank
-        without_labels = "labels" not in given and "ref_emb" in given
+        self._inner, self._rank, self._two_views = inner, rank, two_views
+        without_labels = "labels" not in given and ("ref_emb" in given or two_views)
         self._identities_wanted = without_labels and not facts_of(inner).pairs_views
         self._refuse_labels_of_references_alone()
         # what travels: each tensor once, and each index tensor of this rank's own tuples
@@ -147,8 +183,12 @@ class PMLCall:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Arguments by name over all ranks."""
-        return self.arguments
+        """Arguments by name over all ranks, in the order of one process."""
+        if not self._two_views:
+            return self.arguments
+        # a loss that draws random numbers draws by the order of rows
+        counts = self.counts["embeddings"]
+        return {name: by_view(self.arguments[name], counts) for name in ("embeddings", "labels")}
 
     @property
     def batches(self) -> Iterable[Any]:
@@ -268,11 +308,15 @@ class PMLCall:
 
     def _add_identities_(self, arguments: dict[str, Any]) -> None:
         """Number the rows of two views without labels: row i of one belongs to row i of the other, over all ranks."""
-        labels = torch.arange(self.total_rows, device=arguments["embeddings"].device)
+        device = arguments["embeddings"].device
+        if self._two_views:
+            labels = identities_of(self.counts["embeddings"], device)
+        else:
+            labels = torch.arange(self.total_rows, device=device)
+            arguments.setdefault("ref_labels", labels.clone())
         start, stop = self.bound
         self.local_labels = labels[start:stop]
         arguments["labels"] = labels
-        arguments.setdefault("ref_labels", labels.clone())
 
     def _renumbered(self, indices: list[Tensor]) -> list[Tensor]:
         """Return local tuples of all ranks as global ones: anchors count rows, the others count references."""

@@ -49,6 +49,12 @@ from lightning_ddp_losses.losses.pml_registry import (
     returns_no_number,
 )
 from lightning_ddp_losses.losses.tiled import tiled_plan
+from lightning_ddp_losses.losses.two_views import (
+    compares_one_way,
+    labelled_arguments,
+    labelled_loss,
+    stacks_views,
+)
 
 _WATCHED_CALLS = 3  # in which labels that count a rank's own rows are looked for
 
@@ -147,19 +153,21 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         ``"tiled, symmetric"``: tiles of our own; no collective in backward where the rows of one batch are compared without a miner's
         tuples. ``"tiled"``: the same with one. ``"row tiles"``: pytorch-metric-learning's own formula on a few anchors at a time.
         """
-        plan = tiled_plan(self.loss)
+        plan = tiled_plan(labelled_loss(self.loss))
         if plan is None:
             return "row tiles"
-        return "tiled, symmetric" if plan.symmetric else "tiled"
+        symmetric = plan.symmetric and not compares_one_way(self.loss)
+        return "tiled, symmetric" if symmetric else "tiled"
 
     def exact_modes(self) -> tuple[Mode, ...]:
         """Return the modes that are exact for this loss as it is configured now, cheapest first."""
         if self.backward == "sum":  # a share of the loss has no meaning of its own when ranks weigh it differently
             return ("replicated",)
-        allowed = allowed_modes(self.loss)
+        loss = labelled_loss(self.loss)
+        allowed = allowed_modes(loss)
         if not self._is_pml:
             return allowed
-        return tuple(mode for mode in allowed if mode == "replicated" or is_separable(self.loss, mode))
+        return tuple(mode for mode in allowed if mode == "replicated" or is_separable(loss, mode))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the global loss.
@@ -167,7 +175,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         Args:
             args: For PML losses: embeddings (B, D), labels (B,) or None (with ``ref_emb``: each row its own identity,
                 unique over all ranks), indices_tuple (local or from ``GlobalBatchMiner``), ref_emb, ref_labels,
-                enqueue_mask. For others: their own arguments; tensors are batches along dim 0, 0-dim tensors are not.
+                enqueue_mask. For PML's ``SelfSupervisedLoss``: two views, (B, D) each. For others: their own arguments;
+                tensors are batches along dim 0, 0-dim tensors are not.
             kwargs: The same by name.
         """
         self._validate(args, kwargs)
@@ -218,10 +227,14 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _choose_pml(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Return how a PML loss is evaluated, and its call; the same evaluation on every rank."""
-        given = by_name(self._title, self._argument_names(args), args, kwargs)
+        given = by_name(self._title, self.loss, self._argument_names(args), args, kwargs)
+        # what compares two views makes labels; the loss inside it compares rows by them
+        loss, two_views = labelled_loss(self.loss), stacks_views(self.loss)
+        given = labelled_arguments(self.loss, self._title, given)
         # a sum over samples needs nobody else's rows
         if (
             mode == "elements"
+            and loss is self.loss
             and set(given) <= {"embeddings", "labels"}
             and isinstance(given.get("embeddings"), Tensor)
         ):
@@ -231,16 +244,16 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self._warn_identities(call)
         # a sum over anchors: tiles of our own where there are any, else PML's formula on this rank's anchors
         if mode == "rows" and not self._are_few(call.counts) and self._tuples_fit(given):
-            plan = tiled_plan(self.loss)
+            plan = tiled_plan(loss)
             if plan is not None and call.ref_labels is not None:
-                symmetric, ring = plan.is_symmetric(given), self.gather == "ring"
-                return Tiled(self.loss, self._exchange(), plan, symmetric, self.tile_bytes, ring), call
+                symmetric, ring = plan.is_symmetric(given, two_views=two_views), self.gather == "ring"
+                return Tiled(loss, self._exchange(), plan, symmetric, self.tile_bytes, ring), call
             if call.rows_possible():
-                return Rows(self.loss, self._exchange(), self.tile_bytes), call
+                return Rows(loss, self._exchange(), self.tile_bytes), call
         # the full loss on every rank
         if self.queue_position is not None:
             self.queue_position.check(call.rows_to_remember(), self._title)
-        return Replicated(self.loss), call
+        return Replicated(loss), call
 
     def _argument_names(self, args: tuple[Any, ...]) -> tuple[str, ...]:
         """Return what PML calls the positional arguments; a memory also takes as many as a plain loss does."""
@@ -252,10 +265,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     def _gather_pml(self, mode: str, given: dict[str, Any]) -> PMLCall:
         """Gather the rows of all ranks; in a ring their labels, and no more than the number of their rows."""
         counted: Sequence[str] = ()
+        loss, two_views = labelled_loss(self.loss), stacks_views(self.loss)
         if self.gather == "ring":
             counted = ("embeddings",)
-            plan = tiled_plan(self.loss)
-            if plan is None or not plan.is_symmetric(given):
+            plan = tiled_plan(loss)
+            if plan is None or not plan.is_symmetric(given, two_views=two_views):
                 raise _no_ring(self._title, "labels, and no references or tuples", sorted(given))
 
         def backward(counts: dict[str, list[int]]) -> Backward:
@@ -265,17 +279,17 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         def gather(batches: dict[str, Tensor]) -> GatheredBatch:
             return self._gather(batches, backward, counted)
 
-        return PMLCall(self.loss, given, gather, process_groups.rank(self._group))
+        return PMLCall(loss, given, gather, process_groups.rank(self._group), two_views=two_views)
 
     def _are_few(self, counts: dict[str, list[int]]) -> bool:
         """Say whether there are so few rows that every rank computes the full loss faster; the same answer on every rank."""
         if self.mode == "rows" or self.gather == "ring":  # only what all ranks have agreed on; not tile_bytes
             return False
-        return sum(counts.get("embeddings", ())) <= facts_of(self.loss).few_rows
+        return sum(counts.get("embeddings", ())) <= facts_of(labelled_loss(self.loss)).few_rows
 
     def _tuples_fit(self, given: dict[str, Any]) -> bool:
         """Say whether a miner's tuples may be split: per anchor, PML counts a pair that a miner names twice once."""
-        return "indices_tuple" not in given or not has_per_anchor(self.loss.reducer)
+        return "indices_tuple" not in given or not has_per_anchor(labelled_loss(self.loss).reducer)
 
     def _warn_identities(self, call: PMLCall) -> None:
         """Warn once, on rank 0, that hand-made labels of self-supervised use collide between ranks; all ranks see it."""
@@ -286,7 +300,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if self._warned and process_groups.rank(self._group) == 0:
             warnings.warn(
                 f"{self._title}: several ranks hand in the same labels 0, 1, 2, ...: rows of different ranks count as the same "
-                "identity. If each row is its own identity, pass the second view as ref_emb and labels=None.",
+                "identity. If each row is its own identity, let the loss number them: "
+                "GlobalBatchLoss(SelfSupervisedLoss(...))(view1, view2).",
                 stacklevel=2,
             )
 
@@ -373,7 +388,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
             return gather_batch(title, batches, must_match, extra=self._seeds.next(), group=self._group)
 
         try:
-            given = by_name(title, names, args, kwargs)
+            given = by_name(title, self.miner, names, args, kwargs)
             call = PMLCall(self.miner, given, gather, process_groups.rank(self._group))
             with same_draws(self.miner, call.seed, call.batches):
                 return GlobalTuples.of(self.miner(**call.arguments), call.total_rows)
@@ -413,8 +428,9 @@ def refuse_unfit(loss: nn.Module, mode: str, backward: str) -> None:
             got="'none'",
             fix="What is reduced later cannot be made global here; let the loss reduce.",
         )
-    if mode != "auto" and mode not in allowed_modes(loss):
-        raise _not_exact(title, mode, allowed_modes(loss))
+    allowed = allowed_modes(labelled_loss(loss))
+    if mode != "auto" and mode not in allowed:
+        raise _not_exact(title, mode, allowed)
 
 
 def refuse_gather(title: str, gather: str) -> None:
@@ -450,12 +466,14 @@ def _refuse_tiles(loss: nn.Module, mode: str, tile_bytes: int | None, gather: st
     refuse_gather(title, gather)
     if gather == "all":
         return
-    plan = None
-    if mode in ("auto", "rows") and allowed_modes(loss)[0] == "rows":
-        plan = tiled_plan(loss)
-    if plan is None or not plan.symmetric or getattr(loss, "embedding_regularizer", None) is not None:
+    plan, inner = None, labelled_loss(loss)
+    if mode in ("auto", "rows") and allowed_modes(inner)[0] == "rows" and not compares_one_way(loss):
+        plan = tiled_plan(inner)
+    if plan is None or not plan.symmetric or getattr(inner, "embedding_regularizer", None) is not None:
         names = sorted(name for name, pair_loss in losses_in_tiles().items() if pair_loss.symmetric)
-        expected = f"one of {', '.join(names)}, mode 'rows', without regulariser"
+        expected = (
+            f"one of {', '.join(names)}, mode 'rows', without regulariser; or SelfSupervisedLoss of one, both ways"
+        )
         raise _no_ring(title, expected, "another configuration")
 
 

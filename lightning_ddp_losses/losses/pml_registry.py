@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from pytorch_metric_learning import distances, reducers, regularizers
+from pytorch_metric_learning import distances, miners, reducers, regularizers
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.reducers.per_anchor_reducer import aggregation_func
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, DistributedMinerWrapper
@@ -174,6 +174,15 @@ def is_separable(loss: nn.Module, mode: Mode) -> bool:
 def is_pml_loss(loss: object) -> bool:
     """Say whether a loss is called as PML's are: embeddings, labels, tuples, references."""
     return isinstance(loss, (pml.BaseMetricLossFunction, pml.BaseLossWrapper, pml.MultipleLosses))
+
+
+def takes_class_labels(inner: nn.Module) -> bool:
+    """Say whether a loss or miner, or one inside it, is PML's own and compares labels for equality; a user's may read them as numbers."""
+    own = (pml.BaseMetricLossFunction, miners.BaseMiner)
+    return any(
+        isinstance(module, own) and type(module).__module__.startswith("pytorch_metric_learning.")
+        for module in inner.modules()
+    )
 
 
 def gathers_by_itself(module: nn.Module) -> bool:

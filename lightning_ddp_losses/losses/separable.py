@@ -12,6 +12,7 @@ from lightning_ddp_losses.losses.anchor_tuples import anchor_tuples
 from lightning_ddp_losses.losses.partial_sums import PartialSum, anchor_losses, element_losses, partial_sums_of
 from lightning_ddp_losses.losses.pml_registry import Mode, can_split, facts_of
 from lightning_ddp_losses.losses.torch_losses import torch_partial_sum
+from lightning_ddp_losses.losses.two_views import labelled_loss
 
 _HALVES = ((0, 5), (5, 12))  # unequal on purpose
 # what a loss raises that cannot be run on a part at all
@@ -39,7 +40,8 @@ def check_separable(
         >>> check_separable(SupConLoss())
         ('rows', 'replicated')
     """
-    loss = copy.deepcopy(loss).double()
+    # what compares two views is the loss inside it
+    loss = labelled_loss(copy.deepcopy(loss).double())
     generator = torch.Generator().manual_seed(seed)
     rows = _HALVES[-1][1]
     embeddings = torch.randn(rows, embedding_size, generator=generator, dtype=torch.float64)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners
-from torch import nn
+from torch import Tensor, nn
 
 from tests.losses.harness import CLASSES, DIM, ROWS, Arguments, Case, Net, Rows
 
@@ -41,6 +41,16 @@ def two_views_alone(net: Net, rows: Rows, sizes: list[int]) -> Arguments:
 
 def both_views(net: Net, rows: Rows) -> Arguments:
     return (net(rows["features"]), net(rows["views"])), {}
+
+
+class Swapped(pml.SelfSupervisedLoss):
+    """A user's: it may do with its views what it likes."""
+
+    def __init__(self) -> None:
+        super().__init__(pml.NTXentLoss(), symmetric=False)
+
+    def forward(self, embeddings: Tensor, ref_emb: Tensor) -> Any:
+        return super().forward(ref_emb, embeddings.flip(1))
 
 
 def meta_classes(net: Net, rows: Rows) -> Arguments:
@@ -148,8 +158,12 @@ PML: dict[str, Case] = {
         ),
         modes=REPLICATED,
     ),
-    "SelfSupervisedLoss": Case(lambda: pml.SelfSupervisedLoss(pml.NTXentLoss()), both_views, modes=REPLICATED),
+    "SelfSupervisedLoss": Case(lambda: pml.SelfSupervisedLoss(pml.NTXentLoss()), both_views, modes=ROW_WISE),
     "SelfSupervisedLoss, one way": Case(
-        lambda: pml.SelfSupervisedLoss(pml.MultiSimilarityLoss(), symmetric=False), both_views, modes=REPLICATED
+        lambda: pml.SelfSupervisedLoss(pml.MultiSimilarityLoss(), symmetric=False), both_views, modes=ROW_WISE
     ),
+    "SelfSupervisedLoss, random": Case(
+        lambda: pml.SelfSupervisedLoss(pml.TripletMarginLoss(triplets_per_anchor=2)), both_views, random=True
+    ),
+    "SelfSupervisedLoss, a subclass": Case(Swapped, both_views, modes=REPLICATED),
 }

@@ -98,6 +98,46 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
         lambda r: ask(pml.SelfSupervisedLoss(pml.NTXentLoss()), *[rows()] * (3 if r == 1 else 2)),
         ("embeddings, ref_emb", "3 positional"),
     ),
+    "a view of another length, one rank": (
+        lambda r: ask(pml.SelfSupervisedLoss(pml.NTXentLoss()), rows(), rows(count=4 + (r == 1))),
+        ("views", "embeddings (4, 6), ref_emb (5, 6)"),
+    ),
+    "no second view, one rank": (
+        lambda r: ask(pml.SelfSupervisedLoss(pml.NTXentLoss(), symmetric=False), *[rows()] * (1 + (r != 1))),
+        ("views", "embeddings and ref_emb"),
+    ),
+    "both ways and one way": (
+        lambda r: ask(pml.SelfSupervisedLoss(pml.NTXentLoss(), symmetric=bool(r)), rows(), rows()),
+        ("configuration",),
+    ),
+    "a second view as labels": (
+        lambda r: ask(pml.NTXentLoss(), rows(), rows()),
+        (
+            "labels",
+            "floating dtype of shape (4, 6)",
+            "GlobalBatchLoss(SelfSupervisedLoss(NTXentLoss(...)))(view1, view2)",
+        ),
+    ),
+    "a second view as labels, one rank": (
+        lambda r: ask(pml.VICRegLoss(), rows(), *[rows()] * (r == 1), ref_emb=rows()),
+        ("labels", "ref_emb"),
+    ),
+    "labels that are no classes": (
+        lambda r: ask(pml.SupConLoss(), rows(), LABELS.double()),
+        ("labels", "floating dtype of shape (4,)", "labels.long()"),
+    ),
+    "labels of references that are no classes, one rank": (
+        lambda r: ask(pml.SupConLoss(), rows(), LABELS, ref_emb=rows(), ref_labels=LABELS.float() if r else LABELS),
+        ("ref_labels", "floating dtype"),
+    ),
+    "labels of several losses that are no classes": (
+        lambda r: ask(pml.MultipleLosses([pml.SupConLoss(), pml.NTXentLoss()]), rows(), LABELS.double()),
+        ("labels", "floating dtype"),
+    ),
+    "labels of a miner that are no classes": (
+        lambda r: GlobalBatchMiner(miners.MultiSimilarityMiner())(rows(), LABELS.double()),
+        ("labels", "floating dtype"),
+    ),
     "labels twice": (lambda r: ask(pml.NTXentLoss(), rows(), LABELS, labels=LABELS), ("labels twice",)),
     "gradients off on one rank": (without_gradient_on_rank_1, ("gradients=off", "gradients=on")),
     "tuples of rows that a rank has not": (

@@ -37,7 +37,12 @@ REDUCERS: dict[str, Callable[[], nn.Module]] = {
     "MultipleReducers, default": lambda: reducers.MultipleReducers({}, default_reducer=reducers.SumReducer()),
 }
 REDUCERS["DivisorReducer"] = reducers.DivisorReducer
-SUMS = [name for name, case in PML.items() if case.modes and case.modes[0] != "replicated"]
+# (two views are compared by another loss, with its own reducer)
+SUMS = [
+    name
+    for name, case in PML.items()
+    if case.modes and case.modes[0] != "replicated" and not name.startswith("SelfSupervised")
+]
 
 
 def reduced(loss: str, reducer: str) -> Case:

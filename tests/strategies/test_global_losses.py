@@ -100,6 +100,23 @@ def test_what_cannot_be_made_global_is_refused(pool: RankPool, job: type[Job], w
         assert words in error.message
 
 
+class Views(Job):
+    """Two views of each row, no labels."""
+
+    def build(self, loss: str) -> None:
+        self.loss = pml.SelfSupervisedLoss(pml.NTXentLoss(0.5))
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(self.encoder(features), self.encoder(features.flip(1) * 1.5))  # type: ignore[no-any-return]
+
+
+def test_two_views_under_global_batch_auto(pool: RankPool) -> None:
+    expected = fit_alone(Views)
+    for world_size in (2, 3):
+        for state in pool.run(world_size, fit, Views, {"global_batch": "auto"}, even=False):
+            assert_close(state, expected)
+
+
 def test_an_unchanged_module_under_global_batch_auto(pool: RankPool) -> None:
     expected = fit_alone(Both, accumulate_grad_batches=2)
     options = {"global_batch": "auto"}

@@ -69,8 +69,15 @@ class TiledPlan:
     reductions: tuple[Reduction, ...]
     symmetric: bool
 
-    def is_symmetric(self, given: Mapping[str, Any]) -> bool:
-        """Tells whether a call with these arguments compares the rows of one batch with each other."""
+    def is_symmetric(self, given: Mapping[str, Any], *, two_views: bool = False) -> bool:
+        """Tells whether a call with these arguments compares the rows of one batch with each other.
+
+        Args:
+            given: The arguments by name.
+            two_views: The embeddings are both views of each sample, which need no labels.
+        """
+        if two_views:
+            return self.symmetric
         if not self.symmetric or "indices_tuple" in given:
             return False
         if not isinstance(given.get("embeddings"), Tensor) or not isinstance(given.get("labels"), Tensor):
