@@ -116,7 +116,7 @@ def run_full_precision(
     """Call ``forward`` in ``promote(float32, parameters, inputs)`` with autocast off.
 
     Args:
-        module: The loss; its parameters keep their dtype.
+        module: The loss; its parameters and buffers keep their dtype.
         forward: What to call.
         args: Positional arguments; floating tensors among them are cast.
         kwargs: Keyword arguments, likewise.
@@ -127,11 +127,12 @@ def run_full_precision(
     dtype = precision.compute_dtype([*parameters, *given])
     devices = {tensor.device.type for tensor in given}
     # 2. the call; contexts take time, and usually none is needed
-    if precision.is_full(dtype, devices, (*parameters, *given)):
+    is_full = precision.is_full(dtype, devices, (*parameters, *given))
+    if is_full and not precision.narrow_buffers(module, dtype):
         result = forward(*args, **kwargs)
     else:
         args, kwargs = precision.cast_floating((args, kwargs), dtype)
-        with precision.full_precision(dtype, devices), precision.cast_parameters(module, dtype):
+        with precision.full_precision(dtype, devices), precision.cast_module(module, dtype):
             result = forward(*args, **kwargs)
     # 3. every trainable parameter in the graph
     if torch.is_grad_enabled():

@@ -3,9 +3,9 @@
 Autocast halves the products inside a loss; pytorch-metric-learning 2.9 then assigns its weight in the dtype of the embeddings, for
 good: under ``bf16-mixed`` and Lightning 2.6 the next step dies with a misleading error about unused parameters, or, in a DDP of its
 own, the weight's gradient silently stops being reduced (measured 2026). So a loss runs with autocast off, in
-``promote(float32, parameters, inputs)``, and its parameters keep the dtype they have: where that is lower, the loss sees casts of them
-for the length of the call. ``PrecisionKeeper`` keeps them out of a
-precision plugin's halving (``bf16-true``, ``16-true``).
+``promote(float32, parameters, inputs)``, and its parameters and buffers keep the dtype they have: where that is lower, the loss sees
+casts of them for the length of the call (class weights in bf16 beside rows in float32 are an error of torch's). ``PrecisionKeeper``
+keeps them out of a precision plugin's halving (``bf16-true``, ``16-true``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat
+
+_CROSS_BATCH_MEMORY = "pytorch_metric_learning.losses.cross_batch_memory.CrossBatchMemory"
 
 
 def compute_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
@@ -46,6 +48,28 @@ def parameters_of(module: nn.Module) -> list[Tensor]:
         found += [parameter for parameter in compat.parameter_slots(inner).values() if parameter is not None]
         stack += [child for child in compat.child_modules(inner).values() if child is not None]
     return found
+
+
+def narrow_buffers(module: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return the floating buffers that are lower than ``dtype``: owner, name, buffer.
+
+    Wider ones stay: they may add up what must not lose digits. So do those of a class that casts its own.
+    """
+    found, stack = list[tuple[nn.Module, str, Tensor]](), [module]
+    while stack:
+        owner = stack.pop()
+        for name, buffer in compat.buffer_slots(owner).items():
+            if buffer is None or not buffer.is_floating_point() or buffer.dtype.itemsize >= dtype.itemsize:
+                continue
+            if not _casts_its_buffers(owner):
+                found.append((owner, name, buffer))
+        stack += [child for child in compat.child_modules(owner).values() if child is not None]
+    return found
+
+
+def _casts_its_buffers(module: nn.Module) -> bool:
+    """Say whether a class of pytorch-metric-learning gives its buffers the dtype of its inputs by itself, for good."""
+    return any(f"{cls.__module__}.{cls.__name__}" == _CROSS_BATCH_MEMORY for cls in type(module).__mro__)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -108,26 +132,41 @@ def full_precision(dtype: torch.dtype, device_types: Iterable[str]) -> Iterator[
 
 
 @contextlib.contextmanager
-def cast_parameters(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let ``module`` see its lower floating parameters in ``dtype``; gradients reach the parameters themselves.
+def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Let ``module`` see its lower floating parameters and buffers in ``dtype``; gradients reach the parameters themselves.
 
-    Whatever the module assigns to ``parameter.data`` inside the block touches the cast only.
+    Whatever the module assigns to ``parameter.data`` inside the block touches the cast only. What it writes into a buffer reaches the
+    buffer, in the buffer's dtype; a buffer that it replaces stays replaced.
     """
-    low = []
+    parameters = []
     for owner in module.modules():
         for name, parameter in compat.parameter_slots(owner).items():
             if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-                low.append((owner, name, parameter))
-    cast: dict[int, Tensor] = {}
+                parameters.append((owner, name, parameter))
+    buffers = narrow_buffers(module, dtype)
+    # a tensor that lies in two slots has one cast
+    cast: dict[int, Tensor] = {id(parameter): parameter.to(dtype) for _, _, parameter in parameters}
+    with torch.inference_mode(False):  # where tensors count what is written into them
+        cast |= {id(buffer): buffer.to(dtype) for _, _, buffer in buffers}
+    versions = {id(buffer): compat.tensor_version(cast[id(buffer)]) for _, _, buffer in buffers}
     try:
-        for owner, name, parameter in low:
+        for owner, name, parameter in parameters:
             # a registered slot only takes a Parameter by assignment; the module reads whatever lies in it
-            slots = compat.parameter_slots(owner)
-            slots[name] = cast.setdefault(id(parameter), parameter.to(dtype))  # type: ignore[assignment]
+            compat.parameter_slots(owner)[name] = cast[id(parameter)]  # type: ignore[assignment]
+        for owner, name, buffer in buffers:
+            compat.buffer_slots(owner)[name] = cast[id(buffer)]
         yield
     finally:
-        for owner, name, parameter in low:
+        for owner, name, parameter in parameters:
             compat.parameter_slots(owner)[name] = parameter
+        for owner, name, buffer in buffers:
+            seen = cast[id(buffer)]
+            if compat.buffer_slots(owner).get(name) is not seen:
+                continue
+            compat.buffer_slots(owner)[name] = buffer
+            if compat.tensor_version(seen) != versions[id(buffer)]:
+                with torch.no_grad():
+                    buffer.copy_(seen)
 
 
 class PrecisionKeeper:

@@ -120,7 +120,7 @@ class RowChunks:
         """Return the gradients of embeddings, references (zeros where not wanted) and parameters."""
         embeddings, all_references = self._call.given["embeddings"].detach(), self._call.references.detach()
         dtype, devices = embeddings.dtype, {embeddings.device.type}
-        with precision.full_precision(dtype, devices), precision.cast_parameters(self._loss, dtype):
+        with precision.full_precision(dtype, devices), precision.cast_module(self._loss, dtype):
             parameters = [p for p in self._loss.parameters() if p.requires_grad]
             gradients = [torch.zeros_like(t) for t in (embeddings, all_references, *parameters)]
             of_anchors, *of_others = gradients
