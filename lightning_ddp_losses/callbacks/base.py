@@ -259,7 +259,7 @@ class RankCheck(CheckCallback):
         """Look at what a step left, right after it was made: gradients are those that the optimizer used."""
 
     def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Leave nothing behind: the fit is over, also after an error."""
+        """Leave nothing behind: the fit is over, also after an error. It may be called twice."""
 
     def figures(self) -> dict[str, float]:
         """Return figures for the logger and the summary, by name."""
@@ -288,6 +288,11 @@ class RankCheck(CheckCallback):
     def session(self) -> CheckRunner:
         """The runner, under the name that checks of the first release use."""
         return self.runner
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is one of this package: a fault of its own switches it off, where a user's raises."""
+        return type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
 
     def join(self, runner: CheckRunner | None) -> None:
         """Become part of a run, or leave it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -39,7 +40,7 @@ class BatchStepRow(NamedTuple):
 
     Attributes:
         end: The index of the batch, shifted left by one; the low bit says that it is the last of the epoch.
-        rows: Rows of the batch.
+        rows: Rows of the batch (graphs, where it is made of graphs); 0 where that is not known.
         content: A hash of it; 0 where it was not read.
         distinct: Different rows in it, shifted left by one; the low bit says that the data set is iterable.
         random_state: A hash of torch's random state in the first steps; else 0.
@@ -134,16 +135,16 @@ class BatchCheck(LocalCheck, default=True):
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Watch the losses that compare samples, and batch norm's input in the first step."""
         self._forget()
-        self._pairs = PositivePairs(local_contrastive_losses(module))
+        guard = partial(self.runner.guarded, self, "a hook before forward")
+        self._pairs = PositivePairs(local_contrastive_losses(module), guard)
 
-        # a function and no method: a copy of the module (the dry run makes one) must not copy the check along
         def see_input(norm: nn.Module, args: tuple[Any, ...]) -> None:
             self._has_flat_norm |= norm.training and bool(args) and args[0].ndim == 2
 
         self._norm_handles = []
         for norm in module.modules():
             if type(norm) is nn.BatchNorm1d:
-                self._norm_handles.append(norm.register_forward_pre_hook(see_input))
+                self._norm_handles.append(norm.register_forward_pre_hook(guard(see_input)))
 
     def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Leave no hook behind."""
@@ -210,7 +211,7 @@ class BatchCheck(LocalCheck, default=True):
         read = self._batches
         return BatchStepRow(
             end=self._batch_idx << 1 | bool(is_last),
-            rows=read.rows,
+            rows=read.samples,
             content=read.content,
             distinct=read.distinct << 1 | is_iterable,
             random_state=random_state,
@@ -298,7 +299,7 @@ class BatchCheck(LocalCheck, default=True):
         found += self._same.judge([row.content for row in rows], distinct, iterable=is_iterable)
         found += _different_orders([row.order for row in rows])
         # what is worth knowing once
-        if self.runner.step == 0 and len(rows) * trainer.accumulate_grad_batches > 1:
+        if self.runner.step == 0 and len(rows) * trainer.accumulate_grad_batches > 1 and all(self._global_rows):
             found.append(self._batch_meaning(trainer))
         if self.runner.step < _RANDOM_STEPS and len(rows) > 1:
             found += self._same_random_numbers(tuple(row.random_state for row in rows))
@@ -328,7 +329,7 @@ class BatchCheck(LocalCheck, default=True):
 
     def figures(self) -> dict[str, float]:
         """Return the rows of the latest step, and how far the ranks' classes are from those of all ranks."""
-        if not self._global_rows:
+        if not self._global_rows or not all(self._global_rows):
             return {}
         return {
             "rows_min": float(min(self._global_rows)),

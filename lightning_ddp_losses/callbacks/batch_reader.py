@@ -29,6 +29,7 @@ _MAX_ROWS, _MAX_COLUMNS = 64, 32
 _WIDE = 1024  # numbers in a row, of which only some are read
 _MAX_LABELS = 1024  # rows whose labels are counted
 _FIRST, _EVERY = 16, 50  # batches of an epoch that are read on an accelerator
+_COUNT_NAMES = ("num_graphs", "batch_size")
 _LABEL_NAMES = ("labels", "label", "targets", "target", "y")
 _MASK = (1 << 63) - 1
 _COUNT_BITS = 3  # the low bits of a hash hold how often it came
@@ -44,7 +45,8 @@ class BatchReader:
     """Remembers what was read of the batches; one for all checks of a fit (``runner.shared(BatchReader)``).
 
     Attributes:
-        rows: Rows of the latest batch.
+        rows: Rows of the latest batch: of its first tensor.
+        samples: What it has of what the user counts: its rows, of graphs the graphs and not their nodes; 0 where that is not known.
         content: A hash of it; 0 where it was not read.
         distinct: Different rows in it.
         first: Of each epoch, the content of its first batch.
@@ -57,7 +59,7 @@ class BatchReader:
     def __init__(self, runner: CheckRunner) -> None:
         self._runner = runner
         self._last: tuple[int, int] | None = None
-        self.rows = self.content = self.distinct = self.total_rows = self.number = 0
+        self.rows = self.samples = self.content = self.distinct = self.total_rows = self.number = 0
         self.first: dict[int, int] = {}
         self._epoch = -1
         self._start_epoch()
@@ -82,6 +84,9 @@ class BatchReader:
         self.rows = 0
         if tensors:
             self.rows = tensors[0].shape[0]
+        self.samples = self.rows
+        if any(tensor.shape[0] != self.rows for tensor in tensors) or not tensors:
+            self.samples = sample_count(batch, tensors)
         self.total_rows += self.rows
         self.number += 1
         self.content = self.distinct = 0
@@ -138,6 +143,51 @@ def _leaves(batch: Any) -> Iterator[Any]:
             yield from compat.tree_leaves(part)
 
 
+def sample_count(batch: Any, tensors: Sequence[Tensor]) -> int:
+    """Return the samples of a batch whose tensors have different numbers of rows; 0 where that cannot be known.
+
+    Graphs are batched as one: nodes of all of them below each other, edges as pairs of nodes, and something per graph.
+    """
+    # what the batch says of itself (PyTorch Geometric, DGL, TensorDict)
+    parts = [batch]
+    if isinstance(batch, (tuple, list)):
+        parts += batch
+    for part in parts:
+        for name in _COUNT_NAMES:
+            count = getattr(part, name, None)
+            if isinstance(count, tuple) and count:
+                count = count[0]
+            if isinstance(count, int) and not isinstance(part, Tensor):
+                return count
+    if not tensors:
+        return 0
+    # not a graph: the first tensor has the rows
+    rows = tensors[0].shape[0]
+    named: Mapping[Any, Any] = {}
+    if isinstance(batch, Mapping):
+        named = batch
+    edges = [tensor for tensor in tensors[1:] if _could_be_edges(tensor)]
+    if isinstance(named.get("edge_index"), Tensor):
+        edges = [named["edge_index"]]
+    if not edges:
+        return rows
+    # a graph: by its labels, else by the one number that is neither of nodes nor of edges
+    labels = next((named[name] for name in _LABEL_NAMES if name in named), None)
+    if isinstance(labels, Tensor) and labels.ndim:
+        return labels.shape[0]
+    others = {tensor.shape[0] for tensor in tensors if tensor is not edges[0]}
+    others -= {rows, edges[0].shape[1]}
+    if len(others) == 1:
+        return others.pop()
+    return 0
+
+
+def _could_be_edges(tensor: Tensor) -> bool:
+    """Say whether a tensor looks like the edges of a graph: integers (2, E)."""
+    is_integer = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+    return is_integer and tensor.ndim == 2 and tensor.shape[0] == 2
+
+
 def row_hashes(tensors: list[Tensor], rows: int, max_rows: int | None = None) -> list[int]:
     """Return a hash (63 bits) of each of the first rows (all of them, unless ``max_rows``), over all tensors that have that many."""
     number = rows
@@ -145,7 +195,8 @@ def row_hashes(tensors: list[Tensor], rows: int, max_rows: int | None = None) ->
         number = min(rows, max_rows)
     hashes = [0] * number
     for tensor in tensors:
-        if tensor.shape[0] != rows or not tensor.numel() or tensor.layout != torch.strided or tensor.is_complex():
+        is_readable = tensor.layout == torch.strided and not tensor.is_complex() and not tensor.is_quantized
+        if not is_readable or tensor.shape[0] != rows or not tensor.numel():
             continue
         table = tensor.as_subclass(Tensor)  # what transforms make of a tensor may be a class of its own
         if number < rows:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_losses.callbacks import buffers
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, label_imbalance
-from lightning_ddp_losses.callbacks.buffers import BufferSlot, ComparedBuffer, StateKind
+from lightning_ddp_losses.callbacks.buffers import BufferSlot, ComparedBuffer, StateKind, is_plain_memory
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.ddp_state import learning_rate
 from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings, LocalRow, odd_ranks
@@ -115,12 +115,12 @@ class BufferSyncCheck(LocalCheck, default=True):
         watched = [each for each in modules if isinstance(each, DistributedDataParallel) and each.broadcast_buffers]
         known = {id(wrapped) for wrapped in watched}
 
-        # a function and no method: a copy of the module (the dry run makes one) must not copy the check along
         def see_forward(wrapped: nn.Module, _: Any) -> None:
             if id(wrapped) in known:
                 self._see_forward(wrapped)
 
-        self._handles = [wrapped.register_forward_pre_hook(see_forward) for wrapped in watched]
+        hook = self.runner.guarded(self, "a hook before forward", see_forward)
+        self._handles = [wrapped.register_forward_pre_hook(hook) for wrapped in watched]
 
     def _see_forward(self, wrapped: nn.Module) -> None:
         if not torch.is_grad_enabled() or not wrapped.training:
@@ -131,7 +131,11 @@ class BufferSyncCheck(LocalCheck, default=True):
             of_norms: set[int] = set()
             for norm in buffers.plain_norms(wrapped).values():
                 of_norms.update(map(id, norm.buffers()))
-            values = [fingerprint(buffer) for buffer in wrapped.buffers() if id(buffer) not in of_norms]
+            values = [
+                fingerprint(buffer)
+                for buffer in wrapped.buffers()
+                if id(buffer) not in of_norms and is_plain_memory(buffer)
+            ]
             self._before_second = 0
             if values:
                 self._before_second = hash_text(repr(values))

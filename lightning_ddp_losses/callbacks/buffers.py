@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.callbacks.batch_reader import row_hashes
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
@@ -83,7 +84,8 @@ def compared_slots(module: nn.Module) -> list[BufferSlot]:
             if path:
                 full_name = f"{path}.{name}"
             sounds_like_queue = any(word in name.lower() for word in _QUEUE_WORDS) or "CrossBatchMemory" in names
-            is_queue = sounds_like_queue and buffer is not None and buffer.ndim >= 1 and buffer.shape[0] > 1
+            is_queue = sounds_like_queue and buffer is not None and not is_lazy(buffer)
+            is_queue = is_queue and buffer.ndim >= 1 and buffer.shape[0] > 1  # type: ignore[union-attr]
             if full_name not in ignored and (is_queue or is_objective):
                 found.append(BufferSlot(full_name, inner, name, is_queue))
     return found
@@ -94,9 +96,17 @@ def compared_buffers(slots: list[BufferSlot]) -> dict[str, ComparedBuffer]:
     found: dict[str, ComparedBuffer] = {}
     for slot in slots:
         value = compat.buffer_slots(slot.owner).get(slot.name)
-        if value is not None and not value.is_meta and value.layout == torch.strided:
-            found[slot.path] = ComparedBuffer(value, slot.is_queue)
+        if value is None or value.is_meta or not is_plain_memory(value):
+            continue
+        if value.is_quantized:
+            value = value.int_repr()
+        found[slot.path] = ComparedBuffer(value, slot.is_queue)
     return found
+
+
+def is_plain_memory(tensor: Tensor) -> bool:
+    """Say whether a tensor's memory is its value: not of a sparse one, nor of one that nobody has initialised."""
+    return not is_lazy(tensor) and tensor.layout == torch.strided
 
 
 def cross_batch_memories(module: nn.Module) -> dict[str, Any]:

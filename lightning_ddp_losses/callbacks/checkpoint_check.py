@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.batch_reader import BatchReader
@@ -67,7 +69,7 @@ class CheckpointCheck(LocalCheck, default=True):
         """Return how this fit trains."""
         return {
             "world_size": process_groups.world_size(),
-            "rows_per_rank": self.runner.shared(BatchReader).rows,
+            "rows_per_rank": self.runner.shared(BatchReader).samples,
             "accumulate": trainer.accumulate_grad_batches,
         }
 
@@ -142,4 +144,7 @@ class CheckpointCheck(LocalCheck, default=True):
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Return what tells whether two tensors are one; a lazy or sparse one has no memory to compare by."""
+    if is_lazy(tensor) or tensor.layout != torch.strided:
+        return id(tensor), 0
     return tensor.data_ptr(), tensor.numel()

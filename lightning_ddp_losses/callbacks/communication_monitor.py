@@ -63,6 +63,8 @@ class CommunicationMonitor(RankCheck, default=True):
         watch = self._stop_watching()
         if watch is None:
             return
+        if watch.error is not None:
+            raise watch.error
         ended = time.perf_counter()
         calls = watch.calls()
         # collectives on autograd's threads pass no dispatch mode: DDP's log has them
@@ -144,11 +146,13 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
 
     Attributes:
         began: When it was made.
+        error: What noting a collective raised; the collective itself ran.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.began = time.perf_counter()
+        self.error: Exception | None = None
         self._calls: list[CollectiveCall] = []
 
     def calls(self) -> list[CollectiveCall]:
@@ -161,11 +165,11 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
             return args[0]  # torch hands a number that autograd has saved to a mode as the number itself (torch 2.13)
         if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))
-        kind = compat.operator_schema(func).name.rpartition("::")[2].strip("_")
-        tensors = {id(tensor): tensor for tensor in precision.tensors_in(args)}
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        call = CollectiveCall(kind, num_bytes, time.perf_counter())
-        self._calls.append(call)
+        try:
+            call = self._note(func, args)
+        except Exception as error:  # in the middle of the user's collective: it goes on, and the check fails behind it
+            self.error = error
+            return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         work = result
         if isinstance(result, (tuple, list)):
@@ -175,6 +179,26 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
         except (AttributeError, RuntimeError, TypeError):  # a backend whose works have no future
             call.end(None)
         return result
+
+    def _note(self, func: Any, args: Any) -> CollectiveCall:
+        """Note a collective that begins."""
+        kind = compat.operator_schema(func).name.rpartition("::")[2].strip("_")
+        tensors = {id(tensor): tensor for tensor in precision.tensors_in(args)}
+        num_bytes = sum(_bytes_of(tensor) for tensor in tensors.values())
+        call = CollectiveCall(kind, num_bytes, time.perf_counter())
+        self._calls.append(call)
+        return call
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Return the bytes that a collective moves of a tensor: of a sparse one, its indices and values."""
+    if tensor.layout == torch.sparse_coo:
+        # coalesced or not: what is there travels
+        indices, values = compat.sparse_entries(tensor)
+        return indices.nbytes + values.nbytes
+    if tensor.layout != torch.strided:
+        return 0
+    return tensor.nbytes
 
 
 def _ddp_calls(log: Mapping[str, Any], began: float) -> list[CollectiveCall]:

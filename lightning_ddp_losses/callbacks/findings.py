@@ -18,6 +18,9 @@ from lightning_ddp_losses.errors import ConfigurationError, format_error
 
 _TEXT_FIELDS = ("fault", "what", "expected", "name", "fix")
 _UNEXPLAINED = "texts "  # how the name of a finding begins whose texts are still on other ranks
+FAILED = "CHECK"
+"""The fault of a check that failed by itself."""
+
 MOST_NAMES = 6  # parameters or groups that one finding names
 
 
@@ -83,6 +86,16 @@ class Finding:
         return {"step": plain.pop("step"), "check": plain.pop("check"), "severity": self.severity, **plain}
 
 
+@dataclass(frozen=True)
+class SwitchedOff(Finding):
+    """Records that a check of this package failed by itself: a warning, for the training may be healthy. It runs no more in this fit."""
+
+    @property
+    def severity(self) -> Severity:
+        """Call it a warning: it says nothing about the training."""
+        return "warning"
+
+
 def odd_ranks(column: Sequence[Any]) -> tuple[int, ...]:
     """Return the ranks that differ from the majority; on a tie, from the first such value."""
     values = list(column)
@@ -99,16 +112,33 @@ def shown_names(names: Sequence[str]) -> str:
     return shown
 
 
-def failed_check(title: str, failures: Mapping[int, str]) -> Finding:
-    """Make the finding of a check that failed by itself, with the errors of its ranks."""
-    return Finding(
-        "CHECK",
+def failed_check(title: str, failures: Mapping[int, str], *, is_built_in: bool) -> Finding:
+    """Make the finding of a check that failed by itself, with the errors of its ranks.
+
+    Args:
+        title: Names the check.
+        failures: By rank, what it raised there.
+        is_built_in: The check is one of this package: it is switched off, and training goes on.
+    """
+    finding = Finding(
+        FAILED,
         f"{title} itself failed",
         "a row of every rank",
         tuple(failures),
         name=title,
         values=tuple(f"{rank}: {text}" for rank, text in failures.items()),
         fix="Mend the check, or leave it out of DDPChecks(checks=[...]).",
+    )
+    if not is_built_in:
+        return finding
+    fix = f"Training is as before; leave {title} out of DDPChecks(checks=[...]) to be rid of this warning, and please report it."
+    return SwitchedOff(
+        FAILED,
+        f"{title} itself failed, by a fault of its own, and is switched off on all ranks for the rest of this fit",
+        ranks=finding.ranks,
+        name=title,
+        values=finding.values,
+        fix=fix,
     )
 
 

@@ -18,11 +18,12 @@ import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange
@@ -36,6 +37,7 @@ STEP = 1e-5
 MOVE_TO_SHARE = 1e-2  # how far one rank's copy moves, to see whether others' values follow
 MAX_BYTES = 1 << 29  # of the copy, in float64
 MAX_PARTS = 4
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _PLACE = "scale probe"  # what handshakes call this place
 _CLOSE = 1e-3  # float64 derivatives of smooth losses agree to 1e-6; a kink between the two points spoils that
 _NO_SLOPE = 1e-6  # a derivative that is so small beside the loss says nothing
@@ -158,18 +160,18 @@ def measure_gradient_scales(
         return None
     if not _on_all_ranks(row_exchange, value.requires_grad):
         return None
-    is_multiplied = _has_factor(value, world)
-    for inner in module.modules():
-        is_multiplied |= type(inner).__name__ == "DistributedLossWrapper"
-    gradients = trial.gradients(value)
+    # all that a rank does by itself; one that cannot says so before the others wait for it
+    prepared = trial.prepare(value, world)
+    if not _on_all_ranks(row_exchange, prepared is not None) or prepared is None:
+        trial.raise_own_error()
+        return None
     parts = []
     for name, members in _trained_parts(module).items():
         # <g, v>, and the value on both sides along v
-        direction = trial.direction(members)
-        along = _inner_product(gradients, direction)
+        direction = prepared.directions[name]
         ahead = _float_or_none(trial.value(direction, STEP))
         behind = _float_or_none(trial.value(direction, -STEP))
-        rows = row_exchange.gather_json(_PLACE, [along, ahead, behind])
+        rows = row_exchange.gather_json(_PLACE, [prepared.along[name], ahead, behind])
         if any(None in row for row in rows):
             return None
         derivative = sum(row[1] - row[2] for row in rows) / world / (2 * STEP)
@@ -183,15 +185,19 @@ def measure_gradient_scales(
         if part.is_about(world) or part.is_about(1 / world):
             part = replace(part, is_shared=_moves_others(trial, value, direction, row_exchange))
         parts.append(part)
-    return GradientScales(parts, collectives.seen, is_multiplied)
+    return GradientScales(parts, collectives.seen, prepared.is_multiplied)
 
 
 def _inner_product(gradients: Mapping[str, Tensor | None], direction: Mapping[str, Tensor]) -> float:
     total = 0.0
     for name, step in direction.items():
         gradient = gradients.get(name)
-        if gradient is not None:
-            total += float((gradient * step).sum())
+        if gradient is None:
+            continue
+        if gradient.layout != torch.strided:
+            gradient = gradient.to_dense()
+        # of a complex parameter torch gives dL/dRe + i dL/dIm: real and imaginary part count as two numbers
+        total += float((gradient.conj() * step).sum().real)
     return total
 
 
@@ -214,6 +220,20 @@ def _moves_others(trial: _Trial, value: Tensor, direction: Mapping[str, Tensor],
     return any(row_exchange.gather_json(_PLACE, moved))
 
 
+class _Prepared(NamedTuple):
+    """What a rank has computed by itself before the parameters are moved.
+
+    Attributes:
+        directions: By part of the module, this rank's random direction.
+        along: By part, the inner product of this rank's gradient with it.
+        is_multiplied: As in ``GradientScales``.
+    """
+
+    directions: dict[str, dict[str, Tensor]]
+    along: dict[str, float]
+    is_multiplied: bool
+
+
 class _Trial:
     """A copy of the module in float64 whose training_step leaves no trace.
 
@@ -221,19 +241,22 @@ class _Trial:
         is_ready: Whether it could be made.
     """
 
+    _own_error: Exception | None = None
+
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         self._trainer, self._index, self._device = trainer, index, module.device
-        num_bytes = 2 * sum(parameter.nbytes for parameter in module.parameters())
+        # what is not initialised yet would be made in the copy, and by each rank for itself
+        if not module.automatic_optimization or any(map(is_lazy, module.parameters())):
+            self.is_ready = False
+            return
+        num_bytes = 2 * sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
         is_compiled = any(compat.uncompiled(inner) is not inner for inner in module.modules())  # would compile again
-        self.is_ready = module.automatic_optimization and num_bytes <= MAX_BYTES and not is_compiled
+        self.is_ready = num_bytes <= MAX_BYTES and not is_compiled
         if self.is_ready:
             try:
-                self._pristine = copy.deepcopy(module).double()
-                for inner in self._pristine.modules():
-                    set_dtype = getattr(inner, "set_dtype", None)  # a metric ignores double()
-                    if callable(set_dtype):
-                        set_dtype(torch.float64)
-                self._batch = precision.cast_floating(copy.deepcopy(batch), torch.float64)
+                self._pristine = _double_(copy.deepcopy(module))
+                floating = precision.cast_floating(copy.deepcopy(batch), torch.float64)
+                self._batch = precision.map_tensors(_as_double, floating)
             except Exception:  # what cannot be copied is not tried out
                 self.is_ready = False
 
@@ -263,23 +286,77 @@ class _Trial:
             return result
         return None
 
-    def gradients(self, value: Tensor) -> dict[str, Tensor | None]:
-        """Return what backward gives on this rank, by name."""
+    def prepare(self, value: Tensor, world: int) -> _Prepared | None:
+        """Return gradients and directions; None where this rank has none."""
+        try:
+            # before backward, which frees what the graph has saved
+            is_multiplied = _has_factor(value, world)
+            for inner in self._pristine.modules():
+                is_multiplied |= type(inner).__name__ == "DistributedLossWrapper"
+            gradients = self._gradients(value)
+            if gradients is None:
+                return None
+            directions: dict[str, dict[str, Tensor]] = {}
+            along: dict[str, float] = {}
+            for name, members in _trained_parts(self._pristine).items():
+                directions[name] = self._direction(members)
+                along[name] = _inner_product(gradients, directions[name])
+            return _Prepared(directions, along, is_multiplied)
+        except Exception as error:  # a fault of this probe
+            self._own_error = error
+            return None
+
+    def raise_own_error(self) -> None:
+        """Raise what went wrong in the probe itself on this rank, now that its peers know that it does not go on."""
+        if self._own_error is not None:
+            raise self._own_error
+
+    def _gradients(self, value: Tensor) -> dict[str, Tensor | None] | None:
+        """Return what backward gives on this rank, by name; None where it fails."""
         trained = {name: p for name, p in self._copied.named_parameters() if p.requires_grad}
-        found = torch.autograd.grad(value.sum(), list(trained.values()), allow_unused=True)
+        try:
+            found = torch.autograd.grad(value.sum(), list(trained.values()), allow_unused=True)
+        except Exception:  # the real backward will say it better
+            return None
         return dict(zip(trained, found, strict=True))
 
-    def direction(self, members: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _direction(self, members: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Draw this rank's own random direction, in proportion to each parameter's size."""
         generator = torch.Generator().manual_seed(1009 * process_groups.rank() + len(members))
         parameters = dict(self._pristine.named_parameters())
         found = {}
         for name in members:
             parameter = parameters[name].detach()
-            size = float(parameter.square().mean().sqrt()) + 1e-3
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * size
+            size = float(parameter.abs().square().mean().sqrt()) + 1e-3
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * size
             found[name] = noise.to(parameter.device)
         return found
+
+
+def _as_double(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, or complex128 where it is complex; others as they are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    if tensor.is_floating_point():
+        return tensor.to(torch.float64)
+    return tensor
+
+
+def _double_(module: ModuleT) -> ModuleT:
+    """Make a module one of float64, its complex parameters and buffers too, which ``double()`` leaves as they are."""
+    module.double()
+    for inner in module.modules():
+        set_dtype = getattr(inner, "set_dtype", None)  # a metric ignores double()
+        if callable(set_dtype):
+            set_dtype(torch.float64)
+        for parameter in inner.parameters(recurse=False):
+            if parameter.is_complex():
+                parameter.data = _as_double(parameter.data)
+        slots = compat.buffer_slots(inner)
+        for name, buffer in slots.items():
+            if buffer is not None and buffer.is_complex():
+                slots[name] = _as_double(buffer)
+    return module
 
 
 def _trained_parts(module: nn.Module) -> dict[str, dict[str, Tensor]]:

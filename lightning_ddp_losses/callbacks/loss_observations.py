@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,17 +55,18 @@ class PositivePairs:
 
     Args:
         losses: By path.
+        guard: Makes a function for a hook out of one that may raise.
 
     Attributes:
         without: By path of the loss, whether its latest call was one.
     """
 
-    def __init__(self, losses: dict[str, nn.Module]) -> None:
+    def __init__(self, losses: dict[str, nn.Module], guard: Callable[[Any], Any] = lambda function: function) -> None:
         self.without: dict[str, bool] = {}
         self._calls = 0
         self._handles: list[RemovableHandle] = []
         for name, loss in losses.items():
-            self._handles.append(loss.register_forward_pre_hook(self._hook(name, loss), with_kwargs=True))
+            self._handles.append(loss.register_forward_pre_hook(guard(self._hook(name, loss)), with_kwargs=True))
 
     def _hook(self, name: str, loss: nn.Module) -> Any:
         def see_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -371,7 +371,10 @@ def _forgotten(trainer: pl.Trainer, module: pl.LightningModule) -> list[str]:
     for name, parameter in module.named_parameters():
         if id(parameter) in in_optimizers or not parameter.requires_grad or parameter.grad is None:
             continue
-        if parameter.grad.count_nonzero():
+        gradient = parameter.grad
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        if gradient.count_nonzero():
             forgotten.append(name)
     return forgotten
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from rich.console import Console
 from rich.table import Table
 
-from lightning_ddp_losses.callbacks.findings import Finding
+from lightning_ddp_losses.callbacks.findings import Finding, SwitchedOff
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
 
@@ -88,6 +88,8 @@ class Report:
                 self._write(finding)
             # what the check says, else what DDPChecks says, else the default
             action = check_action.get(severity) or self._settings.action.get(severity, DEFAULT_ACTION[severity])
+            if action == "raise" and isinstance(finding, SwitchedOff):
+                action = "warn"  # our own fault ends nobody's training
             if action == "raise":
                 raising.append(finding)
             elif action == "warn" and new:
@@ -147,9 +149,13 @@ class Report:
     def _write(self, finding: Finding) -> None:
         if self._path is None or process_groups.rank():
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)  # the logger may make it later
-        with self._path.open("a") as file:
-            file.write(json.dumps(finding.record(), default=str) + "\n")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)  # the logger may make it later
+            with self._path.open("a") as file:
+                file.write(json.dumps(finding.record(), default=str) + "\n")
+        except OSError as error:  # a full disk on this rank is no reason to leave the others waiting
+            rank_zero_info(f"{self._path} cannot be written, findings are not kept in it: {error}")
+            self._path = None
 
 
 def log_figures(trainer: pl.Trainer, figures: Mapping[str, float], step: int) -> None:

@@ -189,7 +189,7 @@ class RowExchange:
             return None
         # agree that every rank has a tensor of one shape and dtype
         description = ""
-        if local is not None and not local.is_complex() and local.layout == torch.strided:
+        if local is not None and not local.is_quantized and local.layout == torch.strided:
             description = f"{tuple(local.shape)} {local.dtype}"
         descriptions = self.gather_rows("a tensor's difference", description.encode())
         if local is None or not description or len(set(descriptions)) > 1:
@@ -197,6 +197,8 @@ class RowExchange:
         # compare it chunk by chunk
         group = process_groups.internal_groups().checks
         flat = local.detach().reshape(-1)
+        if flat.is_complex():  # the larger of real and imaginary part
+            flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
         largest = 0.0
         for start in range(0, flat.numel(), _CHUNK):
             chunk = flat[start : start + _CHUNK].double().cpu()

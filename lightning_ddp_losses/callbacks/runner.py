@@ -3,6 +3,10 @@
 `CheckRunner` follows a fit from its start to its end. At each stage it asks the checks that are due for their rows, gathers them once
 and lets each check judge the table of all ranks. `CheckEvaluator` does the measuring and judging, and turns whatever a check raises
 into a finding on every rank. Both know checks by the `Check` protocol; their base class is `base.RankCheck`.
+
+A check that fails by itself looks at nothing more on that rank, and its next row carries its error instead. With that row every rank
+knows: a check of this package is switched off on all ranks alike and leaves one warning (its fault must not end a healthy fit); one
+that a user wrote is an error, which he can mend.
 """
 
 from __future__ import annotations
@@ -21,14 +25,14 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks import row_exchange
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
-from lightning_ddp_losses.callbacks.findings import Finding, failed_check
+from lightning_ddp_losses.callbacks.findings import FAILED, Finding, failed_check
 from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
 from lightning_ddp_losses.callbacks.report import Report, Settings
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange
 from lightning_ddp_losses.callbacks.watchdog import Watchdog
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMismatchError
 
 _MAX_TENSORS = 8  # at one stage, whose differences are measured
 _ERROR_TIMEOUT = timedelta(seconds=2)
@@ -52,6 +56,10 @@ class Check(Protocol):
     @property
     def needs_peers(self) -> bool:
         """Whether it has nothing to say in a world of one."""
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is one of this package, and no user's."""
 
     def join(self, runner: CheckRunner | None) -> None:
         """Become part of a run, or leave it."""
@@ -79,6 +87,9 @@ class Check(Protocol):
 
     def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
         """Return the tensor that a new finding is about."""
+
+    def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Leave nothing behind; it may be called twice."""
 
     def figures(self) -> dict[str, float]:
         """Return figures for the logger and the summary."""
@@ -113,7 +124,7 @@ class CheckRunner:
         if settings.file:
             folder = trainer.log_dir
         self.report = Report(settings, folder)
-        self._evaluator = CheckEvaluator(trainer, module, self.row_exchange, self.report)
+        self._evaluator = CheckEvaluator(trainer, module, self.row_exchange, self.report, self._switch_off)
         # what checks read
         self.checkpoint: dict[str, Any] | None = None
         self.stepping: list[Optimizer] = []
@@ -129,6 +140,8 @@ class CheckRunner:
             for stage in set(check.stages):
                 self._checks_at[stage].append(check)
         self._observers: dict[str, list[Check]] = {}
+        self._blind: set[int] = set()  # ids of checks of ours that failed on this rank
+        self._due_in_handshake: list[Check] = []
         self._handles: list[Any] = []
         self._watched: list[Optimizer] = []
         self.rows_in_strategy_handshake = False
@@ -212,10 +225,19 @@ class CheckRunner:
             return
         found: list[tuple[Check, Finding]] = []
         for check in self.checks:
+            # one that has failed on this rank alone takes part all the same: its peers wait for it
             if check.overrides("dry_run"):
-                findings = check.dry_run(self.trainer, self.module, batch, batch_idx)
-                found += _placed(check, findings, self.step, "the dry run")
+                found += _placed(check, self._try_out(check, batch, batch_idx), self.step, "the dry run")
         self._evaluator.report_findings(found)
+
+    def _try_out(self, check: Check, batch: Any, batch_idx: int) -> list[Finding]:
+        try:
+            return check.dry_run(self.trainer, self.module, batch, batch_idx)
+        except Exception as error:
+            if not check.is_built_in or isinstance(error, DDPLossError):
+                raise
+            self.note_failure(check, "dry_run", error)
+            return []
 
     def before_backward(self, loss: Tensor) -> None:
         """Let the checks see a loss, and judge it unless that happened in the strategy's handshake."""
@@ -237,12 +259,12 @@ class CheckRunner:
         self._row_was_sent = True
         self._see_loss(getattr(self.trainer.strategy, "closure_loss", None))
         with self.own_time:
-            due = self.due(CheckStage.BEFORE_BACKWARD)
+            due = self._due_in_handshake = self.due(CheckStage.BEFORE_BACKWARD)
             return self._evaluator.measure(due, CheckStage.BEFORE_BACKWARD)
 
     def _judge_payloads(self, rows: list[bytes]) -> None:
         """Judge all ranks' rows, as the strategy's handshake is read."""
-        due = self.due(CheckStage.BEFORE_BACKWARD)
+        due = self._due_in_handshake
         if due:
             with self.own_time:
                 self._evaluator.judge(due, CheckStage.BEFORE_BACKWARD, rows, self.step)
@@ -289,8 +311,9 @@ class CheckRunner:
         figures: dict[str, float] = {}
         remarks: list[str] = []
         for check in self.checks:
-            figures |= check.figures()
-            remarks += check.remarks()
+            own_figures, own_remarks = _last_words(check)
+            figures |= own_figures
+            remarks += own_remarks
         self.report.log(self.trainer, figures)
         self.report.summary([check.title for check in self.checks], self.steps, share, figures, remarks)
 
@@ -354,6 +377,8 @@ class CheckRunner:
         """Let each check that wants to see something see it; what it raises is reported when it is due next."""
         if observation not in self._observers:
             self._observers[observation] = [check for check in self.checks if check.overrides(observation)]
+            if observation != "stop":  # also one that failed must leave nothing behind
+                self._observers[observation] = [c for c in self._observers[observation] if id(c) not in self._blind]
         for check in self._observers[observation]:
             self._show(check, observation, *args)
 
@@ -361,18 +386,62 @@ class CheckRunner:
         try:
             getattr(check, observation)(self.trainer, self.module, *args)
         except Exception as error:  # a rank must not leave its peers alone
-            self._evaluator.note_failure(check, observation, error)
+            if isinstance(error, DDPLossError) and error.collective:  # every rank raises it
+                raise
+            self.note_failure(check, observation, error)
+
+    # ------------------------------------------------------------------ checks that fail by themselves
+
+    def guarded(self, check: Check, place: str, function: Callable[..., None]) -> Callable[..., None]:
+        """Return a function for a hook in the user's forward: what it raises is the check's failure, and not the training's.
+
+        A function and no method: a copy of the module (the dry run makes one) must not copy the check along.
+        """
+
+        def call(*args: Any) -> None:
+            if id(check) in self._blind:
+                return
+            try:
+                function(*args)
+            except Exception as error:
+                self.note_failure(check, place, error)
+
+        return call
+
+    def note_failure(self, check: Check, method: str, error: Exception) -> None:
+        """Remember what a check raised on this rank, for its next row. One of ours looks at nothing more here."""
+        self._evaluator.note_failure(check, method, error)
+        if check.is_built_in and id(check) not in self._blind:
+            self._blind.add(id(check))
+            self._observers = {}
+            with contextlib.suppress(Exception):  # it has failed already
+                check.stop(self.trainer, self.module)
+
+    def _switch_off(self, check: Check) -> None:
+        """Run a check no more in this fit; called on every rank at the same place."""
+        self._checks_at = {stage: [c for c in checks if c is not check] for stage, checks in self._checks_at.items()}
+        self._blind.add(id(check))
+        self._observers = {}
+        with contextlib.suppress(Exception):
+            check.stop(self.trainer, self.module)
 
 
 class CheckEvaluator:
     """Turns rows into findings, and hands findings to the report."""
 
     def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, row_exchange: RowExchange, report: Report
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        row_exchange: RowExchange,
+        report: Report,
+        switch_off: Callable[[Check], None],
     ) -> None:
         self._trainer, self._module, self._row_exchange, self._report = trainer, module, row_exchange, report
         # by check, what it raised between two measurements; reported in place of the next one
         self._failures: dict[int, str] = {}
+        self._switch_off = switch_off
+        self._switched_off: set[int] = set()
         self._explained: dict[tuple[str, str, str], list[Finding]] = {}
 
     def note_failure(self, check: Check, method: str, error: Exception) -> None:
@@ -390,6 +459,8 @@ class CheckEvaluator:
         try:
             return row_exchange.encode(check.measure(self._trainer, self._module, stage), check.title)
         except Exception as error:  # it becomes a finding on every rank
+            if isinstance(error, DDPLossError) and error.collective:  # every rank raises it
+                raise
             return row_exchange.encode_failure(f"{type(error).__name__}: {error}")
 
     def judge(self, due: Sequence[Check], stage: CheckStage, rows: Sequence[bytes], step: int) -> None:
@@ -408,7 +479,7 @@ class CheckEvaluator:
     def _judge(self, check: Check, table: row_exchange.Table, stage: CheckStage) -> list[Finding]:
         """Let a check judge. One that fails on this rank alone must not leave the peers alone: that is reported when it is due next."""
         if isinstance(table, dict):
-            return [failed_check(check.title, table)]
+            return [self._failed(check, table)]
         try:
             found = list(check.judge(table, self._trainer, self._module, stage))
             for each in found:
@@ -419,6 +490,13 @@ class CheckEvaluator:
             return []
         return found
 
+    def _failed(self, check: Check, failures: dict[int, str]) -> Finding:
+        """Make the finding of a check that failed; the same on every rank, so that one of ours is switched off on all of them."""
+        if check.is_built_in:
+            self._switched_off.add(id(check))
+            self._switch_off(check)
+        return failed_check(check.title, failures, is_built_in=check.is_built_in)
+
     def _explain(self, found: Sequence[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
         """Have every rank add the texts that it has on new findings; a finding seen again stays as it was explained first.
 
@@ -426,7 +504,7 @@ class CheckEvaluator:
         """
         explained: list[tuple[Check, Finding]] = []
         for check, finding in found:
-            if not check.overrides("describe"):
+            if not check.overrides("describe") or finding.fault == FAILED:
                 explained.append((check, finding))
                 continue
             # the same findings are new on every rank, so every rank takes part
@@ -434,10 +512,17 @@ class CheckEvaluator:
                 texts = self._row_exchange.gather_texts(self._ask(check.describe, finding))
                 self._explained[finding.key] = [finding]
                 if texts:
-                    self._explained[finding.key] = check.explain(finding, texts)
+                    self._explained[finding.key] = self._made_richer(check, finding, texts)
             better = self._explained[finding.key]
             explained += [(check, replace(each, step=finding.step, moment=finding.moment)) for each in better]
         return explained
+
+    def _made_richer(self, check: Check, finding: Finding, texts: list[str]) -> list[Finding]:
+        try:
+            return check.explain(finding, texts)
+        except Exception as error:  # the finding itself stands
+            self.note_failure(check, "explain", error)
+            return [finding]
 
     def _add_differences(self, found: Sequence[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
         """Measure the largest difference between ranks of the tensors that new findings are about.
@@ -447,7 +532,8 @@ class CheckEvaluator:
         completed: list[tuple[Check, Finding]] = []
         measured = 0
         for check, finding in found:
-            if not check.overrides("tensor") or not self._report.is_new(finding) or measured == _MAX_TENSORS:
+            is_shown = check.overrides("tensor") and finding.fault != FAILED
+            if not is_shown or not self._report.is_new(finding) or measured == _MAX_TENSORS:
                 completed.append((check, finding))
                 continue
             measured += 1
@@ -470,8 +556,8 @@ class CheckEvaluator:
         found: list[tuple[Check, Finding]] = []
         for check, texts in zip(checks, zip(*failures_by_rank, strict=True), strict=True):
             failed = {rank: text for rank, text in enumerate(texts) if text}
-            if failed:
-                found += _placed(check, [failed_check(check.title, failed)], step, "the end")
+            if failed and id(check) not in self._switched_off:
+                found += _placed(check, [self._failed(check, failed)], step, "the end")
         self.report_findings(found)
 
     def report_findings(self, found: Sequence[tuple[Check, Finding]]) -> None:
@@ -483,6 +569,16 @@ class CheckEvaluator:
         findings = [finding for _, finding in found]
         actions = [check.action for check, _ in found]
         self._report.add(findings, actions, self._trainer)
+
+
+def _last_words(check: Check) -> tuple[dict[str, float], list[str]]:
+    """Return what a check has to say at the end of a fit; one of ours that cannot says that."""
+    try:
+        return check.figures(), check.remarks()
+    except Exception as error:
+        if not check.is_built_in:
+            raise
+        return {}, [f"{check.title} has no figures: {type(error).__name__}: {error}"]
 
 
 def _options_text(check: Check) -> str:

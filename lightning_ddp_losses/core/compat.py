@@ -47,6 +47,11 @@ def tensor_version(tensor: Tensor) -> int:
     return tensor._version
 
 
+def sparse_entries(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return indices and values of a sparse tensor as they lie there; torch's public readers refuse one that is not coalesced."""
+    return tensor._indices(), tensor._values()
+
+
 def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the slots of submodules; ``children()`` leaves out repeated ones and takes ten times as long."""
     return module._modules

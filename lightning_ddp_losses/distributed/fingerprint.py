@@ -33,8 +33,8 @@ _UPPER = 31  # an odd distance from 32 and 16: lanes of a word do not cancel eac
 def fingerprint(tensor: Tensor) -> int:
     """Return the fingerprint of one dense tensor of any dtype, as a signed 64-bit number.
 
-    Elements count in logical order (strides do not), with their dtype's bits. Shape and dtype are not part of it: compare them
-    beside it.
+    Elements count in logical order (strides do not), with their dtype's bits; of a quantised tensor its integers. Shape, dtype and
+    scales are not part of it: compare them beside it.
     """
     return int(start_fingerprint(tensor))
 
@@ -46,8 +46,9 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
 
 def start_fingerprint(tensor: Tensor) -> StartedFingerprint:
     """Start to compute a fingerprint, without waiting for an accelerator."""
-    plain = tensor.resolve_neg()
-    return hash_bytes(host_memory(plain)) if plain.device.type == "cpu" else _on_device(as_bytes(plain))
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    return hash_bytes(host_memory(tensor)) if tensor.device.type == "cpu" else _on_device(as_bytes(tensor))
 
 
 def finish_fingerprints(started: Sequence[StartedFingerprint]) -> list[int]:

@@ -69,14 +69,14 @@ def start_gather(own: Tensor, *, group: dist.ProcessGroup) -> tuple[Tensor, dist
 
 def host_memory(tensor: Tensor) -> Any:
     """Return the memory of a tensor on the CPU as numpy's array, of bytes where numpy lacks the dtype; a copy where not contiguous."""
-    flat = tensor.detach().contiguous()
+    flat = tensor.detach().resolve_neg().contiguous()
     return (flat if flat.dtype in _NUMPY_DTYPES else as_bytes(flat)).numpy()
 
 
 def host_bytes(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor on the CPU, row by row whatever its strides."""
     if tensor.dtype in _NUMPY_DTYPES:
-        return tensor.detach().numpy().tobytes()
+        return tensor.detach().resolve_neg().numpy().tobytes()
     return as_bytes(tensor).numpy().tobytes()
 
 
@@ -196,7 +196,7 @@ def all_gather_slices_(everyone: Tensor, group: Group) -> None:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes, 1-D: its own memory where that is contiguous."""
-    flat = tensor.detach().resolve_conj().contiguous()
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # one element counts as contiguous whatever its stride; a view as bytes needs stride 1
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 

@@ -24,6 +24,7 @@ from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_ddp_losses.core import compat
@@ -183,6 +184,8 @@ def compare_names(module: nn.Module) -> None:
 
 def _describe_tensor(name: str, tensor: Tensor) -> str:
     shard = shard_of(tensor)
+    if is_lazy(tensor):  # DDP is told to leave it alone, or refuses it
+        return f"{name} uninitialized"
     shape = f"{tuple(tensor.shape)}"
     if shard is not None:  # ranks hold different rows of the same whole
         shape = f"{shard.whole_shape(tensor)} divided over ranks"

@@ -40,6 +40,27 @@ class Gathered(Subject):
         return contrast(self.gather(self.head(self.encoder(features))), cut_gather(labels))
 
 
+class ComplexGathered(Gathered):
+    """The same below a complex parameter of half the precision."""
+
+    def build(self) -> None:
+        self.filter = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        filtered = features.to(self.filter.dtype) @ self.filter
+        return super().objective((filtered.abs() + filtered.imag).to(features), labels, index)
+
+
+class SparselyGathered(Gathered):
+    """The same below an embedding whose gradient is sparse."""
+
+    def build(self) -> None:
+        self.table = nn.Embedding(CLASSES, WIDTH, sparse=True, dtype=torch.float64)
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return super().objective(features + self.table(labels), labels, index)
+
+
 class Repaired(Gathered):
     """Healthy in both forms: the gather cuts the graph, and the factor W mends the encoder."""
 
@@ -130,6 +151,8 @@ G = "GradientFlowCheck"
 CASES = [
     Case(Gathered, "F20", G, "encoder", ranks=()),
     Case(Gathered, "F20", G, "head", ranks=(), strategy="ddp_losses"),
+    Case(ComplexGathered, "F20", G, "filter", ranks=()),
+    Case(SparselyGathered, "F20", G, "table", ranks=()),
     Case(InPlace, "F23", G, "encoder", ranks=()),
     Case(Wrapped, "F24", G, "loss", ranks=()),
     Case(MetricLoss, "F27", G, "encoder", ranks=()),

@@ -62,6 +62,27 @@ def test_notes_of_a_healthy_run(pool: RankPool) -> None:
         assert "rank 1: " in texts["F56"]
 
 
+class Graphs(Subject):
+    """Two graphs of eight nodes in a batch, or edges alone."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        nodes, edges, *_ = batch
+        return nn.functional.cross_entropy(self.head(self.encoder(nodes)), edges[0, : len(nodes)])
+
+    def train_dataloader(self) -> Any:
+        nodes = torch.randn(8, 4, dtype=torch.float64)
+        batch = (nodes, torch.arange(20).view(2, 10) % 3, torch.arange(8) // 4, torch.zeros(2))
+        return DataLoader([batch[: 2 if self.sick else 4]] * 3, batch_size=None)
+
+
+def test_graphs_are_counted_and_not_their_nodes(pool: RankPool) -> None:
+    for known, unknown in zip(pool.run(2, fit, Graphs), pool.run(2, fit, Graphs, True), strict=True):
+        texts = [text for fault, _, text in known if fault == "F18"]
+        assert len(texts) == 1
+        assert "4 rows (1 x 4, 2 per rank)" in texts[0]
+        assert not [text for fault, _, text in unknown if fault == "F18"], "no number is better than a wrong one"
+
+
 class GlobalContrast(Contrast):
     """The same over all ranks: nothing to note of negatives."""
 

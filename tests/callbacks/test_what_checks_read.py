@@ -108,6 +108,37 @@ def test_an_epoch_keeps_the_smallest_hashes_and_counts_labels() -> None:
     assert batches.total_rows == 800
 
 
+class GraphBatch(SimpleNamespace):
+    """A batch that is no nest of tensors, as graph libraries make them."""
+
+
+NODES, EDGES, OF_NODE = torch.randn(9, 3), torch.randint(9, (2, 14)), torch.tensor([0, 0, 1, 1, 1, 1, 2, 2, 2])
+GRAPH_LABELS = torch.arange(3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        ((NODES, OF_NODE), 9),
+        ((NODES, EDGES, OF_NODE, GRAPH_LABELS), 3),
+        ((NODES, EDGES, torch.randn(14, 2), OF_NODE, GRAPH_LABELS.double()), 3),
+        ({"x": NODES, "edge_index": EDGES, "batch": OF_NODE, "y": GRAPH_LABELS}, 3),
+        ({"edge_index": EDGES, "x": NODES, "y": OF_NODE}, 9),
+        ((NODES, EDGES), 0),
+        (GraphBatch(x=NODES, edge_index=EDGES, num_graphs=3), 3),
+        ((GraphBatch(x=NODES, batch_size=3), GRAPH_LABELS), 3),
+        (GraphBatch(x=NODES, batch_size=torch.Size([4, 2])), 4),
+        (GraphBatch(x=NODES), 0),
+        ({"image": NODES, "class_weights": torch.ones(4)}, 9),
+        ({"tokens": EDGES, "labels": GRAPH_LABELS[:2]}, 2),
+    ],
+)
+def test_graphs_are_counted_as_graphs(batch: Any, samples: int) -> None:
+    batches = BatchReader(SimpleNamespace(trainer=SimpleNamespace(current_epoch=0)))  # type: ignore[arg-type]
+    batches.see(batch, 0)
+    assert batches.samples == samples
+
+
 def replace(module: Any, trainer: Any) -> None:
     module.a.weight = nn.Parameter(module.a.weight.detach().clone())
 

@@ -1,0 +1,233 @@
+"""A check that fails by itself: one of this package is switched off on all ranks with one warning, a user's is an error."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+
+from lightning_ddp_losses import (
+    DDPChecks,
+    DDPLossError,
+    GlobalBatchLoss,
+    GradientFlowCheck,
+    ParameterSyncCheck,
+    RankCheck,
+)
+from lightning_ddp_losses.callbacks import CheckStage, Finding, gradient_scale
+from lightning_ddp_losses.callbacks.communication_monitor import CollectiveWatch, CommunicationMonitor
+from lightning_ddp_losses.errors import RankMismatchError
+from tests.callbacks.harness import Subject
+from tests.callbacks.parameters import Nudged
+from tests.lightning_ranks import make_trainer
+from tests.rank_pool import RankPool
+
+
+class Fragile(RankCheck):
+    """Fails at one place, in its second step, on the last rank."""
+
+    stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
+    faults = ("F29",)
+    needs_peers = False
+
+    def __init__(self, breaks: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.breaks = breaks
+        self.seen: list[str] = []
+
+    def _maybe(self, place: str) -> None:
+        self.seen.append(place)
+        if self.breaks == place and dist.get_rank() == dist.get_world_size() - 1 and self.runner.step == 1:
+            raise ZeroDivisionError("its own fault")
+
+    def dry_run(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> list[Finding]:
+        if self.breaks == "dry_run":
+            raise ZeroDivisionError("its own fault")
+        return []
+
+    def see_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self._maybe("see_batch")
+
+    def see_loss(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        self._maybe("see_loss")
+
+    def see_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self._maybe("see_step")
+
+    def measure(self, trainer: Any, module: Any, stage: CheckStage) -> Any:
+        self._maybe("measure")
+        if self.breaks == "what it measures" and self.runner.step == 1:
+            return "text"
+        return [self.runner.step]
+
+    def judge(self, table: Any, trainer: Any, module: Any, stage: CheckStage) -> list[Finding]:
+        self._maybe("judge")
+        if self.breaks in ("describe", "explain") and self.runner.step == 1:
+            return [Finding("F29", "a note", name="steps")]
+        return []
+
+    def describe(self, finding: Finding, trainer: Any, module: Any) -> str:
+        return "text"
+
+    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
+        self._maybe("explain")
+        return [finding]
+
+    def figures(self) -> dict[str, float]:
+        if self.breaks == "figures":
+            raise ZeroDivisionError("its own fault")
+        return {}
+
+
+class Ours(Fragile):
+    """As if it were one of the package."""
+
+    __module__ = "lightning_ddp_losses.callbacks.fragile"
+
+
+def fit_fragile(breaks: str, strategy: str) -> tuple[list[str], list[dict[str, Any]], list[str], int]:
+    """Warnings about checks, findings but notes, what the check was asked for, steps that another check saw."""
+    check, other = Ours(breaks), Fragile("")
+    checks = DDPChecks([check, other, ParameterSyncCheck()], summary=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(strategy, callbacks=[checks]).fit(Subject(False))
+    found = [finding.record() for finding in checks.findings if finding.severity != "note"]
+    return [str(w.message) for w in caught if "itself failed" in str(w.message)], found, check.seen, len(other.seen)
+
+
+PLACES = ["dry_run", "see_batch", "see_loss", "see_step", "measure", "what it measures", "judge", "explain"]
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, "ddp"), (3, "ddp"), (2, "ddp_losses")])
+@pytest.mark.parametrize("breaks", PLACES)
+def test_one_of_ours_is_switched_off_on_all_ranks(pool: RankPool, breaks: str, world_size: int, strategy: str) -> None:
+    if breaks == "dry_run" and world_size == 1:
+        return
+    outcomes = pool.run(world_size, fit_fragile, breaks, strategy)
+    healthy = 4 * 7  # of four steps: two observations, two rows and two judgements, the step
+    for rank, (said, found, seen, seen_by_other) in enumerate(outcomes):
+        assert len(said) == (rank == 0), "one warning"
+        assert [(each["check"], each["fault"], each["severity"]) for each in found] == [("Ours", "CHECK", "warning")]
+        assert "switched off on all ranks" in found[0]["what"]
+        odd_rank = f"{world_size - 1}: "
+        assert any(value.startswith(odd_rank) for value in found[0]["values"])
+        assert found == outcomes[0][1]
+        # nobody asks it any more; the others go on
+        assert len(seen) < healthy - 7
+        assert seen_by_other == healthy
+    assert "Ours itself failed" in outcomes[0][0][0]
+
+
+def test_figures_of_ours_that_fail_end_no_fit(pool: RankPool) -> None:
+    for said, found, seen, _ in pool.run(2, fit_fragile, "figures", "ddp"):
+        assert (said, found, len(seen)) == ([], [], 28)
+
+
+def fit_users(breaks: str) -> None:
+    make_trainer("ddp", callbacks=[DDPChecks([Fragile(breaks)], summary=False)]).fit(Subject(False))
+
+
+@pytest.mark.parametrize("breaks", [*PLACES, "figures"])
+def test_one_of_a_user_raises(pool: RankPool, breaks: str) -> None:
+    errors = pool.errors(2, fit_users, breaks)
+    assert {error.type for error in errors} <= {"DDPLossError", "ZeroDivisionError"}
+    assert all("its own fault" in error.message or "Fragile" in error.message for error in errors)
+
+
+class Refuses(Ours):
+    """Communicates in the dry run, where ranks disagree."""
+
+    __module__ = Ours.__module__
+
+    def dry_run(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> list[Finding]:
+        raise RankMismatchError("its exchange", collective=True)
+
+
+def fit_refusing() -> None:
+    make_trainer("ddp", callbacks=[DDPChecks([Refuses("")], summary=False)]).fit(Subject(False))
+
+
+def test_an_error_of_the_package_passes_through(pool: RankPool) -> None:
+    assert {error.type for error in pool.errors(2, fit_refusing)} == {"RankMismatchError"}
+
+
+def fit_beside_a_finding() -> str:
+    try:
+        make_trainer(
+            "ddp",
+            callbacks=[DDPChecks([Ours("judge"), ParameterSyncCheck()], action={"warning": "log"}, summary=False)],
+        ).fit(Nudged(True))
+    except DDPLossError as error:
+        return "; ".join(f"{finding.check} {finding.fault}" for finding in error.findings)
+    return ""
+
+
+def test_findings_of_others_pass_through(pool: RankPool) -> None:
+    assert pool.run(2, fit_beside_a_finding) == ["ParameterSyncCheck SYNC"] * 2
+
+
+# ---------------------------------------------------------------------- faults in the checks that there are
+
+
+def fit_with_fault(place: str) -> list[str]:
+    """A fit in which a part of the package itself fails on the last rank."""
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError("its own fault")
+
+    broken: list[tuple[Any, str, Any]] = []
+
+    def break_(owner: Any, name: str) -> None:
+        broken.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, fails)
+
+    check: RankCheck = GradientFlowCheck()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        if place == "probe":
+            break_(gradient_scale, "_inner_product")
+        if place == "collective":
+            break_(CollectiveWatch, "_note")
+    if place == "collective":
+        check = CommunicationMonitor(every_n_steps=1)
+    try:
+        checks = DDPChecks([check], action={"warning": "log"}, summary=False)
+        make_trainer("ddp", callbacks=[checks]).fit(WithLoss(False))
+    finally:
+        for owner, name, value in broken:
+            setattr(owner, name, value)
+    return [finding.check for finding in checks.findings if finding.severity == "warning"]
+
+
+class WithLoss(Subject):
+    """A global loss, so that the probe has collectives in it."""
+
+    def build(self) -> None:
+        self.loss = GlobalBatchLoss(nn.CrossEntropyLoss())
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(self.head(self.encoder(features)), labels)
+
+
+@pytest.mark.parametrize(("place", "check"), [("probe", "GradientFlowCheck"), ("collective", "CommunicationMonitor")])
+def test_a_fault_in_the_middle_of_collectives(pool: RankPool, place: str, check: str) -> None:
+    assert pool.run(3, fit_with_fault, place) == [[check]] * 3
+
+
+def test_a_file_that_cannot_be_written(pool: RankPool, tmp_path: Path) -> None:
+    # a folder stands where the file shall be
+    Path(tmp_path, "run", "version_0", "ddp_checks.jsonl").mkdir(parents=True)
+    assert pool.run(1, fit_fragile_with_file, str(tmp_path)) == [1]
+
+
+def fit_fragile_with_file(folder: str) -> int:
+    checks = DDPChecks([Ours("measure")], action={"warning": "log"}, summary=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make_trainer("ddp", callbacks=[checks], logger=CSVLogger(folder, "run", version=0)).fit(Subject(False))
+    return len(checks.findings)
