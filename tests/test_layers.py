@@ -65,6 +65,13 @@ PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {
         "_reduce_states": "overridden: means in their own dtype",
         "_reductions": "the reduction of each state, likewise",
     },
+    "strategies/ddp_losses.py": {
+        "_configure_launcher": "overridden: processes of the main one send the whole of what is sharded",
+        "_launcher": "what that method sets; the property of this name has no setter",
+    },
+    "strategies/launcher.py": {
+        "_collect_rank_zero_results": "overridden: the one place through which a trained state comes back to the main process",
+    },
 }
 # two documented import paths for what lies below them
 THIN = {"collectives", "sharding"}

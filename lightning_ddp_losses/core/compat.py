@@ -251,6 +251,13 @@ def start_method(strategy: Any) -> str | None:
     return method
 
 
+def multiprocessing_launcher() -> Any:
+    """Return the class that starts ranks as processes of the main one; Lightning exports it under this name only, for strategies."""
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+
+    return _MultiProcessingLauncher
+
+
 def use_existing_processes_(strategy: Any, timeout: Any) -> None:
     """Let a strategy start no processes and wait ``timeout`` for other ranks; Lightning takes both in constructors only."""
     if hasattr(strategy, "_start_method"):

@@ -133,11 +133,11 @@ class ShardedWeight:
             full = parameter.data
             raw_collectives.broadcast_([full], group=group)
             if world > 1:
-                parameter.data = _rows_contiguous(shard.own_part(full), dim)
+                _set_data_(parameter, _rows_contiguous(shard.own_part(full), dim))
         else:
             shape = list(self.full_shape)
             shape[dim] = shard.classes * per_class
-            parameter.data = _rows_contiguous(parameter.data.new_empty(shape), dim)
+            _set_data_(parameter, _rows_contiguous(parameter.data.new_empty(shape), dim))
             with torch.no_grad():
                 draw_(parameter.data, shard, init, seed, self.full_shape)
         self.shard, self.world_size = shard, world
@@ -206,6 +206,17 @@ def rows_of_classes(classes: Tensor, per_class: int) -> Tensor:
     """Return the indices (n * K,) of the weight rows of n classes."""
     centers = torch.arange(per_class, device=classes.device)
     return (classes.unsqueeze(1) * per_class + centers).view(-1)
+
+
+def _set_data_(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give a parameter data of another shape, also where a graph of an earlier call is still alive.
+
+    Such a graph keeps the node that accumulates the gradient, and the node keeps the former shape. Torch gives the parameter a new one when
+    its dtype changes, not when its shape does.
+    """
+    other_dtype = torch.float32 if data.dtype == torch.float16 else torch.float16
+    parameter.data = data.new_empty(0, dtype=other_dtype)
+    parameter.data = data
 
 
 def _rows_contiguous(weight: Tensor, class_dim: int) -> Tensor:

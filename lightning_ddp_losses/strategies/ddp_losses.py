@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,6 +33,7 @@ from lightning_ddp_losses.strategies.adoption import Adoption
 from lightning_ddp_losses.strategies.advice import Advice
 from lightning_ddp_losses.strategies.call_check import CallCheck
 from lightning_ddp_losses.strategies.global_batch_option import wrap_global
+from lightning_ddp_losses.strategies.launcher import WholeStateLauncher
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
@@ -144,6 +145,12 @@ class DDPLossStrategy(DDPStrategy):
         return self._selection == []
 
     # ------------------------------------------------------------------ set-up
+
+    def _configure_launcher(self) -> None:
+        """Choose Lightning's launcher; one that starts processes of its own brings back the whole of what is sharded."""
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = WholeStateLauncher(self, start_method=self._start_method)
 
     def setup_environment(self) -> None:
         """Start the process group; ours follow its time-out."""
@@ -362,6 +369,17 @@ class DDPLossStrategy(DDPStrategy):
         """Return the plain module's state, with adopted losses and the whole of what is sharded."""
         state = self._adoption.state_with_adopted(super().lightning_module_state_dict())
         return state if self._is_plain_ddp else self._sharding.module_state(self._module, state)
+
+    def whole_module_state(self, receivers: Iterable[int]) -> dict[str, Any]:
+        """Return the plain module's state, with adopted losses, and on some ranks the whole of what is sharded; every rank comes here.
+
+        Args:
+            receivers: Ranks that get the whole; others get tensors of its shape without memory.
+
+        Communication: each rank sends its parts to each receiver.
+        """
+        state = self._adoption.state_with_adopted(super().lightning_module_state_dict())
+        return state if self._is_plain_ddp else self._sharding.whole_state(self._module, state, receivers)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return an optimizer's state, that of sharded weights as the whole."""

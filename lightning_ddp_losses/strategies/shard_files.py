@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,23 @@ class ShardFiles:
     def module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the module's state with the whole of each shard (on rank 0; elsewhere only its shape)."""
         return {name: self._out(f"state_dict/{name}", name, value) for name, value in state.items()}
+
+    def whole_state(self, state: dict[str, Any], receivers: Iterable[int]) -> dict[str, Any]:
+        """Return the module's state with the whole of each shard on some ranks, for no checkpoint.
+
+        Args:
+            state: The module's.
+            receivers: Ranks that get the whole; others get tensors of its shape without memory.
+        """
+        found = dict(state)
+        for receiver in receivers:
+            for name, parameter in self._shards.parameters.items():
+                shard = shard_of(parameter)
+                assert shard is not None
+                whole = assemble(state[name], shard, self._shards.owners[name], receiver)
+                if found[name] is state[name] or not whole.is_meta:
+                    found[name] = whole
+        return found
 
     def completed(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint's module state; what a callback put there instead (averages) as the whole too. Every rank comes here.
@@ -300,26 +317,26 @@ def _read_part(
     return part, problems
 
 
-def assemble(part: Tensor, shard: ClassShard, owners: Owners) -> Tensor:
-    """Return the whole, on rank 0; a tensor of its shape without memory on the others.
+def assemble(part: Tensor, shard: ClassShard, owners: Owners, receiver: int = 0) -> Tensor:
+    """Return the whole, on one rank; a tensor of its shape without memory on the others.
 
-    Communication: each rank sends its part to rank 0.
+    Communication: each rank sends its part to the receiver.
     """
     shape, rank = shard.whole_shape(part), process_groups.rank()
-    device = part.device if rank == 0 else torch.device("meta")
+    device = part.device if rank == receiver else torch.device("meta")
     with torch.inference_mode(False), torch.no_grad():  # also in validation: who writes to it later can be told
         whole = torch.empty(shape, dtype=part.dtype, device=device)
         for owner, block in owners:
-            # 1. rank 0 has its own
-            if rank == 0 == owner:
+            # 1. the receiver has its own
+            if rank == receiver == owner:
                 block.own_part(whole).copy_(part)
             # 2. and gets the others'
-            elif rank == 0:
+            elif rank == receiver:
                 wanted = list(shape)
                 wanted[block.dim] = block.classes * block.per_class
                 block.own_part(whole).copy_(raw_collectives.receive(wanted, part, owner))
             elif rank == owner:
-                raw_collectives.send(part, 0)
+                raw_collectives.send(part, receiver)
     return whole
 
 

@@ -107,6 +107,10 @@ class ShardedDDP:
         """Return the module's state with the whole of what is sharded."""
         return self.setup_shards(module).module_state(state)
 
+    def whole_state(self, module: LightningModule, state: dict[str, Any], receivers: Iterable[int]) -> dict[str, Any]:
+        """Return the module's state with the whole of what is sharded on some ranks; no checkpoint is meant."""
+        return self.setup_shards(module).whole_state(state, receivers)
+
     def optimizer_state(
         self, module: LightningModule, optimizer: Any, optimizers: Sequence[Optimizer], state: dict[str, Any]
     ) -> dict[str, Any]:
