@@ -47,6 +47,19 @@ def tensor_version(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_transformed(tensor: Tensor) -> bool:
+    """Say whether a tensor is one that a transform of ``torch.func`` (grad, vjp, vmap, jvp) wraps; torch has no public word for it."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Return a block in which no transform of ``torch.func`` is at work, so that plain tensors stay plain; torch has no public way."""
+    from torch._functorch import pyfunctorch
+
+    context: AbstractContextManager[object] = pyfunctorch.temporarily_clear_interpreter_stack()
+    return context
+
+
 def sparse_entries(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return indices and values of a sparse tensor as they lie there; torch's public readers refuse one that is not coalesced."""
     return tensor._indices(), tensor._values()

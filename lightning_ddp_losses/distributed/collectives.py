@@ -14,6 +14,13 @@ rank s:
 | ``all_reduce_with_grad`` | sum_s x_s | sum_s g_s, 1 collective | g times W, none |
 | ``reduce_scatter_with_grad`` | (G, ...) -> own rows of sum_s x_s | all rows of g in rank order, 1 collective | - |
 
+Tensors are dense (strided), of any dtype where rows are gathered; sums are of floats (float8 included), integers of up to 64 bits with
+a sign or of up to 16 without, booleans (any), and complex64 and complex128. Conjugated and negated views are taken for what they
+show; a complex gradient is torch's (dL/dRe + i dL/dIm). Sparse, nested and quantised tensors, those without memory (``meta``), and
+``torch.func``'s transforms (grad, vjp, jacrev, vmap, jvp, hessian) over a collective of several ranks are an error on every rank:
+such a transform has no place where the ranks could meet in backward. ``torch.func.functional_call`` works; so does
+``torch.autograd.grad``, but for second derivatives.
+
 Both give the derivative of the SUM over ranks of what the ranks back-propagate; DDP's mean over ranks then divides by W.
 """
 
@@ -27,6 +34,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
@@ -36,6 +44,7 @@ from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 Backward = Literal["sum", "own_slice"]
 
+_NOT_ADDED = {torch.uint32, torch.uint64, torch.complex32}  # by no backend, or not by torch itself
 _ROWS = struct.Struct("<q?")  # rows of a rank, and whether it needs the gradient
 
 
@@ -45,7 +54,7 @@ def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     Equivalent to: ``torch.cat([x_0, x_1, ..., x_{W-1}])`` in one process.
 
     Args:
-        tensor: (B, ...) of any dtype; B may differ per rank and be 0, the other dimensions and the dtype may not. A 0-dim
+        tensor: (B, ...), dense, of any dtype; B may differ per rank and be 0, the other dimensions and the dtype may not. A 0-dim
             tensor counts as one row.
         group: Process group; None is the world. Without torch.distributed the tensor itself comes back.
         backward: ``"sum"``: each rank receives its own rows of the sum over ranks of their gradients, right for any use.
@@ -61,8 +70,9 @@ def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
 
     Raises:
         RankMismatchError: on every rank, when ranks disagree on dtype, width, number of dimensions or ``backward``.
+        InputError: on every rank, for a tensor that is sparse, nested, quantised, without memory or inside a transform of ``torch.func``.
     """
-    _check("all_gather_with_grad", tensor, backward, group)
+    _check("all_gather_with_grad", tensor, backward, group, adds=False)
     rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
     if process_groups.world_size(group) == 1:
         return rows
@@ -79,7 +89,7 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     Equivalent to: ``torch.stack([x_0, ..., x_{W-1}]).sum(0)`` in one process.
 
     Args:
-        tensor: Any shape and dtype, equal on all ranks.
+        tensor: Any shape, dense, of a dtype that can be added (see above), equal on all ranks.
         group: Process group; None is the world.
         backward: As in ``all_gather_with_grad``: ``"sum"`` of the ranks' gradients, or W times this rank's own where all
             ranks back-propagate the same.
@@ -92,6 +102,7 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
 
     Raises:
         RankMismatchError: on every rank, when shapes, dtypes or ``backward`` differ.
+        InputError: on every rank, as ``all_gather_with_grad``, and for a dtype that cannot be added.
     """
     _check("all_reduce_with_grad", tensor, backward, group)
     if process_groups.world_size(group) == 1:
@@ -109,7 +120,7 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
     Equivalent to: ``torch.stack([x_0, ..., x_{W-1}]).sum(0).split(rows_of_each_rank)[rank]`` in one process.
 
     Args:
-        tensor: (G, ...), same shape and dtype on all ranks.
+        tensor: (G, ...), dense, of a dtype that can be added (see above), same shape and dtype on all ranks.
         rows: Rows that this rank keeps; over all ranks they must sum to G. None: G / W each.
         group: Process group; None is the world.
 
@@ -121,7 +132,7 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
 
     Raises:
         RankMismatchError: on every rank, when shapes or dtypes differ.
-        InputError: on every rank, when the rows do not sum to G.
+        InputError: on every rank, when the rows do not sum to G, and as ``all_reduce_with_grad``.
     """
     _check("reduce_scatter_with_grad", tensor, "sum", group)
     _check_rows(tensor, rows, group)
@@ -172,13 +183,37 @@ def own_slices_with_grad(
     return joined
 
 
-def _check(what: str, tensor: object, backward: str, group: Group) -> None:
+def _check(what: str, tensor: object, backward: str, group: Group, *, adds: bool = True) -> None:
     if not isinstance(tensor, Tensor):
         got = type(tensor).__name__
         error = InputError(what, expected="a torch.Tensor", got=got, fix="Pass one tensor per call.")
         handshake.raise_on_all_ranks(error, what, group=group)
     if backward not in ("sum", "own_slice"):
         error = InputError(f"{what}: backward", expected="'sum' or 'own_slice'", got=repr(backward))
+        handshake.raise_on_all_ranks(error, what, group=group)
+    if isinstance(tensor, Tensor) and process_groups.world_size(group) > 1:
+        _refuse_kind(what, tensor, group, adds=adds)
+
+
+def _refuse_kind(what: str, tensor: Tensor, group: Group, *, adds: bool) -> None:
+    """Refuse on all ranks a tensor of a kind that cannot travel, or not be added."""
+    if compat.is_transformed(tensor):
+        fix = "Differentiate with autograd (backward, torch.autograd.grad), or transform what each rank computes by itself."
+        got = "a tensor inside a transform of torch.func"
+        error = InputError(f"{what}: tensor", expected="a tensor of autograd", got=got, fix=fix)
+        with compat.outside_transforms():
+            handshake.raise_on_all_ranks(error, what, group=group)
+    is_dense = (
+        tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized and not tensor.is_meta
+    )
+    if not is_dense:
+        got = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        fix = "Make it dense first (to_dense, dequantize, to_padded_tensor)."
+        error = InputError(f"{what}: tensor", expected="a dense tensor with memory", got=got, fix=fix)
+        handshake.raise_on_all_ranks(error, what, group=group)
+    if adds and tensor.dtype in _NOT_ADDED:
+        fix = "Convert it to a dtype that holds the sum, for instance int64 or complex64."
+        error = InputError(f"{what}: dtype", expected="one that can be added", got=str(tensor.dtype), fix=fix)
         handshake.raise_on_all_ranks(error, what, group=group)
 
 

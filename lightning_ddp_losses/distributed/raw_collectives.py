@@ -205,17 +205,16 @@ def reduce_scatter_rows(tensor: Tensor, counts: list[int], group: Group) -> Tens
     """Return this rank's rows of the sum of (G, ...) over ranks, added in rank order and in at least float32."""
     rank = process_groups.rank(group)
     row_shape = tensor.shape[1:]
-    wide = tensor.dtype
-    if tensor.is_floating_point():
-        wide = torch.promote_types(tensor.dtype, torch.float32)
-    source = tensor.detach().contiguous()
+    wide = wide_dtype(tensor.dtype)
+    source = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if source.device.type == "cpu":  # gloo's reduce-scatter moves as much as an all-reduce; this moves each row once
-        width = row_shape.numel()
+        # as bytes: gloo does not know all dtypes
+        row_bytes = row_shape.numel() * source.element_size()
         received = source.new_empty((len(counts), counts[rank], *row_shape))
-        received_sizes = [counts[rank] * width] * len(counts)
-        sent_sizes = [count * width for count in counts]
+        received_sizes = [counts[rank] * row_bytes] * len(counts)
+        sent_sizes = [count * row_bytes for count in counts]
         carrier = group_for(source, group)
-        dist.all_to_all_single(received.reshape(-1), source.reshape(-1), received_sizes, sent_sizes, group=carrier)
+        dist.all_to_all_single(as_bytes(received), as_bytes(source), received_sizes, sent_sizes, group=carrier)
         return received.to(wide).sum(0).to(tensor.dtype)
     longest = max(counts)
     padded = source.new_zeros((len(counts), longest, *row_shape), dtype=wide)
@@ -224,6 +223,15 @@ def reduce_scatter_rows(tensor: Tensor, counts: list[int], group: Group) -> Tens
     out = padded.new_empty((longest, *row_shape))
     _reduce_scatter_into(out.reshape(-1), padded.reshape(-1), group=group_for(source, group))
     return out[: counts[rank]].to(tensor.dtype)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that numbers are added in: halves lose digits, and backends do not add small integers."""
+    if dtype.itemsize >= torch.float32.itemsize:
+        return dtype
+    if dtype.is_floating_point:
+        return torch.float32
+    return torch.int32
 
 
 def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:
@@ -236,13 +244,9 @@ def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> l
 
 
 def sum_over_ranks(tensor: Tensor, group: Group) -> Tensor:
-    """Return the sum in the tensor's dtype, added in at least float32 or int32. Communication: one all-reduce."""
-    is_narrow = tensor.dtype.itemsize < torch.float32.itemsize  # halves lose digits; gloo does not add int16
-    if is_narrow:
-        wide = torch.float32 if tensor.is_floating_point() else torch.int32
-        total = tensor.detach().to(wide).contiguous()
-    else:
-        total = tensor.detach().clone().contiguous()
+    """Return the sum in the tensor's dtype, added in its ``wide_dtype``. Communication: one all-reduce."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    total = plain.to(wide_dtype(tensor.dtype), copy=True).contiguous()
     dist.all_reduce(total, group=group_for(total, group))
     return total.to(tensor.dtype)
 

@@ -39,7 +39,8 @@ class GlobalBatchSampler(DistributedSampler[Any]):
     they are, with ``use_distributed_sampler`` True or False, in fit, validate, test and predict.
 
     Every generator (torch, numpy, Python, those that the sampler holds) is seeded for the draw and put back afterwards:
-    sampling takes nothing from, and gives nothing to, the random numbers of training. Lightning calls ``set_epoch``;
+    sampling takes nothing from, and gives nothing to, the random numbers of training. So are lists and arrays that the sampler
+    shuffles in place: an epoch that is set again has the same order. Lightning calls ``set_epoch``;
     without it, an epoch that was read to its end is followed by the next. Before torch.distributed is initialised the
     world is one process, and so is ``len``.
 

@@ -17,15 +17,18 @@ import operator
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sized
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from hashlib import blake2b
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_ddp_losses.core.random_state import NUMPY_SEEDS, global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.fingerprint import fingerprint, hash_bytes
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError
 
 Batches = list[list[Any]]
@@ -267,7 +270,9 @@ def _digest(batches: Batches) -> bytes:
 # ---------------------------------------------------------------------- what a sampler draws from
 
 PML = "pytorch_metric_learning.utils.common_functions"
-_SHUFFLED = ("labels", "fixed_set_of_triplets")  # of MPerClassSampler (a list) and FixedSetOfTriplets (an array)
+_CONTAINERS = (list, dict, set, deque, array, tuple, Tensor)  # and numpy's array
+_PLAIN = {int, float, str, bool, type(None)}
+_MAX_COPIED = 256 << 20  # bytes of an array
 
 
 def nested_samplers(sampler: object) -> list[object]:
@@ -290,17 +295,96 @@ def generators_of(sampler: object) -> list[Any]:
 
 @contextlib.contextmanager
 def preserve_shuffled(sampler: object) -> Iterator[None]:
-    """Undo what PML's samplers shuffle in place: an epoch is the same whether or not others were drawn before it."""
-    kept = []
+    """Undo what samplers do to their own lists and arrays while they draw: an epoch is the same whether or not others were drawn before it.
+
+    Restores lists, dicts, sets, arrays and tensors in their attributes, also inside each other, and which of them an attribute names.
+
+    Raises:
+        ConfigurationError: an array that is too large to be copied was changed.
+    """
+    attributes: list[tuple[dict[str, Any], str, Any]] = []
     for owner in nested_samplers(sampler):
-        if any(cls.__module__.startswith("pytorch_metric_learning.") for cls in type(owner).__mro__):
-            shuffled = [owner.__dict__[name] for name in _SHUFFLED if name in owner.__dict__]
-            kept += [(own, own.copy()) for own in shuffled]
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if _is_container(value):
+                attributes.append((owner.__dict__, name, value))
+    kept = [(own, _copied(own)) for own in _containers_in([value for _, _, value in attributes])]
     try:
         yield
     finally:
         for own, before in kept:
-            own[:] = before
+            _restore_(own, before, type(sampler).__name__)
+        for slots, name, value in attributes:
+            slots[name] = value
+
+
+def _containers_in(values: Sequence[Any]) -> list[Any]:
+    """Return what can be shuffled among values and inside them, each once."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    queue = list(values)
+    while queue:
+        value = queue.pop()
+        if not _is_container(value) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if not isinstance(value, tuple):
+            found.append(value)
+        # numbers and texts hold nothing; most lists are of them
+        if isinstance(value, dict):
+            queue += value.values()
+        elif isinstance(value, (list, tuple, deque)) and not all(map(_PLAIN.__contains__, map(type, value))):
+            queue += value
+    return found
+
+
+def _is_numpy_array(value: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, _CONTAINERS) or _is_numpy_array(value)
+
+
+def _copied(own: Any) -> Any:
+    """Return a shallow copy, or a hash of what is too large for one; None of what nobody can write to."""
+    is_numpy = _is_numpy_array(own)
+    is_fixed = is_numpy and not own.flags.writeable
+    if isinstance(own, Tensor):
+        is_fixed = own.layout != torch.strided or own.is_meta
+    if is_fixed:
+        return None
+    if not is_numpy and not isinstance(own, Tensor):
+        return copy.copy(own)
+    # arrays: also a view gets memory of its own
+    is_large = own.nbytes > _MAX_COPIED
+    if isinstance(own, Tensor):
+        return fingerprint(own) if is_large else own.detach().clone()
+    return hash_bytes(own.tobytes()) if is_large and own.dtype != object else own.copy()
+
+
+def _restore_(own: Any, before: Any, name: str) -> None:
+    """Give a container back what it held."""
+    if before is None:
+        return
+    if isinstance(own, (dict, set)):
+        own.clear()
+        own.update(before)
+    elif isinstance(own, deque):
+        own.clear()
+        own.extend(before)
+    elif isinstance(before, int):
+        if _copied(own) != before:
+            size = f"{own.nbytes >> 20} MiB"
+            fix = "Let it shuffle a list of indices, or a copy."
+            raise ConfigurationError(
+                f"{name}, an array of {size}", expected="unchanged by drawing", got="another order", fix=fix
+            )
+    elif isinstance(own, Tensor):
+        with torch.no_grad():
+            own.copy_(before)
+    else:
+        own[:] = before
 
 
 # ---------------------------------------------------------------------- what it can be built from

@@ -62,6 +62,9 @@ class DDPLossStrategy(DDPStrategy):
             ``torch.distributed.checkpoint``) instead of the whole weight. Either way a checkpoint records a fingerprint of each rank's
             classes, and one that is damaged or mixed up is an error on every rank when it is loaded.
         **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
+            ``ddp_comm_hook`` (PowerSGD, fp16, bf16, ...) works on the model's DDP only: gradients of losses, of class shards, and those
+            that global losses and metrics exchange in backward do not pass through it and stay exact. To halve the bytes of the losses'
+            own reduction there is ``loss_reduce_dtype``.
 
     Gradient: after backward, and before the hooks ``on_after_backward``, every parameter holds the mean over ranks, once per
         synchronising backward.

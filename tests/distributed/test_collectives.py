@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_losses.distributed import collectives
+from lightning_ddp_losses.errors import InputError
 from tests.counting import CountCollectives
 from tests.rank_pool import RankPool
 
@@ -247,3 +250,110 @@ def without_distributed() -> None:
 
 def test_without_torch_distributed_the_world_is_one_process(pool: RankPool) -> None:
     pool.run(1, without_distributed, distributed=False)
+
+
+# ---------------------------------------------------------------------- kinds of tensors
+
+NARROW = [torch.int16, torch.uint16, torch.int8, torch.uint8, torch.bool]
+ADDED = [*NARROW, torch.int32, torch.float8_e4m3fn, torch.complex128]
+
+
+def add_kinds() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for dtype in ADDED:
+        drawn = torch.bool if dtype == torch.bool else torch.uint8
+        data = [whole(2 * world, (3,), drawn, seed).to(dtype) for seed in range(world)]
+        wide = torch.promote_types(torch.float64, dtype) if dtype.is_complex else torch.float64
+        expected = torch.stack([each.to(wide) for each in data]).sum(0).to(dtype).to(wide)
+        scattered = collectives.reduce_scatter_with_grad(data[rank])
+        reduced = collectives.all_reduce_with_grad(data[rank])
+        assert scattered.dtype == reduced.dtype == dtype
+        assert torch.equal(scattered.to(wide), expected[2 * rank : 2 * rank + 2]), dtype
+        assert torch.equal(reduced.to(wide), expected), dtype
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_can_be_added(pool: RankPool, world_size: int) -> None:
+    pool.run(world_size, add_kinds)
+
+
+def views_of_complex() -> None:
+    """Views that torch only marks: each function against the same numbers written out, with the gradient through the view."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    numbers = [
+        torch.complex(whole(2 * world, (3,), torch.float64, s), whole(2 * world, (3,), torch.float64, 9 + s))
+        for s in range(world)
+    ]
+    for view in (torch.conj, lambda z: z.conj().imag, lambda z: z.mH.mH.conj()):
+        for name in ("all_gather_with_grad", "all_reduce_with_grad", "reduce_scatter_with_grad"):
+            function = getattr(collectives, name)
+            marked = numbers[rank].clone().requires_grad_()
+            written = numbers[rank].clone().requires_grad_()
+            found = function(view(marked))
+            expected = function(view(written).resolve_conj().resolve_neg().clone())
+            assert_equal(found.detach(), expected.detach())
+            (found.conj() * found.conj()).real.sum().backward()
+            (expected.resolve_conj() ** 2).real.sum().backward()
+            assert_equal(marked.grad, written.grad)
+    total = torch.stack(numbers).conj().sum(0)
+    assert_equal(collectives.all_reduce_with_grad(numbers[rank].conj()).resolve_conj(), total.resolve_conj())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_conjugated_and_negated_views(pool: RankPool, world_size: int) -> None:
+    pool.run(world_size, views_of_complex)
+
+
+X = torch.ones(4, 2)
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "uint64": (lambda: collectives.all_reduce_with_grad(X.to(torch.uint64)), "torch.uint64"),
+    "half complex": (lambda: collectives.reduce_scatter_with_grad(X.to(torch.complex32)), "torch.complex32"),
+    "sparse": (lambda: collectives.all_reduce_with_grad(X.to_sparse()), "torch.sparse_coo"),
+    "quantised": (
+        lambda: collectives.all_gather_with_grad(torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)),
+        "torch.qint8",
+    ),
+    "nested": (lambda: collectives.all_gather_with_grad(torch.nested.nested_tensor([X, X])), "dense"),
+    "without memory": (lambda: collectives.all_gather_with_grad(X.to("meta")), "on meta"),
+    "grad": (lambda: torch.func.grad(lambda x: collectives.all_gather_with_grad(x).sum())(X), "torch.func"),
+    "vjp": (lambda: torch.func.vjp(collectives.all_reduce_with_grad, X), "torch.func"),
+    "jacrev": (lambda: torch.func.jacrev(lambda x: collectives.reduce_scatter_with_grad(x).sum(0))(X), "torch.func"),
+    "vmap": (lambda: torch.func.vmap(collectives.all_reduce_with_grad)(X), "torch.func"),
+    "jvp": (lambda: torch.func.jvp(collectives.all_gather_with_grad, (X,), (X,)), "torch.func"),
+}
+
+
+def refused(name: str, alone: bool) -> list[str]:
+    """The error, on all ranks or with the others in a plain call; then they go on."""
+    call = REFUSED[name][0]
+    if alone and dist.get_rank():
+        call = lambda: collectives.all_gather_with_grad(X)  # noqa: E731
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            call()
+        except InputError as error:
+            found.append(str(error))
+    assert collectives.all_gather_with_grad(X).shape == (4 * dist.get_world_size(), 2)
+    return found
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_travel_is_an_error_on_every_rank(pool: RankPool, name: str, alone: bool) -> None:
+    errors = pool.run(2, refused, name, alone)
+    assert errors[0] == errors[1]
+    assert REFUSED[name][1] in errors[0][0]
+
+
+def called_functionally() -> None:
+    layer = torch.nn.Linear(2, 2)
+    parameters = {name: parameter.detach().clone().requires_grad_() for name, parameter in layer.named_parameters()}
+    gathered = collectives.all_gather_with_grad(torch.func.functional_call(layer, parameters, (X,)))
+    (found,) = torch.autograd.grad(gathered.sum(), [parameters["bias"]])
+    assert found.tolist() == [4.0 * dist.get_world_size()] * 2
+
+
+def test_functional_call_and_autograd_grad(pool: RankPool) -> None:
+    pool.run(2, called_functionally)

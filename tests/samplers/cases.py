@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 from torch.utils.data import SubsetRandomSampler as Subset
 from torch.utils.data import WeightedRandomSampler as Weighted
 
-__all__ = ["CASES", "ROWS", "SEED", "Case", "one_process"]
+__all__ = ["CASES", "ROWS", "SEED", "Case", "ShufflesItself", "one_process"]
 
 ROWS = 52
 SEED = 11
@@ -75,6 +75,30 @@ class ByEpoch(Sampler[int]):
         return ROWS
 
 
+class ShufflesItself(Sampler[int]):
+    """Shuffles what it holds in place: a list, lists in a dict, an array, a tensor; and takes another list for its own."""
+
+    def __init__(self) -> None:
+        self.rows = list(range(10))
+        self.by_class = {"a": list(range(10, 18)), "b": (list(range(18, 26)),)}
+        self.numbers = np.arange(26, 34)
+        self.tensor = torch.arange(34, 42)
+        self.order = list(range(42, ROWS))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.rows)
+        random.shuffle(self.by_class["a"])
+        random.shuffle(self.by_class["b"][0])
+        np.random.shuffle(self.numbers)
+        self.tensor.copy_(self.tensor[torch.randperm(len(self.tensor))])
+        self.order = random.sample(self.order, len(self.order))
+        mixed = [self.rows, self.by_class["a"], self.by_class["b"][0], self.numbers, self.tensor, self.order]
+        return (int(row) for part in mixed for row in part)
+
+    def __len__(self) -> int:
+        return ROWS
+
+
 @dataclass(frozen=True)
 class Case:
     """A sampler, and the batch size where it yields indices."""
@@ -112,6 +136,7 @@ CASES = {
     "batch sampler, last dropped": Case(lambda: BatchSampler(RandomSampler(range(ROWS)), 9, drop_last=True)),
     "hierarchical": Case(hierarchy),
     "by length": Case(ByLength),
+    "shuffles itself": Case(ShufflesItself, 9),
 }
 
 

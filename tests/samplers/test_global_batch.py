@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
-from lightning_ddp_losses.samplers import GlobalBatchSampler
+from lightning_ddp_losses.samplers import GlobalBatchSampler, seeded_draw
 from tests.counting import CountCollectives
 from tests.rank_pool import RankPool
 from tests.samplers.cases import CASES, LABELS, ROWS, SEED, Case, one_process
@@ -402,7 +402,7 @@ def test_every_rank_gets_the_error(pool: RankPool, name: str) -> None:
         assert text in errors[0].message
 
 
-@pytest.mark.parametrize("name", ["m per class", "triplets", "hierarchical"])
+@pytest.mark.parametrize("name", ["m per class", "triplets", "hierarchical", "shuffles itself"])
 def test_an_epoch_does_not_depend_on_those_before_it(name: str) -> None:
     """A run that is resumed at epoch 2 draws what the run without a break drew."""
     case = CASES[name]
@@ -411,3 +411,24 @@ def test_an_epoch_does_not_depend_on_those_before_it(name: str) -> None:
         list(through)
     resumed.set_epoch(2)
     assert list(resumed) == list(through)
+
+
+def test_an_epoch_that_is_set_again_is_drawn_again() -> None:
+    """Also by samplers that shuffle their own lists in place; what they hold is as before."""
+    sampler = CASES["shuffles itself"].make()
+    batches = GlobalBatchSampler.batches(sampler, 9, seed=SEED)
+    drawn = []
+    for epoch in (1, 3, 1):
+        batches.set_epoch(epoch)  # type: ignore[attr-defined]
+        drawn.append(list(batches))
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert sampler.rows == list(range(10))
+    assert sampler.by_class == {"a": list(range(10, 18)), "b": (list(range(18, 26)),)}
+    assert sampler.order == list(range(42, 52))
+
+
+def test_a_large_array_that_is_shuffled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeded_draw, "_MAX_COPIED", 16)
+    with pytest.raises(ConfigurationError, match="unchanged by drawing"):
+        list(GlobalBatchSampler.batches(CASES["shuffles itself"].make(), 9, seed=SEED))
+    assert list(GlobalBatchSampler.batches(CASES["m per class"].make(), 12, seed=SEED))
