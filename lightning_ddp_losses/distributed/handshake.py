@@ -184,7 +184,9 @@ class PendingHandshake:
         self._text, self._payload, self._channel = text.encode(), payload, channel
         self._headers: list[Header] = []
         # 1. the peers' messages in the handshake before say how long this one is
-        if channel.pending is not None:
+        if channel.pending is not None and kind == CALL:
+            channel.pending.finish()  # ranks that disagreed in it do not go on
+        elif channel.pending is not None:
             channel.pending.receive(timeout)
         self._has_channel_size = handshake_bytes is None
         self._size = handshake_bytes or channel.handshake_bytes

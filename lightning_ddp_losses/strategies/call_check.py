@@ -1,12 +1,12 @@
 """The call check: one handshake in each synchronising backward, which says what losses ran on each rank, how often, on how many rows.
 
-It is exchanged at one point: before the first gradients of the model can leave, and wait for a peer that does not come. A hook on the
-model's parameters, which runs before DDP's own, finds it; without such gradients it is the end of autograd's backward. (What a loss
-exchanges in its own backward opens with a handshake too, so ranks that are at different places meet there.)
+A rank sends its own at the first gradient of the model that finds backward through with all losses: what came back into their global
+values travels along and is compared before anything is reduced; a rank whose loss failed in backward is met here by its peers.
+Payloads of checks travel along too, and what is known of the losses' gradients (``EarlyGradients``).
 
-By then backward has passed through the losses: what came back into their global values travels along and is compared before
-anything is reduced; a rank whose loss failed in backward is met here by its peers. Payloads of checks travel along too, and the losses'
-gradients where they are few bytes.
+It reads the others' before the first gradients of the model can leave, and wait for a peer that does not come. Hooks on the model's
+parameters, which run before DDP's own, find both points; without such gradients they are the end of autograd's backward. (What a loss
+exchanges in its own backward opens with a handshake too, so ranks that are at different places meet there.)
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ class CallCheck:
         self._attached: list[AttachedPayload] = []
         self._upstream_grads = UpstreamGradRecorder()
         self._prepared: _Prepared | None = None
+        self._pending: handshake.PendingHandshake | None = None
         self._calls: Calls | None = None
         self._ready_bytes = 0
         # a gradient reaches this hook before it reaches DDP
@@ -137,18 +138,28 @@ class CallCheck:
             counter.reset()
         for attached in self._attached:
             payload += _sized(attached.measure())
-        self._prepared, self._calls, self._ready_bytes = _Prepared(must_match, payload, parameters, new), None, 0
+        self._prepared, self._pending = _Prepared(must_match, payload, parameters, new), None
+        self._calls, self._ready_bytes = None, 0
         # what came back into global values by then travels along
         self._upstream_grads.start()
 
     def _on_gradient(self, num_bytes: int, _: Tensor) -> None:
-        if self._prepared is not None:
-            self._ready_bytes += num_bytes
-            if self._ready_bytes >= self._first_bucket:
-                self.exchange()
+        if self._prepared is None:
+            return
+        self._ready_bytes += num_bytes
+        if self._pending is None and self._reducer.is_complete() and self._upstream_grads.is_complete:
+            self._send(self._prepared)
+        if self._ready_bytes >= self._first_bucket:
+            self.exchange()
+
+    def _send(self, prepared: _Prepared) -> handshake.PendingHandshake:
+        """Let this rank's handshake leave, with what is there by now."""
+        own = prepared.payload + _sized(self._upstream_grads.take().encode()) + self._reducer.pack()
+        self._pending = handshake.start("backward", prepared.must_match, own)
+        return self._pending
 
     def exchange(self) -> None:
-        """Swap handshakes with all ranks, once per backward.
+        """Read the handshakes of all ranks, once per backward; this rank's leaves now if it has not.
 
         Raises:
             LossCallError: on every rank, when a learnable loss ran on some ranks only.
@@ -158,8 +169,9 @@ class CallCheck:
         prepared, self._prepared = self._prepared, None
         if prepared is None:
             return
-        own = prepared.payload + _sized(self._upstream_grads.take().encode()) + self._reducer.pack_inline()
-        payloads = handshake.all_gather("backward", prepared.must_match, own)
+        pending = self._pending or self._send(prepared)
+        self._pending = None
+        payloads = pending.finish()
         self._calls = self._compare(payloads, prepared.parameters)
         if prepared.new_parameters:
             self._parameters.admit(prepared.new_parameters)
@@ -188,7 +200,7 @@ class CallCheck:
         refuse_other_upstream_grads([text.decode() for text in upstream_grads])
         for payload, column in zip(self._attached, zip(*attached, strict=True), strict=True):
             payload.judge(list(column))
-        self._reducer.receive_inline(gradients)
+        self._reducer.receive(gradients)
         return calls
 
     def _split(self, payload: bytes) -> tuple[bytes, list[bytes], bytes, bytes]:

@@ -1,6 +1,7 @@
 """Gradients replaced by their means over ranks: small ones flat in one buffer, large ones each in its own memory.
 
-Few bytes need no collective of their own: they travel inline, in a handshake that is exchanged anyway (``InlineGradients``).
+What is complete while backward still runs leaves then (``EarlyGradients``); few bytes need no collective of their own and travel in a
+handshake that is exchanged anyway.
 """
 
 from __future__ import annotations
@@ -58,32 +59,53 @@ class GradientBucket:
             offset += parameter.numel()
         return sums
 
+    def discard(self) -> None:
+        """Wait for the means, and leave the gradients as they are."""
+        if self._wait is not None:
+            self._wait()
 
-class InlineGradients:
-    """The gradients of one backward as bytes in a handshake: a flag for each parameter, then what is there, by the flags.
+
+class EarlyGradients:
+    """The gradients of one backward as they are once it has passed the losses, while the model's own are still to come.
+
+    The call check's handshake carries which of them are there, and themselves where they are few bytes on the CPU. Other small ones on
+    the CPU leave in a bucket then, beside the rest of backward.
 
     Args:
-        parameters: All of them.
+        parameters: All that the strategy reduces.
         dtype: On the wire.
+        is_inline: Whether the gradients travel in the handshake; the same on every rank.
+        is_small: Of each, whether it may travel in the bucket.
 
     Attributes:
-        flags: This rank's, when they were packed.
+        flags: ``gradient_flag`` of each.
+        sums: The flags, summed over ranks; known after ``start``.
+
+    Communication: one all-reduce (for few bytes one gather) between ``start`` and ``finish``; none where they are inline or on a device.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, *, is_inline: bool, is_small: Sequence[bool]
+    ) -> None:
         self._parameters, self._dtype = parameters, dtype
+        self._is_inline, self._is_small = is_inline, is_small
         self._flag_format = struct.Struct(f"<{len(parameters)}I")
-        self.flags = [gradient_flag(parameter.grad) for parameter in parameters]
         self._versions = [grad_version(parameter.grad) for parameter in parameters]
+        self._payloads: Sequence[bytes] = ()
+        self._bucket: GradientBucket | None = None
+        self.flags = [gradient_flag(parameter.grad) for parameter in parameters]
+        self.sums: list[int] = []
 
     @staticmethod
     def num_bytes(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> int:
-        """Return how many bytes travel when all have a gradient."""
+        """Return how many bytes travel inline when all have a gradient."""
         return sum(4 + parameter.numel() * dtype.itemsize for parameter in parameters)
 
     def pack(self) -> bytes:
-        """Return this rank's bytes."""
+        """Return this rank's bytes for the handshake: a flag each, and what is there if inline."""
         packed = self._flag_format.pack(*self.flags)
+        if not self._is_inline:
+            return packed
         grads = [
             grad.detach().reshape(-1).to(self._dtype)
             for grad in map(dense_gradient, self._parameters)
@@ -93,32 +115,56 @@ class InlineGradients:
             packed += raw_collectives.host_bytes(torch.cat(grads))
         return packed
 
+    def start(self, payloads: Sequence[bytes]) -> None:
+        """Take what ``pack`` returned on each rank, in rank order, and let the bucket leave."""
+        flags = [self._flag_format.unpack_from(payload) for payload in payloads]
+        self.sums = [sum(column) for column in zip(*flags, strict=True)]
+        self._payloads = payloads
+        if self._is_inline or any(total not in (0, len(payloads)) for total in self.sums):
+            return  # ranks that hold different gradients: the caller raises
+        packed = [
+            p
+            for p, total, is_small in zip(self._parameters, self.sums, self._is_small, strict=True)
+            if total and is_small
+        ]
+        # on a device what is launched in backward would share its order with DDP's
+        if packed and all(p.device.type == "cpu" for p in self._parameters):
+            self._bucket = GradientBucket(packed, self._dtype)
+            self._bucket.launch()
+
     def find_grown(self) -> list[int]:
         """Return the positions of the parameters to whose gradients something was added since."""
         versions = [grad_version(parameter.grad) for parameter in self._parameters]
         return [i for i, (before, now) in enumerate(zip(self._versions, versions, strict=True)) if before != now]
 
-    def unpack(self, payloads: Sequence[bytes]) -> list[int]:
-        """Put the means of all ranks' gradients in place, and return the sums of the flags.
+    def finish(self) -> list[bool]:
+        """Put means in place; returns for each parameter whether its gradient is one."""
+        if self._is_inline:
+            self._unpack()
+            return [True] * len(self._parameters)
+        if self._bucket is None:
+            return [False] * len(self._parameters)
+        self._bucket.finish()
+        return list(self._is_small)
 
-        Args:
-            payloads: What ``pack`` returned on each rank, in rank order.
-        """
-        world_size = len(payloads)
-        flags = [self._flag_format.unpack_from(payload) for payload in payloads]
-        sums = [sum(column) for column in zip(*flags, strict=True)]
-        present = [p for p, total in zip(self._parameters, sums, strict=True) if total == world_size]
-        if not present or any(total not in (0, world_size) for total in sums):
-            return sums  # ranks hold different gradients: the caller raises
+    def discard(self) -> None:
+        """Wait for what is on its way, and leave the gradients as they are."""
+        if self._bucket is not None:
+            self._bucket.discard()
+
+    def _unpack(self) -> None:
+        world_size = len(self._payloads)
+        present = [p for p, total in zip(self._parameters, self.sums, strict=True) if total]
+        if not present:
+            return
         # (W, n) on every rank, added in rank order
-        rows = bytearray().join(payload[self._flag_format.size :] for payload in payloads)
+        rows = bytearray().join(payload[self._flag_format.size :] for payload in self._payloads)
         mean = torch.frombuffer(rows, dtype=self._dtype).view(world_size, -1).mean(0)
         offset = 0
         for parameter in present:
             assert parameter.grad is not None
             parameter.grad.copy_(mean[offset : offset + parameter.numel()].view(parameter.shape))
             offset += parameter.numel()
-        return sums
 
 
 def launch_in_place(grad: Tensor, wire_dtype: torch.dtype | None) -> Callable[[], None]:

@@ -4,25 +4,24 @@ Whatever this rank called, and in whatever order: gradients are read from the li
 created, replaced or unfrozen after the wrap take part, and no hook can be lost. It covers every trainable parameter that the model's
 own DDP does not reduce (nor a shard, nor one the user told DDP to ignore).
 
-Everything is reduced at one place, when autograd's backward is through:
+Every gradient has its mean when ``reduce`` returns, at one place, when autograd's backward is through:
 
-0. Few bytes on the CPU have travelled inline, in the handshake of the call check; if nothing grew since, they are put in place.
-   Else:
+0. ``EarlyGradients``, an optimisation, and the only one: what was complete when backward had passed the losses. The call check has told
+   which gradients are there; few bytes on the CPU travelled in it, other small ones on the CPU left in a bucket then, beside the rest of
+   backward. They are put in place, if none of them changed since. Else:
 1. One flat buffer of [a has-gradient flag per parameter | small gradients of the losses that may have some]. On an accelerator the
    flags travel by handshake (host to host), so that nothing waits for the device.
 2. Flags must sum to 0 or W: else the same error on every rank.
-3. What the buffer did not hold, each gradient over ``LARGE_BYTES`` in its own memory.
+3. What was not in 0 or 1, each gradient over ``LARGE_BYTES`` in its own memory.
 
-Step 0 is an optimisation, and the only one: without it everything is right too. Measured against ``ddp`` (``ddp_find_unused_parameters``
-for two losses that alternate), steps interleaved on 2 ranks, a busy machine of 2 cores; processor time more per step, and the ratio of
-wall times (torch 2.13, Lightning 2.6.6; 2026). *Hooks* is what was here before: gradients inline too, and small and large ones launched
-during backward, by counting the losses that it had passed.
+What step 0 is worth, beside ``ddp`` (``ddp_find_unused_parameters`` for two losses that alternate): steps interleaved on 2 ranks, a busy
+machine of 2 cores; processor time more per step, and the ratio of wall times (torch 2.13, Lightning 2.6.6; 2026).
 
-| module | A/A | with step 0 | without | hooks |
+| module | A/A | with step 0, in which small gradients leave early | inline ones only | without |
 |---|---|---|---|---|
-| ArcFace | -0.06 ms, 1.03 | 1.7 ms, 1.15 | 2.3 ms, 1.23 | 1.8 ms, 1.17 |
-| 3 losses (too many bytes for step 0) | 0.3 ms, 1.03 | 3.3 ms, 1.17 | 3.0 ms, 1.16 | 2.8 ms, 1.13 |
-| 2 losses that alternate | -0.3 ms, 0.97 | 1.4 ms, 1.10 | 1.9 ms, 1.13 | 1.4 ms, 1.12 |
+| ArcFace (inline) | -0.06 ms, 1.03 | 1.9 ms, 1.14 | 2.1 ms, 1.18 | 2.3 ms, 1.23 |
+| 3 losses (a bucket) | 0.1 ms, 0.98 | 3.8 ms, 1.20 | 5.0 ms, 1.30 | 5.0 ms, 1.30 |
+| 2 losses that alternate (inline) | -0.2 ms, 0.98 | 1.3 ms, 1.10 | 1.6 ms, 1.13 | 1.9 ms, 1.13 |
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from lightning_ddp_losses.distributed.raw_collectives import host_bytes
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
 from lightning_ddp_losses.strategies.gradient_buckets import (
+    EarlyGradients,
     GradientBucket,
-    InlineGradients,
     grad_version,
     gradient_flag,
     launch_in_place,
@@ -157,13 +156,13 @@ class LossReducer:
 
     def __init__(self, parameters: ReducedParameters, wire_dtype: torch.dtype | None = None) -> None:
         self._parameters, self._wire_dtype = parameters, wire_dtype
-        self._may_inline = True
-        self._inline: InlineGradients | None = None
-        self._inline_payloads: Sequence[bytes] = ()
+        self._may_leave_early = True
+        self._early: EarlyGradients | None = None
         self._backward_parameters: Sequence[ReducedParameter] = ()
         self._versions_to_change: list[tuple[nn.Parameter, tuple[int, int]]] = []
+        self._all_belong_to_losses = False
 
-    # ------------------------------------------------------------------ in backward: few bytes inline
+    # ------------------------------------------------------------------ in backward: what is complete leaves early
 
     def start_backward(self, parameters: Sequence[ReducedParameter], called: Sequence[bool]) -> None:
         """Look at the gradients before backward, to know later which of them it has written.
@@ -173,54 +172,62 @@ class LossReducer:
             called: Per loss, whether it ran on this rank.
         """
         self._backward_parameters = parameters
+        # what belongs to no loss gets its gradient later
+        self._all_belong_to_losses = all(p.owner >= 0 for p in parameters)
         self._versions_to_change = [
             (p.parameter, grad_version(p.parameter.grad))
             for p in parameters
             if p.owner >= 0 and called[p.owner] and p.parameter.requires_grad
         ]
 
-    def pack_inline(self) -> bytes:
-        """Return the gradients as bytes for the call check's handshake; nothing where they are too many, or not complete yet."""
-        self._inline = None
+    def is_complete(self) -> bool:
+        """Say whether backward has written the gradients of all losses that ran: each once, when all that comes into it is there."""
+        waiting = self._versions_to_change
+        while waiting and grad_version(waiting[-1][0].grad) != waiting[-1][1]:
+            waiting.pop()
+        return not waiting and self._all_belong_to_losses
+
+    def pack(self) -> bytes:
+        """Return for the call check's handshake which gradients are there, and few bytes of them; nothing where some are yet to come."""
+        self._early = None
         parameters = self._backward_parameters
-        if not self._may_inline or not parameters or not self._flags_in_bucket(parameters):
-            return b""
-        # what belongs to no loss gets its gradient later
-        if any(p.owner < 0 or not _is_small(p) for p in parameters):
-            return b""
-        # a backward writes each gradient once, when all that comes into it is there
-        if any(grad_version(parameter.grad) == before for parameter, before in self._versions_to_change):
+        if not parameters or not self._may_leave_early or not self.is_complete():
             return b""
         tensors = [p.parameter for p in parameters]
+        is_small = [_is_small(p) for p in parameters]
         dtype = self._bucket_dtype(tensors)
-        if InlineGradients.num_bytes(tensors, dtype) > handshake.inline_capacity():
-            return b""
-        self._inline = InlineGradients(tensors, dtype)
-        return self._inline.pack()
+        is_inline = (
+            all(is_small)
+            and self._flags_in_bucket(parameters)
+            and EarlyGradients.num_bytes(tensors, dtype) <= handshake.inline_capacity()
+        )
+        self._early = EarlyGradients(tensors, dtype, is_inline=is_inline, is_small=is_small)
+        return self._early.pack()
 
-    def receive_inline(self, payloads: Sequence[bytes]) -> None:
+    def receive(self, payloads: Sequence[bytes]) -> None:
         """Take what all ranks packed; it counts only where all of them packed something."""
-        self._inline_payloads = payloads
-        if not all(payloads):
-            self._inline = None
+        if self._early is not None and all(payloads):
+            self._early.start(payloads)
+        else:
+            self._early = None
 
-    def _finish_inline(self, parameters: Sequence[ReducedParameter]) -> list[int]:
-        """Put inline gradients in place and return the sums of their flags; nothing where they have to travel once more.
+    def _take_early(self, parameters: Sequence[ReducedParameter]) -> EarlyGradients | None:
+        """Return what left early, if no gradient has changed since.
 
         A hook, or a backward inside of backward (checkpointing), may have added to a gradient after it was packed. On all ranks then, or
         the handshake that says so meets another one, and is an error on every rank.
         """
-        inline, payloads = self._inline, self._inline_payloads
-        self._inline, self._inline_payloads = None, ()
-        if inline is None:
-            return []
-        grown = inline.find_grown()
+        early, self._early = self._early, None
+        if early is None:
+            return None
+        grown = early.find_grown()
         if not grown:
-            return inline.unpack(payloads)
+            return early
         names = ", ".join(parameters[i].name for i in grown)
         handshake.all_gather("gradients that grew after their losses", {"parameters": names})
-        self._may_inline = False  # it would happen again
-        return []
+        early.discard()
+        self._may_leave_early = False  # it would happen again
+        return None
 
     # ------------------------------------------------------------------ after backward
 
@@ -244,24 +251,26 @@ class LossReducer:
         if not parameters or world_size == 1:
             return
         flags = [gradient_flag(p.parameter.grad) for p in parameters]
-        # 0. what travelled inline
-        sums = self._finish_inline(parameters)
-        if sums:
-            packed = [True] * len(parameters)
-        # 1. flags, and small gradients with them
+        # 0. the ranks know already which gradients are there
+        early = self._take_early(parameters)
+        if early is not None:
+            sums = early.sums
+        # 1. else flags, and small gradients with them
         elif self._flags_in_bucket(parameters):
-            packed = [_is_small(p) and (expected is None or p.owner < 0 or expected[p.owner]) for p in parameters]
-            bucket = self._small_bucket([p for p, inside in zip(parameters, packed, strict=True) if inside], flags)
+            reduced = [_is_small(p) and (expected is None or p.owner < 0 or expected[p.owner]) for p in parameters]
+            bucket = self._small_bucket([p for p, packed in zip(parameters, reduced, strict=True) if packed], flags)
             bucket.launch()
             sums = bucket.finish()
         else:
-            packed = [False] * len(parameters)
+            reduced = [False] * len(parameters)
             sums = self._sum_flags_by_handshake(parameters, flags)
         # 2. every gradient is there on all ranks, or on none
         if any(total not in (0, world_size) for total in sums):
             raise partial_gradients([p.name for p in parameters], flags)
+        if early is not None:
+            reduced = early.finish()
         # 3. what is left, all at once
-        rest = [p for p, total, done in zip(parameters, sums, packed, strict=True) if total and not done]
+        rest = [p for p, total, done in zip(parameters, sums, reduced, strict=True) if total and not done]
         self._reduce_present(rest)
 
     def _reduce_present(self, parameters: Sequence[ReducedParameter]) -> None:

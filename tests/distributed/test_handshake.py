@@ -229,7 +229,7 @@ def follow_the_payloads(sizes: list[int]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_frames_have_room_for_what_came_before(pool: RankPool, world_size: int) -> None:
+def test_handshakes_have_room_for_what_came_before(pool: RankPool, world_size: int) -> None:
     pool.run(world_size, follow_the_payloads, [0] * 130)  # whatever other tests sent is forgotten
     results = pool.run(world_size, follow_the_payloads, [10, 5_000, 5_000, 10, *[10] * 130, 5_000])
     assert len({tuple(count for count, _ in rank) for rank in results}) == 1
@@ -243,7 +243,7 @@ def test_frames_have_room_for_what_came_before(pool: RankPool, world_size: int) 
         assert again[0] == 2
 
 
-def test_a_payload_beyond_bounds_leaves_frames_small(pool: RankPool) -> None:
+def test_a_payload_beyond_bounds_leaves_handshakes_small(pool: RankPool) -> None:
     pool.run(2, follow_the_payloads, [0] * 130)
     for found in pool.run(2, follow_the_payloads, [300_000, 300_000, 10]):
         assert [count for count, _ in found] == [2, 2, 1]
@@ -255,7 +255,7 @@ def overtake(fails: bool) -> list[bytes] | str:
     first = handshake.start("first", {}, bytes(20_000))
     try:
         if fails and rank == 1:
-            handshake.raise_on_all_ranks(InputError("rank 1 met this"), "between two frames")
+            handshake.raise_on_all_ranks(InputError("rank 1 met this"), "between two handshakes")
         if not fails:
             second = handshake.all_gather("second", {}, b"second")
             assert second == [b"second"] * dist.get_world_size()
@@ -266,13 +266,31 @@ def overtake(fails: bool) -> list[bytes] | str:
     return got
 
 
-def test_a_frame_that_is_overtaken_arrives(pool: RankPool) -> None:
+def test_a_handshake_that_is_overtaken_arrives(pool: RankPool) -> None:
     pool.run(2, follow_the_payloads, [0] * 130)
     assert pool.run(2, overtake, False) == [[bytes(20_000)] * 2] * 2
 
 
-def test_a_rank_that_fails_while_a_long_frame_is_on_its_way(pool: RankPool) -> None:
+def test_a_rank_that_fails_while_a_long_handshake_is_on_its_way(pool: RankPool) -> None:
     pool.run(2, follow_the_payloads, [0] * 130)
     one, other = pool.run(2, overtake, True)
     assert one == other
     assert "rank 1 met this" in one
+
+
+def in_another_order() -> None:
+    """Rank 0 leaves one on its way when it opens the next; the other opens them the other way round."""
+    if dist.get_rank() == 0:
+        handshake.start("first", {})
+        handshake.all_gather("second", {})
+    else:
+        handshake.all_gather("second", {})
+        handshake.all_gather("first", {})
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_pending_handshake_that_met_another_ends_all_ranks(pool: RankPool, world_size: int) -> None:
+    errors = pool.errors(world_size, in_another_order)
+    assert {error.type for error in errors} == {"RankMismatchError"}
+    assert len({error.message for error in errors}) == 1
+    assert not any(error.timed_out for error in errors)
