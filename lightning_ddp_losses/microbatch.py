@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 
@@ -72,6 +73,7 @@ class _Pieces:
         self.encoder, self.chunk_size, self.batch_norm = encoder, chunk_size, batch_norm
         self.forward: Callable[..., Any] = encoder
 
+    @eager_recursive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # 1. rows of the batch
         rows = next((tensor.shape[0] for tensor in precision.tensors_in((args, kwargs)) if tensor.ndim), None)
@@ -169,6 +171,7 @@ class _InsideDDP:
         self._ddp, self._pieces = ddp, pieces
         pieces.forward = type(ddp.module).forward.__get__(ddp.module)
 
+    @eager_recursive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inner = self._ddp.module
         before = inner.__dict__.get("forward")

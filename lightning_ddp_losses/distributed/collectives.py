@@ -36,6 +36,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
+from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.process_groups import Group
@@ -48,6 +49,7 @@ _NOT_ADDED = {torch.uint32, torch.uint64, torch.complex32}  # by no backend, or 
 _ROWS = struct.Struct("<q?")  # rows of a rank, and whether it needs the gradient
 
 
+@eager_recursive
 def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backward = "sum") -> Tensor:
     """Gather the rows of all ranks, concatenated along dim 0 in rank order.
 
@@ -83,6 +85,7 @@ def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     return gathered
 
 
+@eager_recursive
 def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backward = "sum") -> Tensor:
     """Add a tensor over ranks, element by element.
 
@@ -114,6 +117,7 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     return reduced
 
 
+@eager_recursive
 def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: Group = None) -> Tensor:
     """Add a tensor over ranks and keep this rank's rows of the sum.
 
@@ -273,7 +277,8 @@ def once_differentiable_strict(
                 return found
             return forbid_second_derivative(found, (*grads, *ctx.saved_tensors), what, _SECOND_FIX)
 
-        return wrapped
+        # a compiled training step, backward and all, would trace what ranks exchange here
+        return eager_recursive(wrapped)
 
     return decorate
 

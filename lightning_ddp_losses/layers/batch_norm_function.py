@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.collectives import forbid_second_derivative
@@ -209,6 +210,7 @@ class _NormaliseFunction(torch.autograd.Function):
         return _affine(x, weight, bias, statistics, eps)
 
     @staticmethod
+    @eager_recursive
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         with torch.no_grad():

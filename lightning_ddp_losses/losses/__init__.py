@@ -34,6 +34,9 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``clip``, ``siglip``, ``two_towers``, ``column_blocks`` | losses between two towers |
 | ``log_sum_exp`` | sums of exponentials that arrive in pieces |
 
+Under ``torch.compile`` a call is one break of the graph, in forward and in backward: groups and handshakes are no business of a compiler's.
+What a loss wraps may be compiled by itself.
+
 To add a PML loss: one row in ``pml_registry.LOSSES`` (and a ``PairLoss`` if it shall run in tiles), one row in ``tests/losses/cases.py``.
 To add a loss of our own: ``losses/<name>.py`` and one export here.
 

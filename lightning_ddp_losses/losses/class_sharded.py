@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.configuration import configuration_digest
+from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
@@ -237,6 +238,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     # ------------------------------------------------------------------ forward
 
+    @eager_recursive
     def forward(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any = None) -> Tensor:
         """Return the global loss.
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core import autograd_graph, inputs
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.configuration import configuration_digest
+from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import Backward
 from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, GatheredBatch, gather_batch
@@ -169,6 +170,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             return allowed
         return tuple(mode for mode in allowed if mode == "replicated" or is_separable(loss, mode))
 
+    @eager_recursive
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the global loss.
 
@@ -372,6 +374,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         self._seeds = SeedCounter()
         self._fingerprint = ""
 
+    @eager_recursive
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
         """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""

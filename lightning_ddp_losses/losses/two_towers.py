@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ddp_losses.core import autograd_graph
+from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
@@ -60,6 +61,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             log_scale = log_scale.clamp(max=math.log(self.max_scale))
         return log_scale.exp()
 
+    @eager_recursive
     def forward(
         self,
         images: Tensor,

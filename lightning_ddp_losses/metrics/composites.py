@@ -21,6 +21,7 @@ from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWra
 from torchmetrics.wrappers.transformations import MetricInputTransformer
 
 from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.metrics.coroutines import Call, Coroutine, reply, run, together
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric
@@ -49,11 +50,13 @@ class Composite:
     def _has_peers(self) -> bool:
         return any(leaf._has_peers for leaf in self._leaves())
 
+    @eager_recursive
     @torch.jit.unused
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the value of the global batch, with its gradient; accumulate this batch for ``compute``."""
         return run(self, f"{self._title()}, forward", self._forward_coroutine, args, kwargs)
 
+    @eager_recursive
     def compute(self) -> Any:
         """Return the value of everything since ``reset``, over all ranks: one exchange for all members."""
         synced = self._sync_members() if self._members_first else []

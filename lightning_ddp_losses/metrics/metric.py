@@ -13,6 +13,7 @@ from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.configuration import configuration
+from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.metrics.coroutines import Coroutine, Request, gather_inputs, reply, run, wants_gradient
@@ -100,6 +101,7 @@ class DifferentiableMetric(MetricStates):
 
     # ------------------------------------------------------------------ forward
 
+    @eager_recursive
     @torch.jit.unused
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the metric of the global batch, with its gradient; accumulate this batch for ``compute``.
@@ -211,7 +213,7 @@ class DifferentiableMetric(MetricStates):
             else:
                 run(self, self._title("update"), self._update_coroutine, args, kwargs)
 
-        return wrapped
+        return eager_recursive(wrapped)
 
     def _update_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
         """Add a batch to what was there; with a graph only where it is to be kept."""
@@ -258,7 +260,7 @@ class DifferentiableMetric(MetricStates):
                 self._computed = value if self.compute_with_cache else None
             return value
 
-        return wrapped
+        return eager_recursive(wrapped)
 
     def sync(
         self,

@@ -1,0 +1,209 @@
+"""Under torch.compile, where the first call is the compiled one: values and gradients of the plain call, for everything public.
+
+Groups and handshakes are no business of a compiler's: it goes round them (one break of its graph each), in forward and in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import miners
+from torch import Tensor, nn
+
+from lightning_ddp_losses import (
+    ClassShardedLoss,
+    ClipLoss,
+    GlobalBatchLoss,
+    GlobalBatchMiner,
+    SigLipLoss,
+    SyncBatchNorm,
+    differentiable,
+    microbatched,
+)
+from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad, reduce_scatter_with_grad
+from lightning_ddp_losses.distributed import process_groups
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+
+SIZES = [6, 8]
+FEATURES, DIM, CLASSES = 5, 6, 4
+HOW = ("model", "step", "loss")  # what is compiled; a step is forward and backward
+
+
+class Model(nn.Module):
+    """An encoder, and a loss over all ranks behind it."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.encoder = nn.Linear(FEATURES, DIM)
+        self.loss = make()
+
+    def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
+        embeddings = self.encoder(rows).sin()
+        return self.objective(embeddings, labels) * 2  # type: ignore[no-any-return]
+
+    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(embeddings, labels)  # type: ignore[no-any-return]
+
+
+class Towers(Model):
+    """Two embeddings of each row: two towers, two views, predictions and targets."""
+
+    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(embeddings, embeddings.flip(1).cos())  # type: ignore[no-any-return]
+
+
+class Collection(Towers):
+    """Several metrics, which share one exchange."""
+
+    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        found = self.loss(embeddings, embeddings.flip(1).cos())
+        return sum(found.values(), torch.zeros(()))
+
+
+class Accumulated(Towers):
+    """A metric by its update and compute."""
+
+    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        self.loss.reset()
+        self.loss.update(embeddings, embeddings.flip(1).cos())
+        return self.loss.compute() + embeddings.mean()  # type: ignore[no-any-return]
+
+
+class AccumulatedCollection(Towers):
+    """The same for several."""
+
+    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        self.loss.reset()
+        self.loss.update(embeddings.detach(), embeddings.flip(1).cos())
+        found = self.loss.compute()
+        return sum(found.values(), torch.zeros(())) + embeddings.mean()
+
+
+class Mined(Model):
+    """The tuples of a miner over all ranks."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__(make)
+        self.miner = GlobalBatchMiner(miners.MultiSimilarityMiner())
+
+    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(embeddings, labels, self.miner(embeddings, labels))  # type: ignore[no-any-return]
+
+
+class Normalised(Model):
+    """Batch norm over all ranks."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__(make)
+        self.norm = nn.BatchNorm1d(DIM)
+        SyncBatchNorm().apply(self)
+
+    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.norm(embeddings), labels)  # type: ignore[no-any-return]
+
+
+class Pieces(Model):
+    """An encoder that runs in pieces."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__(make)
+        self.pieces = microbatched(nn.Sequential(nn.Linear(DIM, DIM)).double(), chunk_size=2)
+
+    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.pieces(embeddings), labels)  # type: ignore[no-any-return]
+
+
+class Collectives(Model):
+    """The differentiable collectives by hand."""
+
+    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        everywhere = all_gather_with_grad(embeddings)
+        kept = reduce_scatter_with_grad(everywhere.sin(), rows=len(embeddings))
+        return all_reduce_with_grad(kept.square().sum())
+
+
+def class_head() -> nn.Module:
+    torch.manual_seed(2)
+    return pml.ArcFaceLoss(CLASSES, DIM)
+
+
+def collection() -> nn.Module:
+    return differentiable(torchmetrics.MetricCollection([torchmetrics.MeanSquaredError(), torchmetrics.R2Score()]))
+
+
+CASES: dict[str, tuple[type[Model], Callable[[], nn.Module]]] = {
+    "tiles": (Model, lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows")),
+    "a ring": (Model, lambda: GlobalBatchLoss(pml.SupConLoss(), gather="ring")),
+    "tiles with an exchange in backward": (Model, lambda: GlobalBatchLoss(pml.TripletMarginLoss(), mode="rows")),
+    "replicated": (Model, lambda: GlobalBatchLoss(pml.ProxyAnchorLoss(CLASSES, DIM))),
+    "elements": (Model, lambda: GlobalBatchLoss(class_head())),
+    "a loss of torch": (Model, lambda: GlobalBatchLoss(nn.CrossEntropyLoss(weight=torch.linspace(1, 2, DIM)))),
+    "a miner": (Mined, lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows")),
+    "class shards": (Model, lambda: ClassShardedLoss(class_head())),
+    "CLIP": (Towers, ClipLoss),
+    "SigLIP": (Towers, SigLipLoss),
+    "a metric": (Towers, lambda: differentiable(torchmetrics.MeanSquaredError())),
+    "a metric, accumulated": (Accumulated, lambda: differentiable(torchmetrics.MeanSquaredError())),
+    "a composition of metrics": (Towers, lambda: 2 * differentiable(torchmetrics.MeanSquaredError())),
+    "a collection of metrics": (Collection, collection),
+    "a collection, accumulated": (AccumulatedCollection, collection),
+    "batch norm": (Normalised, nn.CrossEntropyLoss),
+    "pieces": (Pieces, lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows")),
+    "collectives": (Collectives, nn.Identity),
+}
+
+
+def rows_of(rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(SIZES[rank], FEATURES, generator=generator).double(), torch.arange(SIZES[rank]) % CLASSES
+
+
+def step(name: str, how: str) -> dict[str, Tensor]:
+    """Two steps of one case."""
+    process_groups.close()  # so that the first call makes our groups
+    torch.compiler.reset()
+    kind, make = CASES[name]
+    model = kind(make).double()
+    rows, labels = rows_of(dist.get_rank())
+
+    def whole_step(rows: Tensor, labels: Tensor) -> Tensor:
+        value = model(rows, labels)
+        value.backward()
+        return value.detach()
+
+    run: Callable[..., Any] = whole_step
+    if how == "model":
+        model_call = torch.compile(model, backend="eager")
+
+        def run(rows: Tensor, labels: Tensor) -> Tensor:
+            value = model_call(rows, labels)
+            value.backward()
+            return value.detach()
+
+    elif how == "step":
+        run = torch.compile(whole_step, backend="eager")
+    elif how == "loss":
+        model.loss.compile(backend="eager")  # type: ignore[no-untyped-call]
+    values = [run(rows, labels), run(rows.flip(1), labels)]
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"values": torch.stack(values), **grads}
+
+
+def steps(name: str) -> dict[str, dict[str, Tensor]]:
+    return {how: step(name, how) for how in ("plain", *HOW)}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler
+@pytest.mark.parametrize("name", CASES)
+def test_a_compiled_first_call_is_the_plain_one(pool: RankPool, name: str) -> None:
+    for found in pool.run(2, steps, name, seconds=120.0):
+        for how in HOW:
+            assert_close(found[how], found["plain"])
