@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 
@@ -127,6 +128,7 @@ class UpstreamGradWatch:
         self._noted = left
         return known
 
+    @eager_recursive  # a hook in backward, which a compiled step would trace
     def note(self, grad: Tensor, pending: _PendingValue | None) -> None:
         """Remember an upstream gradient without waiting for the device; of one with dimensions its sum and sum of squares."""
         if grad.ndim:
