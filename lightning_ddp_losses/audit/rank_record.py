@@ -380,12 +380,17 @@ class Recording:
         entries = [entry for entry in self.entries_of(step, kind, name) if entry is not None and entry.exists]
         if len(entries) != self.ranks:
             return None
-        # blocks in the order of their classes, which need not be that of the ranks
-        by_place = sorted(zip(places, entries, strict=True), key=lambda pair: pair[0])
-        blocks = [entry.tensor() for _, entry in by_place]
+        # one of the ranks that hold the same block; a rank may hold no classes
+        dim = places[0][1]
+        by_start: dict[int, Entry] = {}
+        for (start, _), entry in zip(places, entries, strict=True):
+            if entry.shape[dim]:
+                by_start.setdefault(start, entry)
+        # in the order of the classes, which need not be that of the ranks
+        blocks = [by_start[start].tensor() for start in sorted(by_start)]
         number = hashlib.sha256(name.encode()).hexdigest()[:12]
         writer = Writer(self.folder, 0, prefix=f"joined-{step}-{kind}-{number}-")
-        return writer.write_tensor(torch.cat(blocks, dim=places[0][1]))
+        return writer.write_tensor(torch.cat(blocks, dim=dim))
 
     def ranks_agree(self, step: int, kind: str, name: str) -> bool:
         """Say whether all ranks have the tensor, with the same bits."""

@@ -29,6 +29,7 @@ from lightning_ddp_losses.callbacks.replicated_parameters import (
 )
 from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, hash_lines
+from lightning_ddp_losses.distributed.shard import ClassShard, first_holders
 
 
 class ShardRow(NamedTuple):
@@ -245,11 +246,8 @@ def _judge_shards(rows: Sequence[ParameterRow], names: Sequence[str]) -> list[Fi
     """Find class shards that do not cover the classes, each once."""
     found = []
     for name, shards in zip(names, zip(*(row.shards for row in rows), strict=True), strict=True):
-        # in order, every range begins where the one before ended
-        ordered = sorted(shards)
-        begins = [shard.start for shard in ordered] + [shards[0].num_classes]
-        ends = [0] + [shard.stop for shard in ordered]
-        if begins != ends or len({shard.num_classes for shard in shards}) > 1:
+        blocks = [ClassShard(shard.start, shard.stop, shard.num_classes) for shard in shards]
+        if first_holders(blocks) is None:
             values = tuple(f"classes {shard.start} to {shard.stop} of {shard.num_classes}" for shard in shards)
             fix = "Give every rank its own block: build the loss after the process group exists, with the same num_classes."
             expected = "ranges that tile the classes"

@@ -6,6 +6,7 @@ are expected to differ). What two sides share lives here, below both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -106,6 +107,32 @@ def _rebuild(data: Tensor, requires_grad: bool, shard: ClassShard) -> _ShardPara
     parameter = _ShardParameter(data, requires_grad)
     setattr(parameter, _ATTRIBUTE, shard)
     return parameter
+
+
+def first_holders(shards: Sequence[ClassShard]) -> list[int] | None:
+    """Return one rank for each block of a parameter, in the order of the classes.
+
+    Args:
+        shards: What each rank holds, in rank order. Several may hold the same block (``group`` is a part of the ranks), some may hold
+            no classes.
+
+    Returns:
+        Of each block the first rank that holds it. None where blocks leave classes out, overlap, or lie on more ranks than others.
+    """
+    holders: dict[tuple[int, int], list[int]] = {}
+    for rank, shard in enumerate(shards):
+        if shard.classes:
+            holders.setdefault((shard.start, shard.stop), []).append(rank)
+    # each block ends where the next begins
+    blocks = sorted(holders)
+    ends = [0, *(stop for _, stop in blocks)]
+    begins = [*(start for start, _ in blocks), shards[0].num_classes]
+    # on as many ranks as every other, of the same whole
+    copies = {len(ranks) for ranks in holders.values()}
+    wholes = {(shard.num_classes, shard.dim, shard.per_class) for shard in shards}
+    if begins != ends or len(copies) > 1 or len(wholes) > 1:
+        return None
+    return [holders[block][0] for block in blocks]
 
 
 def tag_shard(parameter: nn.Parameter, shard: ClassShard) -> None:

@@ -486,7 +486,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             return local
         # to the rank whose rows they are
         rows = counts[process_groups.rank(self._group)]
-        classes = self._classes_per_rank()
+        classes = self._sharded.classes_per_rank()
         parts = [part.reshape(-1) for part in torch.split(local, counts)]
         received = raw_collectives.all_to_all(parts, [rows * number for number in classes], self._group)
         columns = [part.view(rows, number) for part, number in zip(received, classes, strict=True)]
@@ -551,10 +551,6 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             with precision.full_precision(rows.dtype, [rows.device.type]):
                 logits = self._head.logits(rows, scale, block.to(rows.dtype)) * self._head.output_scale
             yield self.shard.start + start, logits
-
-    def _classes_per_rank(self) -> list[int]:
-        world = process_groups.world_size(self._group)
-        return [ClassShard.of_rank(self.num_classes, world, rank).classes for rank in range(world)]
 
 
 def _check_options(num_classes: int, chunk_size: int | None, sample_rate: float, *, is_regularized: bool) -> None:

@@ -128,7 +128,7 @@ class ShardedWeight:
         """
         world, rank = process_groups.world_size(group), process_groups.rank(group)
         dim, per_class = self.shard.dim, self.shard.per_class
-        shard = ClassShard.of_rank(self.num_classes, world, rank, dim=dim, per_class=per_class)
+        shard = self._shard_of_rank(rank, world)
         if self.shard.classes == self.num_classes:
             full = parameter.data
             raw_collectives.broadcast_([full], group=group)
@@ -143,6 +143,14 @@ class ShardedWeight:
         self.shard, self.world_size = shard, world
         tag_shard(parameter, shard)
         parameter.grad = None
+
+    def classes_per_rank(self) -> list[int]:
+        """Return how many classes each rank of the group holds."""
+        return [self._shard_of_rank(rank, self.world_size).classes for rank in range(self.world_size)]
+
+    def _shard_of_rank(self, rank: int, world_size: int) -> ClassShard:
+        like = self.shard
+        return ClassShard.of_rank(self.num_classes, world_size, rank, dim=like.dim, per_class=like.per_class)
 
     # ------------------------------------------------------------------ loading, comparing
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
-from lightning_ddp_losses.distributed.shard import ClassShard, Shardable, shard_of
+from lightning_ddp_losses.distributed.shard import ClassShard, Shardable, first_holders, shard_of
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError
 
 Owners = list[tuple[int, ClassShard]]
@@ -186,21 +185,13 @@ def excluding_shards(module: nn.Module, ignoring: Callable[..., Any]) -> Iterato
 
 def _owners_of_blocks(name: str, column: list[ClassShard]) -> Owners:
     """Return one holder per block; the blocks must follow each other from the first class to the last."""
-    blocks: dict[tuple[int, int], int] = {}
-    for rank, shard in enumerate(column):
-        if shard.classes:
-            blocks.setdefault((shard.start, shard.stop), rank)
-    # each block ends where the next begins, on as many ranks as every other
-    edges, whole = sorted(blocks), column[0].num_classes
-    ends = [0, *(stop for _, stop in edges)]
-    beginnings = [*(start for start, _ in edges), whole]
-    holders = Counter((shard.start, shard.stop) for shard in column if shard.classes)
-    if ends != beginnings or len(set(holders.values())) > 1 or any(s.num_classes != whole for s in column):
+    ranks = first_holders(column)
+    if ranks is None:
         raise RankMismatchError(
             f"classes of `{name}`",
-            expected=f"each of {whole} classes on one rank (on as many as every other class)",
+            expected=f"each of {column[0].num_classes} classes on one rank (on as many as every other class)",
             ranks=[f"{s.start} to {s.stop} of {s.num_classes}" for s in column],
             fix="Build the loss with the same group and the same classes on every rank.",
             collective=True,
         )
-    return [(blocks[edge], ClassShard(*edge, whole, column[0].dim, column[0].per_class)) for edge in edges]
+    return [(rank, column[rank]) for rank in ranks]

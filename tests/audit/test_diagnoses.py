@@ -210,6 +210,7 @@ HEALTHY: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
         {"without": ["uneven"], "trainer_kwargs": NO_SAMPLER},
     ),
     "a class-sharded weight": (m.Sharded, even, GLOBAL),
+    "a class-sharded weight with replicas": (m.ShardedTwice, even, GLOBAL),
     "a class-sharded weight, 3 ranks": (
         m.Sharded,
         partial(even, 4),

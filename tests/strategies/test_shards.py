@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
-from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy
+from lightning_ddp_losses import ClassShardedLoss, DDPChecks, DDPLossStrategy
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
 from tests.lightning_ranks import make_trainer
@@ -169,10 +169,15 @@ class Parts(Sharded):
         self.loss = ClassShardedLoss(make_loss(loss), group=part)
 
 
+def fit_checked(**options: Any) -> dict[str, Tensor]:
+    """Train under all checks, which find nothing."""
+    return fit_sharded(callbacks=[DDPChecks(summary=False, file=False)], **options)
+
+
 def test_shards_with_replicas_train_and_are_saved(pool: RankPool, tmp_path: Path) -> None:
     file, options = str(tmp_path / "parts.ckpt"), {"gradient_clip_val": 0.05}
     expected = fit_alone(Plain, **options)
-    results = pool.run(4, fit_sharded, make=Parts, even=False, save=file, **options)
+    results = pool.run(4, fit_checked, make=Parts, even=False, save=file, **options)
     for part in (results[:2], results[2:]):
         assert_close(joined(part), expected)
     assert_close(torch.load(file, weights_only=False)["state_dict"], expected)
