@@ -47,7 +47,7 @@ class DDPLossError(RuntimeError):
         parts = {name: None if part is None else str(part) for name, part in parts.items()}
         parts["ranks"] = None
         if self.ranks is not None:
-            parts["ranks"] = {rank: str(entry) for rank, entry in _entries(self.ranks)}
+            parts["ranks"] = {rank: str(entry) for rank, entry in _rank_entries(self.ranks)}
         return parts
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -55,7 +55,7 @@ class DDPLossError(RuntimeError):
         state = {name: value for name, value in vars(self).items() if name != "reported_in"}
         state.update({name: _portable(getattr(self, name)) for name in ("what", "expected", "got", "fix")})
         if self.ranks is not None:
-            state["ranks"] = {rank: _portable(entry) for rank, entry in _entries(self.ranks)}
+            state["ranks"] = {rank: _portable(entry) for rank, entry in _rank_entries(self.ranks)}
         return _rebuild_error, (type(self), self.args, state)
 
 
@@ -65,7 +65,7 @@ def _rebuild_error(cls: type[DDPLossError], args: tuple[Any, ...], state: dict[s
     return error
 
 
-def _entries(ranks: Mapping[int, object] | Sequence[object]) -> Iterable[tuple[int, object]]:
+def _rank_entries(ranks: Mapping[int, object] | Sequence[object]) -> Iterable[tuple[int, object]]:
     return ranks.items() if isinstance(ranks, Mapping) else enumerate(ranks)
 
 
@@ -155,7 +155,7 @@ def format_error(
         parts.append(f"got {got}")
     lines = [f"{what}: {', '.join(parts)}" if parts else what]
     if ranks is not None:
-        lines += [f"  rank {rank}: {entry}" for rank, entry in _entries(ranks)]
+        lines += [f"  rank {rank}: {entry}" for rank, entry in _rank_entries(ranks)]
     if fix:
         lines.append(fix)
     return "\n".join(lines)

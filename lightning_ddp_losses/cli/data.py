@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 PathLike = Union[str, "os.PathLike[str]"]
 
 
-class Rows(Dataset[tuple[Tensor, ...]]):
+class ArrayRows(Dataset[tuple[Tensor, ...]]):
     """Some rows of two arrays, fetched a batch at a time (a memory map is read only where it is asked for).
 
     Args:
@@ -64,7 +64,7 @@ class Rows(Dataset[tuple[Tensor, ...]]):
 
 
 def as_fetched(batch: Any) -> Any:
-    """Collate nothing: a batch comes out of `Rows` in one piece."""
+    """Collate nothing: a batch comes out of `ArrayRows` in one piece."""
     return batch
 
 
@@ -119,14 +119,16 @@ class BatchedArrayDataModule(LightningDataModule):
         x, labels, _ = self._rows(train=False)[range(len(self.held_out_rows))]
         return x, labels
 
-    def _rows(self, *, train: bool) -> Rows:
+    def _rows(self, *, train: bool) -> ArrayRows:
         dtype = torch.get_default_dtype()
         # in double precision the trainer widens what it gets, which is too late for a float64 file read as float32
         if self.trainer is not None and str(self.trainer.precision).startswith("64"):
             dtype = torch.float64
         if train:
-            return Rows(self.features, self.labels, self.train_rows, dtype=dtype)
-        return Rows(self.held_out_features, self.held_out_labels, self.held_out_rows, dtype=dtype, with_indices=True)
+            return ArrayRows(self.features, self.labels, self.train_rows, dtype=dtype)
+        return ArrayRows(
+            self.held_out_features, self.held_out_labels, self.held_out_rows, dtype=dtype, with_indices=True
+        )
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Load this rank's slices of the global batches, which differ by epoch."""

@@ -299,7 +299,7 @@ def is_made_by_command_line() -> bool:
 # ---------------------------------------------------------------------- torchmetrics 1.9
 
 
-def metric_states(module: Any) -> dict[str, Any] | None:
+def torchmetrics_states(module: Any) -> dict[str, Any] | None:
     """Return the states of a metric with their defaults, by name; None for what is no metric."""
     states: dict[str, Any] | None = getattr(module, "_defaults", None)
     return states

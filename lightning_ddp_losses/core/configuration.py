@@ -33,7 +33,7 @@ def configuration_digest(module: nn.Module) -> str:
 
 def _settings(module: nn.Module) -> list[str]:
     """Return what must be equal of one module: plain attributes, hashes of tensors that are settings, shapes of parameters."""
-    states = compat.metric_states(module)
+    states = compat.torchmetrics_states(module)
     is_metric = states is not None
     changing = {*compat.recorded_statistics(module), *(states or ())}
     settings = []

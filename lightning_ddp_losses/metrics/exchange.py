@@ -337,7 +337,7 @@ def plan_buffer(
         RankMismatchError: where rows of ranks cannot stand in one tensor, naming the state.
     """
     world = len(contents)
-    entries_by_rank = [_entries(text) for text in contents]
+    entries_by_rank = [_parse_contents(text) for text in contents]
     slots: list[list[Slot]] = [[] for _ in range(world)]
     regions: list[tuple[Region, ...]] = []
     size, varying = 0, 0
@@ -426,7 +426,7 @@ def _add_in_order_(slots: list[list[Slot]], placed: dict[tuple[int, int], Slot])
         slots[rank].append(placed[rank, k])
 
 
-def _entries(contents: str) -> list[list[Entry]]:
+def _parse_contents(contents: str) -> list[list[Entry]]:
     """Read ``_contents``: for each state that may differ, dtype and shape of each tensor."""
     found = []
     for runs in json.loads(contents):

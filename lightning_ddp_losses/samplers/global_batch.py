@@ -53,7 +53,7 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         seed: 0 to 2**32 - 1. None: ``torch.initial_seed()`` of rank 0, which ``seed_everything`` sets. Give one where a
             run that is resumed must go on with the same order.
 
-    Communication: two frames per epoch, when the first batch is asked for. All ranks iterate together, or none.
+    Communication: two handshakes per epoch, when the first batch is asked for. All ranks iterate together, or none.
 
     Raises:
         ConfigurationError: no sampler, one without length, one that is cut by rank already, sizes that do not match.

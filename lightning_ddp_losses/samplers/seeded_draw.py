@@ -165,7 +165,7 @@ class GlobalDraw:
 
         An epoch that was read to its end is followed by the next one, unless ``set_epoch`` says otherwise.
 
-        Communication: two frames when the first batch is asked for; one where the epoch was drawn before.
+        Communication: two handshakes when the first batch is asked for; one where the epoch was drawn before.
         """
         epoch, turn = self.epoch, self._turn
         try:

@@ -69,7 +69,7 @@ class Calls:
     uneven: dict[str, list[int]] = field(default_factory=dict)
 
 
-class _Prepared(NamedTuple):
+class _UnsentHandshake(NamedTuple):
     """A handshake that has yet to leave."""
 
     must_match: Mapping[str, object]
@@ -101,7 +101,7 @@ class CallCheck:
         self._counters, self._first_bucket = list(counters), first_bucket
         self._attached: list[AttachedPayload] = []
         self._upstream_grads = UpstreamGradRecorder()
-        self._prepared: _Prepared | None = None
+        self._prepared: _UnsentHandshake | None = None
         self._pending: handshake.PendingHandshake | None = None
         self._calls: Calls | None = None
         self._ready_bytes = 0
@@ -138,7 +138,7 @@ class CallCheck:
             counter.reset()
         for attached in self._attached:
             payload += _sized(attached.measure())
-        self._prepared, self._pending = _Prepared(must_match, payload, parameters, new), None
+        self._prepared, self._pending = _UnsentHandshake(must_match, payload, parameters, new), None
         self._calls, self._ready_bytes = None, 0
         # what came back into global values by then travels along
         self._upstream_grads.start()
@@ -152,7 +152,7 @@ class CallCheck:
         if self._ready_bytes >= self._first_bucket:
             self.exchange()
 
-    def _send(self, prepared: _Prepared) -> handshake.PendingHandshake:
+    def _send(self, prepared: _UnsentHandshake) -> handshake.PendingHandshake:
         """Let this rank's handshake leave, with what is there by now."""
         own = prepared.payload + _sized(self._upstream_grads.take().encode()) + self._reducer.pack()
         self._pending = handshake.start("backward", prepared.must_match, own)

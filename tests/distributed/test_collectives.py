@@ -221,7 +221,7 @@ def counted(name: str, backward: str, *, uneven: bool) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("name", "backward", "uneven", "expected"),
     [
-        ("all_gather_with_grad", "sum", False, (2, 1)),  # a frame and a gather; one exchange back
+        ("all_gather_with_grad", "sum", False, (2, 1)),  # a handshake and a gather; one exchange back
         ("all_gather_with_grad", "sum", True, (2, 1)),
         ("all_gather_with_grad", "own_slice", False, (2, 0)),
         ("all_gather_with_grad", "own_slice", True, (2, 0)),

@@ -1,4 +1,4 @@
-"""Several tensors gathered as one: inside the frame or after it, the same rows bit for bit and the same gradient."""
+"""Several tensors gathered as one: inside the handshake or after it, the same rows bit for bit and the same gradient."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_rows_and_gradients_however_they_travel(pool: RankPool, world_size: int,
 
 
 def sizes_that_change() -> list[tuple[int, int, int, int]]:
-    """Over many calls: collectives, bytes of the longest and of the shortest rank, and those that a frame has room for."""
+    """Over many calls: collectives, bytes of the longest and of the shortest rank, and those that a handshake has room for."""
     world, rank, found = dist.get_world_size(), dist.get_rank(), []
     for _ in range(130):
         handshake.all_gather("whatever other tests sent is forgotten", {})
@@ -102,7 +102,7 @@ def test_a_batch_size_that_changes_from_call_to_call(pool: RankPool, world_size:
         unseen = most > largest if not beyond[0] else not beyond[1] and least > largest
         expected = (
             1 + beyond[0] + unseen
-        )  # frame, gather of what is too long for one, what the frames have not grown to
+        )  # handshake, gather of what is too long for one, what the handshakes have not grown to
         assert collectives == expected, number
         largest = max(largest, *(n for n, over in zip((most, least), beyond, strict=True) if not over), 0)
 

@@ -1,4 +1,4 @@
-"""Frames: payloads of any length arrive; ranks that disagree, or fail alone, all raise the same error."""
+"""Handshakes: payloads of any length arrive; ranks that disagree, or fail alone, all raise the same error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = {
     "nothing": [0, 0, 0],
     "small": [3, 3, 3],
     "one rank has nothing": [0, 5, 0],
-    "around one frame": [handshake.HANDSHAKE_BYTES - 60, handshake.HANDSHAKE_BYTES, handshake.HANDSHAKE_BYTES + 1],
+    "around one handshake": [handshake.HANDSHAKE_BYTES - 60, handshake.HANDSHAKE_BYTES, handshake.HANDSHAKE_BYTES + 1],
     "one rank's does not fit": [7, 100_000, 0],
     "none fits": [5_000, 3_000, 4_000],
 }
@@ -218,7 +218,7 @@ def test_a_rank_that_skipped_a_call_meets_its_peers_in_the_next_frame(pool: Rank
 
 
 def follow_the_payloads(sizes: list[int]) -> list[tuple[int, int]]:
-    """(collectives, bytes sent) of each frame."""
+    """(collectives, bytes sent) of each handshake."""
     found = []
     for size in sizes:
         with CountCollectives() as counter:

@@ -1,4 +1,4 @@
-"""Checks whose bytes travel in the frame before each synchronising backward."""
+"""Checks whose bytes travel in the handshake of each synchronising backward."""
 
 from __future__ import annotations
 

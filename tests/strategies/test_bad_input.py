@@ -98,7 +98,7 @@ class ReturnsNothing(Job):
 
 
 def test_a_rank_that_lightning_stops_takes_its_peers_along(pool: RankPool) -> None:
-    """Lightning refuses a step without a loss under DDP, on that rank alone; the others wait in our frame for it."""
+    """Lightning refuses a step without a loss under DDP, on that rank alone; the others wait in our handshake for it."""
     errors = pool.errors(2, fit, ReturnsNothing)
     assert "returning None" in errors[1].message
     assert errors[0].is_a("DDPLossError"), errors[0]

@@ -99,7 +99,7 @@ class SkipsAGlobalLoss(SkipsALoss):
 
 @pytest.mark.parametrize("skipped", ["first", "second", "third", "both"])
 def test_a_global_loss_that_some_ranks_skip(pool: RankPool, skipped: str) -> None:
-    """A rank does not go into a loss's backward exchange before its frame has met the peers, who wait in a loss's forward."""
+    """A rank does not go into a loss's backward exchange before its handshake has met the peers, who wait in a loss's forward."""
     errors = pool.errors(3, fit, partial(SkipsAGlobalLoss, 1, (1,), skipped))
     assert_same_error(errors, "rank 1: configuration" if skipped in ("first", "second") else "rank 1: backward")
 

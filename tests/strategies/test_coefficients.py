@@ -158,13 +158,13 @@ class Counter(Callback):
 
 
 def test_it_costs_no_collective(pool: RankPool) -> None:
-    """Of a replicated loss of few rows: its frame, the frame of backward, DDP's reduction."""
+    """Of a replicated loss of few rows: its handshake, the one of backward, DDP's reduction."""
     for names in pool.run(2, count, "SupConLoss"):
         assert len(names) == 3, names
 
 
 class KeptOnRankOne(Weighs):
-    """... and rank 1 keeps another value of each step, so that its frame leaves at the encoder's first gradients."""
+    """... and rank 1 keeps another value of each step, so that its handshake leaves at the encoder's first gradients."""
 
     kind = "SupConLoss"
 

@@ -1,4 +1,4 @@
-"""How ranks agree on which parameters have gradients: in the reduced buffer, or by frame as on an accelerator."""
+"""How ranks agree on which parameters have gradients: in the reduced buffer, or by handshake as on an accelerator."""
 
 from __future__ import annotations
 

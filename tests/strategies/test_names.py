@@ -109,7 +109,7 @@ def count(make: Any, strategy: Any, **options: Any) -> list[list[str]]:
 
 
 class ManyClasses(Job):
-    """Its loss has more gradient than rides in a frame."""
+    """Its loss has more gradient than travels in a handshake."""
 
     def build(self, loss: str) -> None:
         self.loss = pml.ArcFaceLoss(5000, TASK.dim).double()
@@ -117,7 +117,7 @@ class ManyClasses(Job):
 
 @pytest.mark.parametrize(("job", "most"), [(Job, 1), (ManyClasses, 2)])
 def test_one_frame_and_one_reduction_beside_ddp(pool: RankPool, job: type[Job], most: int) -> None:
-    """Where the losses' gradients are few bytes they ride in the frame, and the reduction goes too."""
+    """Where the losses' gradients are few bytes they travel in the handshake, and the reduction goes too."""
     plain = pool.run(2, count, Job, "ddp")[0]
     for options, extra in (({}, most), ({"check_calls": False}, 1), ({"losses": []}, 0)):
         for rank_steps in pool.run(2, count, job, options):

@@ -96,7 +96,7 @@ def test_a_part_that_disagrees_ends_the_rest_too(pool: RankPool) -> None:
 
 
 def fail_then_leave(make: type[Job], loss: str) -> None:
-    """Raises the seconds that it takes to leave all groups after the error: a frame that nobody met would be waited for."""
+    """Raises the seconds that it takes to leave all groups after the error: a handshake that nobody met would be waited for."""
     with contextlib.suppress(Exception):
         fit_parts(make, loss)
     dist.barrier()
@@ -107,7 +107,7 @@ def fail_then_leave(make: type[Job], loss: str) -> None:
 
 
 @pytest.mark.parametrize(("job", "loss"), [(InParts, "pairs"), (InParts, "classes"), (DisagreesInAPart, "pairs")])
-def test_no_frame_is_left_on_its_way(pool: RankPool, job: type[Job], loss: str) -> None:
+def test_no_handshake_is_left_on_its_way(pool: RankPool, job: type[Job], loss: str) -> None:
     for error in pool.errors(4, fail_then_leave, job, loss):
         assert error.type == "TimeoutError", error.message
         assert float(error.message) < GROUP_TIMEOUT.total_seconds()
