@@ -87,6 +87,12 @@ def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def state_dict_metadata(state: Any, prefix: str) -> dict[str, Any]:
+    """Return what a state dict notes of a module beside its tensors; torch hands it to ``_load_from_state_dict``, but gives it no name."""
+    metadata: dict[str, dict[str, Any]] = getattr(state, "_metadata", {})  # a plain dict has none
+    return metadata.get(prefix.removesuffix("."), {})
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module inside ``torch.compile``'s wrapper, or the module itself."""
     inner: nn.Module = getattr(module, "_orig_mod", module)

@@ -36,6 +36,7 @@ from lightning_ddp_losses.losses.sharded_softmax import LocalClasses, RowLosses,
 from lightning_ddp_losses.losses.sharded_weight import ShardedWeight, empty_loss, full_weight, refuse_joint_draws
 
 _NAMED = "rows named by the miner"  # how often
+_HELD_CLASSES = "held classes"  # what a state dict notes of the weight
 _CHUNK_BYTES = 2 << 20  # of logits at a time: what a core's cache holds
 _MIN_CHUNK = 16  # classes
 
@@ -430,21 +431,25 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             collective=True,
         )
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Take the whole weight, of which this rank's part is kept, or a part of the right shape."""
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        """Take the whole weight, of which this rank's part is kept, or that part."""
         self.shard_classes()
         key = prefix + self._sharded.name
         given = state_dict.get(key)
         if isinstance(given, Tensor):
-            state_dict = {**state_dict, key: self._sharded.local_part(given, key, self.weight.shape)}
-        super()._load_from_state_dict(state_dict, prefix, *args)
+            part = self._sharded.local_part(given, key, self.weight.shape, local_metadata.get(_HELD_CLASSES))
+            state_dict = {**state_dict, key: part}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         tag_shard(self.weight, self.shard)  # assign=True puts another parameter in its place
 
-    def _save_to_state_dict(self, *args: Any) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         is_drawn = self._sharded.world_size > 0 or self.shard.classes > 0
         if not is_drawn:
             self.shard_classes()
-        super()._save_to_state_dict(*args)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # beside the version, so that no other rank takes it for its own
+        held = (self.shard.start, self.shard.stop, self.num_classes)
+        compat.state_dict_metadata(destination, prefix)[_HELD_CLASSES] = held
 
     # ------------------------------------------------------------------ sampled negatives
 

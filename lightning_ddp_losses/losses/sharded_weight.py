@@ -154,18 +154,27 @@ class ShardedWeight:
 
     # ------------------------------------------------------------------ loading, comparing
 
-    def local_part(self, given: Tensor, key: str, shape: torch.Size) -> Tensor:
+    def local_part(self, given: Tensor, key: str, shape: torch.Size, held: Sequence[int] | None = None) -> Tensor:
         """Return this rank's part of a weight to load, which may be that part already.
 
         Args:
             given: What was saved.
             key: Its name, for the message.
             shape: Of this rank's parameter.
+            held: First class, last class and number of classes that the state dict notes; None where it notes none.
 
         Raises:
-            InputError: for a weight of other classes or another width.
+            InputError: for a weight of other classes or another width, or the part of another rank.
         """
         if given.shape == shape:
+            own = (self.shard.start, self.shard.stop, self.num_classes)
+            if held is not None and tuple(held) != own:
+                raise InputError(
+                    f"{self._title}: {key} to load",
+                    expected=f"the whole, or classes {own[0]} to {own[1]} of {own[2]}, which this rank holds",
+                    got=f"classes {held[0]} to {held[1]} of {held[2]}",
+                    fix="Load what this rank saved, or a checkpoint of the strategy, which holds the whole.",
+                )
             return given
         if tuple(given.shape) != self.full_shape:
             raise InputError(

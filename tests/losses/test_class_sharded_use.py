@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from pytorch_metric_learning import distances, reducers, regularizers
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
-from lightning_ddp_losses import ClassShardedLoss, ConfigurationError
+from lightning_ddp_losses import ClassShardedLoss, ConfigurationError, InputError
 from lightning_ddp_losses.distributed.shard import shard_of
 from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, hard, judge, make, named, net, whole
 from tests.oracle import assert_close
@@ -489,6 +490,29 @@ def test_the_plain_losss_weight_loads(pool: RankPool, world_size: int) -> None:
     state = dict(make(ARC).state_dict())
     parts = pool.run(world_size, loads, state)
     assert torch.equal(whole(parts, "ArcFaceLoss"), state["W"])
+
+
+def loads_rank_0s(path: str) -> tuple[str, bool]:
+    """Save on rank 0 alone, load on every rank, as a script does that forgets that ranks differ."""
+    loss = ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=6, embedding_size=DIM, seed=1)
+    before = loss.weight.detach().clone()
+    if dist.get_rank() == 0:
+        torch.save(loss.state_dict(), path)
+    dist.barrier()
+    message = ""
+    try:
+        loss.load_state_dict(torch.load(path))
+    except InputError as error:
+        message = str(error)
+    return message, torch.equal(loss.weight, before)
+
+
+def test_another_ranks_part_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    (own, _), (other, kept) = pool.run(2, loads_rank_0s, str(tmp_path / "part.pt"))
+    assert own == ""
+    assert "expected the whole, or classes 3 to 6 of 6" in other
+    assert "got classes 0 to 3 of 6" in other
+    assert kept
 
 
 def test_one_process_and_the_plain_loss_share_their_state() -> None:
