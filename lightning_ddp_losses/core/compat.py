@@ -47,6 +47,11 @@ def tensor_version(tensor: Tensor) -> int:
     return tensor._version
 
 
+def stops_recomputation(error: BaseException) -> bool:
+    """Say whether this is how ``torch.utils.checkpoint`` leaves a forward that it runs again, once it has what backward needs."""
+    return type(error).__name__ == "_StopRecomputationError" and type(error).__module__ == "torch.utils.checkpoint"
+
+
 def is_transformed(tensor: Tensor) -> bool:
     """Say whether a tensor is one that a transform of ``torch.func`` (grad, vjp, vmap, jvp) wraps; torch has no public word for it."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.header import (
     CALL,
@@ -327,6 +328,10 @@ def raise_on_all_ranks(
         One handshake (and a second gather for a long text), met by the peers' next one; given up after ``timeout``.
     """
     if process_groups.world_size(group) == 1 or getattr(error, "collective", False):
+        raise error
+    if compat.stops_recomputation(
+        error
+    ):  # no failure, and a peer whose backward needs nothing of this forward does not come
         raise error
     with contextlib.suppress(AttributeError):  # an exception class may forbid it
         error.collective = True  # type: ignore[attr-defined]

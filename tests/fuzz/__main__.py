@@ -19,6 +19,7 @@ DOMAINS = [
     "batch_norms",
     "samplers",
     "collectives",
+    "backward_orders",
 ]
 BATCH = 40  # cases of a domain before the next one has its turn
 

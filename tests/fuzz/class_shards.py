@@ -1,8 +1,10 @@
-"""`ClassShardedLoss`: eight losses x options x reducers x regularisers x chunks, on more or fewer classes than ranks."""
+"""`ClassShardedLoss`: eight losses x options x reducers x regularisers x chunks x sampled classes, on more or fewer classes than ranks."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -30,6 +32,9 @@ NAMES = [
     "SphereFaceLoss",
     "SubCenterArcFaceLoss",
 ]
+REDUCERS = ["", "", "Mean", "Sum", "AvgNonZero", "Threshold", "PerAnchor", "ClassWeighted"]
+# a softmax over fewer classes is the loss itself on them (the others refuse it or normalise by the number of classes)
+SAMPLED = ["ArcFaceLoss", "CosFaceLoss", "NormalizedSoftmaxLoss", "SubCenterArcFaceLoss", "SphereFaceLoss"]
 ANY_DISTANCE = ("NormalizedSoftmaxLoss", "ProxyNCALoss")
 
 
@@ -42,6 +47,7 @@ class Case:
     distance: str
     regularizer: str
     chunk_size: int | None
+    sample_rate: float
     steps: int
     dtype: str
 
@@ -53,25 +59,29 @@ class Case:
 @st.composite
 def cases(draw: Any) -> Case:
     name = draw(st.sampled_from(NAMES))
+    sample_rate = draw(st.sampled_from([1.0, 1.0, 0.6, 0.2]))
+    if name not in SAMPLED:
+        sample_rate = 1.0
     distance = draw(st.sampled_from(["", "", "Cosine", "Dot", "L2", "squared"]))
     rows = draw(rows_strategy().filter(lambda rows: rows.classes >= len(rows.ranks)))
     return Case(
         rows=rows,
         loss=name,
         loss_options=tuple(sorted(options(draw, LOSSES[name]).items())),
-        reducer=draw(st.sampled_from(["", "", "Mean", "Sum", "AvgNonZero", "Threshold", "PerAnchor", "ClassWeighted"])),
+        reducer=draw(st.sampled_from(REDUCERS if sample_rate == 1.0 else REDUCERS[:-1])),
         distance=distance if name in ANY_DISTANCE else "",
-        regularizer=draw(st.sampled_from(["", "", "Lp", "ZeroMean"])),
+        regularizer=draw(st.sampled_from(["", "", "Lp", "ZeroMean"])) if sample_rate == 1.0 else "",
         chunk_size=draw(st.sampled_from([None, 1, 2])),
+        sample_rate=sample_rate,
         steps=draw(st.integers(1, 2)),
         dtype=draw(st.sampled_from(["float64", "float64", "float32"])),
     )
 
 
-def make_loss(case: Case) -> nn.Module:
+def make_loss(case: Case, classes: int | None = None) -> nn.Module:
     dtype = DTYPES[case.dtype]
     given: dict[str, Any] = dict(case.loss_options)
-    given.update(num_classes=case.rows.classes, embedding_size=case.rows.dim)
+    given.update(num_classes=classes or case.rows.classes, embedding_size=case.rows.dim)
     if case.reducer:
         given["reducer"] = make_reducer(case.reducer, case.rows.classes, dtype)
     if case.distance:
@@ -95,8 +105,8 @@ def alone(case: Case) -> dict[str, Any]:
     data = global_rows(case.rows, DTYPES[case.dtype])
     x = leaf(data["view 0"])
     try:
-        for _ in range(case.steps):
-            value = loss(x, data["labels"])
+        for step in range(case.steps):
+            value = one_call(case, loss, weight, x, data["labels"], step + 1)
             value.backward()
     except Exception as error:
         raise NotDefined from error
@@ -113,9 +123,42 @@ def alone(case: Case) -> dict[str, Any]:
     return {"value v": value.detach(), "rank x": cut(case.rows, x.grad), "rank weight": parts}
 
 
+def one_call(case: Case, loss: nn.Module, weight: Tensor, x: Tensor, labels: Tensor, call: int) -> Tensor:
+    if case.sample_rate < 1:
+        return sampled_loss(case, weight, x, labels, call)
+    value: Tensor = loss(x, labels)
+    return value
+
+
+def sampled_loss(case: Case, weight: Tensor, x: Tensor, labels: Tensor, call: int) -> Tensor:
+    """The loss over the classes that the ranks draw in a call: each rank's share, filled up from its own seed."""
+    drawn: list[int] = []
+    for rank in range(len(case.ranks)):
+        shard = ClassShard.of_rank(case.rows.classes, len(case.ranks), rank)
+        own = range(shard.start, shard.stop)
+        text = f"3 {shard.start} {call}"
+        generator = torch.Generator().manual_seed(
+            int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+        )
+        keys = torch.rand(len(own), generator=generator).tolist()
+        targets = [label for label in own if label in labels.tolist()]
+        others = sorted(set(own) - set(targets), key=lambda label: -keys[label - own.start])
+        wanted = max(math.ceil(case.sample_rate * len(own)), len(targets))
+        drawn += sorted([*targets, *others][:wanted])
+    # the same loss with fewer classes, whose weight is a part of the whole one
+    per_class = weight.shape[class_dim(case)] // case.rows.classes
+    columns = torch.tensor([label * per_class + i for label in drawn for i in range(per_class)])
+    fewer = make_loss(case, len(drawn))
+    name, _ = next(fewer.named_parameters())
+    part = {name: weight.index_select(class_dim(case), columns)}
+    places = torch.tensor([drawn.index(label) for label in labels.tolist()])
+    value: Tensor = torch.func.functional_call(fewer, part, (x, places))
+    return value
+
+
 def on_rank(case: Case) -> Found:
     rank, world = dist.get_rank(), dist.get_world_size()
-    loss = ClassShardedLoss(make_loss(case), chunk_size=case.chunk_size)
+    loss = ClassShardedLoss(make_loss(case), chunk_size=case.chunk_size, sample_rate=case.sample_rate)
     data = global_rows(case.rows, DTYPES[case.dtype])
     x = own(case.rows, data["view 0"], rank).requires_grad_()
     labels = own(case.rows, data["labels"], rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -162,9 +162,10 @@ def cases(draw: Any) -> Case:
         pick["regularizer"], pick["reducer"] = "", ""
     if name not in RING or pick["references"] != "none" or pick["miner"]:
         pick["gather"] = "all"
-    return Case(
-        rows=draw(rows_strategy()), loss=name, loss_options=tuple(sorted(options(draw, LOSSES[name]).items())), **pick
-    )
+    rows = draw(rows_strategy())
+    if name == "TupletMarginLoss":  # the arc cosine of 1 has no digits: equal rows are off by 1e-8 in one process, too
+        rows = replace(rows, duplicates=0)
+    return Case(rows=rows, loss=name, loss_options=tuple(sorted(options(draw, LOSSES[name]).items())), **pick)
 
 
 def make_distance(name: str) -> Any:

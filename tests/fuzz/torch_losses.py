@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import GlobalBatchLoss
 from tests.fuzz.data import DTYPES, Rows, cut, global_rows, own, rows_strategy
@@ -29,6 +30,10 @@ NAMES = [
     "CosineEmbedding",
     "MultiMargin",
 ]
+
+
+# the compiled way takes a second each; it is drawn seldom
+WAYS = [*["plain", "no grad first", "twice", "summed twice", "checkpointed", "checkpointed below"] * 4, "compiled"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def cases(draw: Any) -> Case:
         reduction=draw(st.sampled_from(["mean", "mean", "sum"])),
         mode=draw(st.integers(0, 2)),
         without_graph=draw(st.sampled_from([False, False, True])),
-        way=draw(st.sampled_from(["plain", "no grad first", "twice", "summed twice"])),
+        way=draw(st.sampled_from(WAYS)),
         dtype=draw(st.sampled_from(["float64", "float64", "float32"])),
     )
 
@@ -105,7 +110,20 @@ def evaluate(case: Case, loss: nn.Module, x: Tensor, other: Tensor, labels: Tens
     if case.way == "no grad first":
         with torch.no_grad():
             loss(*arguments(case, x, other, labels))
-    value: Tensor = loss(*arguments(case, x, other, labels))
+
+    def run(x: Tensor) -> Tensor:
+        result: Tensor = loss(*arguments(case, x, other, labels))
+        return result
+
+    if case.way == "checkpointed":  # the loss, its collectives too, runs once more in backward
+        value = checkpoint(run, x, use_reentrant=False)
+    elif case.way == "checkpointed below":
+        value = run(checkpoint(torch.tanh, x, use_reentrant=False))
+    elif case.way == "compiled" and dist.is_initialized():
+        torch._dynamo.reset()
+        value = torch.compile(run, backend="eager")(x)
+    else:
+        value = run(x)
     if case.way == "summed twice":
         value = value + 0.5 * loss(*arguments(case, x, other, labels))
     value.backward()

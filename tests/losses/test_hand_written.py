@@ -14,6 +14,7 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import GlobalBatchLoss, GlobalBatchMiner
@@ -203,3 +204,30 @@ def test_mined_weights_train_as_in_one_process(pool: RankPool, world_size: int) 
     expected = miner_and_classes(1, 0, False)
     for values in pool.run(world_size, mined_on_ranks):
         assert values == pytest.approx(expected, rel=1e-9)
+
+
+def checkpointed(name: str) -> list[Tensor]:
+    """A loss inside an activation checkpoint, plainly and so; the last rank has no rows, and no graph."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = 0 if rank == world - 1 else 3
+    loss = GlobalBatchLoss({"L1": torch.nn.L1Loss, "NTXent": pml.NTXentLoss}[name]())
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+    target = torch.arange(rows) % 2 if name == "NTXent" else torch.zeros_like(values)
+    found = []
+    for is_checkpointed in (False, True):
+        x = values.clone()
+        if rows:
+            x.requires_grad_()
+        run = partial(checkpoint, loss, use_reentrant=False) if is_checkpointed else loss
+        value = run(x, target)
+        value.backward()
+        found += [value.detach(), torch.zeros_like(x) if x.grad is None else x.grad]
+    return found
+
+
+@pytest.mark.parametrize("name", ["L1", "NTXent"])
+def test_a_checkpointed_loss_with_a_rank_without_rows(pool: RankPool, name: str) -> None:
+    for value, grad, value_again, grad_again in pool.run(3, checkpointed, name):
+        assert torch.equal(value, value_again)
+        assert torch.equal(grad, grad_again)

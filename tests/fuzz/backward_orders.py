@@ -1,0 +1,130 @@
+"""Several losses and collectives, back-propagated one by one in an order of each rank's own: exact, or the same error on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from pytorch_metric_learning import losses as pml
+from torch import Tensor, nn
+
+from lightning_ddp_losses import ClipLoss, GlobalBatchLoss
+from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad
+from tests.fuzz.data import DTYPES, Rows, cut, global_rows, own, rows_strategy
+from tests.fuzz.engine import Domain, Found, NotDefined, leaf
+
+__all__ = ["DOMAIN"]
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: Rows
+    terms: tuple[str, ...]
+    orders: tuple[tuple[int, ...], ...]
+    together: bool
+    dtype: str = "float64"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.rows.ranks
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    rows = draw(rows_strategy())
+    terms = draw(st.lists(st.sampled_from(sorted(TERMS)), min_size=2, max_size=3))
+    first = draw(st.permutations(range(len(terms))))
+    same = draw(st.booleans())
+    orders = [first if same else draw(st.permutations(range(len(terms)))) for _ in rows.ranks]
+    return Case(rows, tuple(terms), tuple(map(tuple, orders)), together=draw(st.booleans()))
+
+
+# each with the loss on the ranks, and in one process
+Term = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+
+
+def of_all(loss: nn.Module, **options: Any) -> Term:
+    def on_ranks(x: Tensor, labels: Tensor) -> Tensor:
+        value: Tensor = GlobalBatchLoss(loss, **options)(x, labels)
+        return value
+
+    return on_ranks, loss
+
+
+def towers() -> Term:
+    def on_ranks(x: Tensor, labels: Tensor) -> Tensor:
+        value: Tensor = ClipLoss().double()(x, x.flip(1) * 2)
+        return value
+
+    def alone(x: Tensor, labels: Tensor) -> Tensor:
+        a, b = nn.functional.normalize(x), nn.functional.normalize(x.flip(1) * 2)
+        logits = a @ b.T / 0.07
+        target = torch.arange(len(x))
+        return (nn.functional.cross_entropy(logits, target) + nn.functional.cross_entropy(logits.T, target)) / 2
+
+    return on_ranks, alone
+
+
+TERMS: dict[str, Callable[[], Term]] = {
+    "NTXent": lambda: of_all(pml.NTXentLoss()),
+    "NTXent again": lambda: of_all(pml.NTXentLoss()),
+    "MultiSimilarity": lambda: of_all(pml.MultiSimilarityLoss()),
+    "MultiSimilarity, rows": lambda: of_all(pml.MultiSimilarityLoss(), mode="rows"),
+    "TripletMargin": lambda: of_all(pml.TripletMarginLoss(smooth_loss=True)),
+    "FastAP": lambda: of_all(pml.FastAPLoss()),
+    "towers": towers,
+    "gather": lambda: (
+        lambda x, labels: all_gather_with_grad(x).tanh().square().mean(),
+        lambda x, labels: x.tanh().square().mean(),
+    ),
+    "sum": lambda: (
+        lambda x, labels: all_reduce_with_grad(x.tanh().sum(0)).square().sum(),
+        lambda x, labels: x.tanh().sum(0).square().sum(),
+    ),
+}
+
+
+def differentiate(values: list[Tensor], order: tuple[int, ...], together: bool) -> None:
+    if together:
+        sum(values[index] * (1 + index) for index in order).backward()  # type: ignore[union-attr]
+        return
+    for index in order:
+        (values[index] * (1 + index)).backward()
+
+
+def alone(case: Case) -> dict[str, Any]:
+    data = global_rows(case.rows, DTYPES[case.dtype])
+    leaves = [leaf(data["view 0"]) for _ in case.terms]
+    try:
+        values = [TERMS[name]()[1](x, data["labels"]) for name, x in zip(case.terms, leaves, strict=True)]
+        differentiate(values, case.orders[0], case.together)
+    except Exception as error:
+        raise NotDefined from error
+    if not all(x.grad is not None and x.grad.isfinite().all() for x in leaves):
+        raise NotDefined
+    found: dict[str, Any] = {}
+    for index, (value, x) in enumerate(zip(values, leaves, strict=True)):
+        found[f"value {index}"] = value.detach()
+        found[f"rank x {index}"] = cut(case.rows, x.grad)
+    return found
+
+
+def on_rank(case: Case) -> Found:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    data = global_rows(case.rows, DTYPES[case.dtype])
+    labels = own(case.rows, data["labels"], rank)
+    leaves = [own(case.rows, data["view 0"], rank).requires_grad_() for _ in case.terms]
+    values = [TERMS[name]()[0](x, labels) for name, x in zip(case.terms, leaves, strict=True)]
+    differentiate(values, case.orders[rank], case.together)
+    found: Found = {}
+    for index, (value, x) in enumerate(zip(values, leaves, strict=True)):
+        found[f"value {index}"] = value.detach()
+        found[f"rank x {index}"] = torch.zeros_like(x) if x.grad is None else x.grad / world
+    return found
+
+
+DOMAIN = Domain("backward orders", cases(), on_rank, alone)
