@@ -62,7 +62,7 @@ def towers() -> Term:
 
     def alone(x: Tensor, labels: Tensor) -> Tensor:
         a, b = nn.functional.normalize(x), nn.functional.normalize(x.flip(1) * 2)
-        logits = a @ b.T / 0.07
+        logits = a @ b.T * torch.tensor(1 / 0.07).log().double().exp()  # it is kept in float32 first
         target = torch.arange(len(x))
         return (nn.functional.cross_entropy(logits, target) + nn.functional.cross_entropy(logits.T, target)) / 2
 

@@ -159,6 +159,7 @@ def sampled_loss(case: Case, weight: Tensor, x: Tensor, labels: Tensor, call: in
 def on_rank(case: Case) -> Found:
     rank, world = dist.get_rank(), dist.get_world_size()
     loss = ClassShardedLoss(make_loss(case), chunk_size=case.chunk_size, sample_rate=case.sample_rate)
+    loss.attach(torch.optim.SGD(loss.parameters(), lr=0.1))  # it refuses sampled classes without one
     data = global_rows(case.rows, DTYPES[case.dtype])
     x = own(case.rows, data["view 0"], rank).requires_grad_()
     labels = own(case.rows, data["labels"], rank)

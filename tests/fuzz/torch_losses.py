@@ -32,8 +32,7 @@ NAMES = [
 ]
 
 
-# the compiled way takes a second each; it is drawn seldom
-WAYS = [*["plain", "no grad first", "twice", "summed twice", "checkpointed", "checkpointed below"] * 4, "compiled"]
+WAYS = ["plain", "no grad first", "twice", "summed twice", "checkpointed", "checkpointed below"]
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,6 @@ def evaluate(case: Case, loss: nn.Module, x: Tensor, other: Tensor, labels: Tens
         value = checkpoint(run, x, use_reentrant=False)
     elif case.way == "checkpointed below":
         value = run(checkpoint(torch.tanh, x, use_reentrant=False))
-    elif case.way == "compiled" and dist.is_initialized():
-        torch._dynamo.reset()
-        value = torch.compile(run, backend="eager")(x)
     else:
         value = run(x)
     if case.way == "summed twice":
