@@ -32,7 +32,7 @@ NAMES = [
 ]
 
 
-WAYS = ["plain", "no grad first", "twice", "summed twice", "checkpointed", "checkpointed below"]
+WAYS = ["plain", "no grad first", "twice", "summed twice", "checkpointed", "checkpointed below", "compiled"]
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,10 @@ def evaluate(case: Case, loss: nn.Module, x: Tensor, other: Tensor, labels: Tens
     def run(x: Tensor) -> Tensor:
         result: Tensor = loss(*arguments(case, x, other, labels))
         return result
+
+    if case.way == "compiled":  # the first call is the compiled one
+        torch.compiler.reset()
+        run = torch.compile(run, backend="eager")
 
     if case.way == "checkpointed":  # the loss, its collectives too, runs once more in backward
         value = checkpoint(run, x, use_reentrant=False)
