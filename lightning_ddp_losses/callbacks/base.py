@@ -75,6 +75,11 @@ class CheckCallback(Callback):
         if self._own_runner:
             self._own_runner.before_backward(loss)
 
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let the checks see what DDP has reduced, before the module's own hook."""
+        if self._own_runner:
+            self._own_runner.after_backward()
+
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
@@ -251,6 +256,9 @@ class RankCheck(CheckCallback):
 
     def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
         """Look at the loss before each backward, those of accumulation steps too."""
+
+    def see_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Look at gradients right after each backward, those of accumulation steps too, before the module's own hook."""
 
     def see_gradients(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
         """Look at reduced and unscaled gradients, before the module's own hook and before clipping."""

@@ -23,7 +23,12 @@ from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, SKETCH, BatchRe
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.ddp_state import learning_rate
 from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings, LocalRow, odd_ranks
-from lightning_ddp_losses.callbacks.loss_observations import PositivePairs, local_contrastive_losses, pml_gather
+from lightning_ddp_losses.callbacks.loss_observations import (
+    PositivePairs,
+    global_contrastive_losses,
+    local_contrastive_losses,
+    pml_gather,
+)
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 
@@ -358,14 +363,22 @@ def _batch_sizes(trainer: pl.Trainer) -> tuple[int, int]:
 
 def _find_local_losses(local: LocalFindings, trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Find losses that compare the rows of this rank only, and accumulation that does not help them."""
-    names = ", ".join(f"`{name}`" for name in local_contrastive_losses(module))
-    if not names or process_groups.world_size() == 1:
+    if process_groups.world_size() == 1:
         return
-    fix = "Wrap it in GlobalBatchLoss, which evaluates it over the rows of all ranks."
-    local.add("F29", f"{names} compares the rows of one rank only", names, fix)
-    if trainer.accumulate_grad_batches > 1:
-        what = f"accumulating {trainer.accumulate_grad_batches} batches gives {names} no more negatives"
-        local.add("F33", what, names, "Use larger batches, GlobalBatchLoss, or more ranks.")
+    of_one_rank = list(local_contrastive_losses(module))
+    names = ", ".join(f"`{name}`" for name in of_one_rank)
+    if names:
+        fix = "Wrap it in GlobalBatchLoss, which evaluates it over the rows of all ranks."
+        local.add("F29", f"{names} compares the rows of one rank only", names, fix)
+    # the rows of all ranks are still those of one batch
+    names = ", ".join(f"`{name}`" for name in dict.fromkeys([*of_one_rank, *global_contrastive_losses(module)]))
+    if names and trainer.accumulate_grad_batches > 1:
+        what = f"accumulating {trainer.accumulate_grad_batches} batches gives {names} no more negatives: it sees one of them at a time"
+        fix = (
+            "Draw one large batch and run the encoder over it in pieces: microbatched(encoder) has a large batch's negatives at a small "
+            "one's memory. GlobalBatchLoss joins the rows of all ranks, not those of several batches."
+        )
+        local.add("F33", what, names, fix)
 
 
 def _find_repeated_rows(local: LocalFindings, trainer: pl.Trainer) -> None:

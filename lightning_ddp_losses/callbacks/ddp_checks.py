@@ -15,7 +15,8 @@ class DDPChecks(CheckCallback):
     Args:
         checks: Which checks run; None is all of them, with their defaults. Checks that are registered beside this callback join in,
             and replace the default of their class.
-        action: What happens with a finding by severity; default ``{"error": "raise", "warning": "warn", "note": "log"}``.
+        action: What happens with a finding by severity; default ``{"error": "raise", "warning": "warn", "note": "log"}``. Findings of one
+            cause give one warning, headed by the one that tells most; ``follows`` names that one's fault in the others.
         file: Write each new finding to ``ddp_checks.jsonl`` in the log folder (rank 0).
         summary: Print a table at the end of the fit.
         stall_seconds: Say which rank is where when a rank stands still for longer.

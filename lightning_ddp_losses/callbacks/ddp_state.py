@@ -16,14 +16,22 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ddp_losses.callbacks.replicated_parameters import TensorSlice
 from lightning_ddp_losses.callbacks.runner import CheckRunner
-from lightning_ddp_losses.distributed.fingerprint import fingerprint
+from lightning_ddp_losses.core.autograd_graph import accumulation_node
+from lightning_ddp_losses.distributed.fingerprint import (
+    StartedFingerprint,
+    fingerprint,
+    finish_fingerprints,
+    start_fingerprint,
+)
 
 FIXES = {
     "F02": "It is in an optimizer but not in module.parameters(): register the module it belongs to.",
     "F05": "It appeared after the wrap: create it in __init__ or configure_model.",
     "F06": "Another object stands in its place since the wrap: copy into the existing one (with torch.no_grad(): W.copy_(...)).",
-    "F07": "Its dtype or device changed after the wrap, which took DDP's hook away: cast the inputs, not the parameter.",
+    "F07": "Its dtype or device changed after the wrap, if only for a moment, which took DDP's hook away: convert the module before "
+    "fit; in forward cast the inputs, not the parameter.",
     "F08": "It was frozen when DDP was built: keep requires_grad=True with a learning rate of 0 until then.",
     "F09": "The wrapper's forward did not run on this step: compute the loss inside training_step.",
     "F10": "Call self.manual_backward(loss), not loss.backward().",
@@ -33,9 +41,18 @@ FIXES = {
     "F15": "The gradient scales differ: restore the scaler from one checkpoint on all ranks.",
     "F17": "The optimizers' settings differ: log the value that the scheduler monitors with sync_dist=True.",
     "SYNC": "Something changed it on some ranks only, outside the optimizer step.",
-    "reduce": "It was not reduced: look for a backward() of your own, comm hooks, no_sync, code that changes gradients per rank.",
+    "clipped": "It was reduced, and equal on all ranks before the step; some ranks changed it then, in on_before_optimizer_step, "
+    "configure_gradient_clipping or the optimizer: clip on every rank alike.",
+    "changed": "It was reduced; some ranks changed it afterwards: a backward() of your own, or code in on_after_backward that does "
+    "not do the same on every rank.",
+    "reduce": "It was not reduced: look for a backward() of your own, comm hooks, no_sync.",
+    "unknown": "It was not reduced, or some ranks changed it afterwards: look for a backward() of your own, comm hooks, no_sync, code that "
+    "changes gradients per rank.",
 }
 _AT_START = "Register the module before the wrap (DDP broadcasts rank 0's values), or seed before building it."
+AFTER_BACKWARD, BEFORE_STEP = "after backward", "before the step"
+"""Where gradients are looked at on their way: as DDP leaves them, and before hooks and clipping, when every strategy has reduced them."""
+
 _MAX_OTHERS = 4  # parameters named beside the one that differs
 
 
@@ -44,6 +61,7 @@ class _KnownParameter(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     trains: bool
+    node: Any  # what DDP's hook hangs on; None where it has none
 
 
 class DDPSnapshot:
@@ -69,9 +87,14 @@ class DDPSnapshot:
         self._known: dict[str, _KnownParameter] = {}
         self._hooked: dict[str, Tensor] = {}
         for name, parameter in runner.module.named_parameters():
-            self._known[name] = _KnownParameter(parameter, parameter.dtype, parameter.device, parameter.requires_grad)
-            if parameter.requires_grad and name not in ignored:
+            trains, node = parameter.requires_grad, None
+            if trains and name not in ignored:
                 self._hooked[name] = parameter
+                if self.ddp is not None:
+                    node = accumulation_node(parameter)
+            self._known[name] = _KnownParameter(parameter, parameter.dtype, parameter.device, trains, node)
+        # gradients of the step that is being made, by place and name
+        self._gradients: dict[str, dict[str, list[StartedFingerprint]]] = {}
 
     def _count_forward(self, *_: Any) -> None:
         self.forwards += 1
@@ -79,6 +102,7 @@ class DDPSnapshot:
     def batch_end(self) -> None:
         """Start to count anew."""
         self.forwards = 0
+        self._gradients = {}
 
     def close(self) -> None:
         """Leave no hook behind."""
@@ -95,6 +119,26 @@ class DDPSnapshot:
         if self.tolerates_absence:
             return {}
         return {name: parameter for name, parameter in self._hooked.items() if parameter.requires_grad}
+
+    def see_gradients(self, place: str, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor]) -> None:
+        """Remember these slices of the gradients as they are at ``AFTER_BACKWARD`` (what DDP reduces) or ``BEFORE_STEP``."""
+        found: dict[str, list[StartedFingerprint]] = {}
+        for each in slices:
+            grad = parameters[each.name].grad
+            if grad is None or grad.is_sparse or not grad.numel():
+                continue
+            if place == AFTER_BACKWARD and (self.ddp is None or each.name not in self._hooked):
+                continue  # somebody else reduces it, and not yet
+            found.setdefault(each.name, []).append(start_fingerprint(each.of(grad)))
+        # of several optimizers or backwards in one batch each adds its own
+        self._gradients.setdefault(place, {}).update(found)
+
+    def gradients_on_their_way(self) -> dict[str, dict[str, list[int]]]:
+        """Return the fingerprints of the gradients that were seen, by place and name."""
+        found: dict[str, dict[str, list[int]]] = {}
+        for place, gradients in self._gradients.items():
+            found[place] = {name: finish_fingerprints(started) for name, started in gradients.items()}
+        return found
 
     def unreduced_fault(self, name: str, parameter: Tensor) -> str:
         """Return the fault through which DDP does not reduce this parameter's gradient, as far as this rank can tell; else empty."""
@@ -120,6 +164,9 @@ class DDPSnapshot:
         if known.parameter is not parameter:
             return "F06"
         if (known.dtype, known.device) != (parameter.dtype, parameter.device):
+            return "F07"
+        # a cast there and back leaves no other trace
+        if known.node is not None and parameter.requires_grad and accumulation_node(parameter) is not known.node:
             return "F07"
         if parameter.requires_grad and not known.trains:
             return "F08"
@@ -183,6 +230,7 @@ def rank_state(runner: CheckRunner, parameters: Mapping[str, Tensor]) -> dict[st
     snapshot = runner.shared(DDPSnapshot)
     return {
         "gradients": gradients,
+        "on_their_way": snapshot.gradients_on_their_way(),
         "unreduced": snapshot.unreduced_faults(parameters),
         "settings": optimizer_settings(runner),
         "scale": gradient_scale_of(runner),
@@ -216,9 +264,31 @@ def explain_gradient(name: str, states: Sequence[Mapping[str, Any]], differing: 
     if others and any(state["clips"] for state in states):
         shown = ", ".join(f"`{other}`" for other in others[:_MAX_OTHERS])
         return Cause("F13", (), FIXES["F13"].format(others=shown))
+    fault, fix = _fault_on_the_way(name, states)
+    return Cause(fault, (), FIXES[fix])
+
+
+def _fault_on_the_way(name: str, states: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return the fault of a gradient that differs, and the key of its fix: it was changed after the reduction, or not reduced."""
+    before_step, after_backward = (_agree_on_their_way(states, place, name) for place in (BEFORE_STEP, AFTER_BACKWARD))
+    if before_step:
+        return "F13", "clipped"
+    if after_backward:
+        return "F09", "changed"
+    # not reduced, as far as anybody has looked
     if any(state["static"] for state in states):
-        return Cause("F11", (), FIXES["F11"])
-    return Cause("F09", (), FIXES["reduce"])
+        return "F11", "F11"
+    if before_step is None:
+        return "F09", "unknown"
+    return "F09", "reduce"
+
+
+def _agree_on_their_way(states: Sequence[Mapping[str, Any]], place: str, name: str) -> bool | None:
+    """Say whether a gradient was equal on all ranks at a place on its way to the step; None where a rank did not look."""
+    values = [state["on_their_way"].get(place, {}).get(name) for state in states]
+    if None in values:
+        return None
+    return values.count(values[0]) == len(values)
 
 
 def explain_desync(name: str, states: Sequence[Mapping[str, Any]], *, at_start: bool) -> Cause:

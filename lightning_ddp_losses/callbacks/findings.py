@@ -40,6 +40,7 @@ class Finding:
         step: Optimizer steps before this one.
         moment: Where in the run: the value of a ``CheckStage`` (a column of ``ddp_checks.jsonl``, hence its name).
         max_difference: Between ranks, of the tensor's elements, where the check named a tensor.
+        follows: The fault that this finding follows from; empty where it stands for itself.
     """
 
     fault: str
@@ -53,6 +54,7 @@ class Finding:
     step: int = 0
     moment: str = ""
     max_difference: float | None = None
+    follows: str = ""
 
     def __post_init__(self) -> None:
         if self.fault not in FAULTS:

@@ -165,18 +165,40 @@ class GradientFlowCheck(RankCheck, default=True):
             if expected:
                 self._missing = self._unused.find(loss, expected)
 
+    def see_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Look at what DDP has reduced."""
+        if self.runner.synchronising and self._is_due():
+            self._see_on_their_way(ddp_state.AFTER_BACKWARD, self._parameters_of(trainer.optimizers))
+
+    def see_gradients(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
+        """Look at what any strategy has reduced, before hooks and clipping."""
+        if self._is_due():
+            self._see_on_their_way(ddp_state.BEFORE_STEP, self._parameters_of([optimizer]))
+
+    def _see_on_their_way(self, place: str, parameters: Mapping[str, Tensor]) -> None:
+        """Let the snapshot remember gradients: if ranks' steps use different ones, it says where they went apart."""
+        if is_replicated(self.runner.trainer):
+            slices = [piece for piece in self._due_slices() if piece.name in parameters]
+            self.runner.shared(DDPSnapshot).see_gradients(place, slices, parameters)
+
+    def _parameters_of(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+        """Return the parameters that these of the trainer's optimizers step, and make the slices fit them."""
+        parameters = self.runner.replicated_parameters()
+        self._slices.update(parameters)
+        # of several optimizers each steps its own
+        if len(self.runner.trainer.optimizers) > len(optimizers):
+            stepped: set[int] = set()
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    stepped.update(map(id, group["params"]))
+            parameters = {name: p for name, p in parameters.items() if id(p) in stepped}
+        return parameters
+
     def see_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
         """Look at the gradients that this step used."""
         if not self._is_due():
             return
-        parameters = self.runner.replicated_parameters()
-        self._slices.update(parameters)
-        # of several optimizers each steps its own parameters
-        if len(trainer.optimizers) > 1:
-            stepped: set[int] = set()
-            for group in optimizer.param_groups:
-                stepped.update(map(id, group["params"]))
-            parameters = {name: p for name, p in parameters.items() if id(p) in stepped}
+        parameters = self._parameters_of([optimizer])
         self._gradients.add_absent(parameters)
         slices = [piece for piece in self._due_slices() if piece.name in parameters]
         self._gradients.add(slices, parameters, largest=self._looks_for_zeros)

@@ -37,7 +37,7 @@ class LossRow(NamedTuple):
 
     Attributes:
         state: Whether there is a loss (``_PRESENT``, ``_MISSING``, or ``_UNSEEN`` where none came by).
-        loss: Its value.
+        loss: Its value; of several batches of a step the last one's, or the first one's that is not finite.
         bad_batch: The first batch of this step whose loss was not finite; -1 for none.
         weight: How much one element weighs in the first reduction of the loss; 0 where it is not known.
         elements: How many elements that reduction has.
@@ -161,9 +161,11 @@ class LossCheck(RankCheck, default=True):
         if is_scaled:
             value /= float(scaler.get_scale())  # type: ignore[union-attr]
         overflowed = is_scaled and math.isinf(value)  # by the scale: the scaler will skip this step on every rank
-        if not math.isfinite(value) and not overflowed and self._bad_batch < 0:
-            self._bad_batch = self._batch_idx
-        self._loss, self._state = value, _PRESENT
+        self._state = _PRESENT
+        if self._bad_batch < 0:  # a loss that was not finite stays until it is reported
+            self._loss = value
+            if not math.isfinite(value) and not overflowed:
+                self._bad_batch = self._batch_idx
         # zero in every step so far
         if value == 0 and self._zero_steps >= 0:
             self._zero_steps += 1
@@ -330,7 +332,10 @@ def _not_finite(ranks: tuple[int, ...], rows: Sequence[LossRow]) -> Finding:
         if row.bad_batch >= 0:
             text += f" in batch {int(row.bad_batch)}"
         values.append(text)
-    fix = "Look at that batch; lower the learning rate or clip gradients. One rank's value spoils the gradients of all."
+    fix = (
+        "Look at that batch. nan is often a mean over nothing (no valid target, an empty mask): return a zero that depends on the "
+        "parameters there. inf is an overflow: lower the learning rate. One rank's value spoils the gradients of all."
+    )
     return Finding("F79", "the loss is not a finite number", "", ranks, "loss", tuple(values), fix)
 
 

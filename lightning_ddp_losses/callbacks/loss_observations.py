@@ -33,6 +33,23 @@ def local_contrastive_losses(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def global_contrastive_losses(module: nn.Module) -> list[str]:
+    """Return the paths of losses that compare the rows of all ranks: two towers, or a gathering wrapper around a loss on tuples."""
+    found: list[str] = []
+    covered: tuple[str, ...] = ()
+    for name, inner in module.named_modules():
+        class_names = {cls.__name__ for cls in type(inner).__mro__}
+        if name.startswith(covered) or "CrossBatchMemory" in class_names:  # a memory holds the rows of other batches
+            continue
+        compares = "TwoTowerLoss" in class_names
+        if class_names & _GATHERS:
+            compares = any(local_contrastive_losses(child) for child in inner.children())
+        if compares:
+            found.append(name)
+            covered += (f"{name}.",)
+    return found
+
+
 def pml_gather(module: nn.Module) -> str:
     """Return the path of a wrapper that gathers rows of equal numbers only; empty where there is none."""
     for name, inner in module.named_modules():

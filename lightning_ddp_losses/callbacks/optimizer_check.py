@@ -47,7 +47,8 @@ _PROBLEMS = {
     "F02": Problem(
         "F02",
         "is in an optimizer and not in module.parameters()",
-        "It is not synchronised, not moved and not saved: make its module an attribute (nn.ModuleList for several).",
+        "It is not synchronised, not moved and not saved: make its module an attribute (nn.ModuleList for several). If the model does not "
+        "use it (a copy, a layer that was replaced), build the optimizer from self.parameters().",
     ),
     "F03": Problem(
         "F03",

@@ -6,7 +6,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from rich.console import Console
 from rich.table import Table
 
+from lightning_ddp_losses.callbacks.causes import group_by_cause
 from lightning_ddp_losses.callbacks.findings import Finding, SwitchedOff
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
@@ -58,6 +59,7 @@ class Report:
         if folder and settings.file:
             self._path = Path(folder) / FILE_NAME
         self._seen: Counter[tuple[str, str, str]] = Counter()
+        self._leads: dict[str, list[Finding]] = {"warn": [], "log": []}  # of the causes that were told
         self.findings: list[Finding] = []
         self.by_check: dict[str, Counter[str]] = {}
 
@@ -66,7 +68,7 @@ class Report:
         return finding.key not in self._seen
 
     def add(self, findings: Sequence[Finding], actions: Sequence[Mapping[str, str]], trainer: pl.Trainer) -> None:
-        """Count, write, log and warn; raise what is to be raised.
+        """Count, write, log and warn, once for each cause; raise what is to be raised.
 
         Args:
             findings: In the same order on every rank.
@@ -76,31 +78,51 @@ class Report:
         Raises:
             DDPLossError: on every rank, with all findings of an action ``raise``.
         """
-        raising = []
+        raising: list[Finding] = []
+        told: dict[str, list[Finding]] = {"warn": [], "log": []}  # new findings by what is done with them
         for finding, check_action in zip(findings, actions, strict=True):
             severity = finding.severity
-            # count it; the first time, keep and write it
             new = self.is_new(finding)
             self._seen[finding.key] += 1
-            self.by_check.setdefault(finding.check, Counter())[severity] += new
-            if new:
-                self.findings.append(finding)
-                self._write(finding)
             # what the check says, else what DDPChecks says, else the default
             action = check_action.get(severity) or self._settings.action.get(severity, DEFAULT_ACTION[severity])
             if action == "raise" and isinstance(finding, SwitchedOff):
                 action = "warn"  # our own fault ends nobody's training
             if action == "raise":
                 raising.append(finding)
-            elif action == "warn" and new:
-                _warn(finding.text())
+                self._keep(finding, new=new)
             elif new:
-                rank_zero_info(finding.text())
+                told[action].append(finding)
+        for action, found in told.items():
+            self._tell(action, found)
         if findings:
             self.log(trainer)
         if raising:
             text = "\n".join(finding.text() for finding in raising)
             raise DDPLossError(text, findings=raising, collective=True)
+
+    def _tell(self, action: str, found: Sequence[Finding]) -> None:
+        """Warn or log once for each cause; what follows from one that was reported before is logged."""
+        causes, late = group_by_cause(found, self._leads[action])
+        for cause in causes:
+            self._leads[action].append(cause.lead)
+            self._keep(cause.lead)
+            for follower in cause.followers:
+                self._keep(replace(follower, follows=cause.lead.fault))
+            if action == "warn":
+                _warn(cause.text())
+            else:
+                rank_zero_info(cause.text())
+        for finding, lead in late:
+            self._keep(replace(finding, follows=lead.fault))
+            rank_zero_info(f"{finding.text()}\n  of the same cause as {lead.fault} of step {lead.step}: {lead.what}")
+
+    def _keep(self, finding: Finding, *, new: bool = True) -> None:
+        """Count a finding that stands for itself; the first time, keep and write it."""
+        self.by_check.setdefault(finding.check, Counter())[finding.severity] += new and not finding.follows
+        if new:
+            self.findings.append(finding)
+            self._write(finding)
 
     @property
     def folder(self) -> Path | None:

@@ -269,6 +269,11 @@ class CheckRunner:
             with self.own_time:
                 self._evaluator.judge(due, CheckStage.BEFORE_BACKWARD, rows, self.step)
 
+    def after_backward(self) -> None:
+        """Let the checks see what a backward left."""
+        with self.own_time:
+            self._observe("see_backward")
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Let the checks see the reduced gradients of an optimizer that is about to step."""
         self.watchdog.enter(f"the optimizer of step {self.step}")

@@ -83,6 +83,15 @@ def walk_graph(
                 queue.append(child)
 
 
+def accumulation_node(parameter: Tensor) -> Any:
+    """Return the node that adds to a trainable parameter's gradient, where DDP hangs its hook.
+
+    torch makes another one when the parameter's data change their dtype or device, also where they change back (torch 2.13,
+    measured 2026); the hook stays with the old one, which no backward reaches any more. The node has to be held to be known again.
+    """
+    return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
 _TOP = 64  # nodes by which a graph is recognised
 
 

@@ -31,7 +31,7 @@ _ERRORS = {
     "F10": "manual optimisation without manual_backward",
     "F11": "a first step that was not reduced",
     "F12": "parameters of another name, order, shape or dtype per rank",
-    "F13": "gradient clipping that spreads an unsynchronised gradient",
+    "F13": "gradients that clipping makes differ per rank",
     "F14": "an optimizer step skipped on some ranks",
     "F15": "gradient scales that differ per rank",
     "F16": "class shards that do not tile the classes",
@@ -111,3 +111,42 @@ FAULTS: dict[str, Fault] = {
     **{key: Fault("warning", title) for key, title in _WARNINGS.items()},
     **{key: Fault("note", title) for key, title in _NOTES.items()},
 }
+
+_SPREADING = (
+    "F02",
+    "F03",
+    "F04",
+    "F05",
+    "F06",
+    "F07",
+    "F08",
+    "F09",
+    "F10",
+    "F11",
+    "F12",
+    "F13",
+    "F14",
+    "F15",
+    "F17",
+    "SYNC",
+)
+"""Faults by which ranks go apart: of what comes after the first of them nobody can say that it has a cause of its own."""
+
+_UNREDUCED = (
+    "F02",
+    "F03",
+    "F05",
+    "F06",
+    "F07",
+    "F08",
+    "F09",
+    "F10",
+    "F11",
+    "F12",
+)  # a gradient that is another one on each rank
+FOLLOWING: dict[str, frozenset[str]] = {
+    "F79": frozenset({"F79", "F14"}),
+    **{fault: frozenset({fault, "SYNC"}) for fault in _SPREADING},
+    **{fault: frozenset({fault, "F04", "F13", "F14", "SYNC"}) for fault in _UNREDUCED},
+}
+"""By fault, the faults that it brings along, itself seen elsewhere among them."""

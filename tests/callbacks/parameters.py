@@ -84,6 +84,23 @@ class Halved(Subject):
         return self.loss(embeddings.bfloat16() if self.sick else embeddings, labels)
 
 
+class CastBack(Subject):
+    """A cast there and back after the wrap: nothing looks different, and DDP's hooks are gone."""
+
+    def on_train_start(self) -> None:
+        if self.sick:
+            self.float()
+            self.double()
+
+
+class Clipped(Subject):
+    """One rank clips by itself."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.odd:
+            nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
 class Unfrozen(Subject):
     """An encoder that is frozen when DDP is built, and trains from the second step on."""
 
@@ -155,6 +172,10 @@ CASES = [
     Case(Replaced, "F06", G, "head.weight", step=1, strategy=UNUSED),
     Case(Replaced, "F06", P, "head.weight", step=1, strategy=UNUSED, checks=only_parameters),
     Case(Halved, "F07", G, "loss.W"),
+    Case(CastBack, "F07", G, "head.weight"),
+    Case(CastBack, "F07", P, "head.weight", checks=only_parameters),
+    Case(Clipped, "F13", G, "head.weight"),
+    Case(Clipped, "F13", G, "head.weight", strategy="ddp_losses"),
     Case(Unfrozen, "F08", G, "encoder.weight", step=1),
     Case(OwnBackward, "F09", G, "encoder.weight"),
     Case(Manual, "F10", G, "head.weight"),

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, LossCheck
+from lightning_ddp_losses import ClipLoss, DDPChecks, GlobalBatchLoss, LossCheck
 from lightning_ddp_losses.callbacks import device_check
 from tests.callbacks.data_cases import HEALTHY
 from tests.callbacks.harness import WIDTH, Subject
@@ -93,6 +93,26 @@ class GlobalContrast(Contrast):
 
 def test_a_global_loss_is_not_called_local(pool: RankPool) -> None:
     assert not {"F29", "F33"} & {fault for fault, *_ in pool.run(2, fit, GlobalContrast)[0]}
+
+
+class GlobalTowers(Subject):
+    """Two towers whose rows are compared over all ranks."""
+
+    def build(self) -> None:
+        self.contrast = ClipLoss()
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(features)
+        return super().objective(features, labels, index) + self.contrast(embeddings, embeddings.flip(1))
+
+
+@pytest.mark.parametrize("subject", [GlobalContrast, GlobalTowers])
+def test_accumulation_gives_a_global_loss_no_more_negatives(pool: RankPool, subject: Callable[[bool], Any]) -> None:
+    for found in pool.run(2, fit, subject, False, "ddp_losses", accumulate_grad_batches=2):
+        texts = {fault: text for fault, _, text in found}
+        assert "`contrast`" in texts["F33"]
+        assert "microbatched" in texts["F33"]
+        assert "F29" not in texts
 
 
 class Ragged(GlobalContrast):
