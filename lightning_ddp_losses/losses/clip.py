@@ -29,7 +29,7 @@ from lightning_ddp_losses.losses.partial_sums import (
     scale_factors,
     unpack_partials,
 )
-from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss
+from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss, is_not_positive
 
 
 class ClipLoss(TwoTowerLoss):
@@ -40,8 +40,9 @@ class ClipLoss(TwoTowerLoss):
     first term alone.
 
     Args:
-        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``.
-        max_scale: The scale is clamped to this; None: not at all.
+        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. None: the loss has no scale of its own, each call
+            gives ``logit_scale=``.
+        max_scale: The own scale is clamped to this; None: not at all.
         label_smoothing: As in ``torch.nn.CrossEntropyLoss``.
         normalize: Divide embeddings by their length; False where the model has done so.
         tile_bytes: Of products alive at a time.
@@ -53,7 +54,7 @@ class ClipLoss(TwoTowerLoss):
         From ``forward``: the global loss, 0-dim, equal on every rank; logging it needs no ``sync_dist``.
 
     Gradient:
-        After DDP's mean over ranks, encoders and ``logit_scale`` hold the one-process gradient.
+        After DDP's mean over ranks, encoders and ``logit_scale`` (the loss's or the caller's) hold the one-process gradient.
 
     Communication:
         Handshake, gather of the texts, gather of 2 G + 1 numbers; in backward a handshake and one exchange of G x D.
@@ -71,11 +72,22 @@ class ClipLoss(TwoTowerLoss):
         >>> import torch
         >>> loss = ClipLoss()
         >>> value = loss(torch.randn(4, 8), torch.randn(4, 8))
+
+        A model that owns its scale gives it, as to open_clip's loss but by name:
+
+        >>> log_scale = torch.nn.Parameter(torch.tensor(2.66))
+        >>> loss = ClipLoss(init_temperature=None)
+        >>> value = loss(torch.randn(4, 8), torch.randn(4, 8), logit_scale=log_scale.exp())
+
+        To let the loss own it from an old checkpoint on, rename its key (from the model's to the module's that is the loss):
+
+        >>> state = {"model.logit_scale": log_scale.detach()}
+        >>> state["loss.logit_scale"] = state.pop("model.logit_scale")
     """
 
     def __init__(
         self,
-        init_temperature: float = 0.07,
+        init_temperature: float | None = 0.07,
         *,
         max_scale: float | None = 100.0,
         label_smoothing: float = 0.0,
@@ -85,10 +97,11 @@ class ClipLoss(TwoTowerLoss):
         group: Group = None,
     ) -> None:
         super().__init__(normalize=normalize, tile_bytes=tile_bytes, gather=gather, group=group)
-        if init_temperature <= 0 or (max_scale is not None and max_scale <= 0) or not 0 <= label_smoothing < 1:
+        bad_scale = is_not_positive(init_temperature) or is_not_positive(max_scale)
+        if bad_scale or not 0 <= label_smoothing < 1:
             raise ConfigurationError(
                 "ClipLoss",
-                expected="init_temperature > 0, max_scale > 0 or None, 0 <= label_smoothing < 1",
+                expected="init_temperature > 0 or None, max_scale > 0 or None, 0 <= label_smoothing < 1",
                 got=f"{init_temperature}, {max_scale}, {label_smoothing}",
             )
         self.label_smoothing = label_smoothing
@@ -98,9 +111,11 @@ class ClipLoss(TwoTowerLoss):
         """The options."""
         return f"max_scale={self.max_scale}, label_smoothing={self.label_smoothing}, normalize={self.normalize}"
 
-    def _evaluate(self, columns: ColumnBlocks, images: Tensor, texts: Tensor, products: Tensor) -> Tensor:
-        call = _ClipCall(columns, self.label_smoothing, self.tile_bytes)
-        value: Tensor = _Clip.apply(call, images, texts, self._scale(), products)  # type: ignore[no-untyped-call]
+    def _evaluate(
+        self, columns: ColumnBlocks, images: Tensor, texts: Tensor, products: Tensor, given: dict[str, Tensor | None]
+    ) -> Tensor:
+        call, scale = _ClipCall(columns, self.label_smoothing, self.tile_bytes), self._scale(given["logit_scale"])
+        value: Tensor = _Clip.apply(call, images, texts, scale, products)  # type: ignore[no-untyped-call]
         return value
 
 

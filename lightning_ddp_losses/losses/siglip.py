@@ -12,13 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.column_blocks import ColumnBlock, ColumnBlocks, Products, ProductTile
 from lightning_ddp_losses.losses.partial_sums import PartialSum, global_loss, pack_partials, unpack_partials
-from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss
+from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss, is_not_positive
 
 
 class SigLipLoss(TwoTowerLoss):
@@ -28,9 +29,10 @@ class SigLipLoss(TwoTowerLoss):
     on the diagonal, -1 elsewhere: ``-logsigmoid(t * z).sum() / G`` in one process. Further negatives are further columns.
 
     Args:
-        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``.
-        init_bias: ``logit_bias`` starts here: most pairs are negative.
-        max_scale: The scale is clamped to this; None: not at all.
+        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. None: the loss has no scale of its own, each call
+            gives ``logit_scale=``.
+        init_bias: ``logit_bias`` starts here: most pairs are negative. None: each call gives ``logit_bias=``.
+        max_scale: The own scale is clamped to this; None: not at all.
         normalize: Divide embeddings by their length; False where the model has done so.
         tile_bytes: Of products alive at a time.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``, as in the paper: ranks pass their texts on, so that beside
@@ -63,8 +65,8 @@ class SigLipLoss(TwoTowerLoss):
 
     def __init__(
         self,
-        init_temperature: float = 0.1,
-        init_bias: float = -10.0,
+        init_temperature: float | None = 0.1,
+        init_bias: float | None = -10.0,
         *,
         max_scale: float | None = None,
         normalize: bool = True,
@@ -73,23 +75,57 @@ class SigLipLoss(TwoTowerLoss):
         group: Group = None,
     ) -> None:
         super().__init__(normalize=normalize, tile_bytes=tile_bytes, gather=gather, group=group)
-        if init_temperature <= 0 or (max_scale is not None and max_scale <= 0):
+        if is_not_positive(init_temperature) or is_not_positive(max_scale):
             raise ConfigurationError(
                 "SigLipLoss",
-                expected="init_temperature > 0, max_scale > 0 or None",
+                expected="init_temperature > 0 or None, max_scale > 0 or None",
                 got=f"{init_temperature}, {max_scale}",
             )
         self._start_scale(init_temperature, max_scale)
-        self.logit_bias = nn.Parameter(torch.tensor(float(init_bias)))
+        self.logit_bias: nn.Parameter | None = None
+        if init_bias is not None:
+            self.logit_bias = nn.Parameter(torch.tensor(float(init_bias)))
 
     def extra_repr(self) -> str:
         """The options."""
         return f"max_scale={self.max_scale}, normalize={self.normalize}"
 
-    def _evaluate(self, columns: ColumnBlocks, images: Tensor, texts: Tensor, products: Tensor) -> Tensor:
+    @eager_recursive
+    def forward(
+        self,
+        images: Tensor,
+        texts: Tensor,
+        extra_texts: Tensor | None = None,
+        queue: Tensor | None = None,
+        *,
+        logit_scale: Tensor | float | None = None,
+        logit_bias: Tensor | float | None = None,
+    ) -> Tensor:
+        """Computes the global loss; row i of one tower belongs to row i of the other.
+
+        Args:
+            images: (B, D), one tower; B may differ per rank.
+            texts: (B, D), the other.
+            extra_texts: (m, D), further negatives for the images, those of all ranks together; m may differ per rank.
+            queue: (q, D), further negatives that every rank holds already, the same on all of them; no gradient.
+            logit_scale: One number (0-dim, the same on every rank), by which products are multiplied instead of with the loss's own
+                scale: the exponential is taken already, as where open_clip calls its loss. It is not clamped, and gets its gradient.
+            logit_bias: One number in place of the loss's own bias, likewise.
+        """
+        return self._checked_call(
+            (images, texts, extra_texts, queue), {"logit_scale": logit_scale, "logit_bias": logit_bias}
+        )
+
+    def _evaluate(
+        self, columns: ColumnBlocks, images: Tensor, texts: Tensor, products: Tensor, given: dict[str, Tensor | None]
+    ) -> Tensor:
+        # the caller's numbers or the own
+        scale, bias = self._scale(given["logit_scale"]), given["logit_bias"]
+        if bias is None:
+            bias = self.logit_bias
         # this rank's share of the sum over pairs
-        given = (columns, self.tile_bytes, images, texts, self._scale(), self.logit_bias)
-        total: Tensor = _PairSum.apply(*given)  # type: ignore[no-untyped-call]
+        inputs = (columns, self.tile_bytes, images, texts, scale, bias)
+        total: Tensor = _PairSum.apply(*inputs)  # type: ignore[no-untyped-call]
         # over all ranks, divided by the number of images
         partials = [PartialSum(total, float(len(images)))]
         payloads = handshake.all_gather("SigLipLoss: sum", {}, pack_partials(partials), group=self._group)

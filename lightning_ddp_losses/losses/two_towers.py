@@ -9,7 +9,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum over ranks, ``M`` 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,11 @@ from lightning_ddp_losses.losses.column_blocks import ColumnBlocks, GatheredColu
 from lightning_ddp_losses.losses.global_batch import refuse_gather
 
 TILE_BYTES = 2 << 20
+
+# own parameters that the caller may give instead, and the option without which the loss has them not
+_OPTION_OF = {"logit_scale": "init_temperature", "logit_bias": "init_bias"}
+# arguments of ours in whose place another library's losses take a number
+_PLACES_OF_NUMBERS = {"extra_texts": "logit_scale", "queue": "logit_bias"}
 
 
 class TwoTowerLoss(WithProcessGroup, nn.Module):
@@ -50,13 +55,18 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         self._group = group
         self._upstream_grads = UpstreamGradWatch()
 
-    def _start_scale(self, init_temperature: float, max_scale: float | None) -> None:
+    def _start_scale(self, init_temperature: float | None, max_scale: float | None) -> None:
         self.max_scale = max_scale
-        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / init_temperature)))
+        self.logit_scale: nn.Parameter | None = None
+        if init_temperature is not None:
+            self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / init_temperature)))
 
-    def _scale(self) -> Tensor:
-        """Computes 1 / temperature, clamped, with the gradient of its logarithm."""
-        log_scale: Tensor = self.logit_scale
+    def _scale(self, given: Tensor | None) -> Tensor:
+        """Returns the caller's scale as it is; or computes 1 / temperature, clamped, with the gradient of its logarithm."""
+        if given is not None:
+            return given
+        log_scale: Tensor | None = self.logit_scale
+        assert log_scale is not None  # checked before
         if self.max_scale is not None:
             log_scale = log_scale.clamp(max=math.log(self.max_scale))
         return log_scale.exp()
@@ -68,6 +78,8 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         texts: Tensor,
         extra_texts: Tensor | None = None,
         queue: Tensor | None = None,
+        *,
+        logit_scale: Tensor | float | None = None,
     ) -> Tensor:
         """Computes the global loss; row i of one tower belongs to row i of the other.
 
@@ -76,17 +88,55 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             texts: (B, D), the other.
             extra_texts: (m, D), further negatives for the images, those of all ranks together; m may differ per rank.
             queue: (q, D), further negatives that every rank holds already, the same on all of them; no gradient.
+            logit_scale: One number (0-dim, the same on every rank), by which products are multiplied instead of with the loss's own
+                scale: the exponential is taken already, as where open_clip calls its loss. It is not clamped, and gets its gradient.
+        """
+        return self._checked_call((images, texts, extra_texts, queue), {"logit_scale": logit_scale})
+
+    def _checked_call(
+        self, rows: tuple[Tensor, Tensor, Tensor | None, Tensor | None], numbers: dict[str, Tensor | float | None]
+    ) -> Tensor:
+        """Computes the global loss, or raises one error on every rank.
+
+        Args:
+            rows: Images, texts, extra texts, queue.
+            numbers: What the caller gives instead of the loss's own parameters, by their names.
         """
         try:
-            self._check(images, texts, extra_texts, queue)
+            self._check(*rows)
+            given = {name: self._one_number(name, number, rows[0]) for name, number in numbers.items()}
         except InputError as error:
             handshake.raise_on_all_ranks(error, type(self).__name__, group=self._group)
-        value: Tensor = autograd_graph.run_full_precision(self, self._forward, (images, texts, extra_texts, queue), {})
+        kinds = {name: _kind_of_number(number) for name, number in numbers.items()}
+        value: Tensor = autograd_graph.run_full_precision(self, self._forward, (rows, given, kinds), {})
         autograd_graph.remember_global_value(value)
         watched: Tensor = self._upstream_grads.watch(value, group=self._group)
         return watched
 
-    def _forward(self, images: Tensor, texts: Tensor, extra: Tensor | None, queue: Tensor | None) -> Tensor:
+    def _one_number(self, name: str, number: Tensor | float | None, images: Tensor) -> Tensor | None:
+        """Checks one number that the caller gives instead of an own parameter; makes it a 0-dim tensor."""
+        title = f"{type(self).__name__}: {name}"
+        if number is None:
+            if getattr(self, name) is None:
+                own_option = _OPTION_OF[name]
+                fix = f"Give `{name}=` in the call, or make the loss without `{own_option}=None`."
+                raise InputError(title, expected="one number, since the loss has none of its own", got=None, fix=fix)
+            return None
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            return images.new_full((), number)
+        if not isinstance(number, Tensor):
+            raise InputError(title, expected="one number, 0-dim", got=type(number).__name__)
+        if number.numel() != 1 or not number.is_floating_point():
+            raise InputError(title, expected="one number, 0-dim", got=f"{tuple(number.shape)} {number.dtype}")
+        return number.reshape(()).to(images.device)
+
+    def _forward(
+        self,
+        rows: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        given: dict[str, Tensor | None],
+        kinds: dict[str, object],
+    ) -> Tensor:
+        images, texts, extra, queue = rows
         # unit length
         if self.normalize:
             images, texts = functional.normalize(images, dim=1), functional.normalize(texts, dim=1)
@@ -100,7 +150,8 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         # each image's product with its own text, which rows and columns are compared with
         products = (images * texts).sum(1).detach()
         # what all ranks need to know: all texts, or in a ring how many there are
-        batch = self._exchange(images, second_tower, products, queue)
+        trained = [images, *self.parameters(), *(number for number in given.values() if number is not None)]
+        batch = self._exchange(trained, second_tower, products, {"queue": _kind_of_queue(queue), **kinds})
         text_counts, extra_counts = batch.counts[0], [0] * len(batch.counts[0])
         if extra is not None:
             extra_counts = batch.counts[1]
@@ -110,35 +161,44 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         gathered = batch.tensors[: len(second_tower)]
         if self.gather == "all":
             columns: ColumnBlocks = GatheredColumns(text_counts, extra_counts, queue, self._group)
-            return self._evaluate(columns, images, _concatenated(gathered), batch.tensors[-1])
+            return self._evaluate(columns, images, _concatenated(gathered), batch.tensors[-1], given)
         # in a ring every rank takes part in backward where any rank needs it
         exchange = BackwardExchange(type(self).__name__, self._group)
         columns = RingColumns(text_counts, extra_counts, queue, self._group, exchange)
         images = autograd_graph.match_requires_grad(images, any(flag[0] for flag in batch.extras))
         own_columns = _concatenated(list(second_tower.values()))
         own_columns = autograd_graph.match_requires_grad(own_columns, any(t.requires_grad for t in gathered))
-        return self._evaluate(columns, images, own_columns, products)
+        return self._evaluate(columns, images, own_columns, products, given)
 
     def _exchange(
-        self, images: Tensor, second_tower: dict[str, Tensor], products: Tensor, queue: Tensor | None
+        self, trained: list[Tensor], second_tower: dict[str, Tensor], products: Tensor, kinds: dict[str, object]
     ) -> GatheredBatch:
-        """Makes sure that all ranks do the same, and gathers what they need of each other."""
+        """Makes sure that all ranks do the same, and gathers what they need of each other.
+
+        Args:
+            trained: What gets a gradient here, where it needs one.
+            second_tower: Rows by name.
+            products: (B,), of each text with its own image.
+            kinds: What else must be equal on all ranks.
+        """
         title = type(self).__name__
         must_match = {
             "gather": self.gather,
             "options": self.extra_repr(),
-            "queue": "none" if queue is None else f"{tuple(queue.shape)} {queue.dtype}",
+            **kinds,
             "coefficient of the last backward": self._upstream_grads.take(),
         }
         if self.gather == "all":
             given = {**second_tower, "products with their own text": products}
             return gather_batch(title, given, must_match, group=self._group)
-        trained = torch.is_grad_enabled() and any(t.requires_grad for t in (images, *self.parameters()))
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in trained)
         return gather_batch(
-            title, second_tower, must_match, extra=bytes([trained]), counted=second_tower, group=self._group
+            title, second_tower, must_match, extra=bytes([needs_grad]), counted=second_tower, group=self._group
         )
 
-    def _evaluate(self, columns: ColumnBlocks, images: Tensor, texts: Tensor, products: Tensor) -> Tensor:
+    def _evaluate(
+        self, columns: ColumnBlocks, images: Tensor, texts: Tensor, products: Tensor, given: dict[str, Tensor | None]
+    ) -> Tensor:
         """Computes the global loss.
 
         Args:
@@ -146,6 +206,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             images: (B, D), this rank's.
             texts: (m, D), rows of the second tower as ``columns`` wants them.
             products: (t,), of each text among them with its own image, without graph.
+            given: The caller's numbers in the place of own parameters, by their names; None: the own one.
         """
         raise NotImplementedError
 
@@ -157,6 +218,8 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         if queue is not None:
             given["queue"] = queue
         for name, tensor in given.items():
+            if name in _PLACES_OF_NUMBERS and _is_one_number(tensor):
+                self._refuse_number(name)
             if not isinstance(tensor, Tensor) or tensor.ndim != 2 or not tensor.is_floating_point():
                 got: Any = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise InputError(f"{title}: {name}", expected="floating (n, D)", got=got)
@@ -174,6 +237,35 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
                 got=f"{len(images)} images, {len(texts)} texts",
                 fix="Row i of one tower belongs to row i of the other; more negatives go to extra_texts.",
             )
+
+    def _refuse_number(self, name: str) -> NoReturn:
+        """Raises for a number by position, where open_clip's losses take the scale (and SigLIP's bias)."""
+        number, fix = _PLACES_OF_NUMBERS[name], "Further negatives have this place."
+        if hasattr(self, number):
+            fix = f"Further negatives have this place; a number of your own goes by name: `loss(images, texts, {number}=...)`."
+        raise InputError(f"{type(self).__name__}: {name}", expected="floating (n, D)", got="one number", fix=fix)
+
+
+def is_not_positive(option: float | None) -> bool:
+    """Says whether an option that must be positive, or None, is neither."""
+    return option is not None and option <= 0
+
+
+def _is_one_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim < 2 and value.numel() == 1
+    return isinstance(value, (int, float))
+
+
+def _kind_of_number(number: Tensor | float | None) -> object:
+    """Says what all ranks must give alike: the value of a plain number; of a tensor, which to read would wait for the device, not."""
+    if number is None:
+        return "its own"
+    return "a tensor" if isinstance(number, Tensor) else number
+
+
+def _kind_of_queue(queue: Tensor | None) -> str:
+    return "none" if queue is None else f"{tuple(queue.shape)} {queue.dtype}"
 
 
 def _concatenated(parts: list[Tensor]) -> Tensor:

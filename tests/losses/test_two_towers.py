@@ -33,6 +33,7 @@ class Case:
     extra: bool = False
     queue: bool = False
     scale: float | None = None
+    given: tuple[str, ...] = ()  # parameters that the model owns, not the loss
 
 
 CASES = {
@@ -47,10 +48,15 @@ CASES = {
     "CLIP, not normalised": Case(ClipLoss, {"normalize": False, "init_temperature": 1.0}),
     "CLIP, clamped": Case(ClipLoss, {"max_scale": 10.0}),
     "CLIP, sharp": Case(ClipLoss, {"max_scale": None}, scale=6.0),
+    "CLIP, the model's scale": Case(ClipLoss, {"init_temperature": None, "max_scale": 0.5}, given=("logit_scale",)),
     "SigLIP": Case(SigLipLoss),
     "SigLIP, small tiles": Case(SigLipLoss, {"tile_bytes": 64, "init_bias": -2.0}),
     "SigLIP, all options": Case(SigLipLoss, {"init_bias": 1.0, "tile_bytes": 100}, extra=True, queue=True),
     "SigLIP, clamped": Case(SigLipLoss, {"max_scale": 5.0}),
+    "SigLIP, the model's scale": Case(SigLipLoss, {"init_temperature": None}, given=("logit_scale",)),
+    "SigLIP, the model's scale and bias": Case(
+        SigLipLoss, {"init_temperature": None, "init_bias": None}, given=("logit_scale", "logit_bias")
+    ),
 }
 
 
@@ -64,7 +70,15 @@ class Towers(nn.Module):
         self.loss = case.loss(**case.options, gather=gather)
         if case.scale is not None:
             nn.init.constant_(self.loss.logit_scale, case.scale)
+        self.owned = nn.ParameterDict({name: nn.Parameter(torch.tensor(0.7)) for name in case.given})
         self.double()
+
+    def numbers(self) -> dict[str, Tensor]:
+        """What the model gives to the loss, the exponential of the scale taken, as open_clip's models do."""
+        given = dict(self.owned.items())
+        if "logit_scale" in given:
+            given["logit_scale"] = given["logit_scale"].exp()
+        return given
 
 
 def further(case: Case) -> tuple[Tensor | None, Tensor | None]:
@@ -82,7 +96,11 @@ def textbook(case: Case, towers: Towers, images: Tensor, texts: Tensor, extra: A
     if case.options.get("normalize", True):
         images, parts = functional.normalize(images), [functional.normalize(t) for t in parts]
     ceiling = case.options.get("max_scale", 100.0 if case.loss is ClipLoss else None)
-    scale = loss.logit_scale.exp() if ceiling is None else loss.logit_scale.exp().clamp(max=ceiling)
+    given = towers.numbers()
+    if "logit_scale" in given:
+        scale = given["logit_scale"]
+    else:
+        scale = loss.logit_scale.exp() if ceiling is None else loss.logit_scale.exp().clamp(max=ceiling)
     logits, target = scale * images @ torch.cat(parts).t(), torch.arange(len(images))
     if case.loss is ClipLoss:
         smoothing = case.options.get("label_smoothing", 0.0)
@@ -90,7 +108,7 @@ def textbook(case: Case, towers: Towers, images: Tensor, texts: Tensor, extra: A
         return sum(functional.cross_entropy(z, target, label_smoothing=smoothing) for z in (logits, paired)) / 2
     signs = -torch.ones_like(logits)
     signs[target, target] = 1
-    return -functional.logsigmoid(signs * (logits + loss.logit_bias)).sum() / len(images)
+    return -functional.logsigmoid(signs * (logits + given.get("logit_bias", loss.logit_bias))).sum() / len(images)
 
 
 def gradients(towers: Towers, value: Tensor) -> dict[str, Tensor]:
@@ -119,7 +137,8 @@ def measure(gather: str) -> dict[str, dict[str, Tensor]]:
             if extra is not None:
                 start = sum(EXTRA[world][:rank])
                 extra = towers.text(extra[start : start + EXTRA[world][rank]])
-            value = towers.loss(towers.image(rows["features"]), towers.text(rows["views"]), extra, queue)
+            images, texts = towers.image(rows["features"]), towers.text(rows["views"])
+            value = towers.loss(images, texts, extra, queue, **towers.numbers())
             found[f"{name}; {split}"] = gradients(towers, value)
     return found
 
@@ -141,6 +160,29 @@ def test_ranks_are_one_process(pool: RankPool, gather: str, world_size: int) -> 
         except AssertionError as error:
             problems.append(f"{key}: {error}")
     assert not problems, "\n".join(problems)
+
+
+def both_scales(gather: str) -> tuple[float, float, float]:
+    """The loss owns a scale and the call gives another, which counts."""
+    torch.manual_seed(1)
+    loss, scale = ClipLoss(0.5, gather=gather).double(), torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
+    rows = own_rows([5, 7], dist.get_rank())
+    images, texts = rows["targets"], rows["targets"].roll(1, 1)
+    value = loss(images, texts, logit_scale=scale)
+    value.backward()
+    same = loss(images, texts, logit_scale=3.0)  # a plain number has no gradient
+    return float(scale.grad), float(loss.logit_scale.grad), float(value.detach() - same.detach())
+
+
+@pytest.mark.parametrize("gather", ["all", "ring"])
+def test_a_scale_that_is_given_counts_and_the_losss_own_gets_zero(pool: RankPool, gather: str) -> None:
+    results = pool.run(2, both_scales, gather)
+    x = harness_rows()["targets"]
+    y, scale = functional.normalize(x.roll(1, 1)), torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    logits, target = scale * functional.normalize(x) @ y.t(), torch.arange(len(x))
+    ((functional.cross_entropy(logits, target) + functional.cross_entropy(logits.t(), target)) / 2).backward()
+    assert sum(result[0] for result in results) / 2 == pytest.approx(float(scale.grad), rel=1e-9)
+    assert all(result[1:] == (0.0, 0.0) for result in results)
 
 
 def backward_twice(gather: str) -> dict[str, dict[str, Tensor]]:
@@ -196,8 +238,8 @@ def test_float32_near_the_optimum() -> None:
     assert float((b.grad - a.grad).norm() / a.grad.norm()) < 1e-3
 
 
-def pair(rank: int, loss: nn.Module, **like: Any) -> Tensor:
-    return loss(torch.ones(2, 4, **like), torch.ones(2, 4, **like))
+def pair(rank: int, loss: nn.Module, dtype: torch.dtype | None = None, **numbers: Any) -> Tensor:
+    return loss(torch.ones(2, 4, dtype=dtype), torch.ones(2, 4, dtype=dtype), **numbers)
 
 
 BAD: dict[str, tuple[Callable[[int], Any], str]] = {
@@ -212,6 +254,18 @@ BAD: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "a tower that is not there": (lambda r: ClipLoss()(torch.ones(2, 4), None if r else torch.ones(2, 4)), "NoneType"),
     "no rows at all": (lambda r: ClipLoss()(torch.ones(0, 4), torch.ones(0, 4)), "at least one"),
+    "a number as open_clip gives it": (
+        lambda r: ClipLoss()(torch.ones(2, 4), torch.ones(2, 4), torch.tensor(14.3)),
+        "`loss(images, texts, logit_scale=...)`",
+    ),
+    "a bias as open_clip gives it": (
+        lambda r: SigLipLoss()(torch.ones(2, 4), torch.ones(2, 4), None, torch.tensor(-10.0)),
+        "`loss(images, texts, logit_bias=...)`",
+    ),
+    "no scale at all": (lambda r: pair(r, ClipLoss(init_temperature=None)), "`logit_scale=`"),
+    "a scale on one rank": (lambda r: pair(r, ClipLoss(), logit_scale=torch.tensor(3.0) if r else None), "its own"),
+    "scales that differ": (lambda r: pair(r, ClipLoss(), logit_scale=3.0 + r), "4.0"),
+    "a scale per row": (lambda r: pair(r, ClipLoss(), logit_scale=torch.ones(2)), "one number"),
     "ring: ways to gather": (lambda r: pair(r, ClipLoss(gather="ring" if r else "all")), "gather=ring"),
     "ring: ways to gather, SigLIP": (lambda r: pair(r, SigLipLoss(gather="all" if r else "ring")), "gather=ring"),
     "ring: width": (lambda r: SigLipLoss(gather="ring")(torch.ones(2, 4 + r), torch.ones(2, 4 + r)), "('rows', 5)"),
