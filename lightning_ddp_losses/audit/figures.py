@@ -58,8 +58,10 @@ def draw_audit(
     ratio_axes = above.subplots()
     loss_axes, row_axes = below.subplots(1, 2, width_ratios=[1.4, 1])
     _draw_ratios(ratio_axes, rows, world_size)
-    _label_parameters(ratio_axes, rows, name_of)
-    ratio_axes.set_title(f"Gradients at step {step}, in layer order (brown: not the encoder's)", fontsize=10)
+    heading = f"Gradients at step {step}, in layer order"
+    if _label_parameters(ratio_axes, rows, name_of):
+        heading += " (brown: not the encoder's)"
+    ratio_axes.set_title(heading, fontsize=10)
     _draw_losses(loss_axes, losses)
     _draw_row_counts(row_axes, losses)
     color = "tab:green" if equal else "tab:red"
@@ -104,20 +106,23 @@ def _draw_ratios(axes: Axes, rows: Sequence[ComparedRow], world_size: int) -> No
         axes.legend(loc="upper left", fontsize=8, ncols=3, framealpha=0.9)
 
 
-def _label_parameters(axes: Axes, rows: Sequence[ComparedRow], name_of: Callable[[str], str]) -> None:
-    """Name the parameters under the axis, and write the cosine at those that point elsewhere."""
+def _label_parameters(axes: Axes, rows: Sequence[ComparedRow], name_of: Callable[[str], str]) -> bool:
+    """Name the parameters under the axis, and write the cosine at those that point elsewhere; say whether any is brown."""
     if len(rows) > _NAMED:
         axes.set_xlabel(f"{len(rows)} parameters")
-        return
+        return False
     names = [_shortened(name_of(row.parameter)) for row in rows]
     axes.set_xticks(range(len(rows)), names, rotation=40, ha="right", fontsize=8)
+    any_brown = False
     for label, row in zip(axes.get_xticklabels(), rows, strict=False):
         if row.owner != "encoder":
             label.set_color("tab:brown")
+            any_brown = True
     for i, row in enumerate(rows):
         if row.verdict == "wrong direction" and math.isfinite(row.cosine):
             text, place = f"cos {row.cosine:.2f}", (i, _height(row.ratio))
             axes.annotate(text, place, xytext=(0, 8), textcoords="offset points", ha="center", fontsize=7)
+    return any_brown
 
 
 def _draw_losses(axes: Axes, losses: Sequence[StepLoss]) -> None:

@@ -12,8 +12,9 @@ All give the same value and gradient. What ranks exchange opens with a handshake
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,7 +40,7 @@ from lightning_ddp_losses.losses.partial_sums import (
     unpack_partials,
     value_with_grad,
 )
-from lightning_ddp_losses.losses.pml_registry import is_pml_loss
+from lightning_ddp_losses.losses.pml_registry import facts_of, is_pml_loss
 from lightning_ddp_losses.losses.recorded_stats import record_counts, record_norms
 from lightning_ddp_losses.losses.row_chunks import RowChunks, chunks_of
 from lightning_ddp_losses.losses.tiled import TiledEvaluator, TiledPlan
@@ -233,8 +234,26 @@ class Replicated:
 
     def run(self, call: PMLCall | TensorCall) -> Any:
         """Return the loss itself, on the rows of all ranks; random numbers are rank 0's on every rank."""
-        with autograd_graph.inside_global_batch(), same_draws(self.loss, call.seed, call.batches):
+        with (
+            autograd_graph.inside_global_batch(),
+            same_draws(self.loss, call.seed, call.batches),
+            _copied_distances(self.loss),
+        ):
             return self.loss(*call.args, **call.kwargs)
+
+
+@contextlib.contextmanager
+def _copied_distances(loss: nn.Module) -> Iterator[None]:
+    """Give a loss that writes into its distances a copy to write into, so that backward finds what it needs."""
+    if not facts_of(loss).writes_distances:
+        yield
+        return
+    distance: Any = loss.distance
+    handle = distance.register_forward_hook(lambda module, args, distances: distances.clone())
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _regularizes_embeddings(loss: Any) -> bool:

@@ -271,6 +271,13 @@ class PMLCall:
         labels = self.arguments["labels"]
         return sum(_counts_from_zero(labels[start:stop]) for start, stop in self.bounds("labels"))
 
+    def moves_pairs(self) -> bool:
+        """Say whether rows are paired by their place, and a rank's other number of references moves those of the ranks after it."""
+        if not facts_of(self._inner).pairs_views or "labels" in self.given or "ref_emb" not in self.counts:
+            return False
+        starts = [start for start, _ in self.bounds()]
+        return starts != [start for start, _ in self.bounds("ref_emb")]
+
     def rows_to_remember(self) -> int:
         """Return how many rows go to a cross-batch memory: all, or those that ``enqueue_mask`` marks."""
         mask = self.arguments.get("enqueue_mask")

@@ -176,7 +176,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
         Args:
             args: For PML losses: embeddings (B, D), labels (B,) or None (with ``ref_emb``: each row its own identity,
-                unique over all ranks), indices_tuple (local or from ``GlobalBatchMiner``), ref_emb, ref_labels,
+                unique over all ranks; ``DynamicSoftMarginLoss`` and ``VICRegLoss`` pair row i of both by themselves),
+                indices_tuple (local or from ``GlobalBatchMiner``), ref_emb, ref_labels,
                 enqueue_mask. For PML's ``SelfSupervisedLoss``: two views, (B, D) each. For others: their own arguments;
                 tensors are batches along dim 0, 0-dim tensors are not.
             kwargs: The same by name.
@@ -244,6 +245,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         # all else needs the rows of all ranks
         call = self._gather_pml(mode, given)
         self._warn_identities(call)
+        self._warn_moved_pairs(call)
         # a sum over anchors: tiles of our own where there are any, else PML's formula on this rank's anchors
         if mode == "rows" and not self._are_few(call.counts) and self._tuples_fit(given):
             plan = tiled_plan(loss)
@@ -304,6 +306,21 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 f"{self._title}: several ranks hand in the same labels 0, 1, 2, ...: rows of different ranks count as the same "
                 "identity. If each row is its own identity, let the loss number them: "
                 "GlobalBatchLoss(SelfSupervisedLoss(...))(view1, view2).",
+                stacklevel=2,
+            )
+
+    def _warn_moved_pairs(self, call: PMLCall) -> None:
+        """Warn once, on rank 0, that row i of all ranks' references is not of the rank that holds row i; all ranks see it."""
+        if self._warned or not call.moves_pairs():
+            return
+        self._warned = True
+        if process_groups.rank(self._group) == 0:
+            counts = zip(call.counts["embeddings"], call.counts["ref_emb"], strict=True)
+            by_rank = ", ".join(f"rank {rank}: {rows} and {refs}" for rank, (rows, refs) in enumerate(counts))
+            warnings.warn(
+                f"{self._title}: without labels, row i of all ranks' embeddings is paired with row i of all ranks' ref_emb, as in one "
+                f"process on the concatenated batch. A rank has other numbers of the two ({by_rank}), so rows of the ranks after it meet "
+                "another rank's references. Give labels, or as many references as rows on all ranks but the last.",
                 stacklevel=2,
             )
 

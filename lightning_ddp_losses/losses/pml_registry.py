@@ -59,6 +59,7 @@ class LossFacts:
             means, which no split gives.
         arguments: Names of its positional arguments.
         pairs_views: Without labels it pairs row i of ``embeddings`` with row i of ``ref_emb`` by itself.
+        writes_distances: It writes into the distances that it gets, which backward needs (without labels, PML 2.9 on torch 2.13).
         own_references: Its references are not those of the call, but rows it remembers.
         draws: It draws random numbers in every call.
     """
@@ -71,6 +72,7 @@ class LossFacts:
     column_elements: bool = False
     arguments: tuple[str, ...] = PML_NAMES
     pairs_views: bool = False
+    writes_distances: bool = False
     own_references: bool = False
     draws: bool = False
 
@@ -110,6 +112,7 @@ LOSSES: dict[type[nn.Module], LossFacts] = {
     ),
     pml.ManifoldLoss: LossFacts(draws=True),
     pml.SelfSupervisedLoss: LossFacts(arguments=("embeddings", "ref_emb"), pairs_views=True),
+    pml.DynamicSoftMarginLoss: LossFacts(pairs_views=True, writes_distances=True),
     pml.VICRegLoss: LossFacts(pairs_views=True),
 }
 _NO_FACTS = LossFacts()

@@ -23,7 +23,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Composite
-from lightning_ddp_losses.metrics.metric import DifferentiableMetric, check_options
+from lightning_ddp_losses.metrics.metric import DifferentiableMetric, check_on_step, check_options
 from lightning_ddp_losses.metrics.states import Gather, torchmetrics_names
 
 M = TypeVar("M", bound="Metric | MetricCollection")
@@ -72,10 +72,14 @@ def differentiable(  # type: ignore[misc]
         gather: As in ``DifferentiableMetric``.
         keep_graph: As in ``DifferentiableMetric``.
         without_gradient: ``"refuse"`` a metric that has no gradient in one process either; ``"keep"`` it, to be logged: its
-            value is synced like the others'.
+            value is synced like the others'. Given with a class, it holds for all metrics that the class makes.
 
     Returns:
         An instance for an instance, a class for a class; also an instance of the class that it was.
+
+    ``MinMaxMetric`` differs from torchmetrics' own (1.9) in one thing: there ``forward`` leaves only its own batch behind, so that
+    ``compute`` after it gives the value of the last batch. Here it gives that of everything since ``reset``, as of any other metric.
+    Before the first update both give the value of nothing: NaN or an error, by the metric inside.
 
     Communication: as ``DifferentiableMetric``; the members of a collection, composition or wrapper share one exchange.
 
@@ -177,13 +181,17 @@ def _class_of(original: type, keep: bool = False) -> type:
 
     Args:
         original: The class.
-        keep: Where calling it makes metrics of other classes: whether they may have no gradient.
+        keep: Whether metrics of it may have no gradient, also those that they hold and those of other classes that calling it makes.
     """
+    base = _base_for(original)
+    bases: tuple[type, ...] = (base, original)
     if issubclass(original, (DifferentiableMetric, Composite)):
-        return original
-    keep = keep and _makes_other_classes(original)
+        if not keep or getattr(original, "_keep", False):
+            return original
+        if "_original" in original.__dict__:
+            return _class_of(original.__dict__["_original"], keep)
+        bases = (original,)  # one that the user wrote: all that changes is what it promises
     if (original, keep) not in _class_by_original:
-        bases = (_base_for(original), original)
         namespace = {
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
@@ -191,8 +199,8 @@ def _class_of(original: type, keep: bool = False) -> type:
             "_original": original,
             "_keep": keep,
         }
-        if issubclass(bases[0], Composite):
-            namespace["__init__"] = _composite_init(original)
+        if issubclass(base, Composite):
+            namespace["__init__"] = _composite_init(original, keep)
         if _makes_other_classes(original):
             namespace["__new__"] = _new_of_made(original, keep)
         _class_by_original[original, keep] = _Generated(original.__name__, bases, namespace)
@@ -209,14 +217,18 @@ def _new_of_made(original: type, keep: bool) -> Any:
 
     @functools.wraps(original.__new__)
     def new(cls: type, *args: Any, gather: Gather = "auto", keep_graph: bool = False, **kwargs: Any) -> Any:
+        check_on_step(original, kwargs.get("dist_sync_on_step", True))
         made = original.__new__(original, *args, **kwargs)
         if isinstance(made, original):  # of the class itself after all: __init__ follows
             return object.__new__(cls)
-        check_options(made, gather, on_step=kwargs.get("dist_sync_on_step", True))
-        without_gradient: WithoutGradient = "keep" if keep else "refuse"
-        return differentiable(made, gather=gather, keep_graph=keep_graph, without_gradient=without_gradient)
+        check_options(made, gather)
+        return differentiable(made, gather=gather, keep_graph=keep_graph, without_gradient=_word_for(keep))
 
     return new
+
+
+def _word_for(keep: bool) -> WithoutGradient:
+    return "keep" if keep else "refuse"
 
 
 def _base_for(original: type) -> type:
@@ -226,25 +238,25 @@ def _base_for(original: type) -> type:
     return DifferentiableMetric
 
 
-def _composite_init(original: type) -> Any:
+def _composite_init(original: type, keep: bool) -> Any:
     """Return an ``__init__`` that makes the metrics among its arguments differentiable."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        args, kwargs = _differentiable_inside((args, kwargs))
+        args, kwargs = _differentiable_inside((args, kwargs), keep)
         original.__init__(self, *args, **kwargs)  # type: ignore[misc]
 
     init.__signature__ = inspect.signature(original.__init__)  # type: ignore[attr-defined, misc]
     return init
 
 
-def _differentiable_inside(tree: Any) -> Any:
+def _differentiable_inside(tree: Any, keep: bool) -> Any:
     """Return the same nest, its metrics differentiable."""
     if isinstance(tree, (Metric, MetricCollection)):
-        return differentiable(tree)
+        return differentiable(tree, without_gradient=_word_for(keep))
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_differentiable_inside(item) for item in tree)
+        return type(tree)(_differentiable_inside(item, keep) for item in tree)
     if isinstance(tree, dict):
-        return {key: _differentiable_inside(item) for key, item in tree.items()}
+        return {key: _differentiable_inside(item, keep) for key, item in tree.items()}
     return tree
 
 
@@ -266,6 +278,8 @@ def _copy_of(metric: Any) -> Any:
 
 def _convert_(part: nn.Module, *, gather: Gather, keep_graph: bool, keep: bool) -> None:
     """Make an instance one of the differentiable subclass of its class, in place."""
+    if isinstance(part, DifferentiableMetric) and keep:  # a copy, made differentiable before or by its class
+        part._record.expects_gradient = False
     if isinstance(part, (DifferentiableMetric, Composite)):
         return
     part.__class__ = _class_of(type(part))

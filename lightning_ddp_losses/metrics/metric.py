@@ -84,13 +84,16 @@ class DifferentiableMetric(MetricStates):
     """
 
     sees_global_batch = True
+    _keep = False  # whether the class was made with without_gradient="keep"
 
     def __init__(self, *args: Any, gather: Gather = "auto", keep_graph: bool = False, **kwargs: Any) -> None:
         on_step = kwargs.pop("dist_sync_on_step", True)
         super().__init__(*args, **kwargs)
-        self._set_up(gather=gather, keep_graph=keep_graph, on_step=on_step)
+        self._set_up(gather=gather, keep_graph=keep_graph, on_step=on_step, expects_gradient=not self._keep)
 
-    def _set_up(self, *, gather: Gather, keep_graph: bool, on_step: bool = True, expects_gradient: bool = True) -> None:
+    def _set_up(
+        self, *, gather: Gather, keep_graph: bool, on_step: object = True, expects_gradient: bool = True
+    ) -> None:
         """Set up what is ours, on a metric that torchmetrics has set up."""
         check_options(self, gather, on_step=on_step)
         if gather == "auto":
@@ -355,7 +358,7 @@ class DifferentiableMetric(MetricStates):
 
 
 def check_options(
-    metric: Metric, gather: str, *, on_step: bool = True, dist_sync_fn: Callable[..., Any] | None = None
+    metric: Metric, gather: str, *, on_step: object = True, dist_sync_fn: Callable[..., Any] | None = None
 ) -> None:
     """Refuse options that cannot go with a value over all ranks.
 
@@ -365,13 +368,7 @@ def check_options(
     what = f"differentiable {type(metric).__name__}"
     if gather not in ("auto", "states", "inputs"):
         raise ConfigurationError(f"{what}: gather", expected="'auto', 'states' or 'inputs'", got=repr(gather))
-    if not on_step:
-        raise ConfigurationError(
-            f"{what}: dist_sync_on_step",
-            expected="True",
-            got="False, which gives the gradient of this rank's rows alone",
-            fix="Leave it out; use torchmetrics' own class for a value per rank.",
-        )
+    check_on_step(type(metric), on_step)
     if metric.compute_on_cpu:
         raise ConfigurationError(
             f"{what}: compute_on_cpu",
@@ -394,3 +391,22 @@ def check_options(
             got="an override, whose exchange is not known here",
             fix="Declare the states with add_state and a reduction.",
         )
+
+
+def check_on_step(cls: type, on_step: object) -> None:
+    """Refuse ``dist_sync_on_step`` that is not True.
+
+    Raises:
+        ConfigurationError: quoting it.
+    """
+    if on_step is True:
+        return
+    got = repr(on_step)
+    if on_step is False:
+        got = "False, which gives the gradient of this rank's rows alone"
+    raise ConfigurationError(
+        f"differentiable {cls.__name__}: dist_sync_on_step",
+        expected="True",
+        got=got,
+        fix="Leave it out; use torchmetrics' own class for a value per rank.",
+    )

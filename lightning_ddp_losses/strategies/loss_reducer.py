@@ -319,17 +319,19 @@ def partial_gradients(names: Sequence[str], flags: Sequence[int]) -> LossCallErr
     """Return the error for gradients that ranks hold differently. Communication: one handshake, which all ranks come to."""
     payloads = handshake.all_gather("gradients that differ", {}, json.dumps(list(flags)).encode())
     columns = zip(*map(json.loads, payloads), strict=True)
-    parts = []
+    parts: list[str] = []
+    fixes: dict[str, None] = {}  # each once, in order
     for name, column in zip(names, columns, strict=True):
         if max(column) > 1:
             words = ["no gradient", "dense", "sparse"]
-            expected = "dense (build the module with sparse=False)"
+            expected = "dense"
+            fixes["Build the module with sparse=False: what a loss owns is averaged over the ranks as dense tensors."] = None
         elif len(set(column)) > 1:
             words = ["no gradient", "gradient"]
             expected = "on every rank or on none"
+            fixes["Use the parameter in the loss of every rank (times 0 where it should not count), or on none."] = None
         else:
             continue
         ranks = [words[min(flag, 2)] for flag in column]
         parts.append(format_error(f"gradient of `{name}`", expected=expected, ranks=ranks))
-    fix = "Use the parameter in the loss of every rank (times 0 where it should not count), or on none."
-    return LossCallError("\n".join([*parts, fix]), collective=True)
+    return LossCallError("\n".join([*parts, *fixes]), collective=True)

@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader
 
 import lightning_ddp_losses
 from lightning_ddp_losses import AuditReport, audit
+from lightning_ddp_losses.audit.compare import ComparedRow, StepLoss
+from lightning_ddp_losses.audit.figures import draw_audit
 from lightning_ddp_losses.cli import main
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, learned
@@ -92,6 +94,16 @@ def test_pictures_of_wrong_and_empty_reports(wrong: AuditReport, tmp_path: Path)
     assert (tmp_path / "a" / "ratios.png").read_bytes().startswith(b"\x89PNG")
     AuditReport(True, [], [], [], [], []).plot(tmp_path / "empty.svg")
     assert "<svg" in (tmp_path / "empty.svg").read_text()
+
+
+@pytest.mark.parametrize(("owner", "told"), [("encoder", False), ("loss", True)])
+def test_the_picture_explains_colours_that_are_there(owner: str, told: bool) -> None:
+    row = ComparedRow(1, "weight", owner, "gradient", 2.0, 1.0, 1.0, 1.0, 1e-9, True, 0, "wrong scale")
+    losses = [StepLoss(1, (1.0, 2.0), 1.5, 1.5, (4, 4))]
+    figure = draw_audit([row], losses, title="", equal=False, step=1, world_size=2, name_of=str)
+    axes = figure.subfigs[0].axes[0]
+    assert ("brown" in axes.get_title()) == told
+    assert (axes.get_xticklabels()[0].get_color() == "tab:brown") == told
 
 
 # ---------------------------------------------------------------------- the command

@@ -5,6 +5,7 @@ One oracle is PML's class itself in one process; the other, for SimCLR, is its f
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -157,3 +158,63 @@ def test_a_view_without_gradient(pool: RankPool) -> None:
 def test_a_ring_goes_both_ways_only() -> None:
     with pytest.raises(ConfigurationError, match="both ways"):
         GlobalBatchLoss(pml.SelfSupervisedLoss(pml.NTXentLoss(), symmetric=False), gather="ring")
+
+
+# ---------------------------------------------------------------------- pairs by place, and another number of references
+
+
+def places() -> dict[str, Tensor]:
+    first, second = views(15)
+    return {"embeddings": first[:12], "ref_emb": second}
+
+
+def hardest_in_batch(rows: Tensor, references: Tensor) -> Tensor:
+    """PML's formula without labels, written so that backward works: PML 2.9 writes into the distances that torch 2.13 keeps for it."""
+    loss = pml.DynamicSoftMarginLoss()
+    distances = torch.cdist(*(torch.nn.functional.normalize(t) for t in (rows, references)))
+    own = torch.eye(*distances.shape, dtype=torch.bool)
+    others, missing = distances.masked_fill(own, torch.inf), distances.new_zeros(abs(len(rows) - len(references)))
+    of_rows, of_references = others.min(1).values, others.min(0).values
+    if len(rows) < len(references):
+        of_rows = torch.cat([of_rows, missing])
+    else:
+        of_references = torch.cat([of_references, missing])
+    data = torch.cat([distances.diagonal(), missing]) - torch.min(of_rows, of_references)
+    loss.hist_ = loss.hist_.to(data)
+    loss.update_histogram(data)
+    return loss.weigh_loss(data).mean()
+
+
+def pairs_by_place(sizes: dict[str, list[int]]) -> tuple[dict[str, Tensor], list[str]]:
+    """This rank's value and gradients, and what it was warned of."""
+    rank, leaves = dist.get_rank(), {}
+    for name, rows in places().items():
+        start = sum(sizes[name][:rank])
+        leaves[name] = rows[start : start + sizes[name][rank]].clone().requires_grad_()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        value = GlobalBatchLoss(pml.DynamicSoftMarginLoss())(leaves["embeddings"], ref_emb=leaves["ref_emb"])
+    value.backward()
+    return {"value": value.detach(), **{n: leaf.grad for n, leaf in leaves.items()}}, [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize(
+    ("rows", "references", "warns"),
+    [([12], [15], False), ([4, 8], [4, 11], False), ([6, 6], [5, 10], True), ([1, 4, 7], [3, 0, 12], True)],
+    ids=str,
+)
+def test_other_numbers_of_references(pool: RankPool, rows: list[int], references: list[int], warns: bool) -> None:
+    sizes = {"embeddings": rows, "ref_emb": references}
+    results = pool.run(len(rows), pairs_by_place, sizes)
+    found = {"value": results[0][0]["value"]}
+    for name in sizes:
+        found[name] = torch.cat([result[name] for result, _ in results]) / len(rows)
+    leaves = {name: part.clone().requires_grad_() for name, part in places().items()}
+    value = hardest_in_batch(leaves["embeddings"], leaves["ref_emb"])
+    value.backward()
+    theirs = pml.DynamicSoftMarginLoss()(leaves["embeddings"].detach(), ref_emb=leaves["ref_emb"].detach())
+    assert float(value.detach()) == pytest.approx(float(theirs), rel=1e-12)
+    compare(found, {"value": value.detach(), **{n: leaf.grad for n, leaf in leaves.items()}})  # type: ignore[dict-item]
+    assert [len(caught) for _, caught in results] == [int(warns)] + [0] * (len(rows) - 1)
+    if warns:
+        assert f"rank 0: {rows[0]} and {references[0]}" in results[0][1][0]

@@ -99,6 +99,16 @@ def one_process(make: Callable[[], Any]) -> tuple[list[list[Tensor]], list[Tenso
     return found, flat(counted.compute())
 
 
+def test_min_max_counts_every_batch_that_forward_saw() -> None:
+    """torchmetrics' own keeps the last batch alone, which the docstring of `differentiable` says."""
+    theirs, ours = tm.MinMaxMetric(tm.MeanSquaredError()), differentiable(tm.MinMaxMetric(tm.MeanSquaredError()))
+    for metric in (theirs, ours):
+        for factor in (1.0, 3.0):
+            metric(torch.full((2,), factor), torch.zeros(2))
+    assert {name: float(value) for name, value in theirs.compute().items()} == {"raw": 9.0, "max": 9.0, "min": 1.0}
+    assert {name: float(value) for name, value in ours.compute().items()} == {"raw": 5.0, "max": 9.0, "min": 1.0}
+
+
 def on_ranks(name: str, even: bool) -> dict[str, Any]:
     make, limit = MAKE[name]
     oracle, total = one_process(make)

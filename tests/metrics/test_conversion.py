@@ -296,20 +296,66 @@ def test_options_that_cannot_work_are_refused() -> None:
         Synced()
 
 
+@pytest.mark.parametrize("value", [None, "yes", 0, 1])
+@pytest.mark.parametrize("cls", [tm.MeanSquaredError, tm.HingeLoss])
+def test_what_is_no_answer_is_quoted(cls: Any, value: Any) -> None:
+    task = {"task": "binary"} if cls is tm.HingeLoss else {}
+    with pytest.raises(ConfigurationError, match=f"dist_sync_on_step: expected True, got {value!r}\n"):
+        differentiable(cls)(**task, dist_sync_on_step=value)
+
+
+class PlainCounting(tm.Metric):
+    """Counts, which has no gradient; its class does not say so."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("n", torch.tensor(0.0), "sum")
+
+    def update(self, preds: Tensor) -> None:
+        self.n = self.n + (preds > 0).sum()
+
+    def compute(self) -> Tensor:
+        return self.n
+
+
+class Counting(PlainCounting, DifferentiableMetric):
+    """The same, written as one of ours."""
+
+
+KEPT: dict[str, Callable[[], Any]] = {
+    "a class": lambda: differentiable(PlainCounting, without_gradient="keep")(),
+    "a class of ours": lambda: differentiable(Counting, without_gradient="keep")(),
+    "an instance of ours": lambda: differentiable(Counting(), without_gradient="keep"),
+    "what was refusing before": lambda: differentiable(differentiable(PlainCounting), without_gradient="keep")(),
+    "a collection": lambda: differentiable(tm.MetricCollection, without_gradient="keep")([PlainCounting()]),
+    "a wrapper": lambda: differentiable(tm.MinMaxMetric, without_gradient="keep")(PlainCounting()),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_every_form_keeps_what_has_no_gradient(name: str) -> None:
+    metric = KEPT[name]()
+    metric(leaf())
+    pickle.loads(pickle.dumps(metric))(leaf())
+    assert 4 in [float(value) for value in flat_values(metric(leaf()))]
+    kept = type(metric)
+    assert pickle.loads(pickle.dumps(kept)) is kept
+
+
+def flat_values(value: Any) -> list[Tensor]:
+    return list(value.values()) if isinstance(value, dict) else [value]
+
+
+@pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save")
+def test_a_wrapper_class_keeps_metrics_that_say_they_have_none() -> None:
+    differentiable(tm.MinMaxMetric, without_gradient="keep")(tm.SpearmanCorrCoef())(leaf(), TARGET)
+    with pytest.raises(ConfigurationError, match="SpearmanCorrCoef"):
+        differentiable(tm.MinMaxMetric)(tm.SpearmanCorrCoef())
+
+
 def test_a_value_without_gradient_is_found_out() -> None:
-    class Counting(DifferentiableMetric):
-        full_state_update = False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.add_state("n", torch.tensor(0.0), "sum")
-
-        def update(self, preds: Tensor) -> None:
-            self.n = self.n + (preds > 0).sum()
-
-        def compute(self) -> Tensor:
-            return self.n
-
     metric = Counting()
     with pytest.raises(ConfigurationError, match="metric Counting: value: expected a gradient"):
         metric(leaf())

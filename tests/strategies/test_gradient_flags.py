@@ -76,6 +76,8 @@ def test_a_sparse_gradient_is_named_on_every_rank(pool: RankPool, run: Any) -> N
         assert "`centres.weight`" in error.message
         assert "rank 0: dense" in error.message
         assert "rank 1: sparse" in error.message
+        assert error.message.endswith("averaged over the ranks as dense tensors."), "advice about something else"
+        assert "sparse=False" in error.message
 
 
 class UsedEarlier(Job):
