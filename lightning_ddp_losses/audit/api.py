@@ -108,7 +108,7 @@ def audit(
             updates=context.comparison.updates,
             losses=compare_losses(context.ranks, context.one),
             diagnoses=found,
-            notes=notes(context, needs_group=auditor.needs_group),
+            notes=notes(context, auditor.context, needs_group=auditor.needs_group),
             settings=_report_settings(context, auditor, strategy),
         )
     finally:
@@ -305,6 +305,7 @@ class _Auditor:
         runs = CounterfactualRuns(
             without=lambda *more: self.context(off | set(more)).comparison,
             is_local_mean=lambda step: self._is_local_mean(off, ranks, step),
+            exchanged=lambda: self._exchanged(off, ranks),
             reversed_order=lambda: against_one("reversed"),
             unaccumulated=lambda: against_one("whole", accumulate=0),
             reseeded=lambda: against_one("joined", seed=_OTHER_SEED),
@@ -328,6 +329,11 @@ class _Auditor:
             name = f"rank {rank} alone {sorted(off)}"
             runs.append(self._replay(name, "one rank", rank=rank, steps=1, without=off))
         return self.record(*runs)
+
+    def _exchanged(self, off: frozenset[str], ranks: Recording) -> Comparison:
+        name = f"ranks with exchanged rows {sorted(off)}"
+        (exchanged,) = self.record(self._replay(name, "exchanged", without=off))
+        return compare(exchanged, ranks, self._allowed(off))
 
     def _trace(self, off: frozenset[str], step: int) -> str:
         label = " ".join(sorted(off))

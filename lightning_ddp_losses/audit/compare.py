@@ -188,16 +188,18 @@ class Scale:
     Attributes:
         floor: No error is relative to less than this.
         noise: A difference below this is rounding, whatever it is relative to: the bias before a batch norm.
-        quiet: Names whose tensors are no larger than the noise.
+        zero: A tensor below this is nothing but rounding: zero, whatever tolerance is asked for.
+        quiet: Names whose tensors are zero.
     """
 
     floor: float
     noise: float
+    zero: float
     quiet: frozenset[str]
 
 
 def _scale_at(one: Recording, step: int, what: What, *, strict: bool) -> Scale:
-    """Measure the scale of one process's tensors; ``strict`` lets no difference pass as noise."""
+    """Measure the scale of one process's tensors; ``strict`` lets no difference of what is not zero pass as noise."""
     sizes: dict[str, float] = {}
     eps = 0.0
     for name, entry in one.entries(0, step, what).items():
@@ -207,14 +209,15 @@ def _scale_at(one: Recording, step: int, what: What, *, strict: bool) -> Scale:
             sizes[name] = math.sqrt(_sum_pieces(entry, entry, start).theirs)
     floor = eps * math.sqrt(sum(size * size for size in sizes.values()))
     if not math.isfinite(floor):
-        return Scale(0.0, 0.0, frozenset())
+        return Scale(0.0, 0.0, 0.0, frozenset())
     # 16 bits round so coarsely that a multiple would hide real gradients
-    noise = floor
+    zero = floor
     if eps < 1e-5:
-        noise *= MULTIPLE
+        zero *= MULTIPLE
+    noise = zero
     if strict:
         noise = 0.0
-    return Scale(floor, noise, frozenset(name for name, size in sizes.items() if size <= noise))
+    return Scale(floor, noise, zero, frozenset(name for name, size in sizes.items() if size <= zero))
 
 
 # ---------------------------------------------------------------------- comparisons
@@ -372,8 +375,9 @@ def _judge(row: ComparedRow, norm: float, off_norm: float, scale: Scale) -> Verd
     """Give the verdict on two tensors that differ: rounding, a factor, or another direction."""
     # rounding: by the tensor's own tolerance, beside all tensors together, or as what an optimizer makes of rounding
     is_quiet_update = row.what == "parameter" and row.parameter in scale.quiet
-    if row.error <= row.tolerance or off_norm <= scale.noise or is_quiet_update:
-        all_rounding = norm <= scale.noise or row.tolerance >= _ALL_ROUNDING
+    is_zero = row.what == "gradient" and norm <= scale.zero
+    if row.error <= row.tolerance or off_norm <= scale.noise or is_quiet_update or is_zero:
+        all_rounding = is_zero or row.tolerance >= _ALL_ROUNDING
         if row.what == "gradient" and all_rounding and row.error > _ZERO_ERROR:
             return "zero"
         return "exact"

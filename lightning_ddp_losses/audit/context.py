@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.audit.compare import ComparedRow, Comparison
-from lightning_ddp_losses.audit.rank_record import NO_TENSOR, Entry, ModuleInfo, RankRecord, Recording
+from lightning_ddp_losses.audit.rank_record import NO_TENSOR, Entry, ModuleInfo, RankRecord, Recording, fewest_rows
 
 Severity = Literal["error", "explanation", "note"]
 
@@ -46,6 +47,7 @@ class CounterfactualRuns:
     Attributes:
         without: Ranks and one process again, with something switched off on both sides.
         is_local_mean: Whether the ranks' gradients are the mean of those of their own losses, up to a step.
+        exchanged: Ranks with the next rank's row at every second place, against the ranks.
         reversed_order: One process with the ranks' batches joined in reverse order, against one process.
         unaccumulated: One process without accumulation, all batches of a step joined, against one process.
         reseeded: One process with other random numbers, against one process.
@@ -55,6 +57,7 @@ class CounterfactualRuns:
 
     without: Callable[..., Comparison]
     is_local_mean: Callable[[int], bool]
+    exchanged: Callable[[], Comparison]
     reversed_order: Callable[[], Comparison]
     unaccumulated: Callable[[], Comparison]
     reseeded: Callable[[], Comparison]
@@ -134,6 +137,16 @@ class AuditContext:
             found.append(record.loss_of(first))
         return found
 
+    @property
+    def first_odd_batch(self) -> int | None:
+        """The first batch of the step that is looked at whose loss is not finite on some rank, and is in one process; None without one."""
+        for index, batch in enumerate(self.record.batches):
+            losses = [record.loss_of(index) for record in self.ranks.records]
+            of_one = self.one.records[0].loss_of(index)
+            if batch.step == self.step and _is_finite(of_one) and not all(map(_is_finite, losses)):
+                return index
+        return None
+
     def name(self, parameter: str) -> str:
         """Return a parameter's name as the user knows it: for unregistered ones the path where it was found."""
         aliases = self.one.records[0].module_info.aliases | self.info.aliases
@@ -173,6 +186,21 @@ class AuditContext:
     def is_local_mean(self) -> bool:
         """Whether the ranks do what DDP promises at the first step that differs: the mean of their own gradients."""
         return self.counterfactual.is_local_mean(self.step)
+
+    @cached_property
+    def keeps_gradients_of_exchanged_rows(self) -> bool:
+        """Whether the ranks' mean gradient stays the same when rows change ranks and keep their places: no row meets another.
+
+        False as well where that cannot be tried: without a second row, or where the ranks have the same rows.
+        """
+        for column in zip(*(record.batches for record in self.ranks.records), strict=False):
+            if column[0].step <= self.step and min(fewest_rows(batch.rows) for batch in column) < 2:
+                return False
+        for column in zip(*(record.batches for record in self.user_run.records), strict=False):
+            if len({batch.digest for batch in column}) < len(column):
+                return False
+        rows = self.counterfactual.exchanged().rows
+        return all(row.exact for row in rows if row.step <= self.step)
 
     @cached_property
     def factors(self) -> Factors:
@@ -215,6 +243,10 @@ class AuditContext:
                 stacked = torch.stack([piece.double() for piece in pieces])
                 gram += stacked @ stacked.T
         return gram
+
+
+def _is_finite(loss: float | None) -> bool:
+    return loss is None or math.isfinite(loss)
 
 
 def _common_factor(rows: Sequence[ComparedRow]) -> float | None:

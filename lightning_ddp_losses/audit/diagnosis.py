@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, plural
 from lightning_ddp_losses.audit.rules import DATA_RULES, STAGES, local_statistics, unknown
@@ -107,9 +108,15 @@ def _draws_without_mean(context: AuditContext) -> Diagnosis:
 # ---------------------------------------------------------------------- notes
 
 
-def notes(context: AuditContext, *, needs_group: bool) -> list[Diagnosis]:
-    """List what is true of both runs: no difference, but worth knowing."""
-    rules = (_without_optimizer, _accumulated_pairs, _changed_dtype, _overflow)
+def notes(context: AuditContext, make: MakeContext, *, needs_group: bool) -> list[Diagnosis]:
+    """List what is true of both runs: no difference, but worth knowing.
+
+    Args:
+        context: The audit as it ran.
+        make: The same audit with something switched off.
+        needs_group: The module calls torch.distributed itself.
+    """
+    rules = (_without_optimizer, partial(_accumulated_rows, make=make), _changed_dtype, _overflow)
     found = [note for rule in rules if (note := rule(context)) is not None]
     if needs_group:
         found.append(
@@ -130,11 +137,26 @@ def _note(fault: str, title: str, evidence: str, fix: str, confirmed: str = "") 
 
 def _without_optimizer(context: AuditContext) -> Diagnosis | None:
     names = context.info.unoptimized
-    if not names:
-        return None
     listed = ", ".join(f"`{name}`" for name in names[:4])
     if len(names) > 4:
         listed += " ..."
+    # what the optimizers hold in the module's place
+    foreign = _foreign_parameters(context)
+    if foreign:
+        instead = ""
+        if names:
+            instead = f", while {listed} {plural(names, 'is', 'are')} in none"
+        return _note(
+            "F02",
+            "an optimizer holds other parameters than the module's",
+            f"{len(foreign)} {plural(foreign, 'tensor', 'tensors')} in the optimizers, the first as `{foreign[0]}`, "
+            f"{plural(foreign, 'belongs', 'belong')} to no part of the module and {plural(foreign, 'gets', 'get')} no gradient{instead}.",
+            "Build the optimizer in configure_optimizers from self.parameters(): it holds a copy, or what stood in the module "
+            "before a part of it was replaced.",
+            "optimizers compared with the module's parameters",
+        )
+    if not names:
+        return None
     return _note(
         "F01",
         "a parameter in no optimizer",
@@ -145,21 +167,48 @@ def _without_optimizer(context: AuditContext) -> Diagnosis | None:
     )
 
 
-def _accumulated_pairs(context: AuditContext) -> Diagnosis | None:
+def _foreign_parameters(context: AuditContext) -> list[str]:
+    """List what optimizers hold, is not the module's, and had no gradient at any step, in one process as on the ranks."""
+    stepped: set[str] = set()
+    with_gradient: set[str] = set()
+    for run in (context.one, context.ranks):
+        for step in range(1, run.steps + 1):
+            entries = run.entries(0, step, "gradient")
+            stepped |= entries.keys()
+            with_gradient |= {name for name, entry in entries.items() if entry.exists}
+    owners = context.info.owners
+    return [name for name in owners if owners[name] == "unregistered" and name in stepped - with_gradient]
+
+
+def _accumulated_rows(context: AuditContext, make: MakeContext) -> Diagnosis | None:
     info = context.info
-    if info.accumulate <= 1 or not info.automatic or context.counterfactual.unaccumulated().equal:
+    if info.accumulate <= 1 or not info.automatic:
+        return None
+    # random draws and batch statistics are others in one large batch, whatever the loss is
+    off = set(context.switched_off)
+    if context.used_rng:
+        off.add("randomness")
+    if context.record.norms_at_wrap:
+        off.add("batch_norm")
+    quiet = context
+    if off != set(context.switched_off):
+        quiet = make(frozenset(off))
+    if quiet.used_rng and not quiet.counterfactual.reseeded().equal:
+        return None  # draws that no mean can replace
+    if quiet.counterfactual.unaccumulated().equal:
         return None
     sizes = set()
     for record in context.ranks.records:
         sizes |= {batch.total_rows for batch in record.batches}
-    if len(sizes) > 1 and context.is_local_mean:
+    if len(sizes) > 1 and quiet.is_local_mean:
         return None  # unequal pieces of a plain mean
     return _note(
         "F33",
-        "accumulation with a loss over pairs",
-        f"{info.accumulate} batches accumulated are not one batch of their rows: the loss compares "
-        f"rows, and sees those of one batch at a time.",
-        "More devices, or microbatched(...) for a large batch at a small batch's memory.",
+        "accumulated batches are not one large batch",
+        f"{info.accumulate} batches accumulated are not one batch of their rows: the loss compares rows (or is not linear in "
+        "their mean), and sees those of one batch at a time.",
+        "For more negatives draw one large batch and run the encoder over it in pieces: microbatched(encoder) needs a small batch's "
+        "memory; or take more devices. GlobalBatchLoss joins the rows of all ranks, not those of several batches.",
         "one process without accumulation has other gradients",
     )
 
@@ -168,7 +217,7 @@ def _changed_dtype(context: AuditContext) -> Diagnosis | None:
     # in one process: on the ranks it is a difference, and a rule's business
     events = context.one.records[0].parameter_events
     for name, what in events.items():
-        if what.startswith("changed"):
+        if what.startswith("changed from"):
             return _note(
                 "F78",
                 "a weight changes its dtype in forward",

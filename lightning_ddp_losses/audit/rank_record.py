@@ -30,6 +30,10 @@ _RANK_0_SECONDS = 20.0  # how long a rank waits to learn whether rank 0 has the 
 _BYTES = 1 << 24  # written and digested at a time
 
 
+GRADIENT_STAGES = ("backward", "reduced", "hooked", "used")
+"""A gradient's way to the optimizer: as backward leaves it, which is when DDP has reduced its own; after the strategy's whole backward,
+which is when this package's strategy has reduced its own; after the module's ``on_before_optimizer_step``; as the step used it."""
+
 # ---------------------------------------------------------------------- what a rank did
 
 RowCount = int | None
@@ -43,6 +47,13 @@ def sum_rows(rows: LoaderRows) -> int:
     """Add up the samples of all loaders."""
     if isinstance(rows, list):
         return sum(map(sum_rows, rows))
+    return rows or 0
+
+
+def fewest_rows(rows: LoaderRows) -> int:
+    """Return the samples of the loader that has the fewest."""
+    if isinstance(rows, list):
+        return min(map(fewest_rows, rows), default=0)
     return rows or 0
 
 
@@ -90,6 +101,7 @@ class ModuleInfo:
         unoptimized: Trainable parameters that no optimizer holds.
         shards: First class and dimension of this rank's block, for parameters that ranks hold in blocks by design.
         module_types: Full class name of each submodule.
+        pair_losses: Losses known to compare the rows of a batch with each other, that do not gather them.
         dropout: Submodules that drop.
         automatic: Whether Lightning steps the optimizers itself.
         accumulate: Batches to an optimizer step.
@@ -105,6 +117,7 @@ class ModuleInfo:
     unoptimized: list[str] = field(default_factory=list)
     shards: dict[str, tuple[int, int]] = field(default_factory=dict)
     module_types: dict[str, str] = field(default_factory=dict)
+    pair_losses: list[str] = field(default_factory=list)
     dropout: list[str] = field(default_factory=list)
     automatic: bool = True
     accumulate: int = 1
@@ -133,6 +146,7 @@ class RankRecord:
         lightning_backwards: Backward calls that went through Lightning's strategy.
         tensor_backwards: All calls of ``Tensor.backward``.
         metric_losses: Metrics of torchmetrics that returned a value with gradient.
+        fingerprints: Of the gradients on their way to each step, by stage (``GRADIENT_STAGES``) and name; on ranks only.
         parameter_events: What happened to a parameter after the wrap (``"replaced after the wrap"``), by name.
         trace: Calls of the modules in the traced step, in forward order.
         module_info: The module and its trainer when training started.
@@ -151,6 +165,7 @@ class RankRecord:
     lightning_backwards: int = 0
     tensor_backwards: int = 0
     metric_losses: list[str] = field(default_factory=list)
+    fingerprints: list[dict[str, dict[str, int]]] = field(default_factory=list)
     parameter_events: dict[str, str] = field(default_factory=dict)
     trace: list[ModuleCall] = field(default_factory=list)
     module_info: ModuleInfo = field(default_factory=ModuleInfo)

@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelSummary, ProgressBar, Timer
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.audit import ablations
 from lightning_ddp_losses.audit.rank_record import (
@@ -35,9 +36,12 @@ from lightning_ddp_losses.audit.rank_record import (
 )
 from lightning_ddp_losses.audit.replay import Run, batch_digest, count_loader_rows, save_batch
 from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.core.autograd_graph import accumulation_node
 from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.module_search import find_hidden
+from lightning_ddp_losses.distributed.fingerprint import fingerprints
 from lightning_ddp_losses.distributed.shard import shard_of
+from lightning_ddp_losses.losses.pml_registry import compares_rows, gathers_by_itself
 from lightning_ddp_losses.strategies.ddp_setup import describe_reshuffle
 from lightning_ddp_losses.strategies.loss_discovery import find_losses
 
@@ -72,6 +76,10 @@ class Recorder(Callback):
         self._wrapped: dict[str, nn.Parameter] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._trainable: set[str] = set()
+        self._hooked_nodes: dict[str, Any] = {}  # the nodes that DDP's hooks hang on
+        # gradients of the step to come, by stage
+        self._fingerprints: dict[str, dict[str, int]] = {}
+        self._stepping: dict[str, nn.Parameter] = {}  # of the step that is being made
 
     # ------------------------------------------------------------------ before the first step
 
@@ -85,11 +93,13 @@ class Recorder(Callback):
         self._wrapped = dict(pl_module.named_parameters())
         self._dtypes = {name: parameter.dtype for name, parameter in self._wrapped.items()}
         self._trainable = {name for name, parameter in self._wrapped.items() if parameter.requires_grad}
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            self._hooked_nodes = {name: accumulation_node(self._wrapped[name]) for name in self._trainable}
         self.record.parameter_order = list(self._wrapped)
         self.record.parameter_count = sum(parameter.numel() for parameter in self._wrapped.values())
         self.record.norms_at_wrap = norm_classes(pl_module)
         self._hook_steps(trainer, pl_module)
-        self._hook_backwards(trainer)
+        self._hook_backwards(trainer, pl_module)
         self._hook_metrics(pl_module)
         if self.run.trace:
             self.trace = Trace(pl_module, self.writer.home)
@@ -141,6 +151,11 @@ class Recorder(Callback):
         def leave(*_: Any) -> None:
             self._inside_strategy_step = False
 
+        def record_used(*_: Any) -> None:
+            if self._stepping:
+                self.record.fingerprints[-1]["used"] = self._gradient_fingerprints(self._stepping)
+            self._stepping = {}
+
         def record_unhooked(optimizer: Any, *_: Any) -> None:
             # manual optimisation with optimizer.step() of torch's own calls none of Lightning's hooks
             if not module.automatic_optimization and not self._inside_strategy_step:
@@ -150,10 +165,15 @@ class Recorder(Callback):
         self._wrap_method(trainer.strategy, "optimizer_step", before=enter, after=leave)
         for optimizer in trainer.optimizers:
             self._undo.append(optimizer.register_step_pre_hook(record_unhooked).remove)
+            # what clipping left; Lightning runs the closure inside the step, so before it there is nothing to see
+            self._undo.append(optimizer.register_step_post_hook(record_used).remove)
 
-    def _hook_backwards(self, trainer: Trainer) -> None:
-        """Count backward calls: those through Lightning, and all."""
+    def _hook_backwards(self, trainer: Trainer, module: LightningModule) -> None:
+        """Count backward calls: those through Lightning, and all; see what the strategy's own leave."""
         plain_backward = Tensor.backward
+
+        def record_reduced(*_: Any) -> None:
+            self._fingerprints["reduced"] = self._gradient_fingerprints(parameters_by_name(trainer, module))
 
         def count_lightning() -> None:
             self.record.lightning_backwards += 1
@@ -163,7 +183,7 @@ class Recorder(Callback):
             self.record.tensor_backwards += 1
             return plain_backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-        self._wrap_method(trainer.strategy, "backward", before=count_lightning)
+        self._wrap_method(trainer.strategy, "backward", before=count_lightning, after=record_reduced)
         Tensor.backward = counted  # type: ignore[method-assign]
         self._undo.append(lambda: setattr(Tensor, "backward", plain_backward))
 
@@ -199,6 +219,20 @@ class Recorder(Callback):
         self._undo.append(lambda: owner.__dict__.pop(name, None))
 
     # ------------------------------------------------------------------ steps
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See the gradients that DDP has reduced, before the module's own hook does."""
+        self._fingerprints["backward"] = self._gradient_fingerprints(parameters_by_name(trainer, pl_module))
+
+    def _gradient_fingerprints(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+        """Return what gradients are now, by name; nothing in one process, which has nobody to compare them with."""
+        if not self.run.ranks:
+            return {}
+        gradients: dict[str, Tensor] = {}
+        for name, parameter in parameters.items():
+            if parameter.grad is not None and parameter.grad.layout == torch.strided:
+                gradients[name] = parameter.grad
+        return dict(zip(gradients, fingerprints(gradients.values()), strict=True))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the batch, and switch off what the run is without."""
@@ -238,11 +272,13 @@ class Recorder(Callback):
         # gradients of this optimizer's parameters and of those that nobody optimises
         stepping = _parameter_ids([optimizer])
         of_others = _parameter_ids(trainer.optimizers) - stepping
-        gradients = []
-        for name, parameter in parameters_by_name(trainer, module).items():
-            if parameter.requires_grad and id(parameter) not in of_others:
-                gradients.append((name, parameter.grad))
+        parameters = parameters_by_name(trainer, module)
+        self._stepping = {n: p for n, p in parameters.items() if p.requires_grad and id(p) not in of_others}
+        gradients = [(name, parameter.grad) for name, parameter in self._stepping.items()]
         self.writer.write(self.record.steps, "gradient", gradients)
+        # their way here; what the step makes of them is added to the same entry
+        hooked = self._gradient_fingerprints(self._stepping)
+        self.record.fingerprints.append({**self._fingerprints, "hooked": hooked})
         # what the step depends on besides
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.record.learning_rates.append(rates)
@@ -264,10 +300,18 @@ class Recorder(Callback):
                 events.setdefault(name, "replaced after the wrap")
             elif parameter.dtype != self._dtypes[name]:
                 events.setdefault(name, f"changed from {self._dtypes[name]} to {parameter.dtype}")
+            elif self._lost_hook(name, parameter):
+                events.setdefault(name, "changed its dtype or device and back after the wrap")
             elif parameter.requires_grad and name not in self._trainable:
                 events.setdefault(name, "unfrozen after the wrap")
             elif not parameter.requires_grad and name in self._trainable:
                 events.setdefault(name, "frozen after the wrap")
+
+    def _lost_hook(self, name: str, parameter: nn.Parameter) -> bool:
+        """Say whether gradients no longer pass where DDP's hook hangs."""
+        if not parameter.requires_grad or name not in self._hooked_nodes:
+            return False
+        return accumulation_node(parameter) is not self._hooked_nodes[name]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -436,6 +480,20 @@ def parameter_owners(module: LightningModule, names: list[str]) -> dict[str, str
     return found
 
 
+def _local_pair_losses(module: LightningModule) -> list[str]:
+    """List the losses that compare rows, by name, but those inside something that gathers the rows of all ranks."""
+    found = []
+    gathering: tuple[str, ...] = ()
+    for name, child in module.named_modules():
+        if name.startswith(gathering):
+            continue
+        if gathers_by_itself(child):
+            gathering += (f"{name}.",)
+        elif compares_rows(child):
+            found.append(name)
+    return found
+
+
 def describe_module(trainer: Trainer, module: LightningModule) -> ModuleInfo:
     """Describe what does not change during a run."""
     parameters = parameters_by_name(trainer, module)
@@ -464,6 +522,7 @@ def describe_module(trainer: Trainer, module: LightningModule) -> ModuleInfo:
         unoptimized=[n for n, p in module.named_parameters() if p.requires_grad and id(p) not in optimized],
         shards=shards,
         module_types={name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in modules.items()},
+        pair_losses=_local_pair_losses(module),
         dropout=[name for name, m in modules.items() if isinstance(m, compat.DROPOUT_TYPES) and getattr(m, "p", False)],
         automatic=module.automatic_optimization,
         accumulate=trainer.accumulate_grad_batches,

@@ -66,15 +66,20 @@ class ReplayBatch:
         files: The recorded batches.
         rows: Rows in each.
         part: The part; None: all rows.
+        exchanged: Take the first batch alone, with rows of the second at every second place.
     """
 
     files: tuple[str, ...]
     rows: tuple[LoaderRows, ...]
     part: Part | None = None
+    exchanged: bool = False
 
     def load(self) -> Any:
         """Read the recorded batches and make the one that is replayed."""
-        joined = join_batches([load_batch(file) for file in self.files], self.rows)
+        batches = [load_batch(file) for file in self.files]
+        if self.exchanged:
+            return exchange_rows(batches, self.rows)
+        joined = join_batches(batches, self.rows)
         if self.part is None:
             return joined
         return take_part(joined, self.part, _joined_rows(self.rows))
@@ -82,6 +87,8 @@ class ReplayBatch:
     @property
     def row_count(self) -> LoaderRows:
         """Samples in the batch, as far as the recorded ones tell."""
+        if self.exchanged:
+            return self.rows[0]
         rows = self.rows[0] if len(self.rows) == 1 else _joined_rows(self.rows)
         return rows if self.part is None else _part_of(rows, self.part)
 
@@ -147,10 +154,15 @@ Column = list[BatchRecord]  # the batches that the ranks had at the same time, i
 Assignment = Callable[[Column, int], list[list[ReplayBatch]]]  # a column, a rank -> batches for each process
 
 
-def _replay_batch(records: Sequence[BatchRecord], part: Part | None = None) -> ReplayBatch:
+def _replay_batch(records: Sequence[BatchRecord], part: Part | None = None, *, exchanged: bool = False) -> ReplayBatch:
     files = tuple(record.file for record in records)
     rows = tuple(record.rows for record in records)
-    return ReplayBatch(files, rows, part)
+    return ReplayBatch(files, rows, part, exchanged)
+
+
+def _with_next_rank(column: Column, rank: int) -> ReplayBatch:
+    """Plan a rank's batch with rows of the next rank's; the others tell how many places all ranks have."""
+    return _replay_batch(column[rank:] + column[:rank], exchanged=True)
 
 
 _ASSIGNMENTS: dict[str, Assignment] = {
@@ -161,6 +173,7 @@ _ASSIGNMENTS: dict[str, Assignment] = {
     "even": lambda column, _: [[_replay_batch(column, (r, r + 1, len(column)))] for r in range(len(column))],
     "even joined": lambda column, _: [[_replay_batch(column, (0, len(column), len(column)))]],
     "one rank": lambda column, rank: [[_replay_batch([column[rank]])]],
+    "exchanged": lambda column, _: [[_with_next_rank(column, rank)] for rank in range(len(column))],
 }
 
 
@@ -169,7 +182,8 @@ def plan_replay(recording: Recording, assignment: str, *, steps: int, rank: int 
 
     Args:
         recording: Of the ranks.
-        assignment: ``"same"``: each rank its own. ``"joined"``: one process, in rank order. ``"reversed"``: the other way
+        assignment: ``"same"``: each rank its own. ``"exchanged"``: the same with the next rank's row at every second place, so
+            that no row changes its place in a batch. ``"joined"``: one process, in rank order. ``"reversed"``: the other way
             round. ``"local"``: one process, the ranks' batches one after the other. ``"even"``: joined rows, divided evenly.
             ``"even joined"``: those rows for one process. ``"one rank"``: the batches of ``rank`` alone. ``"whole"``: one
             process, all batches of an optimizer step joined.
@@ -380,14 +394,35 @@ def take_part(batch: Any, part: Part, rows: LoaderRows) -> Any:
     return take_rows(batch, slice(size * start, size * stop), hint)
 
 
-def take_rows(batch: Any, part: slice, hint: RowCount = None) -> Any:
+def exchange_rows(batches: Sequence[Any], rows: Sequence[LoaderRows]) -> Any:
+    """Return the first batch with the second one's row at every second place that all batches have."""
+    # loader by loader, where there are several
+    of_ranks = [_loader_batches(batch, each) for batch, each in zip(batches, rows, strict=True)]
+    if of_ranks[0] is not None and all(each is not None and len(each) == len(of_ranks[0]) for each in of_ranks):
+        children = []
+        for index in range(len(of_ranks[0])):
+            column = [each[index][1] for each in of_ranks if each is not None]
+            rows_of_loader = [each[index] for each in rows if isinstance(each, list)]
+            children.append(exchange_rows(column, rows_of_loader))
+        return _rebuild_nest(batches[0], children)
+    # places in the two batches joined: a row of the second lies behind all of the first
+    hints = [None if isinstance(each, list) else each for each in rows]
+    counts = [count_rows(batch, hint) or 0 for batch, hint in zip(batches, hints, strict=True)]
+    own = counts[0]
+    places = list(range(own))
+    for place in range(1, min(counts), 2):
+        places[place] = own + place
+    return take_rows(join_batches(batches[:2], rows[:2]), places, own + counts[1])
+
+
+def take_rows(batch: Any, part: slice | list[int], hint: RowCount = None) -> Any:
     """Take the rows of ``part``; what is not rows stays."""
     rows = count_rows(batch, hint)
     sample_lists = _has_sample_lists(batch, rows)
 
     def cut(tree: Any) -> Any:
         if _are_rows(tree, rows, sample_lists):
-            return tree[part]
+            return tree[part] if isinstance(part, slice) else [tree[place] for place in part]
         if _is_array(tree) and tree.ndim and tree.shape[0] == rows:
             return tree[part]
         children = _children(tree)

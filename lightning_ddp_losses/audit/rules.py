@@ -9,7 +9,8 @@ What the patterns mean, ratios being those of norms on the ranks over norms in o
 * 1/W everywhere: a gather whose gradient flows through this rank's part only;
 * W on the loss's own parameters: a factor that was meant for the encoder;
 * exact above a batch norm and wrong below it: each rank's own statistics;
-* another direction with a loss over pairs, the ranks being the mean of their own losses: negatives were never gathered;
+* another direction, the ranks being the mean of their own losses: rows depend on the other rows of their rank (a loss over pairs that
+  never gathered negatives), or, where rows that change ranks have the same gradients, on their place in the batch;
 * a weighted sum of the ranks' own gradients that follows rows or valid targets: a mean of means.
 """
 
@@ -84,20 +85,37 @@ def rounding(context: AuditContext) -> Diagnosis | None:
 
 
 def not_finite(context: AuditContext) -> Diagnosis | None:
-    """F79: overflow or NaN on one side only."""
+    """F79: overflow or NaN on one side only, in gradients or in a loss whose gradient is finite all the same."""
     odd = [row for row in context.rows if row.verdict == "not finite"]
-    if not odd:
+    batch = context.first_odd_batch
+    if not odd and batch is None:
         return None
-    losses = comma_list(map(loss_text, context.losses_at(context.step)))
-    return Diagnosis(
-        "F79",
-        "infinite or NaN gradients",
-        f"{context.names(odd)} {plural(odd, 'has', 'have')} values that are not finite on rank "
-        f"{odd[0].rank} or in one process, but not in both. "
-        f"The ranks' losses are {losses}.",
-        "Look for the first layer that overflows on that rank's batch; lower the learning rate or use bf16 "
-        "instead of fp16.",
-    )
+    evidence = []
+    title = "a loss that is not finite"
+    if odd:
+        title = "infinite or NaN gradients"
+        evidence.append(
+            f"{context.names(odd)} {plural(odd, 'has', 'have')} values that are not finite on rank "
+            f"{odd[0].rank} or in one process, but not in both."
+        )
+    # the loss that was not finite, of several micro-batches the first
+    if batch is None:
+        evidence.append("All losses of that step are finite: it is in backward that something overflows.")
+        fix = (
+            "Look for the first layer whose gradient overflows on that rank's batch (a root or a logarithm at zero); or use bf16 "
+            "instead of fp16."
+        )
+    else:
+        losses = [
+            f"rank {rank} {loss_text(record.loss_of(batch))}" for rank, record in enumerate(context.ranks.records)
+        ]
+        evidence.append(f"The first loss that is not finite is that of batch {batch}: {comma_list(losses)}.")
+        fix = (
+            "Look at that rank's batch. NaN is often a mean over nothing (no valid target, an empty mask): divide the sum by the number "
+            "of valid elements of all ranks, as GlobalBatchLoss does. Infinity is an overflow: lower the learning rate, or use bf16 "
+            "instead of fp16."
+        )
+    return Diagnosis("F79", title, " ".join(evidence), fix)
 
 
 # ---------------------------------------------------------------------- a common factor
@@ -115,7 +133,8 @@ def metric_as_loss(context: AuditContext) -> Diagnosis | None:
         f"`{metrics[0]}` returns a value with gradient; all gradients are {_factor_text(factor)} = "
         f"1/{context.W} of one process's: in its "
         "sync only this rank's part keeps its graph.",
-        "Take a loss module instead of the metric, evaluated over the global batch (GlobalBatchLoss).",
+        f"Make the metric keep its gradient through the sync: lightning_ddp_losses.differentiable({metrics[0]}). Or take a loss "
+        "module instead, evaluated over the global batch (GlobalBatchLoss).",
     )
 
 
@@ -290,7 +309,9 @@ def mean_of_means(context: AuditContext) -> Diagnosis | None:
             "and each rank's mean counts alike."
         )
     else:
-        if abs(sum(weights) - 1) > 0.02:
+        # equal shares are what DDP gives them: then something else differs
+        shares_differ = max(weights) - min(weights) > min(0.02, max(1e-6, 64 * context.unit))
+        if abs(sum(weights) - 1) > 0.02 or not shares_differ:
             return None
         # weights in proportion to rows: the ranks' batches differ; else what counts in them differs
         reason = "valid targets (ignored, masked or zero elements do not count)"
@@ -313,9 +334,13 @@ def mean_of_means(context: AuditContext) -> Diagnosis | None:
 
 
 def never_gathered(context: AuditContext) -> Diagnosis | None:
-    """F29, F31: a loss that compares rows sees this rank's rows only."""
+    """F29, F31: a loss that is no mean over rows sees this rank's rows only."""
     if not context.wrong or context.desynchronized or not context.is_local_mean:
         return None
+    if _local_norms(context) and "batch_norm" not in context.switched_off:
+        return None  # local statistics look like this too: asked again with batch norm in evaluation mode
+    if context.keeps_gradients_of_exchanged_rows:
+        return _counts_by_place(context)
     losses = context.losses_at(context.step)
     without_pairs = [rank for rank, loss in enumerate(losses) if loss == 0.0]
     cosine = min(row.cosine for row in context.wrong)
@@ -325,19 +350,57 @@ def never_gathered(context: AuditContext) -> Diagnosis | None:
     of_one = context.one.records[0].loss_of(0)
     if context.step == 1 and of_one is not None:
         evidence += f", on the concatenated embeddings {loss_text(of_one)}"
+    fault = "F29"
+    fix = (
+        "Wrap the loss: GlobalBatchLoss(loss) (or DDPLossStrategy(global_batch='auto')); and draw batches "
+        "with GlobalBatchSampler."
+    )
     if without_pairs:
         fault, title = "F31", "a batch without valid pairs on a rank"
         evidence += f"; rank {without_pairs[0]} had no pair to compare."
+    elif context.info.pair_losses:
+        title = "a loss over pairs that never sees the other ranks' rows"
+        listed = comma_list(f"`{name}`" for name in context.info.pair_losses[:3])
+        evidence += f": negatives of other ranks are missing in {listed}."
     else:
-        fault, title = "F29", "a loss over pairs that never sees the other ranks' rows"
-        evidence += ": negatives of other ranks are missing."
+        # pairs and a function of a mean cannot be told apart from outside: |mean of y|^2 is a mean over pairs
+        title = "a loss that is no mean over its rows sees one rank's rows only"
+        evidence += (
+            ". It compares rows with each other, or is not linear in a mean over them (the square of a mean, a penalty on "
+            "a gradient, several means over other numbers of valid targets): its mean over the ranks' rows is not what it is of all rows."
+        )
+        fix = (
+            "If it is computed from the rows' outputs, evaluate it over those of all ranks: GlobalBatchLoss(loss), or "
+            "collectives.all_gather_with_grad before it. If it is a function of a mean, take that mean over all ranks first "
+            "(collectives.all_reduce_with_grad). A penalty on a gradient per batch stays one per rank: make it one per row."
+        )
+    return Diagnosis(fault, title, evidence, fix, confirmed=_MEAN_OF_RANKS)
+
+
+def _counts_by_place(context: AuditContext) -> Diagnosis:
+    """F72, or no known fault: rows may change ranks, but not their places in a batch."""
+    confirmed = "rows that change ranks and keep their places have the same gradients"
+    without_draws = "randomness" not in context.switched_off and context.counterfactual.without("randomness").equal
+    if without_draws:
+        return Diagnosis(
+            "F72",
+            "the same random numbers on every rank",
+            "No row meets another one, but what is drawn for a row depends on its place in the rank's batch: a generator "
+            f"of the module's own is seeded alike on {context.W} ranks, so they share their draws, where one process has other "
+            "draws for each row.",
+            "Seed that generator with the rank too (seed + self.global_rank). The gradients still differ from those of one "
+            'process, as they should: audit with without=("randomness",).',
+            confirmed=f"{confirmed}, and with every draw replaced by its mean both runs are equal",
+            severity="explanation",
+        )
     return Diagnosis(
-        fault,
-        title,
-        evidence,
-        "Wrap the loss: GlobalBatchLoss(loss) (or DDPLossStrategy(global_batch='auto')); and draw batches "
-        "with GlobalBatchSampler.",
-        confirmed=_MEAN_OF_RANKS,
+        "",
+        "a row's place in its batch counts",
+        "No row meets another one, but a row's gradient depends on its place in the rank's batch (weights or noise by "
+        "position), and places are others in the batch of one process.",
+        "Take what belongs to a row from the row (its data or its index in the data set), not from its place; else nothing is wrong "
+        "but that W ranks differ from one process.",
+        confirmed=confirmed,
     )
 
 

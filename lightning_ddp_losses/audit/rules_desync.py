@@ -17,11 +17,10 @@ from lightning_ddp_losses.audit.rank_record import Entry
 def parameter_order(context: AuditContext) -> Diagnosis | None:
     """F12: DDP pairs by position."""
     orders = [record.parameter_order for record in context.ranks.records]
-    if all(names == orders[0] for names in orders):
+    first = _first_difference(list(zip_longest(*orders, fillvalue="nothing")), "`{}`")
+    if first is None:
         return None
-    by_position = list(zip_longest(*orders, fillvalue="nothing"))
-    at = next(index for index, column in enumerate(by_position) if _differ(column))
-    shown = "; ".join(f"rank {rank} `{name}`" for rank, name in enumerate(by_position[at]))
+    at, shown = first
     return Diagnosis(
         "F12",
         "parameters are registered in another order per rank",
@@ -108,8 +107,9 @@ _EVENTS = {
     ),
     "changed": (
         "F07",
-        "a parameter that changes its dtype in forward",
-        "Cast the embeddings to the weight's dtype before the loss",
+        "a parameter that changes its dtype or device after the wrap",
+        "Convert the module before fit (or in configure_model), and in forward cast the embeddings to the weight's dtype, not "
+        "the weight",
     ),
     "unfrozen": (
         "F08",
@@ -176,7 +176,7 @@ def clipped_by_desynchronized_norm(context: AuditContext) -> Diagnosis | None:
     drifted = [row for row in updates if not row.ranks_agree and row.parameter in equal_before]
     if not unreduced or not drifted or not context.info.clip:
         return None
-    if _scales_differ(context) or _rates_differ(context):
+    if _scales_differ(context) or _rates_differ(context) or changed_after_reduction(context) is not None:
         return None
     return Diagnosis(
         "F13",
@@ -191,13 +191,91 @@ def clipped_by_desynchronized_norm(context: AuditContext) -> Diagnosis | None:
     )
 
 
+def changed_after_reduction(context: AuditContext) -> Diagnosis | None:
+    """F13: what all ranks had alike after the reduction, some ranks clipped or changed by themselves."""
+    if _scales_differ(context) or own_backward(context) is not None:
+        return None
+    by_rank = [record.fingerprints[context.step - 1] for record in context.ranks.records]
+    apart = [row for row in (*context.rows, *context.comparison.first_updates()) if not row.ranks_agree]
+    names = list(dict.fromkeys(row.parameter for row in apart))
+    if not all(any(_agree(by_rank, stage, name) for stage in ("backward", "reduced")) for name in names):
+        return None  # a gradient that nobody reduced has a rule of its own
+    # where the ranks part: in the module's hooks, or between those and the step
+    stage, place = "hooked", "in on_after_backward or on_before_optimizer_step"
+    changed = [name for name in names if _part(by_rank, stage, name)]
+    if not changed:
+        stage = "used"
+        place = "between on_before_optimizer_step and the step: configure_gradient_clipping, or the optimizer itself"
+        changed = [name for name in names if _part(by_rank, stage, name)]
+    if not changed:
+        return None
+    # the ranks whose values are no longer what the reduction left, where the others' still are
+    earlier = "reduced"
+    if not _agree(by_rank, earlier, changed[0]):
+        earlier = "backward"
+    ranks = [r for r, stages in enumerate(by_rank) if stages[stage].get(changed[0]) != stages[earlier][changed[0]]]
+    who = "each rank in its own way"
+    if len(ranks) < len(by_rank):
+        who = f"by rank {comma_list(ranks)}"
+    shown = context.names({row.parameter: row for row in apart if row.parameter in changed}.values())
+    verb = plural(changed, "was", "were")
+    return Diagnosis(
+        "F13",
+        "gradients that are clipped or changed on some ranks only",
+        f"{shown} {verb} equal on all ranks when the reduction was done, then changed {who}, {place}.",
+        "Clip and change gradients on every rank alike: they are equal after the reduction, so the same code gives the same "
+        "result. Leave it to Trainer(gradient_clip_val=...), or take the `if rank` away.",
+        confirmed="fingerprints of the gradients on their way to the step",
+        parameters=tuple(changed),
+    )
+
+
+def changed_outside_step(context: AuditContext) -> Diagnosis | None:
+    """SYNC: the step used the same gradient and rate on all ranks, and the parameter is another one after it."""
+    by_rank = [record.fingerprints[context.step - 1] for record in context.ranks.records]
+    apart = [row for row in context.comparison.first_updates() if not row.ranks_agree]
+    if not apart or _scales_differ(context) or _rates_differ(context) or unequal_start(context) is not None:
+        return None
+    if not all(_agree(by_rank, "used", row.parameter) for row in apart):
+        return None
+    verb = plural(apart, "differs", "differ")
+    return Diagnosis(
+        "SYNC",
+        "a parameter that some ranks change outside the optimizer step",
+        f"{context.names(apart)} {verb} between ranks after step {context.step}, which had the same gradients and learning rates on all "
+        "ranks.",
+        "Look for code that writes parameters on some ranks only (a hook with `if rank`, a copy_, a reset), or for optimizers that were "
+        "restored from different states.",
+        confirmed="fingerprints of the gradients that the step used",
+        parameters=tuple(row.parameter for row in apart),
+    )
+
+
+_Stages = dict[str, dict[str, int]]  # of one rank: by stage and name, a gradient's fingerprint
+
+
+def _agree(by_rank: Sequence[_Stages], stage: str, name: str) -> bool:
+    """Say whether all ranks have that gradient at that stage, with the same bits."""
+    values = _values_at(by_rank, stage, name)
+    return None not in values and not _differ(values)
+
+
+def _part(by_rank: Sequence[_Stages], stage: str, name: str) -> bool:
+    """Say whether all ranks have that gradient at that stage, with other bits."""
+    values = _values_at(by_rank, stage, name)
+    return None not in values and _differ(values)
+
+
+def _values_at(by_rank: Sequence[_Stages], stage: str, name: str) -> list[int | None]:
+    return [stages.get(stage, {}).get(name) for stages in by_rank]
+
+
 def skipped_step(context: AuditContext) -> Diagnosis | None:
     """F14, F15: loss scales, or steps that the scaler skipped, differ by rank."""
-    if not _scales_differ(context):
+    first = _first_difference(_loss_scales(context), "{:g}")
+    if first is None:
         return None
-    by_step = _loss_scales(context)
-    at = next(index for index, column in enumerate(by_step) if _differ(column))
-    shown = comma_list(f"rank {rank} {scale:g}" for rank, scale in enumerate(by_step[at]))
+    at, shown = first
     if at == 0:
         fault, title = "F15", "the loss scale differs by rank"
         reason = "Scaled gradients are averaged and divided by different scales."
@@ -216,11 +294,10 @@ def skipped_step(context: AuditContext) -> Diagnosis | None:
 
 def different_rates(context: AuditContext) -> Diagnosis | None:
     """F17: each rank has its own learning rate."""
-    if not _rates_differ(context):
+    first = _first_difference(_learning_rates(context))
+    if first is None:
         return None
-    by_step = _learning_rates(context)
-    at = next(index for index, column in enumerate(by_step) if _differ(column))
-    shown = comma_list(f"rank {rank} {rates}" for rank, rates in enumerate(by_step[at]))
+    at, shown = first
     return Diagnosis(
         "F17",
         "the learning rate differs by rank",
@@ -231,22 +308,32 @@ def different_rates(context: AuditContext) -> Diagnosis | None:
 
 
 def _loss_scales(context: AuditContext) -> list[tuple[float | None, ...]]:
-    """List the ranks' loss scales, step by step."""
-    return list(zip(*(record.loss_scales for record in context.ranks.records), strict=False))
+    """List the ranks' loss scales by step, as far as they can explain a difference."""
+    # the step after it too: a step that was skipped shows in the next scale
+    by_step = zip(*(record.loss_scales for record in context.ranks.records), strict=False)
+    return list(by_step)[: context.step + 1]
 
 
 def _learning_rates(context: AuditContext) -> list[tuple[list[float], ...]]:
-    """List the ranks' learning rates, step by step."""
-    return list(zip(*(record.learning_rates for record in context.ranks.records), strict=False))
+    """List the ranks' learning rates by step, as far as they can explain a difference."""
+    by_step = zip(*(record.learning_rates for record in context.ranks.records), strict=False)
+    return list(by_step)[: context.step]
 
 
 def _scales_differ(context: AuditContext) -> bool:
-    # the step after the difference too: a step that was skipped shows in the next scale
-    return any(_differ(column) for column in _loss_scales(context)[: context.step + 1])
+    return any(map(_differ, _loss_scales(context)))
 
 
 def _rates_differ(context: AuditContext) -> bool:
-    return any(_differ(column) for column in _learning_rates(context)[: context.step])
+    return any(map(_differ, _learning_rates(context)))
+
+
+def _first_difference(columns: Sequence[Sequence[object]], form: str = "{}") -> tuple[int, str] | None:
+    """Find the first column whose values differ by rank: its place, and its values as text; None where all agree."""
+    for place, column in enumerate(columns):
+        if _differ(column):
+            return place, comma_list(f"rank {rank} {form.format(value)}" for rank, value in enumerate(column))
+    return None
 
 
 def _differ(column: Sequence[object]) -> bool:
@@ -306,11 +393,13 @@ DESYNC_RULES: tuple[Callable[[AuditContext], Diagnosis | None], ...] = (
     skipped_step,
     different_rates,
     clipped_by_desynchronized_norm,
+    changed_after_reduction,
     norm_converted_late,
     changed_after_wrap,
     unregistered_loss,
     own_backward,
     unequal_start,
     own_queue,
+    changed_outside_step,
 )
 """In the order in which they are asked."""

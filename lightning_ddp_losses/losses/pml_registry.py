@@ -188,6 +188,13 @@ def takes_class_labels(inner: nn.Module) -> bool:
     )
 
 
+def compares_rows(loss: object) -> bool:
+    """Say whether a loss is known to compare the rows of a batch with each other, and not with class weights of its own."""
+    if not isinstance(loss, pml.BaseMetricLossFunction) or next(loss.parameters(), None) is not None:
+        return False
+    return facts_of(loss).mode != "elements"
+
+
 def gathers_by_itself(module: nn.Module) -> bool:
     """Say whether a module gathers the rows of all ranks: one of ours, or PML's own wrapper."""
     theirs = isinstance(module, (DistributedLossWrapper, DistributedMinerWrapper))

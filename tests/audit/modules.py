@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +149,50 @@ class MetricAsLoss(Module):
         return self.metric(z, F.one_hot(y, CLASSES).float())
 
 
+# ---------------------------------------------------------------------- losses that are no mean over rows, or by place
+
+
+class SquaredMean(Module):
+    """Compares no rows, and is not linear in their mean."""
+
+    def objective(self, z: Tensor, y: Tensor) -> Tensor:
+        return self.loss(z, y) + z.mean(0).square().sum()
+
+
+class GradientPenalty(Module):
+    """A penalty on the gradient of the batch's mean loss."""
+
+    def objective(self, z: Tensor, y: Tensor) -> Tensor:
+        loss = self.loss(z, y)
+        (gradient,) = torch.autograd.grad(loss, [self.encoder[2].weight], create_graph=True)
+        return loss + gradient.square().sum()
+
+
+class HandWrittenContrast(Module):
+    """Compares rows, as a function that no table knows."""
+
+    def objective(self, z: Tensor, y: Tensor) -> Tensor:
+        logits = z @ z.T - torch.eye(len(z)) * 1e3
+        return -(logits.log_softmax(1) * (y[:, None] == y)).mean()
+
+
+class SameNoise(Module):
+    """Noise from a generator that every rank seeds alike."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        x, y = batch
+        generator = torch.Generator().manual_seed(self.global_step)
+        return self.objective(self.encoder(x + 0.5 * torch.randn(x.shape, generator=generator)), y)
+
+
+class ByPlace(Module):
+    """Weights by a row's place in its batch."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        x, y = batch
+        return self.objective(self.encoder(x * torch.arange(1.0, len(x) + 1)[:, None] / 8), y)
+
+
 # ---------------------------------------------------------------------- layers
 
 
@@ -242,6 +287,14 @@ class Forgotten(Module):
         return list(self.encoder.parameters())
 
 
+class StaleOptimizer(Module):
+    """The optimizer holds a copy of the encoder."""
+
+    def trained(self) -> list[nn.Parameter]:
+        self.copies = [copy.deepcopy(self.encoder)]
+        return list(self.copies[0].parameters())
+
+
 class CreatedLate(Module):
     def on_train_start(self) -> None:
         torch.manual_seed(7)
@@ -280,6 +333,39 @@ class ChangedDtype(Module):
 
     def objective(self, z: Tensor, y: Tensor) -> Tensor:
         return self.loss(self.called[0](z), y)
+
+
+class CastBack(Module):
+    """A cast there and back, after which no gradient passes where DDP's hooks hang."""
+
+    def on_train_start(self) -> None:
+        self.double()
+        self.float()
+
+
+class ClippedInHook(Module):
+    """One rank clips by itself, in the hook before the step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if rank() == 1:
+            nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+class ClippedByOneRank(Module):
+    """One rank clips by itself, where Lightning clips."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if rank() == 1:
+            self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+
+
+class Nudged(Module):
+    """One rank writes a parameter between two steps."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if rank() == 1 and index == 1:
+            with torch.no_grad():
+                self.encoder[2].bias.add_(0.1)
 
 
 class Unfrozen(Module):
@@ -381,6 +467,14 @@ class Masked(PerRank):
     def __init__(self) -> None:
         super().__init__([8] * 6)
         self.y = torch.where((torch.arange(ROWS) // 8 % 2 == 1) & (torch.arange(ROWS) % 8 > 1), -100, self.y)
+
+
+class NoTargets(PerRank):
+    """Even batches; the first one of rank 1 has no valid target."""
+
+    def __init__(self) -> None:
+        super().__init__([4] * 8)
+        self.y = torch.where(torch.arange(32) // 4 == 1, -100, self.y)
 
 
 Make = Callable[[], LightningModule]

@@ -67,6 +67,11 @@ FAULTS: dict[str, tuple[str, m.Make, Any, dict[str, Any]]] = {
         even,
         {"strategy": "ddp_losses"},
     ),
+    "contrast by hand never gathered": ("F29", m.HandWrittenContrast, even, {}),
+    "the square of a mean": ("F29", m.SquaredMean, even, {}),
+    "a penalty on a mean's gradient": ("F29", m.GradientPenalty, even, {}),
+    "the same noise on every rank": ("F72", m.SameNoise, even, {}),
+    "weights by place": ("", m.ByPlace, even, {}),
     "no positive pair on a rank": (
         "F31",
         lambda: Module(pml.ContrastiveLoss(pos_margin=0, neg_margin=0)),
@@ -99,6 +104,13 @@ FAULTS: dict[str, tuple[str, m.Make, Any, dict[str, Any]]] = {
         even,
         {"strategy": "ddp_losses"},
     ),
+    "local batch norm and uneven rows": (
+        "F30",
+        m.BatchNorm,
+        lambda: uneven([2, 8] * 4),
+        {"trainer_kwargs": NO_SAMPLER},
+    ),
+    "local batch norm and SupCon": ("F29", lambda: m.BatchNorm(pml.SupConLoss()), even, {}),
     "local batch norm and PML's wrapper": ("F24", lambda: m.BatchNorm(m.PMLWrapper(learned())), even, {}),
     "SupCon never gathered, manual optimisation": ("F29", lambda: m.Manual(pml.SupConLoss(), right=True), even, {}),
     "batch norm converted after the wrap": (
@@ -129,6 +141,10 @@ FAULTS: dict[str, tuple[str, m.Make, Any, dict[str, Any]]] = {
     "created after the wrap": ("F05", m.CreatedLate, even, {}),
     "replaced after the wrap": ("F06", m.Replaced, even, {"strategy": "ddp_find_unused_parameters_true"}),
     "dtype changed in forward": ("F07", m.ChangedDtype, even, {"steps": 1}),
+    "cast there and back after the wrap": ("F07", m.CastBack, even, {}),
+    "one rank clips before the step": ("F13", m.ClippedInHook, even, {}),
+    "one rank clips where Lightning does": ("F13", m.ClippedByOneRank, even, {"steps": 1}),
+    "one rank writes a parameter": ("SYNC", m.Nudged, even, {}),
     "unfrozen after the wrap": ("F08", m.Unfrozen, even, {}),
     "own backward": ("F09", m.OwnBackward, even, {}),
     "loss.backward in manual optimisation": ("F10", lambda: m.Manual(right=False), even, {}),
@@ -136,6 +152,12 @@ FAULTS: dict[str, tuple[str, m.Make, Any, dict[str, Any]]] = {
     "learning rates that differ": ("F17", m.RateOfOwnLoss, even, {}),
     "loss scales that differ": ("F15", Module, even, {"trainer_kwargs": scaler()}),
     "infinite on one rank": ("F79", m.InfiniteOnOneRank, even, {}),
+    "no valid target in a micro-batch": (
+        "F79",
+        Module,
+        lambda: DataLoader(m.NoTargets(), batch_size=None),
+        {"trainer_kwargs": NO_SAMPLER | {"accumulate_grad_batches": 2}, "steps": 1},
+    ),
     "identical batches": ("F67", Module, lambda: DataLoader(m.SameOnAllRanks(), batch_size=None), {}),
     "a sampler shuffled apart": (
         "F68",
@@ -150,12 +172,38 @@ FAULTS: dict[str, tuple[str, m.Make, Any, dict[str, Any]]] = {
 }
 
 
+# where one fault has several faces, how the first title begins
+TITLES = {
+    "SupCon never gathered": "a loss over pairs",
+    "local batch norm and SupCon": "a loss over pairs",
+    "contrast by hand never gathered": "a loss that is no mean over its rows",
+    "the square of a mean": "a loss that is no mean over its rows",
+    "a penalty on a mean's gradient": "a loss that is no mean over its rows",
+    "the same noise on every rank": "the same random numbers on every rank",
+    "noise": "random numbers differ",
+    "weights by place": "a row's place",
+    "a loss in a list, clipped": "gradients are clipped by a norm",
+    "one rank clips before the step": "gradients that are clipped or changed on some ranks",
+    "one rank clips where Lightning does": "gradients that are clipped or changed on some ranks",
+}
+
+
+# what the first diagnosis says, beside its fault
+WORDS = {
+    "a metric as loss": "differentiable(metric)",
+    "no valid target in a micro-batch": "batch 0: rank 0 1.",
+    "infinite on one rank": "rank 1 inf",
+}
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_first_diagnosis_is_the_fault(name: str) -> None:
     fault, make, data, options = FAULTS[name]
     report = audit(make(), data(), **({"strategy": "ddp"} | options))
     assert not report.equal, str(report)
     assert report.diagnoses[0].fault == fault, str(report)
+    assert report.diagnoses[0].title.startswith(TITLES.get(name, "")), str(report)
+    assert WORDS.get(name, "") in report.diagnoses[0].evidence + report.diagnoses[0].fix, str(report)
     assert report.diagnoses[0].fix
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import tests
-from lightning_ddp_losses import SyncBatchNorm, assert_parity, audit
+from lightning_ddp_losses import ClipLoss, SyncBatchNorm, assert_parity, audit
 from lightning_ddp_losses.audit.compare import MULTIPLE
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, learned, rows
@@ -315,6 +315,32 @@ def test_notes_on_what_is_true_of_both_runs() -> None:
     report = audit(Module(), even(4), trainer_kwargs=accumulated)
     assert [note.fault for note in report.notes] == ["F18"], "a mean over samples is not a loss over pairs"
     assert "16 rows" in report.notes[0].evidence.replace("sees 8 rows", "16 rows")
+
+
+def test_draws_and_batch_statistics_are_not_taken_for_a_loss_over_pairs() -> None:
+    class Both(Module):
+        def build(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(m.FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, m.CLASSES))
+
+    report = audit(Both(), even(4), strategy="ddp", steps=1, trainer_kwargs={"accumulate_grad_batches": 2})
+    assert [note.fault for note in report.notes] == ["F18"], str(report)
+
+
+def test_accumulated_towers_and_an_optimizer_that_holds_a_copy_are_noted() -> None:
+    class Towers(Module):
+        def __init__(self) -> None:
+            super().__init__(ClipLoss())
+
+        def objective(self, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.loss(z, z.flip(1))
+
+    report = audit(Towers(), even(4), steps=1, trainer_kwargs={"accumulate_grad_batches": 2})
+    assert (report.equal, report.notes[0].fault) == (True, "F33"), str(report)
+    assert "microbatched" in report.notes[0].fix
+    report = audit(m.StaleOptimizer(), even(), strategy="ddp", steps=1)
+    assert (report.equal, [note.fault for note in report.notes]) == (True, ["F02", "F18"]), str(report)
+    assert "4 tensors" in report.notes[0].evidence
+    assert "`encoder.0.weight`" in report.notes[0].evidence
 
 
 def test_assert_parity_passes_and_fails_with_the_report() -> None:
