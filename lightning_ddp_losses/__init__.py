@@ -14,7 +14,7 @@ Layout; imports go down only (``tests/test_layers.py``):
 | ``errors`` | the errors a user can cause; each formats itself: what, expected, got, ranks, fix |
 | ``core`` | what one rank knows by itself: precision, autograd graph, inputs, patched forwards, the table of faults |
 | ``distributed`` | what ranks do together: groups, the handshake before every collective, collectives, shards, fingerprints |
-| ``samplers`` | batches whose union over the ranks is the batch of one process |
+| ``samplers`` | batches whose union over the ranks is the batch of one process; predictions of all ranks in one order |
 | ``losses`` | losses over the global batch: any loss wrapped, tiles, class shards, two towers |
 | ``metrics`` | torchmetrics with a graph through the exchange of states |
 | ``layers`` | exact batch norm over the ranks |
@@ -66,7 +66,7 @@ from lightning_ddp_losses.layers import SyncBatchNorm
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
 from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable
 from lightning_ddp_losses.microbatch import microbatched
-from lightning_ddp_losses.samplers import GlobalBatchSampler
+from lightning_ddp_losses.samplers import GlobalBatchSampler, gather_predictions
 from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type, use_global_wrapper, use_layer_sync
 
 __version__ = "0.1.0"
@@ -104,6 +104,7 @@ __all__ = [
     "assert_parity",
     "audit",
     "differentiable",
+    "gather_predictions",
     "microbatched",
 ]
 

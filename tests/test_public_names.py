@@ -42,6 +42,7 @@ PINNED = [
     "assert_parity",
     "audit",
     "differentiable",
+    "gather_predictions",
     "microbatched",
 ]
 MODULES = sorted(

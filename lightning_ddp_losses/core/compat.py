@@ -234,6 +234,15 @@ def combined_loader(loop: Any) -> Any:
     return loop._combined_loader
 
 
+def validation_loaders(trainer: Any) -> Any:
+    """Return the loaders that are validated; ``trainer.val_dataloaders`` names those of an earlier fit also in ``trainer.validate``."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    if trainer.state.fn == "validate":
+        loop = trainer.validate_loop
+    combined = loop._combined_loader
+    return None if combined is None else combined.iterables
+
+
 def wrapped_sampler(dataset: Any) -> Any:
     """Return the user's sampler inside the data set that Lightning makes of one."""
     return getattr(dataset, "_sampler", None)

@@ -38,6 +38,9 @@ class GlobalBatchSampler(DistributedSampler[Any]):
     makes the batches, use ``GlobalBatchSampler.batches`` as ``DataLoader(batch_sampler=...)``. Lightning leaves both as
     they are, with ``use_distributed_sampler`` True or False, in fit, validate, test and predict.
 
+    Of a sampler with M rows per class, M grows with the ranks where ``local_batch_size`` stays: M x labels has to be at least
+    ``W * local_batch_size``, which is the ``batch_size`` to give it, and M has to divide that.
+
     Every generator (torch, numpy, Python, those that the sampler holds) is seeded for the draw and put back afterwards:
     sampling takes nothing from, and gives nothing to, the random numbers of training. So are lists and arrays that the sampler
     shuffles in place: an epoch that is set again has the same order. Lightning calls ``set_epoch``;
@@ -108,6 +111,10 @@ class GlobalBatchSampler(DistributedSampler[Any]):
     def __len__(self) -> int:
         self._ask_groups()
         return self._draw.rows()
+
+    def latest_batches(self) -> list[list[Any]]:
+        """Return this rank's part of each batch of the epoch that was drawn last; empty before the first."""
+        return self._draw.latest_batches()
 
     def _ask_groups(self) -> None:
         self.num_replicas, self.rank = process_groups.world_size(), process_groups.rank()

@@ -125,7 +125,7 @@ class GlobalDraw:
             G, meaning = W * self.local_batch_size, f"{W} ranks * local_batch_size {self.local_batch_size}"
         declared = getattr(self.source, "batch_size", None)
         if G is not None and declared is not None and declared != G and hasattr(self.source, "m_per_class"):
-            fix = f"Give it batch_size={G}"
+            fix = f"Give it batch_size={G}{_larger_m(self.source, G)}"
             if self.local_batch_size is not None:
                 fix += f", or keep its batches of {declared}: batch_sampler=GlobalBatchSampler.batches(sampler, {declared})"
                 fix += " cuts them unevenly where the number of ranks does not divide them" if declared % W else ""
@@ -155,6 +155,10 @@ class GlobalDraw:
             )
 
     # ------------------------------------------------------------------ drawing
+
+    def latest_batches(self) -> Batches:
+        """Return this rank's part of each batch of the epoch that was drawn last; empty before the first."""
+        return [] if self._kept is None else self._kept[2]
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches():
@@ -247,6 +251,15 @@ class GlobalDraw:
                 "torch's, numpy's or Python's global generator, or from one that is an attribute of the sampler.",
                 collective=True,
             )
+
+
+def _larger_m(source: Any, G: int) -> str:
+    """Return what else to give an M-per-class sampler whose batches grow with the ranks: it needs m x labels >= batch size."""
+    m, labels = source.m_per_class, len(getattr(source, "labels", ()))
+    if not labels or (m * labels >= G and G % m == 0):
+        return ""
+    fitting = [rows for rows in range(-(-G // labels), G + 1) if G % rows == 0]
+    return f" and m={fitting[0]} (m x {labels} labels must be at least {G}, and m divide it: m grows with the ranks)"
 
 
 def _plain(index: Any) -> Any:

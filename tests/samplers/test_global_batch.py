@@ -432,3 +432,14 @@ def test_a_large_array_that_is_shuffled_is_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigurationError, match="unchanged by drawing"):
         list(GlobalBatchSampler.batches(CASES["shuffles itself"].make(), 9, seed=SEED))
     assert list(GlobalBatchSampler.batches(CASES["m per class"].make(), 12, seed=SEED))
+
+
+@pytest.mark.parametrize(("rows", "m"), [(24, 4), (48, 8), (60, 10)])
+def test_m_per_class_that_must_grow_with_the_ranks_is_told(rows: int, m: int) -> None:
+    """6 labels with 4 rows each fill 24 rows; pytorch-metric-learning refuses a larger batch with its own assertion."""
+    sampler = GlobalBatchSampler(MPerClassSampler(LABELS, 4, 12, length_before_new_iter=60), rows)
+    with pytest.raises(ConfigurationError) as error:
+        len(sampler)
+    assert f"Give it batch_size={rows}" in str(error.value)
+    assert (f"m={m} (m x 6 labels must be at least {rows}" in str(error.value)) == (m > 4)
+    assert list(MPerClassSampler(LABELS, m, rows, length_before_new_iter=60))

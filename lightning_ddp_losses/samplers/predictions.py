@@ -1,0 +1,331 @@
+"""`gather_predictions`: what ranks have computed for the rows of a data set, joined as one process would have it.
+
+A distributed sampler deals rows in turn (rank 0 has rows 0, W, 2 W, ...) and may repeat some so that all ranks have as many. So what ranks
+return has to be put back into the order of the data set, each row once, before it is compared with anything that one process has computed:
+a metric that searches for a query's neighbours among one rank's rows is another metric.
+
+Legend: ``W`` ranks, ``B`` rows of a batch, ``G`` rows of the data set.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+
+from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.gathered_batch import gather_batch
+from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.samplers.global_batch import GlobalBatches, GlobalBatchSampler
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_TITLE = "gather_predictions"
+_ROUND_BYTES = 64 << 20  # of all ranks together, that ranks other than ``dst`` hold at a time
+
+
+def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = None) -> Any:
+    """Join what ranks have predicted, in the order of the data set, each row once.
+
+    Equivalent to: ``trainer.predict`` in one process without shuffling, its batches concatenated. Where rows were left out
+    (``limit_predict_batches``), those that are there, in ascending order.
+
+    After ``trainer.predict`` it takes what that returned. In ``on_validation_epoch_end`` and ``on_test_epoch_end`` it takes one entry for
+    each batch that the step has seen, for loaders whose order is known: those that do not shuffle, ``DistributedSampler``, and
+    ``GlobalBatchSampler``.
+
+    Args:
+        trainer: The one that made the predictions; it knows which rows they are of.
+        predictions: This rank's: a list with an entry per batch, or of such lists where there are several loaders. An entry is a tensor
+            (B, ...) or a nest of dicts, lists and tuples of such.
+        dst: The one rank that gets them; the others hold 64 MiB at a time. None: every rank.
+
+    Returns:
+        (G, ...) in the place of each (B, ...), on its device, without graph; a list of such for several loaders; None on ranks other than
+        ``dst``.
+
+    Communication: one handshake, and a handshake and a gather for each loader (with ``dst`` for every 64 MiB of all ranks).
+
+    Raises:
+        ConfigurationError: where the processes that predicted are gone (``ddp_spawn``, ``ddp_fork``).
+        InputError: on every rank, for entries that have not one row for each row of their batch, that are no tensors, or that differ
+            between ranks; for loaders whose order nobody can know.
+
+    Example:
+        >>> import torch
+        >>> from lightning.pytorch import LightningModule, Trainer
+        >>> from torch.utils.data import DataLoader
+        >>> class Double(LightningModule):
+        ...     def predict_step(self, batch, batch_idx):
+        ...         return {"twice": 2 * batch}
+        >>> options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        >>> trainer = Trainer(devices=1, **options)
+        >>> predictions = trainer.predict(Double(), DataLoader(torch.arange(5), batch_size=2, num_workers=0))
+        >>> gather_predictions(trainer, predictions)
+        {'twice': tensor([0, 2, 4, 6, 8])}
+    """
+    _refuse_missing_group(trainer)
+    # this rank's rows of each loader
+    try:
+        _refuse_rank(dst)
+        loaders = _current_loaders(trainer)
+        local_rows = [_local_rows(*each) for each in zip(loaders, _by_loader(predictions, loaders), strict=True)]
+        payload = pickle.dumps(_offers(local_rows))
+    except Exception as error:  # a rank must not leave its peers alone
+        handshake.raise_on_all_ranks(error, _TITLE)
+    # what all ranks have, so that one without rows knows their form
+    payloads = handshake.all_gather(_TITLE, {"dst": dst, "loaders": len(loaders)}, payload)
+    offers = [pickle.loads(payload) for payload in payloads]
+    # rows of all ranks
+    joined = []
+    for number, rows in enumerate(local_rows):
+        offers_of_loader = [offer[number] for offer in offers]
+        joined.append(_gather_rows(trainer, rows, offers_of_loader, dst, f"loader {number}"))
+    if dst is not None and process_groups.rank() != dst:
+        return None
+    return joined if len(loaders) > 1 else joined[0]
+
+
+class _LocalRows(NamedTuple):
+    """One rank's rows of one loader.
+
+    Attributes:
+        nest: Of tensors (B, ...), all batches together; None where this rank has no batch.
+        indices: (B,), the places of the rows in the data set.
+    """
+
+    nest: Any
+    indices: Tensor
+
+
+class _RowsOffer(NamedTuple):
+    """What a rank tells of its rows.
+
+    Attributes:
+        rows: How many.
+        row_bytes: Of one row, its place included.
+        form: The nest with dtypes, shapes and devices, as text.
+        device: Of the tensors, its type.
+        nest: The nest of tensors without rows, on the CPU; None where the rank has no batch.
+    """
+
+    rows: int
+    row_bytes: int
+    form: str
+    device: str
+    nest: Any
+
+
+# ---------------------------------------------------------------------- this rank's rows
+
+
+def _refuse_missing_group(trainer: Trainer) -> None:
+    """Refuse to gather where the ranks are no more; only the main process is here then, and has nobody to tell."""
+    if trainer.world_size > 1 and not process_groups.is_distributed():
+        raise ConfigurationError(
+            f"{_TITLE}: process group",
+            expected=f"that of the {trainer.world_size} ranks that predicted",
+            got=f"none: the processes of {type(trainer.strategy).__name__} are gone",
+            fix="Write each rank's rows where they are made, with lightning.pytorch.callbacks.BasePredictionWriter; or use a strategy "
+            "whose processes stay, as 'ddp_losses'.",
+        )
+
+
+def _refuse_rank(dst: int | None) -> None:
+    W = process_groups.world_size()
+    if dst is not None and (isinstance(dst, bool) or not isinstance(dst, int) or not 0 <= dst < W):
+        raise ConfigurationError(f"{_TITLE}: dst", expected=f"a rank from 0 to {W - 1}, or None", got=repr(dst))
+
+
+def _current_loaders(trainer: Trainer) -> list[Any]:
+    """Return the loaders of what the trainer does, or did last."""
+    if trainer.validating or trainer.sanity_checking or trainer.training:
+        found = compat.validation_loaders(trainer)
+    elif trainer.testing:
+        found = trainer.test_dataloaders
+    else:
+        found = trainer.predict_dataloaders
+    if isinstance(found, dict):
+        return list(found.values())
+    if isinstance(found, (list, tuple)):
+        return list(found)
+    if found is None:
+        fix = "Call it after trainer.predict, or in on_validation_epoch_end or on_test_epoch_end."
+        raise InputError(f"{_TITLE}: loaders of the trainer", expected="those that were predicted", got="none", fix=fix)
+    return [found]
+
+
+def _by_loader(predictions: Any, loaders: Sequence[Any]) -> list[Any]:
+    """Return the predictions of each loader; Lightning returns None on a rank without a single batch."""
+    if predictions is None and not any(map(len, loaders)):
+        return [[] for _ in loaders]
+    found = [predictions]
+    if len(loaders) > 1 and isinstance(predictions, (list, tuple)):
+        found = list(predictions)
+    if len(found) != len(loaders) or not all(isinstance(batches, (list, tuple)) for batches in found):
+        expected = "a list with an entry per batch"
+        if len(loaders) > 1:
+            expected = f"{len(loaders)} lists, one for each loader, with an entry per batch"
+        raise InputError(f"{_TITLE}: predictions", expected=expected, got=type(predictions).__name__)
+    return found
+
+
+def _local_rows(loader: Any, batches: Sequence[Any]) -> _LocalRows:
+    """Put a rank's batches of one loader together, with the places of their rows."""
+    if not batches:
+        return _LocalRows(None, torch.empty(0, dtype=torch.int64))
+    drawn = _drawn_batches(loader)
+    if len(batches) > len(drawn):
+        raise InputError(f"{_TITLE}: predictions", expected=f"{len(drawn)} batches, as were drawn", got=len(batches))
+    # each batch has a row for each row that was drawn for it, all on one device
+    forms = []
+    for number, (batch, indices) in enumerate(zip(batches, drawn, strict=False)):
+        what = f"{_TITLE}: predictions of batch {number}"
+        _refuse_other_leaves(batch, what)
+        counts = {tensor.shape[0] for tensor in precision.tensors_in(batch)}
+        if counts != {len(indices)}:
+            got = ", ".join(map(str, sorted(counts))) or "none"
+            fix = "Return one row for each row of the batch."
+            raise InputError(what, expected=f"{len(indices)} rows, as the batch has", got=got, fix=fix)
+        if len({tensor.device for tensor in precision.tensors_in(batch)}) > 1:
+            raise InputError(what, expected="tensors on one device", got=_form_of(batch))
+        forms.append(_form_of(batch))
+        if forms[-1] != forms[0]:
+            raise InputError(what, expected=f"as of batch 0: {forms[0]}", got=forms[-1])
+    # one tensor in the place of one of each batch
+    parts = zip(*map(precision.tensors_in, batches), strict=True)
+    tensors = iter([torch.cat([part.detach() for part in parts_of_one]) for parts_of_one in parts])
+    nest = precision.map_tensors(lambda _: next(tensors), batches[0])
+    places = list(chain.from_iterable(drawn[: len(batches)]))
+    if not all(isinstance(place, int) for place in places):
+        raise InputError(f"{_TITLE}: indices of the sampler", expected="whole numbers", got=type(places[0]).__name__)
+    return _LocalRows(nest, torch.tensor(places, dtype=torch.int64))
+
+
+def _drawn_batches(loader: Any) -> list[list[Any]]:
+    """Return the indices of each batch that this rank was given, in order; more than were used where a loader read ahead.
+
+    Lightning notes them in predict. Else they are drawn once more, where that gives the same.
+    """
+    batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    noted: list[list[Any]] | None = getattr(batch_sampler, "seen_batch_indices", None)
+    if noted is not None:
+        return noted
+    # ours remember the epoch that they drew
+    if isinstance(batch_sampler, GlobalBatches):
+        return batch_sampler.sampler.latest_batches()
+    if type(batch_sampler) is BatchSampler:
+        if isinstance(sampler, GlobalBatchSampler):
+            indices = list(chain.from_iterable(sampler.latest_batches()))
+            size = batch_sampler.batch_size
+            return [indices[start : start + size] for start in range(0, len(indices), size)]
+        # all others only where a second draw is the first one
+        inner = compat.wrapped_sampler(getattr(sampler, "dataset", None))  # Lightning's wrapper cuts it by rank
+        if type(sampler if inner is None else inner) in (SequentialSampler, DistributedSampler):
+            return list(batch_sampler)
+    name = type(sampler).__name__
+    if type(batch_sampler) is not BatchSampler:
+        name = type(batch_sampler).__name__
+    raise InputError(
+        f"{_TITLE}: order of {type(loader).__name__}",
+        expected="one that is known: shuffle=False, DistributedSampler, or GlobalBatchSampler",
+        got=name,
+        fix="Use trainer.predict, whose order Lightning notes.",
+    )
+
+
+def _refuse_other_leaves(batch: Any, what: str) -> None:
+    """Refuse what is no strided tensor with rows."""
+    if type(batch) is dict:
+        for value in batch.values():
+            _refuse_other_leaves(value, what)
+    elif type(batch) in (list, tuple) or (isinstance(batch, tuple) and hasattr(batch, "_fields")):
+        for value in batch:
+            _refuse_other_leaves(value, what)
+    elif not isinstance(batch, Tensor) or batch.ndim == 0 or batch.layout != torch.strided:
+        got = type(batch).__name__
+        if isinstance(batch, Tensor):
+            got = f"a {batch.ndim}-dim {batch.layout} tensor"
+        raise InputError(what, expected="tensors (B, ...), also in plain dicts, lists and tuples", got=got)
+
+
+def _form_of(nest: Any) -> str:
+    """Return the nest with the dtype, shape and device of a tensor in its place, as text."""
+
+    def described(tensor: Tensor) -> str:
+        return f"{tensor.dtype} {('rows', *tensor.shape[1:])} {tensor.device.type}"
+
+    return repr(precision.map_tensors(described, nest))
+
+
+# ---------------------------------------------------------------------- rows of all ranks
+
+
+def _offers(local_rows: Sequence[_LocalRows]) -> list[_RowsOffer]:
+    """Return what this rank has of each loader."""
+    offers = []
+    for nest, indices in local_rows:
+        if not len(indices):
+            offers.append(_RowsOffer(0, 0, "", "", None))
+            continue
+        tensors = precision.tensors_in(nest)
+        row_bytes = indices.itemsize + sum(t.nbytes for t in tensors) // len(indices)
+        empty = precision.map_tensors(lambda tensor: tensor[:0].cpu(), nest)
+        offers.append(_RowsOffer(len(indices), row_bytes, _form_of(nest), tensors[0].device.type, empty))
+    return offers
+
+
+def _gather_rows(trainer: Trainer, rows: _LocalRows, offers: Sequence[_RowsOffer], dst: int | None, name: str) -> Any:
+    """Gather the rows of one loader; None on a rank that does not keep them."""
+    with_rows = [offer for offer in offers if offer.rows]
+    if len({offer.form for offer in with_rows}) != 1:
+        raise InputError(
+            f"{_TITLE}: predictions of {name}",
+            expected="the same tensors on every rank, on one at least",
+            ranks=[offer.form or "no batch" for offer in offers],
+            collective=True,
+        )
+    # a rank without batches takes part with tensors without rows
+    nest = rows.nest
+    if nest is None:
+        device = torch.device("cpu")
+        if with_rows[0].device != device.type:
+            device = trainer.strategy.root_device
+        nest = precision.map_tensors(lambda tensor: tensor.to(device), with_rows[0].nest)
+    tensors = precision.tensors_in(nest)
+    given = {"places": rows.indices.to(tensors[0].device)}
+    given |= {f"tensor {number}": tensor for number, tensor in enumerate(tensors)}
+    # all at once where every rank keeps them, else in rounds
+    longest = max(offer.rows for offer in offers)
+    per_round = longest
+    if dst is not None:
+        per_round = max(1, _ROUND_BYTES // (with_rows[0].row_bytes * len(offers)))
+    is_kept = dst is None or process_groups.rank() == dst
+    kept: list[list[Tensor]] = []
+    with torch.no_grad():
+        for start in range(0, longest, per_round):
+            part = {key: tensor[start : start + per_round] for key, tensor in given.items()}
+            gathered = gather_batch(f"{_TITLE}, {name}", part, {"start": start}).tensors
+            if is_kept:
+                kept.append(gathered)
+    if not is_kept:
+        return None
+    places, *everything = [torch.cat(parts) for parts in zip(*kept, strict=True)]
+    order = _first_places(places)
+    ordered = iter([tensor[order] for tensor in everything])
+    return precision.map_tensors(lambda _: next(ordered), nest)
+
+
+def _first_places(places: Tensor) -> Tensor:
+    """Return where each place stands for the first time, in ascending order of the places."""
+    ascending, order = torch.sort(places, stable=True)
+    is_first = torch.ones_like(ascending, dtype=torch.bool)
+    is_first[1:] = ascending[1:] != ascending[:-1]
+    return order[is_first]

@@ -1,0 +1,230 @@
+"""What ranks predict is joined as one process would have it: in the order of the data set, each row once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from pytorch_metric_learning.distances import LpDistance
+from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
+from pytorch_metric_learning.utils.inference import CustomKNN
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
+
+from lightning_ddp_losses import ConfigurationError, GlobalBatchSampler, gather_predictions
+from lightning_ddp_losses.samplers import predictions as predictions_file
+from tests.lightning_ranks import make_trainer
+from tests.rank_pool import RankPool
+
+ROWS = 11
+# what Lightning has to say of orders and of rows that count twice, which is what this file is about
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Your `.*_dataloader`'s sampler has shuffling enabled"),
+    pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders"),
+    pytest.mark.filterwarnings("ignore:You are using a custom batch sampler"),
+    pytest.mark.filterwarnings("ignore:Total length of"),
+]
+
+
+def data(rows: int = ROWS) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
+    return TensorDataset(features[:rows], torch.arange(rows) % 3)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    rest: tuple[Tensor, ...]
+
+
+def nest_of(features: Tensor, labels: Tensor) -> dict[str, Any]:
+    return {"squares": features.square(), "more": [Pair(labels, (features[:, 0] > 0, features.float()))]}
+
+
+class Model(LightningModule):
+    """Predicts a nest of tensors, or something wrong; evaluates the whole set where it validates."""
+
+    def __init__(self, step: Callable[[Tensor, Tensor], Any] = nest_of) -> None:
+        super().__init__()
+        self.layer, self.step = nn.Linear(1, 1), step
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+        self.seen: list[Any] = []
+        self.scores: list[dict[str, float]] = []
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return self.layer(torch.ones(1, 1)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def predict_step(self, batch: list[Tensor], index: int, dataloader_idx: int = 0) -> Any:
+        return self.step(*batch)
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.seen.append(tuple(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        rows, labels = gather_predictions(self.trainer, self.seen)
+        self.scores.append(accuracy(rows, labels))
+        self.seen.clear()
+
+
+def accuracy(rows: Tensor, labels: Tensor) -> dict[str, float]:
+    names = ("precision_at_1", "mean_average_precision_at_r")
+    search = CustomKNN(LpDistance(normalize_embeddings=False))
+    calculator = AccuracyCalculator(include=names, k="max_bin_count", knn_func=search, kmeans_func=len)
+    return calculator.get_accuracy(rows, labels)
+
+
+class Backwards(BatchSampler):
+    """Batches of two, of the user's own, from the end."""
+
+    def __iter__(self) -> Any:
+        return iter(list(super().__iter__())[::-1])
+
+
+LOADERS: dict[str, Callable[[], DataLoader]] = {
+    "in order": lambda: DataLoader(data(), batch_size=2),
+    "shuffled": lambda: DataLoader(data(), batch_size=2, shuffle=True),
+    "backwards": lambda: DataLoader(data(), batch_sampler=Backwards(SequentialSampler(range(ROWS)), 2, False)),
+    "few rows": lambda: DataLoader(data(3), batch_size=2),
+    "a rank without rows": lambda: DataLoader(data(2), batch_size=2, sampler=[1, 0] * (dist.get_rank() == 1)),
+    "ours": lambda: DataLoader(data(), batch_sampler=GlobalBatchSampler.batches(RandomSampler(range(ROWS)), 6, seed=3)),
+    "workers": lambda: DataLoader(data(), batch_size=2, num_workers=1),
+}
+
+
+def predict(name: str, inject: bool = True, **options: Any) -> Any:
+    trainer = make_trainer("ddp", use_distributed_sampler=inject)
+    torch.manual_seed(dist.get_rank())  # each rank shuffles in its own way
+    found = trainer.predict(Model(), LOADERS[name]())
+    return gather_predictions(trainer, found, **options)
+
+
+def assert_same(found: Any, rows: int) -> None:
+    expected = nest_of(*data(rows).tensors)
+    assert torch.equal(found["squares"], expected["squares"])
+    (ours,), (truth,) = found["more"], expected["more"]
+    assert type(ours) is Pair
+    assert torch.equal(ours.first, truth.first)
+    assert all(map(torch.equal, ours.rest, truth.rest))
+    assert [part.dtype for part in ours.rest] == [torch.bool, torch.float32]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", ["in order", "backwards", "ours", "few rows"])
+def test_predictions_are_those_of_one_process(pool: RankPool, name: str, world_size: int) -> None:
+    for found in pool.run(world_size, predict, name):
+        assert_same(found, 3 if name == "few rows" else ROWS)
+
+
+@pytest.mark.parametrize("name", ["shuffled", "workers"])
+def test_what_every_rank_predicts_counts_once(pool: RankPool, name: str) -> None:
+    for found in pool.run(2, predict, name, False):
+        assert_same(found, ROWS)
+
+
+def test_a_rank_without_rows_gets_them_all_the_same(pool: RankPool) -> None:
+    for found in pool.run(2, predict, "a rank without rows", False):
+        assert_same(found, 2)
+
+
+def predict_in_rounds(dst: int) -> Any:
+    before = predictions_file._ROUND_BYTES
+    predictions_file._ROUND_BYTES = 200  # a row of each rank or two at a time
+    try:
+        return predict("in order", dst=dst)
+    finally:
+        predictions_file._ROUND_BYTES = before
+
+
+@pytest.mark.parametrize("dst", [0, 2])
+def test_one_rank_alone_may_keep_them(pool: RankPool, dst: int) -> None:
+    found = pool.run(3, predict_in_rounds, dst)
+    assert_same(found.pop(dst), ROWS)
+    assert found == [None, None]
+
+
+def predict_two() -> Any:
+    trainer = make_trainer("ddp", use_distributed_sampler=True, limit_predict_batches=2)
+    loaders = [LOADERS["in order"](), LOADERS["few rows"]()]
+    return gather_predictions(trainer, trainer.predict(Model(), loaders))
+
+
+def test_a_list_for_several_loaders_and_what_was_left_out(pool: RankPool) -> None:
+    for first, second in pool.run(2, predict_two):
+        assert_same(first, 8)  # two batches of two rows on two ranks
+        assert_same(second, 3)
+
+
+def evaluate(name: str) -> list[dict[str, float]]:
+    model = Model()
+    trainer = make_trainer("ddp", use_distributed_sampler=True, num_sanity_val_steps=-1)
+    trainer.fit(model, DataLoader(data(), batch_size=2), LOADERS[name]())
+    trainer.validate(model, LOADERS["in order"](), verbose=False)
+    return model.scores
+
+
+@pytest.mark.parametrize("name", ["in order", "ours"])
+def test_validation_over_all_rows(pool: RankPool, name: str) -> None:
+    truth = accuracy(*data().tensors)
+    for scores in pool.run(2, evaluate, name):
+        assert scores == [truth] * 3  # before training, after it, and on its own
+
+
+# ---------------------------------------------------------------------- what cannot be joined
+
+
+WRONG: dict[str, tuple[Callable[[int], Callable[[Tensor, Tensor], Any]], tuple[str, ...]]] = {
+    # what each rank's predict_step returns, words of the message
+    "a number per batch": (lambda r: lambda x, y: x.mean(0, keepdim=True), ("batch 0", "expected 2 rows", "got 1")),
+    "no row": (lambda r: lambda x, y: x.mean(), ("0-dim",)),
+    "nothing on one rank": (lambda r: lambda x, y: None if r else x, ("NoneType",)),
+    "a dict of another kind": (lambda r: lambda x, y: OrderedDict(x=x), ("OrderedDict",)),
+    "text": (lambda r: lambda x, y: {"x": x, "name": "seven"}, ("str",)),
+    "other widths": (lambda r: lambda x, y: x[:, : 2 + r], ("rank 0", "('rows', 2)", "('rows', 3)")),
+    "other names": (lambda r: lambda x, y: {f"x{r}": x}, ("x0", "x1")),
+}
+
+
+def predict_wrong(name: str) -> Any:
+    trainer = make_trainer("ddp", use_distributed_sampler=True)
+    model = Model(WRONG[name][0](dist.get_rank()))
+    return gather_predictions(trainer, trainer.predict(model, LOADERS["in order"]()))
+
+
+@pytest.mark.filterwarnings("ignore:predict returned None")
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_joined_is_the_same_error_everywhere(pool: RankPool, name: str) -> None:
+    errors = pool.errors(2, predict_wrong, name)
+    assert errors[0].message == errors[1].message
+    assert all(word in errors[0].message for word in WRONG[name][1]), errors[0].message
+
+
+def validate_shuffled() -> None:
+    trainer = make_trainer("ddp", use_distributed_sampler=False)
+    trainer.validate(Model(), LOADERS["shuffled"](), verbose=False)
+
+
+def keep_on_another() -> None:
+    predict("in order", dst=dist.get_rank() + 1)
+
+
+def test_an_order_that_nobody_knows_and_a_rank_that_is_not_there(pool: RankPool) -> None:
+    for error in pool.errors(2, validate_shuffled):
+        assert "RandomSampler" in error.message
+        assert "trainer.predict" in error.message
+    for error in pool.errors(2, keep_on_another):
+        assert "a rank from 0 to 1, or None, got 2" in error.message
+
+
+def test_where_the_ranks_are_gone_the_error_names_the_writer() -> None:
+    trainer: Any = SimpleNamespace(world_size=2, strategy=object())
+    with pytest.raises(ConfigurationError, match="BasePredictionWriter"):
+        gather_predictions(trainer, [])
