@@ -25,3 +25,20 @@ class CheckStage(str, Enum):
     def repeats_every_step(self) -> bool:
         """Say whether ``every_n_steps`` applies to this stage."""
         return self in (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
+
+
+_INSIDE_A_STEP = ("training_step", CheckStage.BEFORE_BACKWARD.value, CheckStage.AFTER_STEP.value)
+
+
+def place_of(moment: str, step: int) -> str:
+    """Say where in a run something was: in which step, or after how many; what comes before the first step has no number.
+
+    Args:
+        moment: The value of a stage, or what else the runner calls a place.
+        step: Optimizer steps before it.
+    """
+    if moment in _INSIDE_A_STEP:
+        return f"{moment} of step {step}"
+    if step == 0:
+        return moment
+    return f"{moment}, after {step} step{'s' * (step > 1)}"

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot
-from lightning_ddp_losses.callbacks.report import log_figures
 from lightning_ddp_losses.core import compat, precision
 
 _FIRST_STEP = 2  # before it DDP is still sorting its buckets
@@ -25,8 +24,8 @@ _FIRST_STEP = 2  # before it DDP is still sorting its buckets
 class CommunicationMonitor(RankCheck, default=True):
     """Calls, bytes and time of collectives per step, by kind; the largest by name.
 
-    Figures go to the logger (``ddp_checks/comm/...``) and to the summary at the end of the fit. The time is that from the start of a
-    collective to its end, waiting for slower ranks included; overlapping collectives count once.
+    Figures stand in the table at the end of the fit, and with ``DDPChecks(log_figures=True)`` in the loggers (``ddp_checks/comm/...``).
+    The time is that from the start of a collective to its end, waiting for slower ranks included; overlapping collectives count once.
 
     Args:
         every_n_steps: How often a step is looked at; the first steps, in which DDP is still sorting its buckets, are not.
@@ -75,7 +74,7 @@ class CommunicationMonitor(RankCheck, default=True):
         self._step_seconds.append(ended - watch.began)
         intervals = [(call.began, min(call.ended or ended, ended)) for call in calls]
         self._busy_seconds.append(covered_seconds(intervals))
-        log_figures(trainer, _figures(calls, 1), self.runner.step)
+        self.runner.report.log_step(trainer, _figures(calls, 1), self.runner.step)
 
     def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Leave no dispatch mode behind."""
@@ -97,11 +96,14 @@ class CommunicationMonitor(RankCheck, default=True):
         return found
 
     def remarks(self) -> list[str]:
-        """Return the largest collective, by name."""
+        """Return what a step sends, and the largest collective by name."""
         if not self._calls:
             return []
+        figures = self.figures()
+        megabytes, share = figures["comm/bytes"] / 2**20, figures["comm/share_of_step"]
+        per_step = f"{figures['comm/calls']:.3g} collectives and {megabytes:.2f} MiB per step, {share:.0%} of its time"
         largest = max(self._calls, key=lambda call: call.num_bytes)
-        return [f"largest collective: {largest.kind}, {largest.num_bytes / 2**20:.2f} MiB"]
+        return [f"{per_step}; the largest: {largest.kind}, {largest.num_bytes / 2**20:.2f} MiB"]
 
 
 def _figures(calls: Iterable[CollectiveCall], steps: int) -> dict[str, float]:

@@ -17,8 +17,9 @@ class DDPChecks(CheckCallback):
             and replace the default of their class.
         action: What happens with a finding by severity; default ``{"error": "raise", "warning": "warn", "note": "log"}``. Findings of one
             cause give one warning, headed by the one that tells most; ``follows`` names that one's fault in the others.
-        file: Write each new finding to ``ddp_checks.jsonl`` in the log folder (rank 0).
+        file: Write each new finding to ``ddp_checks.jsonl`` in the run's folder (rank 0), each fit to a file of its own.
         summary: Print a table at the end of the fit.
+        log_figures: Send what the checks measure (collectives, rows, losses, memory) to the loggers too, not only how much was found.
         stall_seconds: Say which rank is where when a rank stands still for longer.
 
     Communication: at start one handshake and one gather; then at most two gathers in a checked step, one of them in the strategy's own
@@ -41,6 +42,7 @@ class DDPChecks(CheckCallback):
         action: Mapping[str, str] | None = None,
         file: bool = True,
         summary: bool = True,
+        log_figures: bool = False,
         stall_seconds: float = 120.0,
     ) -> None:
         if checks is None:
@@ -50,7 +52,9 @@ class DDPChecks(CheckCallback):
             raise ConfigurationError("DDPChecks: checks", expected="instances of RankCheck", got=", ".join(wrong))
         self.checks: list[RankCheck] = list(checks)
         actions = DEFAULT_ACTION | validated_actions(action, "DDPChecks")
-        self._settings = Settings(actions, file=file, summary=summary, stall_seconds=stall_seconds)
+        self._settings = Settings(
+            actions, file=file, summary=summary, log_figures=log_figures, stall_seconds=stall_seconds
+        )
 
     def checks_to_run(self) -> list[RankCheck]:
         """Return its checks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -173,6 +173,22 @@ class DeviceCheck(LocalCheck, default=True):
             if use.peak_bytes:
                 found[f"rank_{rank}_peak_bytes"] = use.peak_bytes
         return found
+
+    def remarks(self) -> list[str]:
+        """Return the same of all ranks together, from the least to the most."""
+        if not self._use_by_rank:
+            return []
+        batches, seconds, peaks = zip(*self._use_by_rank, strict=True)
+        remark = f"{_span(batches, '.0f')} batches per rank in {_span(seconds, '.1f')} s"
+        if any(peaks):
+            remark += f", peak {_span([peak / 2**30 for peak in peaks], '.2f')} GiB"
+        return [remark]
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    """Return the smallest and the largest value as text, once where they read the same."""
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
 
 
 def _objectives(module: nn.Module) -> dict[str, nn.Module]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from lightning_ddp_losses.callbacks.check_stage import place_of
 from lightning_ddp_losses.core.faults import FAULTS, Severity
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.errors import ConfigurationError, format_error
@@ -72,7 +73,7 @@ class Finding:
 
     def text(self) -> str:
         """Format the finding for an error or a warning: what, expected, one line per rank, what to do."""
-        what = f"{self.check}, {self.fault}, {self.moment} of step {self.step}: {self.what}"
+        what = f"{self.check}, {self.fault}, {place_of(self.moment, self.step)}: {self.what}"
         if self.ranks:
             what += f" (rank {', '.join(map(str, self.ranks))})"
         if self.max_difference is not None:

@@ -17,13 +17,13 @@ from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.element_weights import ElementWeight, element_weights
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 from lightning_ddp_losses.callbacks.loss_observations import local_contrastive_losses
+from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.errors import DDPLossError
 
-FILE_NAME = "losses_by_rank.csv"
 _UNSEEN, _PRESENT, _MISSING = 0.0, 1.0, 2.0
 _HASH_BITS = 52  # exact in float64
 _WINDOW, _BIASED_STEPS = 20, 3
@@ -141,7 +141,8 @@ class LossCheck(RankCheck, default=True):
         # peers that are in the strategy's handshake get the error there
         if self.runner.rows_in_strategy_handshake:
             rank = process_groups.rank()
-            finding = replace(_missing_loss((rank,), ()), check=self.title, step=self.runner.step)
+            missing = _missing_loss((rank,), ())
+            finding = replace(missing, check=self.title, step=self.runner.step, moment="training_step")
             handshake.raise_on_all_ranks(DDPLossError(finding.text(), findings=[finding]), "training_step")
         self._state = _MISSING
         self.runner.run_stage(CheckStage.BEFORE_BACKWARD)
@@ -288,12 +289,12 @@ class LossCheck(RankCheck, default=True):
         step = self.runner.step
         self._history.append((step, tuple(losses)))
         # one rank writes, where there is a folder and more than one loss
-        folder = self.runner.report.folder
-        if not self.file or folder is None or process_groups.rank() or len(losses) == 1:
+        if not self.file or len(losses) == 1:
             return
         if self._stream is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._stream = (folder / FILE_NAME).open("w")
+            self._stream = self.runner.report.open_file(LOSSES_FILE_NAME)
+            if self._stream is None:
+                return
             titles = [f"rank_{rank}" for rank in range(len(losses))]
             self._stream.write(",".join(["step", *titles]) + "\n")
         self._stream.write(",".join([str(step), *map(repr, losses)]) + "\n")

@@ -1,17 +1,29 @@
-"""Where findings go: the error or warning, a file of JSON lines, the logger's counters, and a table at the end of the fit."""
+"""Where findings go: the error or warning, a file of JSON lines, the logger's counters, and a table at the end of the fit.
+
+Each fit has files of its own. They lie beside its checkpoints, in the run's folder; a fit that finds files of another one there (no
+logger, the same version again, a second fit) numbers its own.
+"""
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import json
+import os
+import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO, NamedTuple
 
+import lightning
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import rank_zero_info
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_ddp_losses.callbacks.causes import group_by_cause
@@ -20,6 +32,17 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
 
 FILE_NAME = "ddp_checks.jsonl"
+LOSSES_FILE_NAME = "losses_by_rank.csv"
+_FILE_NAMES = (FILE_NAME, LOSSES_FILE_NAME)  # of one fit, which carry one number
+_MOST_FIGURES = 4  # of a check, that the table shows
+# files of these folders are no place that a user would look at
+_NOT_THE_USERS = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    str(Path(lightning.__file__).parent),
+    str(Path(torch.__file__).parent),
+    sysconfig.get_path("stdlib"),
+    "<frozen",
+)
 DEFAULT_ACTION = {"error": "raise", "warning": "warn", "note": "log"}
 _ACTIONS = ("raise", "warn", "log")
 
@@ -41,23 +64,45 @@ class Settings:
         action: By severity: ``raise``, ``warn`` or ``log``.
         file: Whether new findings are written to ``ddp_checks.jsonl`` in the log folder.
         summary: Whether a table is printed at the end of the fit.
+        log_figures: Whether the loggers get what the checks measured, beside the numbers of findings.
         stall_seconds: A rank that stands still for longer is reported.
     """
 
     action: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_ACTION))
     file: bool = True
     summary: bool = True
+    log_figures: bool = True
     stall_seconds: float = 120.0
 
 
-class Report:
-    """Collects the findings of one fit; every rank collects the same."""
+class CheckSummary(NamedTuple):
+    """What a check has to say at the end of a fit.
 
-    def __init__(self, settings: Settings, folder: str | None) -> None:
+    Attributes:
+        title: Names the check.
+        figures: By name.
+        remarks: Its own words.
+    """
+
+    title: str
+    figures: Mapping[str, float]
+    remarks: Sequence[str]
+
+
+class Report:
+    """Collects the findings of one fit; every rank collects the same.
+
+    Args:
+        settings: What happens with them.
+        folder: Of the run, for files; None: none are written.
+    """
+
+    def __init__(self, settings: Settings, folder: Path | None) -> None:
         self._settings = settings
-        self._path: Path | None = None
-        if folder and settings.file:
-            self._path = Path(folder) / FILE_NAME
+        self._folder: Path | None = None
+        if settings.file:
+            self._folder = folder
+        self._number: int | None = None  # that this fit's files carry
         self._seen: Counter[tuple[str, str, str]] = Counter()
         self._leads: dict[str, list[Finding]] = {"warn": [], "log": []}  # of the causes that were told
         self.findings: list[Finding] = []
@@ -125,62 +170,143 @@ class Report:
             self._write(finding)
 
     @property
-    def folder(self) -> Path | None:
-        """The folder that files go to; None where none are wanted."""
-        if self._path is None:
-            return None
-        return self._path.parent
-
-    @property
     def count(self) -> int:
         """The number of errors and warnings seen, each once; notes are no faults."""
         return sum(counts["error"] + counts["warning"] for counts in self.by_check.values())
 
     def log(self, trainer: pl.Trainer, more: Mapping[str, float] | None = None) -> None:
-        """Send the counters, and other figures, to the trainer's loggers."""
+        """Send the counters, and other figures where they are wanted, to the trainer's loggers."""
         # of all checks together
         totals: Counter[str] = sum(self.by_check.values(), Counter())
         figures = {f"{severity}s": float(totals[severity]) for severity in DEFAULT_ACTION}
-        log_figures(trainer, {**figures, **(more or {})}, trainer.global_step)
+        if more and self._settings.log_figures:
+            figures |= more
+        _send_to_loggers(trainer, figures, trainer.global_step)
 
-    def summary(
-        self,
-        titles: Sequence[str],
-        steps: int,
-        share: float,
-        figures: Mapping[str, float],
-        remarks: Sequence[str] = (),
-    ) -> None:
-        """Print one row per check and one line of totals, on rank 0."""
+    def log_step(self, trainer: pl.Trainer, figures: Mapping[str, float], step: int) -> None:
+        """Send figures of a step to the trainer's loggers, where they are wanted."""
+        if self._settings.log_figures:
+            _send_to_loggers(trainer, figures, step)
+
+    def summary(self, checks: Sequence[CheckSummary], steps: int, share: float) -> None:
+        """Print one line of totals and one row per check, on rank 0.
+
+        Args:
+            checks: What each has to say.
+            steps: That the fit has made.
+            share: Of the time, that the checks took.
+        """
         if not self._settings.summary or process_groups.rank():
             return
-        table = Table(title=f"{len(titles)} checks, {steps} steps, {self.count} findings, {share:.1%} of the time")
-        table.add_column("check")
-        for severity in DEFAULT_ACTION:
-            table.add_column(f"{severity}s", justify="right")
-        for title in titles:
-            counts = self.by_check.get(title, Counter())
-            table.add_row(title, *(str(counts[severity]) for severity in DEFAULT_ACTION))
+        notes = sum(counts["note"] for counts in self.by_check.values())
+        totals = [counted(len(checks), "check"), counted(steps, "step"), counted(self.count, "finding")]
+        totals += [counted(notes, "note"), f"{share:.1%} of the time"]
+        table = Table()
+        for column in ("check", "found", "seen"):
+            table.add_column(column)
+        for check in checks:
+            table.add_row(check.title, self._found_by(check.title), escape(_seen_by(check)))
         console = Console()
+        console.print(f"DDPChecks: {', '.join(totals)}", soft_wrap=True, highlight=False)
         console.print(table)
-        if figures:
-            console.print(", ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
-        for remark in remarks:
-            console.print(remark)
+
+    def _found_by(self, title: str) -> str:
+        counts = self.by_check.get(title, Counter())
+        found = [counted(counts[severity], severity) for severity in DEFAULT_ACTION if counts[severity]]
+        return ", ".join(found) or "-"
+
+    # ------------------------------------------------------------------ files
+
+    def open_file(self, name: str) -> IO[str] | None:
+        """Open a file of this fit, on rank 0, to write at its end; None where none is wanted or can be made."""
+        if self._folder is None or process_groups.rank():
+            return None
+        try:
+            return self._path(name).open("a")
+        except OSError as error:  # a full disk on this rank is no reason to leave the others waiting
+            rank_zero_info(f"{self._folder / name} cannot be written, nothing is kept in it: {error}")
+            self._folder = None
+            return None
+
+    def _path(self, name: str) -> Path:
+        """Return the path of a file of this fit; the first time its number is chosen, which no fit before it has used."""
+        assert self._folder is not None
+        if self._number is None:
+            self._folder.mkdir(parents=True, exist_ok=True)  # the logger may make it later
+            for number in itertools.count():
+                taken = [other for other in _FILE_NAMES if (self._folder / _numbered(other, number)).exists()]
+                if taken:
+                    continue
+                try:
+                    (self._folder / _numbered(name, number)).open("x").close()
+                except FileExistsError:  # another fit was faster
+                    continue
+                self._number = number
+                break
+        assert self._number is not None
+        return self._folder / _numbered(name, self._number)
 
     def _write(self, finding: Finding) -> None:
-        if self._path is None or process_groups.rank():
+        file = self.open_file(FILE_NAME)
+        if file is None:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)  # the logger may make it later
-            with self._path.open("a") as file:
+            with file:
                 file.write(json.dumps(finding.record(), default=str) + "\n")
-        except OSError as error:  # a full disk on this rank is no reason to leave the others waiting
-            rank_zero_info(f"{self._path} cannot be written, findings are not kept in it: {error}")
-            self._path = None
+        except OSError as error:
+            rank_zero_info(f"{file.name} cannot be written, findings are not kept in it: {error}")
+            self._folder = None
 
 
-def log_figures(trainer: pl.Trainer, figures: Mapping[str, float], step: int) -> None:
+def run_folder(trainer: pl.Trainer) -> Path | None:
+    """Return the folder of this run, the one that holds its checkpoints; right on rank 0, which writes.
+
+    ``log_dir`` is that folder only for loggers that make one for each run. Of others (Weights & Biases, MLflow) it is one for all runs,
+    below which ``ModelCheckpoint`` makes one by name and version.
+
+    Communication: one broadcast, Lightning's.
+    """
+    log_dir = trainer.log_dir
+    if log_dir is None:
+        return None
+    folder = Path(log_dir)
+    # only rank 0's loggers are real ones
+    if trainer.loggers and process_groups.rank() == 0:
+        logger = trainer.loggers[0]
+        own = getattr(logger, "log_dir", None)
+        if own is not None:
+            return Path(own)
+        version = logger.version
+        if not isinstance(version, str):
+            version = f"version_{version}"
+        folder = folder / str(logger.name) / version
+    return folder
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words: ``1 finding``, ``2 findings``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _numbered(name: str, number: int) -> str:
+    """Return the name of a file of the fit of that number; the first has none."""
+    if number == 0:
+        return name
+    path = Path(name)
+    return f"{path.stem}_{number}{path.suffix}"
+
+
+def _seen_by(check: CheckSummary) -> str:
+    """Return what a check has seen, in its own words; its figures too where they are few."""
+    parts = list(check.remarks)
+    if 0 < len(check.figures) <= _MOST_FIGURES:
+        parts.insert(0, ", ".join(f"{name} {value:.4g}" for name, value in check.figures.items()))
+    elif check.figures and not parts:
+        parts = [f"{len(check.figures)} figures"]
+    return "; ".join(parts) or "-"
+
+
+def _send_to_loggers(trainer: pl.Trainer, figures: Mapping[str, float], step: int) -> None:
     """Send figures to the trainer's loggers under ``ddp_checks/``, with the epoch, as Lightning logs."""
     named = {f"ddp_checks/{name}": value for name, value in figures.items()}
     for logger in trainer.loggers:
@@ -189,9 +315,21 @@ def log_figures(trainer: pl.Trainer, figures: Mapping[str, float], step: int) ->
 
 def _warn(text: str) -> None:
     """Warn on rank 0; where the user has made warnings errors, raise on every rank."""
+    level = _users_stack_level()
     if process_groups.rank() == 0:
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, stacklevel=level)
         return
     # the same filters decide here, so that an error is one on every rank; nothing is printed
     with warnings.catch_warnings(record=True):
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, stacklevel=level)
+
+
+def _users_stack_level() -> int:
+    """Return the ``stacklevel`` by which a warning names the user's line that led here, and no file of a library."""
+    # level 1 is the caller of this function, which warns
+    frame, level = inspect.currentframe(), 0
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+            return level
+        frame, level = frame.f_back, level + 1
+    return 2

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import lightning.pytorch as pl
@@ -24,10 +25,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks import row_exchange
-from lightning_ddp_losses.callbacks.check_stage import CheckStage
+from lightning_ddp_losses.callbacks.check_stage import CheckStage, place_of
 from lightning_ddp_losses.callbacks.findings import FAILED, Finding, failed_check
 from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
-from lightning_ddp_losses.callbacks.report import Report, Settings
+from lightning_ddp_losses.callbacks.report import CheckSummary, Report, Settings, run_folder
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange
 from lightning_ddp_losses.callbacks.watchdog import Watchdog
 from lightning_ddp_losses.core import compat
@@ -120,9 +121,9 @@ class CheckRunner:
         # what a run needs of its own: news of peers, a way for rows, a place for findings
         self.watchdog = Watchdog(settings.stall_seconds)
         self.row_exchange = RowExchange(self.watchdog.check_peers)
-        folder: str | None = None
+        folder: Path | None = None
         if settings.file:
-            folder = trainer.log_dir
+            folder = run_folder(trainer)
         self.report = Report(settings, folder)
         self._evaluator = CheckEvaluator(trainer, module, self.row_exchange, self.report, self._switch_off)
         # what checks read
@@ -313,14 +314,12 @@ class CheckRunner:
                 self._evaluator.report_remaining_failures(self.checks, self.step)
         # what the checks have to say at the end, and what they took
         share = self.own_time.seconds / max(time.perf_counter() - self._began, 1e-9)
+        summaries = [CheckSummary(check.title, *_last_words(check)) for check in self.checks]
         figures: dict[str, float] = {}
-        remarks: list[str] = []
-        for check in self.checks:
-            own_figures, own_remarks = _last_words(check)
-            figures |= own_figures
-            remarks += own_remarks
+        for summary in summaries:
+            figures |= summary.figures
         self.report.log(self.trainer, figures)
-        self.report.summary([check.title for check in self.checks], self.steps, share, figures, remarks)
+        self.report.summary(summaries, self.steps, share)
 
     def fail(self, exception: BaseException) -> None:
         """Tell the peers that this rank's fit ends with an exception, or say which of them failed first.
@@ -364,7 +363,7 @@ class CheckRunner:
         Communication: one gather; none where no check is due. More only where there is a new finding.
         """
         due = self.due(stage)
-        self.watchdog.enter(f"{stage.value} of step {self.step}")
+        self.watchdog.enter(place_of(stage.value, self.step))
         if due:
             with self.own_time:
                 row = self._evaluator.measure(due, stage)

@@ -325,7 +325,9 @@ def partial_gradients(names: Sequence[str], flags: Sequence[int]) -> LossCallErr
         if max(column) > 1:
             words = ["no gradient", "dense", "sparse"]
             expected = "dense"
-            fixes["Build the module with sparse=False: what a loss owns is averaged over the ranks as dense tensors."] = None
+            fixes[
+                "Build the module with sparse=False: what a loss owns is averaged over the ranks as dense tensors."
+            ] = None
         elif len(set(column)) > 1:
             words = ["no gradient", "gradient"]
             expected = "on every rank or on none"

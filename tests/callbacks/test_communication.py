@@ -40,7 +40,9 @@ def monitored(fails: bool = False) -> dict[str, Any]:
             if fails and self.trainer.global_step == 2:
                 raise ZeroDivisionError
 
-    trainer = make_trainer("ddp", callbacks=[DDPChecks([monitor], summary=False)], logger=memory, log_every_n_steps=1)
+    trainer = make_trainer(
+        "ddp", callbacks=[DDPChecks([monitor], summary=False, log_figures=True)], logger=memory, log_every_n_steps=1
+    )
     with contextlib.suppress(ZeroDivisionError):
         trainer.fit(Failing(False))
     return {

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_ddp_losses import (
@@ -220,14 +219,15 @@ def test_a_fault_in_the_middle_of_collectives(pool: RankPool, place: str, check:
 
 
 def test_a_file_that_cannot_be_written(pool: RankPool, tmp_path: Path) -> None:
-    # a folder stands where the file shall be
-    Path(tmp_path, "run", "version_0", "ddp_checks.jsonl").mkdir(parents=True)
-    assert pool.run(1, fit_fragile_with_file, str(tmp_path)) == [1]
+    # a file stands where the folder shall be
+    place = tmp_path / "project"
+    place.write_text("")
+    assert pool.run(1, fit_fragile_with_file, str(place)) == [1]
 
 
 def fit_fragile_with_file(folder: str) -> int:
     checks = DDPChecks([Ours("measure")], action={"warning": "log"}, summary=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        make_trainer("ddp", callbacks=[checks], logger=CSVLogger(folder, "run", version=0)).fit(Subject(False))
+        make_trainer("ddp", callbacks=[checks], default_root_dir=folder).fit(Subject(False))
     return len(checks.findings)

@@ -135,7 +135,7 @@ JUDGES: dict[str, tuple[Callable[[], RankCheck], str]] = {
     "raises": (Hasty, "ZeroDivisionError: its own fault"),
     "no list": (lambda: Hasty(7), "TypeError: 'int' object is not iterable"),
     "no finding": (lambda: Hasty(["hello"]), "a list of Finding was expected, with str in it"),
-    "never due again": (lambda: Seldom(every_n_steps=4), "the end of step 4"),
+    "never due again": (lambda: Seldom(every_n_steps=4), "the end, after 4 steps"),
 }
 
 

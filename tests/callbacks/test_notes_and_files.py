@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,12 +16,13 @@ import pytorch_metric_learning.losses as pml
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ddp_losses import ClipLoss, DDPChecks, GlobalBatchLoss, LossCheck
+from lightning_ddp_losses import BatchCheck, ClipLoss, CommunicationMonitor, DDPChecks, GlobalBatchLoss, LossCheck
 from lightning_ddp_losses.callbacks import device_check
+from lightning_ddp_losses.callbacks.check_stage import place_of
 from tests.callbacks.data_cases import HEALTHY
 from tests.callbacks.harness import WIDTH, Subject
 from tests.callbacks.loss_cases import MissingLoss
@@ -193,6 +197,112 @@ def test_the_loss_of_every_rank_is_recorded(pool: RankPool, tmp_path: Path) -> N
     lines = (tmp_path / "run" / "version_0" / "losses_by_rank.csv").read_text().splitlines()
     assert lines[0] == "step,rank_0,rank_1"
     assert [tuple(map(float, line.split(",")[1:])) for line in lines[1:]] == [losses for _, losses in first]
+
+
+class Shared(Logger):
+    """One folder for all runs, as Weights & Biases and MLflow have it; keeps what it is sent."""
+
+    name = "project"
+
+    def __init__(self, folder: str, run: str) -> None:
+        super().__init__()
+        self.folder, self.run, self.columns = folder, run, set[str]()
+
+    @property
+    def save_dir(self) -> str:
+        return self.folder
+
+    @property
+    def version(self) -> str:
+        return self.run
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.columns |= set(metrics)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def three_runs(folder: str) -> None:
+    for options in (
+        {"logger": Shared(folder, "first")},
+        {"logger": Shared(folder, "second")},
+        {"default_root_dir": folder},
+        {"default_root_dir": folder},
+    ):
+        checks = DDPChecks(summary=False)
+        make_trainer("ddp", callbacks=[checks], log_every_n_steps=1, **options).fit(Subject(False))
+
+
+def test_each_run_has_files_of_its_own(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(2, three_runs, str(tmp_path))
+    found = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.*")}
+    numbers = {"project/first/": "", "project/second/": "", "": "_1"}
+    expected = {f"{place}losses_by_rank{number}.csv" for place, number in [*numbers.items(), ("", "")]}
+    assert {name for name in found if name.endswith(".csv")} == expected
+    assert all(found[name].count("step,rank_0,rank_1") == 1 for name in expected), "one run in each"
+    assert {name.replace("losses_by_rank", "ddp_checks").replace("csv", "jsonl") for name in expected} <= set(found)
+
+
+def columns(log_figures: bool) -> set[str]:
+    logger = Shared(tempfile.gettempdir(), "columns")
+    checks = DDPChecks([LossCheck(), BatchCheck()], summary=False, file=False, log_figures=log_figures)
+    make_trainer("ddp", callbacks=[checks], logger=logger, log_every_n_steps=1).fit(Subject(False))
+    return {name for name in logger.columns if name.startswith("ddp_checks/")}
+
+
+def test_loggers_get_the_numbers_of_findings_and_more_if_asked(pool: RankPool) -> None:
+    few = {"ddp_checks/errors", "ddp_checks/warnings", "ddp_checks/notes"}
+    assert pool.run(2, columns, False) == [few] * 2
+    assert pool.run(2, columns, True)[0] > few | {"ddp_checks/loss_max"}
+
+
+def warned_where() -> list[tuple[str, str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checks = DDPChecks([LossCheck(zero_steps=1)], summary=False, file=False)
+        make_trainer("ddp", callbacks=[checks]).fit(Zero(False))
+    return [(w.filename, str(w.message)) for w in caught if "F31" in str(w.message)]
+
+
+class Zero(Subject):
+    """A loss of nothing, which is a warning."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return 0 * super().objective(features, labels, index)
+
+
+def test_a_warning_names_the_line_that_fits(pool: RankPool) -> None:
+    (warned,), nothing = pool.run(2, warned_where)
+    assert nothing == []
+    assert warned[0] == __file__
+    assert warned[1].startswith("LossCheck, F31, before backward of step 0")
+
+
+def shown(sick: bool) -> str:
+    said = io.StringIO()
+    checks = DDPChecks([LossCheck(zero_steps=1), CommunicationMonitor(every_n_steps=1)], action={"warning": "log"})
+    with contextlib.redirect_stdout(said):
+        make_trainer("ddp", callbacks=[checks]).fit((Zero if sick else Subject)(False))
+    return said.getvalue()
+
+
+def test_one_table_says_what_was_found_and_seen(pool: RankPool) -> None:
+    healthy, sick = (pool.run(2, shown, is_sick)[0] for is_sick in (False, True))
+    assert "DDPChecks: 2 checks, 4 steps, 0 findings, 1 note, " in healthy
+    assert "DDPChecks: 2 checks, 4 steps, 1 finding, " in sick
+    assert "1 warning" in sick
+    for text in (healthy, sick):
+        table = " ".join(" ".join(line.strip("│").split()) for line in text.splitlines())
+        assert "collectives and" in table
+        assert "loss_min" in table
+        assert "comm/" not in text
+        assert text.count("CommunicationMonitor") == 1
+
+
+def test_what_comes_before_the_first_step_has_no_number() -> None:
+    assert place_of("before the wrap", 0) == "before the wrap"
+    assert place_of("end of training", 1) == "end of training, after 1 step"
+    assert place_of("before backward", 0) == "before backward of step 0"
 
 
 # ---------------------------------------------------------------------- checkpoints

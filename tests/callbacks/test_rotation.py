@@ -44,7 +44,7 @@ def fit(check: Any) -> None:
         ({"parts": 1}, "optimizer step of step 1"),
         ({"parts": 4}, "optimizer step of step 3"),
         ({"parts": 4, "full_every_n_steps": 2}, "optimizer step of step 2"),
-        ({"every_n_steps": 50}, "end of training of step 12"),
+        ({"every_n_steps": 50}, "end of training, after 12 steps"),
     ],
     ids=str,
 )
