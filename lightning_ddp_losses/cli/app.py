@@ -8,9 +8,13 @@ wrong before training is found before anything is written.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import os
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, List, Optional, Union  # noqa: UP035 - read by jsonargparse at run time on every Python
@@ -249,6 +253,26 @@ def _new_folder(root: Path) -> Path:
     return folder
 
 
+def extend_module_path_(path: list[str], arguments: Sequence[str]) -> None:
+    """Let a config name classes of modules that lie beside it or in the current folder.
+
+    The console script has neither on its path. Both go to the end: a file there hides no installed package.
+
+    Args:
+        path: Where Python looks for modules (`sys.path`).
+        arguments: The command line; a config that it names and that is no file is the parser's business.
+    """
+    reader = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    reader.add_argument("-c", "--config", action="append", default=[])
+    configs: list[str] = []
+    with contextlib.suppress(argparse.ArgumentError):  # an option without its value: the parser says so
+        configs = reader.parse_known_args(arguments)[0].config
+    beside = [os.path.dirname(os.path.abspath(config)) for config in configs if os.path.isfile(config)]
+    for folder in (*beside, os.getcwd()):
+        if folder not in path:
+            path.append(folder)
+
+
 def main() -> None:
     """Run the console script: a mistake of the user's ends in its message, not in a traceback.
 
@@ -258,6 +282,7 @@ def main() -> None:
     # what a user can do nothing about is not shown
     for message in QUIET:
         warnings.filterwarnings("ignore", message)
+    extend_module_path_(sys.path, sys.argv[1:])
     auditing = sys.argv[1:2] == ["audit"]
     try:
         status = LossCLI().exit_status

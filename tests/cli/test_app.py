@@ -17,6 +17,7 @@ from torchmetrics import PearsonCorrCoef
 
 import lightning_ddp_losses
 from lightning_ddp_losses.cli import EmbeddingModule, RegressionModule, main
+from lightning_ddp_losses.cli.app import extend_module_path_
 from lightning_ddp_losses.distributed import process_groups
 
 CONFIGS = Path(lightning_ddp_losses.__file__).parents[1] / "configs"
@@ -188,6 +189,52 @@ def test_arrays_of_the_users_own_train(capsys: pytest.CaptureFixture[str], tmp_p
     run("fit", "--config", "config.yaml")
     assert "raw features" in capsys.readouterr().out
     assert Path("logs/fit/version_0/embedding_2d.png").is_file()
+
+
+USERS_MODULE = """
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+class {name}(LightningModule):
+    def __init__(self, width: int = 2):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, width)
+
+    def training_step(self, batch, index):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("square", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.arange(24.0).reshape(8, 3)), batch_size=2)
+"""
+
+
+def test_a_config_names_a_module_beside_it_or_in_the_current_folder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", before := list(sys.path))
+    Path("configs").mkdir()
+    for module, folder in (("lies_in_the_current_folder", "."), ("lies_beside_the_config", "configs")):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        Path(folder, f"{module}.py").write_text(USERS_MODULE.format(name="Mine"))
+        Path("configs", "mine.yaml").write_text(f"model: {module}.Mine")
+        run("audit", f"--config={Path('configs', 'mine.yaml')}", "--audit.steps", "1")
+        assert "Equal: 2 ranks" in capsys.readouterr().out
+    # both last: nothing that is installed hides behind a user's file
+    assert before[-2:] == [str(Path("configs").absolute()), str(Path.cwd())]
+    run(*command("fit", Path("configs", "mine.yaml"), "--trainer.max_steps", "1"))
+
+
+@pytest.mark.parametrize("arguments", [["fit", "-c"], ["fit", "--config", "trainer: {}"], ["fit", "-c", "no.yaml"], []])
+def test_a_command_line_without_a_config_file_adds_the_current_folder_alone(arguments: list[str]) -> None:
+    path = ["installed"]
+    extend_module_path_(path, arguments)
+    assert path == ["installed", str(Path.cwd())]
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "sklearn.manifold"])
