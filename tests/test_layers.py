@@ -34,10 +34,12 @@ COMPAT = ROOT / "core" / "compat.py"
 PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {
     "audit/ablations.py": {"_python_dispatch": "TorchDispatchMode is subclassed; torch gives it no public path"},
     "cli/app.py": {
+        "_add_configure_optimizers_method_to_model": "the optimizer of the command line, which an audit's model has too",
         "_add_arguments": "a subcommand of LightningCLI's adds what its own have",
         "_get": "LightningCLI's reader of a config that may have subcommands",
         "_prepare_subcommand_parser": "overridden: the audit's parser",
         "_run_subcommand": "overridden: the audit runs no method of a trainer",
+        "_subcommand_parsers": "the audit's parser knows the callbacks that the user's CLI adds",
     },
     "losses/class_sharded.py": {
         "_load_from_state_dict": "overridden: of a full weight this rank's part is kept",

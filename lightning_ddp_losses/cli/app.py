@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import os
+import pydoc
 import sys
 import traceback
 import warnings
@@ -19,6 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, List, Optional, Union  # noqa: UP035 - read by jsonargparse at run time on every Python
 
+import yaml  # type: ignore[import-untyped]
+from jsonargparse import Namespace
+from jsonargparse.typing import class_from_function
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
@@ -26,6 +31,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from rich.console import Console
 
 from lightning_ddp_losses.audit import AuditReport, audit
+from lightning_ddp_losses.cli.data import BatchedArrayDataModule
 from lightning_ddp_losses.cli.report import RunReport
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
@@ -40,41 +46,52 @@ QUIET = (
 
 
 class LossCLI(LightningCLI):
-    """LightningCLI with the defaults of this package.
+    """LightningCLI with the defaults of this package and the subcommand `audit`.
 
-    Model and data are given by `class_path`. Output goes to a new folder under ``logs/`` for each run, with the config in
-    it. No option is filled in from another one: jsonargparse would replace the user's value without a word, and leave it
-    out of the saved config and of the checkpoint's hyperparameters.
+    It takes what LightningCLI takes: in a `cli.py` of your own, ``LossCLI(MyModule, MyData)`` reads the configs that
+    ``LightningCLI(MyModule, MyData)`` reads, and ``python cli.py audit --config X`` audits them. Without a class, model and data
+    are given by `class_path`. Output goes to a new folder under ``logs/`` for each run, with the config in it. No option is
+    filled in from another one: jsonargparse would replace the user's value without a word, and leave it out of the saved
+    config and of the checkpoint's hyperparameters.
 
     Args:
-        args: Command line as a list, or a dict of its options; None reads `sys.argv`.
-        run: Whether to run the subcommand at once.
-        **kwargs: Further arguments of LightningCLI.
+        model_class: The LightningModule, or a function that makes one; None: a config names it.
+        datamodule_class: The data module, likewise.
+        *further: Further arguments of LightningCLI, by position.
+        **options: Further arguments of LightningCLI, by name. Its defaults, but for these: trainer_defaults (a CSV log, 10
+            epochs, strategy ``ddp_losses``; your own are added), seed_everything_default 0, configs of a run overwritten
+            in the folder that it names, and ``--optimizer`` only beside a `model_class`.
+
+    Attributes:
+        exit_status: What a script should end with (`sys.exit`): 1 after an audit that found a difference, else 0.
 
     Raises:
         ConfigurationError: No device, or a global batch that does not divide into the ranks.
     """
 
-    def __init__(self, args: Any = None, run: bool = True, **kwargs: Any) -> None:
-        defaults: dict[str, Any] = {
-            "logger": {
-                "class_path": "lightning.pytorch.loggers.CSVLogger",
-                "init_args": {"save_dir": "logs", "name": "fit"},
-            },
-            "max_epochs": 10,
-            "log_every_n_steps": 10,
-            "strategy": "ddp_losses",
-        }
-        kwargs.setdefault("parser_kwargs", {"prog": "ddp-losses"})
-        kwargs.setdefault("seed_everything_default", 0)
-        # one learning rate would replace those of encoder and loss
-        kwargs.setdefault("auto_configure_optimizers", False)
-        kwargs.setdefault("trainer_class", AuditedTrainer)
+    def __init__(self, model_class: Any = None, datamodule_class: Any = None, *further: Any, **options: Any) -> None:
+        if isinstance(model_class, (list, dict, Namespace)):  # the first release had `args` and `run` here
+            warnings.warn("LossCLI: give the command line by name, LossCLI(args=...)", DeprecationWarning, stacklevel=2)
+            options["args"], model_class = model_class, None
+            if isinstance(datamodule_class, bool):
+                options["run"], datamodule_class = datamodule_class, None
+        # LightningCLI's arguments by name, however they came
+        signature = inspect.signature(LightningCLI.__init__)
+        given = signature.bind(self, model_class, datamodule_class, *further, **options).arguments
+        del given["self"]
+        # our defaults
+        trainer_class = given.get("trainer_class", Trainer)
+        given["trainer_defaults"] = _trainer_defaults(trainer_class) | (given.get("trainer_defaults") or {})
+        given.setdefault("seed_everything_default", 0)
+        # for a class_path, one learning rate would replace those of encoder and loss
+        given.setdefault("auto_configure_optimizers", model_class is not None)
         # each run has a new folder unless one is named
-        kwargs.setdefault("save_config_kwargs", {"overwrite": True})
-        defaults |= kwargs.pop("trainer_defaults", {})
+        given.setdefault("save_config_kwargs", {"overwrite": True})
+        # a subcommand is a method of the class that the parser reads; the trainer itself is the user's
+        self._trainer_to_make = trainer_class
+        given["trainer_class"] = with_audit(trainer_class)
         self.exit_status = 0
-        super().__init__(args=args, run=run, trainer_defaults=defaults, **kwargs)
+        super().__init__(**given)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -93,14 +110,20 @@ class LossCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Name the sizes that a loss asks for and did not get: jsonargparse lets untyped parameters pass as None."""
-        path = "init_args.loss.init_args"
-        while sizes := self._get(self.config, "model", default={}).get(path):
+        path = "loss"
+        if self.subclass_mode_model:
+            path = "init_args.loss"
+        model = self._get(self.config, "model") or {}
+        while sizes := model.get(f"{path}.init_args"):
             for name in ("num_classes", "embedding_size"):
-                if name in sizes and sizes[name] is None:
+                if name in sizes and sizes[name] is None and _is_required(model.get(f"{path}.class_path"), name):
                     raise ConfigurationError(
-                        f"model.{path}.{name}", expected="a number", got="nothing", fix="Set it in the config."
+                        f"model.{path}.init_args.{name}",
+                        expected="a number",
+                        got="nothing",
+                        fix="Set it in the config.",
                     )
-            path += ".loss.init_args"  # of a loss around a loss
+            path += ".init_args.loss"  # of a loss around a loss
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the trainer, with a progress bar that every terminal can show and the report at the end."""
@@ -108,14 +131,15 @@ class LossCLI(LightningCLI):
         if config.get("devices") in (0, "0"):
             fix = "Set trainer.devices to 1 for plain training in one process, to more for more ranks."
             raise ConfigurationError("trainer.devices", expected="1 or more ranks", got=0, fix=fix)
-        callbacks = config.get("callbacks") or []
-        callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
-        has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
-        if config.get("enable_progress_bar") is not False and not has_bar:
-            callbacks.append(TQDMProgressBar(refresh_rate=10))  # needs a carriage return only
-        callbacks.append(RunReport())
+        self.trainer_class = self._trainer_to_make
+        if "callbacks" in config:  # a function that makes trainers may take none
+            callbacks = _as_list(kwargs.pop("callbacks", config.get("callbacks")))
+            has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+            if config.get("enable_progress_bar", False) is not False and not has_bar:
+                callbacks.append(TQDMProgressBar(refresh_rate=10))  # needs a carriage return only
+            kwargs["callbacks"] = [*callbacks, RunReport()]
         try:
-            return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+            return super().instantiate_trainer(**kwargs)
         except ValueError as error:  # a strategy or precision that Lightning does not know
             raise ConfigurationError(f"trainer: {error}") from error
 
@@ -126,6 +150,7 @@ class LossCLI(LightningCLI):
                 self.config_init = self.parser.instantiate_classes(self.config)
                 self.model = self._get(self.config_init, "model")
                 self.datamodule = self._get(self.config_init, "data")
+                self._add_configure_optimizers_method_to_model(self.subcommand)
             else:
                 super().instantiate_classes()
         except ValueError as error:
@@ -135,17 +160,21 @@ class LossCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         """Check what needs both the data and the number of ranks."""
-        check = getattr(self.datamodule, "check", None)
-        if check is None:
+        data = self.datamodule
+        if not isinstance(data, BatchedArrayDataModule):
             return
         if self.subcommand == "audit":
-            check(devices_of(*self._audit_options()))
+            data.check(devices_of(*self._audit_options()))
         else:
-            check(self.trainer.world_size)
+            data.check(self.trainer.world_size)
 
     def _audit_options(self) -> tuple[AuditOptions, dict[str, Any]]:
-        trainer = self._get(self.config_init, "trainer", default={})
-        return self._get(self.config_init, "audit"), dict(trainer)
+        """Return the audit's options, and the trainer's with all callbacks that a fit would have but our report."""
+        trainer = dict(self._get(self.config_init, "trainer", default={}))
+        callbacks = _as_list(trainer.get("callbacks"))
+        callbacks += [self._get(self.config_init, key) for key in self._subcommand_parsers["audit"].callback_keys]
+        callbacks += _as_list(self.trainer_defaults.get("callbacks"))
+        return self._get(self.config_init, "audit"), trainer | {"callbacks": callbacks}
 
     def _run_subcommand(self, subcommand: str) -> None:
         if subcommand != "audit":
@@ -179,11 +208,49 @@ class AuditOptions:
     output: str = "logs/audit"
 
 
+def _trainer_defaults(trainer_class: Any) -> dict[str, Any]:
+    """Return our defaults of a trainer; of a function that makes one, those that it takes."""
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs", "name": "fit"}}
+    defaults = {"logger": logger, "max_epochs": 10, "log_every_n_steps": 10, "strategy": "ddp_losses"}
+    if isinstance(trainer_class, type):
+        return defaults
+    taken = inspect.signature(trainer_class).parameters
+    return {name: default for name, default in defaults.items() if name in taken}
+
+
+def _as_list(callbacks: Any) -> list[Any]:
+    """Return a list of its own of what Lightning takes for callbacks: several, one or None."""
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, list) else [callbacks]
+
+
+def _is_required(class_path: Any, parameter: str) -> bool:
+    """Say whether a class has no default for a parameter."""
+    signature = inspect.signature(pydoc.locate(str(class_path)))  # type: ignore[arg-type]
+    return parameter in signature.parameters and signature.parameters[parameter].default is inspect.Parameter.empty
+
+
 class AuditedTrainer(Trainer):
     """Lends the subcommand its name; an audit makes trainers of its own, one in each process."""
 
     def audit(self) -> None:
         """Compare every gradient of N ranks with one process, and explain the difference."""
+
+
+def with_audit(trainer_class: Any) -> type[Trainer]:
+    """Return a class with a method for each subcommand, for the parser; nobody makes one.
+
+    Args:
+        trainer_class: A subclass of Trainer, or a function that makes a trainer.
+    """
+    if trainer_class is Trainer:
+        return AuditedTrainer
+    # what the parser reads the options from
+    named: type[Trainer] = trainer_class
+    if not isinstance(trainer_class, type):
+        named = class_from_function(trainer_class)
+    return type(named.__name__, (named,), {"audit": AuditedTrainer.audit, "__doc__": named.__doc__})
 
 
 def run_audit(
@@ -253,6 +320,16 @@ def _new_folder(root: Path) -> Path:
     return folder
 
 
+def config_files(arguments: Sequence[str]) -> list[Path]:
+    """Return the config files that a command line names; one that cannot be read is the parser's business."""
+    reader = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    reader.add_argument("-c", "--config", action="append", default=[])
+    configs: list[str] = []
+    with contextlib.suppress(argparse.ArgumentError):  # an option without its value: the parser says so
+        configs = reader.parse_known_args(arguments)[0].config
+    return [Path(config) for config in configs if os.path.isfile(config)]
+
+
 def extend_module_path_(path: list[str], arguments: Sequence[str]) -> None:
     """Let a config name classes of modules that lie beside it or in the current folder.
 
@@ -260,17 +337,29 @@ def extend_module_path_(path: list[str], arguments: Sequence[str]) -> None:
 
     Args:
         path: Where Python looks for modules (`sys.path`).
-        arguments: The command line; a config that it names and that is no file is the parser's business.
+        arguments: The command line.
     """
-    reader = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    reader.add_argument("-c", "--config", action="append", default=[])
-    configs: list[str] = []
-    with contextlib.suppress(argparse.ArgumentError):  # an option without its value: the parser says so
-        configs = reader.parse_known_args(arguments)[0].config
-    beside = [os.path.dirname(os.path.abspath(config)) for config in configs if os.path.isfile(config)]
+    beside = [str(config.absolute().parent) for config in config_files(arguments)]
     for folder in (*beside, os.getcwd()):
         if folder not in path:
             path.append(folder)
+
+
+def missing_class_path(arguments: Sequence[str]) -> str:
+    """Return what to do where a config gives its model no class, as one for a command line of the user's own does; else nothing."""
+    for file in config_files(arguments):
+        try:
+            config = yaml.safe_load(file.read_text())
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        model = config.get("model") if isinstance(config, dict) else None
+        if isinstance(model, dict) and "class_path" not in model:
+            return (
+                f"{file}: `model` has no class_path. A LightningCLI(MyModule, MyData) of your own reads such a config: write "
+                "LossCLI (from lightning_ddp_losses.cli) in its place, and `python cli.py audit --config ...` audits it. Or give the "
+                "class here, model: {class_path: package.MyModule, init_args: {...}}, and data likewise.\n"
+            )
+    return ""
 
 
 def main() -> None:
@@ -285,7 +374,11 @@ def main() -> None:
     extend_module_path_(sys.path, sys.argv[1:])
     auditing = sys.argv[1:2] == ["audit"]
     try:
-        status = LossCLI().exit_status
+        status = LossCLI(parser_kwargs={"prog": "ddp-losses"}).exit_status
+    except SystemExit as stop:
+        if stop.code == 2:  # a command line or a config that the parser refused
+            sys.stderr.write(missing_class_path(sys.argv[1:]))
+        raise
     except (DDPLossError, MisconfigurationException) as error:
         if getattr(error, "collective", False) and process_groups.rank() > 0:
             sys.exit(1)  # rank 0 says the same

@@ -175,6 +175,7 @@ class RegressionModule(LightningModule):
     """
 
     report_title = "Regression on the held-out set"
+    report_heading = "prediction"
     report_rows = (("loss", "val_loss"), ("metric", "val_metric"))
 
     def __init__(

@@ -39,6 +39,15 @@ class EmbeddingModule(LightningModule):
         optimizer: Makes the optimizer from parameter groups.
     """
 
+    report_title = "Retrieval on the held-out set"
+    report_heading = "embeddings"
+    report_rows = (
+        ("loss", "val_loss"),
+        ("precision@1", "precision_at_1"),
+        ("R-precision", "r_precision"),
+        ("MAP@R", "map_at_r"),
+    )
+
     def __init__(
         self,
         encoder: nn.Module,

@@ -17,24 +17,23 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from lightning_ddp_losses.cli.data import BatchedArrayDataModule
 from lightning_ddp_losses.cli.evaluation import HeldOut, retrieval_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_RETRIEVAL_ROWS = (
-    ("loss", "val_loss"),
-    ("precision@1", "precision_at_1"),
-    ("R-precision", "r_precision"),
-    ("MAP@R", "map_at_r"),
-)
+_CURVES = {"train_loss": ("training", "tab:blue"), "val_loss": ("held out", "tab:orange")}
 _MOST_RAW_BYTES = 2**30  # raw features are read whole for the comparison; beyond this it is left out
 _MOST_POINTS = 4000  # of the held-out set in the map
 _MOST_CLASSES_IN_LEGEND = 20
 
 
 class RunReport(Callback):
-    """At the end of fit, on rank 0: prints the metrics beside those of the raw inputs and draws the pictures.
+    """At the end of fit, on rank 0: prints the metrics and draws the pictures.
+
+    A module may say what it measures: ``report_rows`` (title and logged name of each), ``report_title`` and ``report_heading``. Of
+    another one all that it logged is shown. Retrieval metrics stand beside those of the raw inputs.
 
     After predict it writes the gathered `embeddings.npy` and `labels.npy`. A missing plotting package costs the pictures
     only.
@@ -59,24 +58,29 @@ class RunReport(Callback):
         if not trainer.is_global_zero:
             return
         seconds = time.perf_counter() - self.started
-        held_out: HeldOut | None = getattr(pl_module, "held_out", None)
+        held_out = _held_out(pl_module)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         ranks = f"{trainer.world_size} rank{'s' * (trainer.world_size > 1)}"
         self.outputs = [("time", f"{seconds:.1f} s of training on {ranks}")]
         if folder is not None and trainer.loggers:
             self._write(trainer, held_out, metrics, Path(folder))
-        title = getattr(pl_module, "report_title", "Retrieval on the held-out set")
+        # what the module says that it measures, else what it logged; nothing makes no table
+        own = getattr(pl_module, "report_rows", None)
+        rows = own or [(name, name) for name in sorted(metrics)]
+        self.tables = []
+        if not rows:
+            return
+        title = getattr(pl_module, "report_title", "Logged")
+        heading = getattr(pl_module, "report_heading", "last value")
+        raw = None
         if held_out is not None:
             title += f" ({len(held_out.labels)} rows)"
-        own = getattr(pl_module, "report_rows", None)  # a module that is not about retrieval says what it measures
-        if own is None:
-            self.tables = [title, _metrics_table(metrics, "embeddings", _RETRIEVAL_ROWS, _raw_metrics(trainer))]
-        else:
-            self.tables = [title, _metrics_table(metrics, "prediction", own, None)]
+            raw = _raw_metrics(trainer)
+        self.tables = [title, _metrics_table(metrics, heading, rows, raw)]
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the embeddings in the order of the held-out set."""
-        held_out: HeldOut | None = getattr(pl_module, "held_out", None)
+        held_out = _held_out(pl_module)
         log_dir = trainer.log_dir  # a broadcast: every rank has to ask
         if not trainer.is_global_zero or held_out is None or log_dir is None or not trainer.loggers:
             return
@@ -110,7 +114,7 @@ class RunReport(Callback):
         if checkpoint:
             self.outputs.append(("checkpoint", checkpoint))
         try:
-            if logged:
+            if _CURVES.keys() & logged.keys():
                 draw_loss_curve(logged, folder / "loss_curve.png")
                 self.outputs.append(("picture", str(folder / "loss_curve.png")))
             if held_out is not None and len(held_out.labels) > 3:
@@ -122,12 +126,16 @@ class RunReport(Callback):
             self.outputs.append(("no picture", f"{package} is missing: pip install 'lightning-ddp-losses[demo]'"))
 
 
+def _held_out(module: LightningModule) -> HeldOut | None:
+    """Return the held-out set as an ``EmbeddingModule`` last evaluated it; of another module the name may mean anything."""
+    held_out = getattr(module, "held_out", None)
+    return held_out if isinstance(held_out, HeldOut) else None
+
+
 def _raw_metrics(trainer: Trainer) -> tuple[str, dict[str, float]] | None:
     """Return the name of the inputs and their retrieval metrics, where the data module can hand over the held-out set."""
     data: Any = getattr(trainer, "datamodule", None)
-    if not hasattr(data, "held_out") or not hasattr(data, "inputs_name"):
-        return None
-    if data.held_out_bytes > _MOST_RAW_BYTES:
+    if not isinstance(data, BatchedArrayDataModule) or data.held_out_bytes > _MOST_RAW_BYTES:
         return None
     return data.inputs_name, retrieval_metrics(*data.held_out())
 
@@ -186,7 +194,7 @@ def draw_loss_curve(metrics: dict[str, list[tuple[float, float]]], path: Path) -
     from matplotlib.ticker import MaxNLocator
 
     axes = _axes(path)
-    for name, label, color in (("train_loss", "training", "tab:blue"), ("val_loss", "held out", "tab:orange")):
+    for name, (label, color) in _CURVES.items():
         if name in metrics:
             epochs, values = zip(*metrics[name], strict=True)
             axes.plot([epoch + 1 for epoch in epochs], values, marker="o", markersize=4, label=label, color=color)

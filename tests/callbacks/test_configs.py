@@ -30,7 +30,7 @@ def run(path: str) -> Found:
     quiet = mock.patch.dict(os.environ, JSONARGPARSE_DEPRECATION_WARNINGS="off")
     with quiet, tempfile.TemporaryDirectory() as folder:
         options = ["--config", path, "--trainer.devices", "1", "--trainer.strategy", "auto"]
-        cli = LossCLI([*options, "--trainer.logger.init_args.save_dir", folder], run=False)
+        cli = LossCLI(args=[*options, "--trainer.logger.init_args.save_dir", folder], run=False)
     # warnings of checks are errors here, as all warnings are
     (checks,) = (c for c in cli.trainer.callbacks if isinstance(c, DDPChecks))  # type: ignore[attr-defined]
     accumulate = given.get("accumulate_grad_batches", 1)

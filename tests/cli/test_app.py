@@ -6,38 +6,22 @@ import csv
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from torchmetrics import PearsonCorrCoef
 
 import lightning_ddp_losses
 from lightning_ddp_losses.cli import EmbeddingModule, RegressionModule, main
 from lightning_ddp_losses.cli.app import extend_module_path_
-from lightning_ddp_losses.distributed import process_groups
 
 CONFIGS = Path(lightning_ddp_losses.__file__).parents[1] / "configs"
 ARCFACE = CONFIGS / "digits_arcface.yaml"
 
 
-@pytest.fixture(autouse=True)
-def _leave_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Run in an empty folder; afterwards the environment, the seed and the process group are as before."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
-    # Lightning 2.6 uses jsonargparse in ways that its next major version changes; Python hides this from users
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    monkeypatch.setattr(sys, "argv", ["ddp-losses"])
-    environment, state = dict(os.environ), torch.get_rng_state()
-    yield
-    process_groups.close(world=True)
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_rng_state(state)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def command(subcommand: str, config: Path, *options: str) -> list[str]:
@@ -217,7 +201,6 @@ class {name}(LightningModule):
 def test_a_config_names_a_module_beside_it_or_in_the_current_folder(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "path", before := list(sys.path))
     Path("configs").mkdir()
     for module, folder in (("lies_in_the_current_folder", "."), ("lies_beside_the_config", "configs")):
         monkeypatch.delitem(sys.modules, module, raising=False)
@@ -226,7 +209,7 @@ def test_a_config_names_a_module_beside_it_or_in_the_current_folder(
         run("audit", f"--config={Path('configs', 'mine.yaml')}", "--audit.steps", "1")
         assert "Equal: 2 ranks" in capsys.readouterr().out
     # both last: nothing that is installed hides behind a user's file
-    assert before[-2:] == [str(Path("configs").absolute()), str(Path.cwd())]
+    assert sys.path[-2:] == [str(Path("configs").absolute()), str(Path.cwd())]
     run(*command("fit", Path("configs", "mine.yaml"), "--trainer.max_steps", "1"))
 
 
