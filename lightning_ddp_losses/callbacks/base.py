@@ -352,10 +352,14 @@ def _class_overrides(cls: type[RankCheck], method: str) -> bool:
 
 
 def _all_checks(callbacks: Sequence[CheckCallback]) -> list[RankCheck]:
-    """Collect the checks, each class once: one that is registered by itself replaces that of ``DDPChecks``."""
-    by_themselves = {type(callback) for callback in callbacks}
+    """Collect the checks, each class once.
+
+    One that is registered by itself replaces that of ``DDPChecks``; a second ``DDPChecks`` adds what the first one lacks.
+    """
+    taken = {type(callback) for callback in callbacks}
     checks: list[RankCheck] = []
     for callback in callbacks:
-        own = callback.checks_to_run()
-        checks += [check for check in own if check is callback or type(check) not in by_themselves]
+        added = [check for check in callback.checks_to_run() if check is callback or type(check) not in taken]
+        checks += added
+        taken.update(map(type, added))
     return sorted(checks, key=lambda check: check.title)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
+
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS, CheckCallback, RankCheck
 from lightning_ddp_losses.callbacks.report import DEFAULT_ACTION, Settings, validated_actions
-from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.errors import ConfigurationError, format_error
 
 
 class DDPChecks(CheckCallback):
@@ -55,6 +58,21 @@ class DDPChecks(CheckCallback):
         self._settings = Settings(
             actions, file=file, summary=summary, log_figures=log_figures, stall_seconds=stall_seconds
         )
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Start the runner; say so where a trainer has several of these."""
+        together = [callback for callback in trainer.callbacks if isinstance(callback, DDPChecks)]  # type: ignore[attr-defined]
+        if stage == "fit" and len(together) > 1 and together[0] is self:
+            rank_zero_warn(
+                format_error(
+                    "DDPChecks in Trainer(callbacks=[...])",
+                    expected="one",
+                    got=len(together),
+                    fix="Keep one, which may hold any checks: DDPChecks(checks=[...]). Until then the first one decides what happens "
+                    "with findings, and a check that several hold runs once, with the options of the first.",
+                )
+            )
+        super().setup(trainer, pl_module, stage)
 
     def checks_to_run(self) -> list[RankCheck]:
         """Return its checks."""

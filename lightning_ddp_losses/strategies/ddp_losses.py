@@ -49,8 +49,8 @@ class DDPLossStrategy(DDPStrategy):
 
     Args:
         losses: ``"auto"`` finds them by type (pytorch-metric-learning, torch.nn, metrics with trainable parameters,
-            ``register_loss_type``). A list names modules; another string is a regular expression over whole paths. ``[]``
-            is plain ``ddp``.
+            ``register_loss_type``). A list names modules; another string is a regular expression over whole paths. A loss
+            that is named and has no parameters is noted. ``[]`` is plain ``ddp``.
         adopt: Register an unregistered loss that an optimizer holds (``_adopted_losses.<path>``) instead of refusing it.
         check_calls: Exchange one handshake in each synchronising backward: ranks that called different losses get the same
             error there. Without it they may hang, and only gradients missing after backward are noticed.
@@ -104,6 +104,7 @@ class DDPLossStrategy(DDPStrategy):
     ) -> None:
         super().__init__(**ddp_kwargs)
         self._ddp_kwargs = ddp_setup.without_defaults(self._ddp_kwargs)
+        ddp_setup.refuse_unknown_options(type(self), self._ddp_kwargs)
         names_only = isinstance(losses, Sequence) and all(isinstance(name, str) for name in losses)
         if not names_only:  # a string is a sequence of strings too
             expected = "'auto', a list of names, or a regular expression"
@@ -222,6 +223,10 @@ class DDPLossStrategy(DDPStrategy):
         for loss in self._losses:
             if loss.learnable and not loss.owned:
                 rank_zero_info(f"{loss.title} shares a parameter with the model and stays in the model's DDP.")
+            if not loss.learnable and self._selection != "auto":
+                rank_zero_info(
+                    f"{loss.title}, named in `losses`, has no parameters: there is nothing to synchronise in it."
+                )
 
     def _handle_hidden_losses(self, trainer: pl.Trainer) -> None:
         """Adopt or refuse trainable losses that are not registered; watch those that no optimizer holds."""

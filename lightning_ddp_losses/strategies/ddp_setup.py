@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import inspect
 import json
@@ -60,6 +61,36 @@ def without_defaults(ddp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         if value is not default and value != default:
             changed[name] = value
     return changed
+
+
+def refuse_unknown_options(strategy: type, ddp_kwargs: Collection[str]) -> None:
+    """Refuse options that torch's DDP would refuse when it wraps the model, each with the option that it may have meant.
+
+    Args:
+        strategy: The class of the strategy, whose options are known too.
+        ddp_kwargs: What is left for torch's DDP.
+
+    Raises:
+        ConfigurationError: for a name that nobody takes, and for what Lightning passes itself.
+    """
+    of_ddp = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
+    unknown = sorted(set(ddp_kwargs) - of_ddp)
+    if not unknown:
+        return
+    # every option by name, of the strategy and what it is derived from
+    known = set(of_ddp)
+    for cls in strategy.__mro__:
+        for name, parameter in inspect.signature(vars(cls).get("__init__", object)).parameters.items():
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and name != "self":
+                known.add(name)
+    meant = [difflib.get_close_matches(name, sorted(known), n=1) for name in unknown]
+    questions = [f"Did you mean {close[0]}?" for close in meant if close]
+    raise ConfigurationError(
+        f"{strategy.__name__}: options",
+        expected="its own, those of Lightning's DDPStrategy, or those of torch's DistributedDataParallel",
+        got=", ".join(unknown),
+        fix=" ".join(questions) or None,
+    )
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -84,10 +84,10 @@ def find_losses(root: nn.Module, losses: Selection = "auto") -> list[FoundLoss]:
     Args:
         root: The LightningModule.
         losses: ``"auto"``: by type. A list: exactly these paths. Another string: a regular expression that must match
-            a whole path; it takes modules with parameters of any type.
+            a whole path; it takes modules with parameters of any type, and where there are none, losses without parameters.
 
     Raises:
-        ConfigurationError: a name that matches nothing (with the names that exist), or a named module without parameters.
+        ConfigurationError: a name that matches nothing (with the names that exist).
     """
     # by type
     if losses == "auto":
@@ -101,6 +101,8 @@ def find_losses(root: nn.Module, losses: Selection = "auto") -> list[FoundLoss]:
                 "losses", expected="'auto', a list of names, or a regular expression", got=f"{losses!r}: {error}"
             ) from None
         found = list(_outermost(root, lambda n, m: bool(pattern.fullmatch(n)) and _has_parameters(m)))
+        if not found:  # the same configuration with a loss that has no weights
+            found = list(_outermost(root, lambda n, m: bool(pattern.fullmatch(n)) and is_loss(m)))
         if not found:
             raise _no_match(root, f"the regular expression {losses!r}")
         return _describe(root, found)
@@ -109,13 +111,6 @@ def find_losses(root: nn.Module, losses: Selection = "auto") -> list[FoundLoss]:
     for name in losses:
         if name not in modules or name == "":
             raise _no_match(root, f"{name!r}")
-        if not _has_parameters(modules[name]):
-            raise ConfigurationError(
-                "losses",
-                expected="modules with parameters",
-                got=f"{name!r} ({type(modules[name]).__name__}), which has none",
-                fix="Leave it out: there is nothing to synchronise in it.",
-            )
     names = set(losses)
     return _describe(root, list(_outermost(root, lambda n, _: n in names)))
 

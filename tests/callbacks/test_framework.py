@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, ParameterSyncCheck, RankCheck
+from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, LossCheck, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.callbacks import CheckStage, Finding, Moment, odd_ranks
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.errors import PeerError
@@ -84,6 +84,34 @@ def beside() -> list[Callback]:
 
 def no_file() -> list[Callback]:
     return [DDPChecks(summary=False, file=False)]
+
+
+def fit_with_two() -> tuple[list[str], list[str], int]:
+    """What is said, and the checks that ran, where a trainer has two `DDPChecks` and the second one has a check more."""
+    first, second = (
+        DDPChecks([ParameterSyncCheck(), Echo(numbers=(1, 2, 2))], action={"error": "log"}, summary=False, file=False),
+        DDPChecks([ParameterSyncCheck(parts=3), LossCheck()], summary=False, file=False),
+    )
+    ran: list[str] = []
+
+    class Names(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            ran.extend(check.title for check in first._own_runner.checks)  # type: ignore[union-attr]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer("ddp", callbacks=[first, second, Names()]).fit(Subject(False))
+    said = [str(w.message) for w in caught if "DDPChecks in" in str(w.message)]
+    return said, ran, len([finding for finding in first.findings if finding.fault == "F44"])
+
+
+def test_two_of_them_in_one_trainer_are_told_and_run_each_check_once(pool: RankPool) -> None:
+    answers = pool.run(2, fit_with_two)
+    for said, ran, findings in answers:
+        assert ran == ["Echo", "LossCheck", "ParameterSyncCheck"]
+        assert findings == 1, "the first one's action: nothing was raised"
+        assert all("expected one, got 2" in text for text in said)
+    assert [len(said) for said, _, _ in answers] == [1, 0]
 
 
 def broken(breaks: str) -> list[Callback]:

@@ -102,10 +102,13 @@ def test_a_name_that_matches_nothing_lists_what_exists(losses: Any) -> None:
     assert all(word in str(caught.value) for word in ("heads.arc", "loss", "ArcFaceLoss"))
 
 
-@pytest.mark.parametrize("losses", [["plain"], ["loss", "plain"]], ids=str)
-def test_a_named_loss_without_parameters_is_refused(losses: Any) -> None:
-    with pytest.raises(ConfigurationError, match="plain"):
-        find_losses(tree(plain=nn.CrossEntropyLoss(), loss=make_loss()), losses)
+@pytest.mark.parametrize(
+    ("losses", "found"), [(["plain"], ["plain"]), (["loss", "plain"], ["plain", "loss"]), ("pl.*", ["plain"])], ids=str
+)
+def test_a_named_loss_without_parameters_is_found_all_the_same(losses: Any, found: list[str]) -> None:
+    root = tree(plain=nn.CrossEntropyLoss(), loss=make_loss(), place=nn.ReLU())
+    assert [each.name for each in find_losses(root, losses)] == found
+    assert learnable(root, losses) == [name for name in found if name == "loss"]
 
 
 def test_who_owns_a_shared_parameter() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import Any
 
@@ -169,6 +170,65 @@ def test_no_losses_is_plain_ddp_bit_for_bit(pool: RankPool, world_size: int, acc
 def test_options_that_cannot_work_are_refused_at_once(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="expected"):
         DDPLossStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("adopted", "Did you mean adopt?"),
+        ("loss", "Did you mean losses?"),
+        ("find_unused_parameter", "Did you mean find_unused_parameters?"),
+        ("process_group_backends", "Did you mean process_group_backend?"),
+        ("xyz", "got xyz"),
+        ("device_ids", "got device_ids"),
+    ],
+)
+def test_an_unknown_option_is_refused_at_once_with_the_nearest_one(option: str, meant: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"DDPLossStrategy: options: expected its own") as caught:
+        DDPLossStrategy(**{option: [0]})
+    assert meant in str(caught.value)
+
+
+class Own(DDPLossStrategy):
+    """A user's subclass with an option of its own."""
+
+    def __init__(self, *, patience: int = 1, **options: Any) -> None:
+        super().__init__(**options)
+
+
+def test_options_of_a_subclass_and_of_what_it_is_derived_from_are_known() -> None:
+    Own(patience=2, adopt=True, process_group_backend="gloo", static_graph=True)
+    with pytest.raises(ConfigurationError, match=r"Did you mean patience\?"):
+        Own(patienc=2)
+
+
+class Weightless(Job):
+    def build(self, loss: str) -> None:
+        self.loss = pml.SupConLoss()
+
+
+def fit_with_log(options: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
+    """The state after a fit, and what the strategy noted."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    try:
+        return fit(Weightless, options), "\n".join(lines)
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("losses", [["loss"], "loss"], ids=str)
+def test_a_named_loss_without_weights_is_a_note_and_trains_as_found_by_type(pool: RankPool, losses: Any) -> None:
+    note = "SupConLoss `loss`, named in `losses`, has no parameters"
+    by_name = pool.run(2, fit_with_log, {"losses": losses})
+    by_type = pool.run(2, fit_with_log, {})
+    assert [note in text for _, text in by_name] == [True, False]
+    assert not any(note in text for _, text in by_type)
+    for (one, _), (other, _) in zip(by_name, by_type, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
 
 
 def test_an_option_by_position_still_works_and_warns() -> None:
