@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +29,7 @@ from tests.rank_pool import RankPool
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, strategy_of
 from tests.strategies.scenarios import Alternating, NoLossAtAll
 
+ROOT = Path(__file__).parents[2]
 DDP_NAMES = sorted(name for name in StrategyRegistry if StrategyRegistry[name]["strategy"] is DDPStrategy)
 
 
@@ -229,6 +235,31 @@ def test_a_named_loss_without_weights_is_a_note_and_trains_as_found_by_type(pool
     assert not any(note in text for _, text in by_type)
     for (one, _), (other, _) in zip(by_name, by_type, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+YAML_OF_README = re.compile(r"```yaml\n(trainer:\n  strategy:.*?)```", re.DOTALL)
+PLAIN_CLI = """
+import sys, yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+trainer = yaml.safe_load(sys.argv.pop())["trainer"]
+more = {"accelerator": "cpu", "devices": 1, "logger": False}
+cli = LightningCLI(BoringModel, run=False, save_config_callback=None, args={"trainer": {**trainer, **more}})
+print(type(cli.trainer.strategy).__name__)
+"""
+
+
+def test_the_yaml_of_the_readme_needs_no_import_of_the_package() -> None:
+    (shown,) = YAML_OF_README.findall((ROOT / "README.md").read_text())
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN_CLI, shown],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.strip() == "DDPLossStrategy", done.stderr
 
 
 def test_an_option_by_position_still_works_and_warns() -> None:
