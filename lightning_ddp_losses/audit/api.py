@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_ddp_losses.audit.ablations import ABLATIONS, unit_roundoff
 from lightning_ddp_losses.audit.compare import (
@@ -53,6 +53,8 @@ def audit(
     without: Iterable[str] = (),
     ckpt_path: str | None = None,
     timeout_seconds: float = 300.0,
+    datamodule: LightningDataModule | None = None,
+    train_dataloaders: Any = None,
 ) -> AuditReport:
     """Train a few steps on N ranks and in one process, and compare every gradient.
 
@@ -73,6 +75,8 @@ def audit(
         without: What to switch off in both runs: ``"randomness"``, ``"batch_norm"``, ``"precision"``, ``"uneven"``.
         ckpt_path: A checkpoint to start from.
         timeout_seconds: Time limit of each run.
+        datamodule: The data, as ``Trainer.fit`` spells it.
+        train_dataloaders: The data, likewise.
 
     Returns:
         The report; it says what differs, why, and what to change.
@@ -89,6 +93,7 @@ def audit(
         >>> report.equal
         True
     """
+    data = _single_source(data=data, datamodule=datamodule, train_dataloaders=train_dataloaders)
     off = frozenset(without)
     options = dict(trainer_kwargs or {})
     _validate(model, devices, steps, off)
@@ -124,7 +129,7 @@ def assert_parity(model: LightningModule, data: Any = None, devices: int = 2, **
         model: The LightningModule.
         data: As for ``audit``.
         devices: Number of ranks.
-        **options: As for ``audit``.
+        **options: As for ``audit``, ``datamodule=`` and ``train_dataloaders=`` among them.
 
     Returns:
         The report, where all is equal.
@@ -156,6 +161,14 @@ def _validate(model: Any, devices: int, steps: int, off: frozenset[str]) -> None
     if "dataloader_iter" in inspect.signature(model.training_step).parameters:
         got, fix = "dataloader_iter, which no other run can replay", "Take (batch, batch_idx)."
         raise ConfigurationError("training_step", expected="a batch", got=got, fix=fix)
+
+
+def _single_source(**sources: Any) -> Any:
+    """Return the data under whatever name it was given, None where there is none."""
+    given = {name: source for name, source in sources.items() if source is not None}
+    if len(given) > 1:
+        raise ConfigurationError("audit", expected=f"one of {', '.join(sources)}", got=" and ".join(given))
+    return next(iter(given.values()), None)
 
 
 def _choose_accelerator(asked: Any, devices: int) -> Any:

@@ -150,7 +150,7 @@ class AuditReport:
         return table
 
     def __str__(self) -> str:
-        console = Console(file=StringIO(), width=140, color_system=None)
+        console = Console(file=StringIO(), width=140, color_system=None, force_jupyter=False)
         console.print(self)
         assert isinstance(console.file, StringIO)
         return console.file.getvalue()

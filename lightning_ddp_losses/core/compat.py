@@ -292,11 +292,17 @@ def multiprocessing_launcher() -> Any:
 
 
 def use_existing_processes_(strategy: Any, timeout: Any) -> None:
-    """Let a strategy start no processes and wait ``timeout`` for other ranks; Lightning takes both in constructors only."""
+    """Let a strategy start no processes and wait ``timeout`` for other ranks; Lightning takes the second in constructors only.
+
+    It has no launcher: Lightning's for existing processes is refused in a notebook, and gives a rank more threads, which a forked
+    process must not use.
+    """
     if hasattr(strategy, "_start_method"):
-        strategy._start_method = "popen"  # the one that leaves existing processes alone
+        strategy._start_method = "popen"  # of what asks how the processes came to be
     if hasattr(strategy, "_timeout"):
         strategy._timeout = timeout
+    strategy._launcher = None
+    strategy._configure_launcher = lambda: None
 
 
 def syncs_batch_norm(trainer: Any) -> bool:

@@ -185,6 +185,11 @@ def test_options_that_cannot_work(name: str) -> None:
         audit(Module(), even(), **({"strategy": "ddp"} | options))
 
 
+def test_data_under_two_names() -> None:
+    with pytest.raises(ConfigurationError, match="one of data, datamodule, train_dataloaders, got data and train_data"):
+        audit(Module(), even(), train_dataloaders=even())
+
+
 def test_not_a_lightning_module() -> None:
     with pytest.raises(ConfigurationError, match="LightningModule, got Linear"):
         audit(nn.Linear(2, 2), even())  # type: ignore[arg-type]

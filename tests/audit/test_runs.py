@@ -128,6 +128,13 @@ class Data(LightningDataModule):
         return even(batch_size=16 // self.trainer.world_size)
 
 
+@pytest.mark.parametrize("run", [audit, assert_parity])
+def test_data_is_given_as_trainer_fit_spells_it(run: Any) -> None:
+    for data in ({"datamodule": Data()}, {"train_dataloaders": even()}):
+        report = run(Module(learned()), steps=1, **data)
+        assert report.losses[0].rows == (8, 8)
+
+
 class OwnData(Module):
     def train_dataloader(self) -> Any:
         return even()
