@@ -23,6 +23,7 @@ Measured (torchmetrics 1.9, torch 2.13, 2026): its own sync is one gather with a
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import struct
 from collections.abc import Callable, Sequence
@@ -113,22 +114,32 @@ def exchange_states(
     """
     if process_groups.world_size(group) == 1:
         return [state.value for state in states]
-    if len({state.device.type for state in states}) > 1:
-        return _exchange_by_device(title, states, must_match, configuration, group)
-
-    # what this rank sends, and what must be equal for the ranks' tensors to fit together
     device = states[0].device if states else torch.device("cpu")
-    names = tuple(state.name for state in states)
-    kinds = tuple(state.kind for state in states)
-    tensors = [state_tensors(state, device) for state in states]
-    own = [tensor for sent in tensors for tensor in sent]
-    stacks = tuple(_stack_entry(kind, sent) for kind, sent in zip(kinds, tensors, strict=True))
-    reductions = tuple(state.reduction for state in states)
-    digest = _digest_of_layout(names, reductions, stacks, device.type, configuration)
+    names: list[str] = []
+    kinds: list[Kind] = []
+    reductions: list[str] = []
+    stacks: list[Entry | None] = []  # what may not differ between ranks
+    tensors: list[list[Tensor]] = []
+    weights = b""
+    for state in states:
+        if state.device.type != device.type:
+            return _exchange_by_device(title, states, must_match, configuration, group)
+        # what this rank sends, and what must be equal for the ranks' tensors to fit together
+        kind = state.kind
+        sent = state_tensors(state, kind, device)
+        names.append(state.name)
+        kinds.append(kind)
+        reductions.append(state.reduction)
+        stacks.append((sent[0].dtype, tuple(sent[0].shape)) if kind == "stack" else None)
+        tensors.append(sent)
+        if state.reduce is dim_zero_mean:
+            weights += _WEIGHT.pack(state.weight)
+    own = list(itertools.chain.from_iterable(tensors))
+    layout = tuple(names), tuple(kinds), tuple(stacks)
+    digest = _digest_of_layout(*layout, tuple(reductions), device.type, configuration)
 
     # handshake: digest, sizes and row counts, and the bytes themselves where they fit
     contents = _contents(kinds, tensors).encode()
-    weights = b"".join(_WEIGHT.pack(state.weight) for state in states if state.reduce is dim_zero_mean)
     own_bytes = sum(tensor.nbytes for tensor in own)
     is_inline = _HEAD.size + len(contents) + len(weights) + own_bytes <= handshake.inline_capacity(group)
     payload = _HEAD.pack(digest, is_inline, len(contents)) + contents + weights
@@ -142,7 +153,7 @@ def exchange_states(
         return exchange_states(title, adapted, must_match, configuration, group=group)
 
     # gather: every rank's tensors in one buffer, in the order of one process
-    plan = plan_buffer(title, names, kinds, stacks, tuple(message.contents for message in received))
+    plan = plan_buffer(title, *layout, tuple(message.contents for message in received))
     if all(message.is_inline for message in received):
         buffer = _buffer_from_messages(plan, received).to(device)
     else:
@@ -173,10 +184,10 @@ def _exchange_by_device(
     return [found[index] for index in range(len(states))]
 
 
-def state_tensors(state: State, device: torch.device) -> list[Tensor]:
+def state_tensors(state: State, kind: Kind, device: torch.device) -> list[Tensor]:
     """Return the tensors that travel, on one device; where they are rows, with at least one dimension and in one dtype."""
     tensors = [state.value] if isinstance(state.value, Tensor) else list(state.value)
-    if state.kind == "rows":
+    if kind == "rows":
         tensors = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in tensors]
         if len({tensor.dtype for tensor in tensors}) > 1:  # as torch.cat joins them
             wide = tensors[0].dtype
@@ -184,13 +195,6 @@ def state_tensors(state: State, device: torch.device) -> list[Tensor]:
                 wide = torch.promote_types(wide, tensor.dtype)
             tensors = [tensor.to(wide) for tensor in tensors]
     return [tensor if tensor.device == device else tensor.to(device) for tensor in tensors]
-
-
-def _stack_entry(kind: Kind, tensors: Sequence[Tensor]) -> Entry | None:
-    """Return dtype and shape of a ``stack``, which must be equal on all ranks; None for what may differ."""
-    if kind != "stack":
-        return None
-    return tensors[0].dtype, tuple(tensors[0].shape)
 
 
 @lru_cache(maxsize=64)
