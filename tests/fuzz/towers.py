@@ -132,21 +132,4 @@ def on_rank(case: Case) -> Found:
     return found
 
 
-def rounding(case: Case) -> float:
-    """A logit of size L is rounded by L eps, its probability by as much, and the gradient multiplies that by scale and rows, or by L."""
-    if case.dtype == "float64":
-        return 0.0
-    data = global_rows(case.rows, torch.float64, views=2)
-    rows = torch.cat([data["view 0"], data["view 1"], *(t.double() for t in further(case))])
-    if case.normalize:
-        rows = functional.normalize(rows)
-    if not len(rows):
-        return 0.0
-    length = float(rows.norm(dim=1).max())
-    scale = min(1 / case.temperature, case.max_scale or float("inf"))
-    logit = scale * length**2 + abs(case.bias)
-    eps = torch.finfo(torch.float32).eps
-    return 4 * len(rows) ** 0.5 * logit * eps * max(logit, scale * length)
-
-
-DOMAIN = Domain("two towers", cases(), on_rank, alone, rounding)
+DOMAIN = Domain("two towers", cases(), on_rank, alone)
