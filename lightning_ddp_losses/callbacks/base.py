@@ -206,7 +206,7 @@ class RankCheck(CheckCallback):
         if default:
             DEFAULT_CHECKS.append(cls)
 
-    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None) -> None:
         if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
             title = f"{type(self).__name__}: every_n_steps"
             raise ConfigurationError(title, expected="a positive integer", got=repr(every_n_steps))
@@ -329,7 +329,7 @@ class LocalCheck(RankCheck):
         local: The findings of this rank at this stage; empty it before they are looked for anew.
     """
 
-    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self.local = LocalFindings(self.faults)
 

@@ -115,7 +115,7 @@ class BatchCheck(LocalCheck, default=True):
     needs_peers = False
     faults = ("F18", "F28", "F29", "F31", "F33", "F36", "F54", "F62", "F67", "F68", "F69", "F70", "F71", "F72")
 
-    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self._pairs: PositivePairs | None = None
         self._norm_handles: list[Any] = []

@@ -88,7 +88,7 @@ class BufferSyncCheck(LocalCheck, default=True):
 
     @warn_positional_options("tolerance")
     def __init__(
-        self, *, tolerance: float = 0.1, every_n_steps: int = 1, action: Mapping[str, str] | None = None
+        self, *, tolerance: float = 0.1, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self.tolerance = tolerance

@@ -40,7 +40,7 @@ class CheckpointCheck(LocalCheck, default=True):
     faults = ("F65", "F75", "F76")
     needs_peers = False
 
-    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self._made_by: dict[str, Any] | None = None
 

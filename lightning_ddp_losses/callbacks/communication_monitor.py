@@ -34,7 +34,7 @@ class CommunicationMonitor(RankCheck, default=True):
     Communication: none.
     """
 
-    def __init__(self, *, every_n_steps: int = 50, action: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *, every_n_steps: int = 50, action: Mapping[str, str] | str | None = None) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self._watch: CollectiveWatch | None = None
         self._forget()

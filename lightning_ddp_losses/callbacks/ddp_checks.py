@@ -18,8 +18,9 @@ class DDPChecks(CheckCallback):
     Args:
         checks: Which checks run; None is all of them, with their defaults. Checks that are registered beside this callback join in,
             and replace the default of their class.
-        action: What happens with a finding by severity; default ``{"error": "raise", "warning": "warn", "note": "log"}``. Findings of one
-            cause give one warning, headed by the one that tells most; ``follows`` names that one's fault in the others.
+        action: What happens with a finding: one word for errors and warnings (``"warn"``), or one by severity; default
+            ``{"error": "raise", "warning": "warn", "note": "log"}``. Findings of one cause give one warning, headed by the one that tells
+            most; ``follows`` names that one's fault in the others.
         file: Write each new finding to ``ddp_checks.jsonl`` in the run's folder (rank 0), each fit to a file of its own.
         summary: Print a table at the end of the fit.
         log_figures: Send what the checks measure (collectives, rows, losses, memory) to the loggers too, not only how much was found.
@@ -42,7 +43,7 @@ class DDPChecks(CheckCallback):
         self,
         checks: Sequence[RankCheck] | None = None,
         *,
-        action: Mapping[str, str] | None = None,
+        action: Mapping[str, str] | str | None = None,
         file: bool = True,
         summary: bool = True,
         log_figures: bool = False,

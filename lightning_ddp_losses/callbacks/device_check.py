@@ -79,7 +79,7 @@ class DeviceCheck(LocalCheck, default=True):
     faults = ("F50", "F73", "IDLE")
     needs_peers = False
 
-    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self._batches, self._began = 0, 0.0
         self._use_by_rank: list[UseRow] = []

@@ -124,7 +124,7 @@ class GradientFlowCheck(RankCheck, default=True):
         full_every_n_steps: int = 500,
         probe_scale: bool = True,
         every_n_steps: int = 1,
-        action: Mapping[str, str] | None = None,
+        action: Mapping[str, str] | str | None = None,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self.probe_scale = probe_scale

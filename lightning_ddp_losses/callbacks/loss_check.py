@@ -89,7 +89,7 @@ class LossCheck(RankCheck, default=True):
         bias: float = 1.1,
         file: bool = True,
         every_n_steps: int = 1,
-        action: Mapping[str, str] | None = None,
+        action: Mapping[str, str] | str | None = None,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self.zero_steps, self.bias, self.file = zero_steps, bias, file

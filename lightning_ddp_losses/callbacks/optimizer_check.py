@@ -124,7 +124,7 @@ class OptimizerCheck(RankCheck, default=True):
     faults = ("F01", "F02", "F03", "F14", "F15", "F17", "F75", "STEP")
     needs_peers = False
 
-    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self._forget()
 

@@ -92,7 +92,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         parts: int = 16,
         full_every_n_steps: int = 500,
         every_n_steps: int = 1,
-        action: Mapping[str, str] | None = None,
+        action: Mapping[str, str] | str | None = None,
     ) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self.parts = parts

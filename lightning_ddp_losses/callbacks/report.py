@@ -47,13 +47,35 @@ DEFAULT_ACTION = {"error": "raise", "warning": "warn", "note": "log"}
 _ACTIONS = ("raise", "warn", "log")
 
 
-def validated_actions(action: Mapping[str, str] | None, title: str) -> dict[str, str]:
-    """Return the actions that were given; refuse severities and actions that do not exist."""
-    given = dict(action or {})
-    if not given.keys() <= DEFAULT_ACTION.keys() or not set(given.values()) <= set(_ACTIONS):
-        expected = f"severities {', '.join(DEFAULT_ACTION)} with one of {', '.join(_ACTIONS)}"
-        raise ConfigurationError(f"{title}: action", expected=expected, got=given)
-    return given
+def validated_actions(action: Mapping[str, str] | str | None, title: str) -> dict[str, str]:
+    """Return the actions that were given, by severity; refuse severities and actions that do not exist.
+
+    Args:
+        action: By severity, or one word for errors and warnings.
+        title: Who was given them.
+
+    Raises:
+        ConfigurationError: for anything else.
+    """
+    given: object = action
+    if action is None:
+        given = {}
+    elif isinstance(action, str):
+        given = {"error": action, "warning": action}
+    is_known = (
+        isinstance(given, Mapping)
+        and given.keys() <= DEFAULT_ACTION.keys()
+        and all(word in _ACTIONS for word in given.values())
+    )
+    if not is_known:
+        words = ", ".join(_ACTIONS)
+        expected = (
+            f"one of {words} for errors and warnings, or one for each of the severities {', '.join(DEFAULT_ACTION)}"
+        )
+        fix = 'For instance action={"error": "warn", "note": "warn"}.'
+        raise ConfigurationError(f"{title}: action", expected=expected, got=repr(action), fix=fix)
+    assert isinstance(given, Mapping)
+    return dict(given)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, LossCheck, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.callbacks import CheckStage, Finding, Moment, odd_ranks
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
-from lightning_ddp_losses.errors import PeerError
+from lightning_ddp_losses.errors import ConfigurationError, PeerError
 from tests.callbacks.harness import Subject, slices
 from tests.callbacks.parameters import Nudged
 from tests.counting import CountCollectives
@@ -533,3 +533,16 @@ def test_a_check_joins_the_default_ones_where_it_is_defined() -> None:
     finally:
         DEFAULT_CHECKS[:] = before
     assert ByDefault not in DEFAULT_CHECKS
+
+
+@pytest.mark.parametrize("word", ["raise", "warn", "log"])
+def test_one_word_is_the_action_for_errors_and_warnings(word: str) -> None:
+    given = ParameterSyncCheck(action=word).action
+    assert given == {"error": word, "warning": word}
+
+
+@pytest.mark.parametrize("action", ["quiet", {"errors": "warn"}, {"error": "quiet"}, ["warn"], 3, {"error": ["warn"]}])
+@pytest.mark.parametrize("make", [DDPChecks, ParameterSyncCheck])
+def test_other_actions_are_refused(make: Any, action: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"{make.__name__}: action: expected one of raise, warn, log"):
+        make(action=action)
