@@ -202,11 +202,11 @@ def changed_after_reduction(context: AuditContext) -> Diagnosis | None:
         return None  # a gradient that nobody reduced has a rule of its own
     # where the ranks part: in the module's hooks, or between those and the step
     stage, place = "hooked", "in on_after_backward or on_before_optimizer_step"
-    changed = [name for name in names if _part(by_rank, stage, name)]
+    changed = [name for name in names if _disagree(by_rank, stage, name)]
     if not changed:
         stage = "used"
         place = "between on_before_optimizer_step and the step: configure_gradient_clipping, or the optimizer itself"
-        changed = [name for name in names if _part(by_rank, stage, name)]
+        changed = [name for name in names if _disagree(by_rank, stage, name)]
     if not changed:
         return None
     # the ranks whose values are no longer what the reduction left, where the others' still are
@@ -260,7 +260,7 @@ def _agree(by_rank: Sequence[_Stages], stage: str, name: str) -> bool:
     return None not in values and not _differ(values)
 
 
-def _part(by_rank: Sequence[_Stages], stage: str, name: str) -> bool:
+def _disagree(by_rank: Sequence[_Stages], stage: str, name: str) -> bool:
     """Say whether all ranks have that gradient at that stage, with other bits."""
     values = _values_at(by_rank, stage, name)
     return None not in values and _differ(values)

@@ -243,7 +243,7 @@ def rank_state(runner: CheckRunner, parameters: Mapping[str, Tensor]) -> dict[st
 # ---------------------------------------------------------------------- what all ranks make of it
 
 
-class Cause(NamedTuple):
+class DesyncCause(NamedTuple):
     """A fault, the ranks' values that show it, and what to do."""
 
     fault: str
@@ -251,21 +251,21 @@ class Cause(NamedTuple):
     fix: str
 
 
-def explain_gradient(name: str, states: Sequence[Mapping[str, Any]], differing: Sequence[str]) -> Cause:
+def explain_gradient(name: str, states: Sequence[Mapping[str, Any]], differing: Sequence[str]) -> DesyncCause:
     """Say why the gradient of ``name`` differs, given the states of all ranks and the names of all gradients that differ."""
     unreduced: dict[str, str] = {}
     for state in states:
         unreduced |= state["unreduced"]
     # DDP does not reduce it
     if name in unreduced:
-        return Cause(unreduced[name], (), FIXES[unreduced[name]])
+        return DesyncCause(unreduced[name], (), FIXES[unreduced[name]])
     # DDP does not reduce another one, and clipping spreads the difference
     others = [other for other in differing if other in unreduced]
     if others and any(state["clips"] for state in states):
         shown = ", ".join(f"`{other}`" for other in others[:_MAX_OTHERS])
-        return Cause("F13", (), FIXES["F13"].format(others=shown))
+        return DesyncCause("F13", (), FIXES["F13"].format(others=shown))
     fault, fix = _fault_on_the_way(name, states)
-    return Cause(fault, (), FIXES[fix])
+    return DesyncCause(fault, (), FIXES[fix])
 
 
 def _fault_on_the_way(name: str, states: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
@@ -291,15 +291,15 @@ def _agree_on_their_way(states: Sequence[Mapping[str, Any]], place: str, name: s
     return values.count(values[0]) == len(values)
 
 
-def explain_desync(name: str, states: Sequence[Mapping[str, Any]], *, at_start: bool) -> Cause:
+def explain_desync(name: str, states: Sequence[Mapping[str, Any]], *, at_start: bool) -> DesyncCause:
     """Say why the parameter ``name`` differs: its gradient was not reduced, or the optimizers went apart."""
     if at_start:
-        return Cause("F04", (), _AT_START)
+        return DesyncCause("F04", (), _AT_START)
     # a step that some ranks skipped, or scaled otherwise
     for key, fault in (("stepped", "F14"), ("scale", "F15")):
         values = tuple(state[key] for state in states)
         if len(set(values)) > 1:
-            return Cause(fault, tuple(f"{key} {value}" for value in values), FIXES[fault])
+            return DesyncCause(fault, tuple(f"{key} {value}" for value in values), FIXES[fault])
     # a gradient that was not reduced
     differing = _differing_keys([state["gradients"] for state in states])
     if name in differing:
@@ -308,8 +308,8 @@ def explain_desync(name: str, states: Sequence[Mapping[str, Any]], *, at_start: 
     for groups in zip(*(state["settings"] for state in states), strict=False):
         keys = differing_settings(groups)
         if keys:
-            return Cause("F17", settings_texts(groups, keys), FIXES["F17"])
-    return Cause("SYNC", (), FIXES["SYNC"])
+            return DesyncCause("F17", settings_texts(groups, keys), FIXES["F17"])
+    return DesyncCause("SYNC", (), FIXES["SYNC"])
 
 
 def differing_settings(groups: Sequence[Mapping[str, Any]]) -> list[str]:

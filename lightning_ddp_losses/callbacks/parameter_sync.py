@@ -187,7 +187,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         """Name the parameters, and why they differ."""
         states = [json.loads(text) for text in texts]
         if finding.name == "parameters":
-            return [_first_difference(finding, states)]
+            return [_name_first_difference(finding, states)]
         found = []
         for name in states[0]["values"]:
             values = [state["values"][name] for state in states]
@@ -220,7 +220,7 @@ def _descriptions(module: pl.LightningModule, parameters: Mapping[str, Tensor], 
     return lines
 
 
-def _first_difference(finding: Finding, lines_by_rank: Sequence[list[str]]) -> Finding:
+def _name_first_difference(finding: Finding, lines_by_rank: Sequence[list[str]]) -> Finding:
     """Name what differs in the ranks' descriptions, by position."""
     # line the ranks up by position; one that ends earlier has nothing there
     longest = max(map(len, lines_by_rank))

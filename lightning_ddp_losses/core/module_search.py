@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.core.forward_patch import MethodPatch
 
-_MAX_OBJECTS = 20_000
+_MAX_OBJECTS = 20_000  # looked into
+_MAX_ITEMS = 1_000  # of one container: what is longer is data
 _MAX_DEPTH = 8
 _LIBRARIES = frozenset({"torch", "lightning", "builtins", "numpy", "collections", "rich", "logging"})
 _BACK_REFERENCES = ("_trainer", "trainer", "_fabric")
@@ -39,9 +41,8 @@ def unregistered_modules(module: nn.Module, elsewhere: Mapping[str, Any]) -> Ite
         prefix = f"self.{name}" if name else "self"
         queue += [(f"{prefix}.{key}", value, 0) for key, value in _attributes(inner)]
     queue += [(name, value, 0) for name, value in elsewhere.items()]
-    for count, (path, value, depth) in enumerate(queue):
-        if count > _MAX_OBJECTS:
-            return
+    # the queue grows while it is read, and holds nothing that cannot lead to a module
+    for path, value, depth in queue:
         if isinstance(value, _PLAIN) or id(value) in seen:
             continue
         seen.add(id(value))
@@ -49,7 +50,9 @@ def unregistered_modules(module: nn.Module, elsewhere: Mapping[str, Any]) -> Ite
             seen.update(id(inner) for inner in value.modules())
             yield path, value
         elif depth < _MAX_DEPTH:
-            queue += [(p, v, depth + 1) for p, v in _inside(path, value)]
+            room = min(_MAX_ITEMS, _MAX_OBJECTS - len(queue))
+            items = itertools.islice(_inside(path, value), max(room, 0))
+            queue += [(p, v, depth + 1) for p, v in items if not isinstance(v, _PLAIN)]
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -165,7 +165,6 @@ def test_initial_values_come_from_rank_0(pool: RankPool) -> None:
         ({"losses": ["loss", "head"]}, ("'head'", "loss")),
         ({"losses": "nothing.*"}, ("nothing.*", "loss")),
         ({"losses": "("}, ("(",)),
-        ({"losses": ["plain"]}, ("plain", "parameter")),
         ({"losses": [""]}, ("''",)),
     ],
     ids=str,
