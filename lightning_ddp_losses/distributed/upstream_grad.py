@@ -27,30 +27,9 @@ class _PendingValue:
     """A value over all ranks that may still be back-propagated; lives as long as the value's graph."""
 
     recorder: UpstreamGradRecorder | None = None
-    came_back = False
 
 
-class _PendingValues:
-    """The values over all ranks that no recorder follows yet.
-
-    Attributes:
-        alive: Those whose graph lives.
-        number: How many were made and did not come back, alive or not: equal on all ranks, which garbage collection is not.
-    """
-
-    def __init__(self) -> None:
-        self.alive: weakref.WeakSet[_PendingValue] = weakref.WeakSet()
-        self.number = 0
-
-    def add(self) -> _PendingValue:
-        """Make one more."""
-        value = _PendingValue()
-        self.alive.add(value)
-        self.number += 1
-        return value
-
-
-_pending = _PendingValues()
+_pending_values: weakref.WeakSet[_PendingValue] = weakref.WeakSet()
 
 
 class UpstreamGradRecorder:
@@ -58,26 +37,18 @@ class UpstreamGradRecorder:
 
     def __init__(self) -> None:
         self._noted: list[tuple[UpstreamGradWatch, Tensor]] = []
-        self._expected = 0
 
     def start(self) -> None:
         """Forget what an earlier backward left, and follow the values that were made since."""
         self._noted.clear()
-        self._expected, _pending.number = _pending.number, 0
-        if len(_pending.alive):  # to go through an empty WeakSet takes longer than to ask
-            for value in _pending.alive:
+        if len(_pending_values):  # to go through an empty WeakSet takes longer than to ask
+            for value in _pending_values:
                 value.recorder = self
-            _pending.alive.clear()
+            _pending_values.clear()
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every value that it follows has come back; equal on all ranks at the same point of backward."""
-        return self._expected <= 0
-
-    def add(self, watch: UpstreamGradWatch, upstream_grad: Tensor, *, is_first: bool) -> None:
+    def add(self, watch: UpstreamGradWatch, upstream_grad: Tensor) -> None:
         """Note what came back into a value of ``watch``."""
         self._noted.append((watch, upstream_grad))
-        self._expected -= is_first
 
     def take(self) -> str:
         """Return what came back so far and no watch has reported yet, as text for a handshake; no watch will report it again."""
@@ -107,7 +78,8 @@ class UpstreamGradWatch:
             return value
         pending = None
         if everywhere and value.device.type == "cpu":
-            pending = _pending.add()
+            pending = _PendingValue()
+            _pending_values.add(pending)
         if value.is_leaf:  # a parameter, on which a hook would stay
             return _Note.apply(value, self, pending)  # type: ignore[no-any-return, no-untyped-call]
         value.register_hook(partial(self.note, pending=pending))  # type: ignore[no-untyped-call]
@@ -136,12 +108,8 @@ class UpstreamGradWatch:
         if grad.device.type != "cuda":
             value = grad.detach().clone()
             self._noted.append((value, None))
-            if pending is not None:
-                is_first, pending.came_back = not pending.came_back, True
-                if pending.recorder is not None:
-                    pending.recorder.add(self, value, is_first=is_first)
-                else:
-                    _pending.number -= is_first
+            if pending is not None and pending.recorder is not None:
+                pending.recorder.add(self, value)
             return
         copy = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True).copy_(grad.detach(), non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,12 +1,13 @@
 """The call check: one handshake in each synchronising backward, which says what losses ran on each rank, how often, on how many rows.
 
-A rank sends its own at the first gradient of the model that finds backward through with all losses: what came back into their global
-values travels along and is compared before anything is reduced; a rank whose loss failed in backward is met here by its peers.
-Payloads of checks travel along too, and what is known of the losses' gradients (``EarlyGradients``).
+It is exchanged at one point: before the first gradients of the model can leave, and wait for a peer that does not come. A hook on the
+model's parameters, which runs before DDP's own, finds it by counting bytes, as all ranks do; without such gradients it is the end of
+autograd's backward. (What a loss or a batch norm exchanges in its own backward opens with a handshake too, so ranks that are at different
+places meet there. To send as soon as backward is through with the losses saves time, but where that is may differ between ranks.)
 
-It reads the others' before the first gradients of the model can leave, and wait for a peer that does not come. Hooks on the model's
-parameters, which run before DDP's own, find both points; without such gradients they are the end of autograd's backward. (What a loss
-exchanges in its own backward opens with a handshake too, so ranks that are at different places meet there.)
+By then backward has passed through the losses: what came back into their global values travels along and is compared before
+anything is reduced; a rank whose loss failed in backward is met here by its peers. Payloads of checks travel along too, and what is known
+of the losses' gradients (``EarlyGradients``).
 """
 
 from __future__ import annotations
@@ -102,7 +103,6 @@ class CallCheck:
         self._attached: list[AttachedPayload] = []
         self._upstream_grads = UpstreamGradRecorder()
         self._prepared: _UnsentHandshake | None = None
-        self._pending: handshake.PendingHandshake | None = None
         self._calls: Calls | None = None
         self._ready_bytes = 0
         # a gradient reaches this hook before it reaches DDP
@@ -138,7 +138,7 @@ class CallCheck:
             counter.reset()
         for attached in self._attached:
             payload += _sized(attached.measure())
-        self._prepared, self._pending = _UnsentHandshake(must_match, payload, parameters, new), None
+        self._prepared = _UnsentHandshake(must_match, payload, parameters, new)
         self._calls, self._ready_bytes = None, 0
         # what came back into global values by then travels along
         self._upstream_grads.start()
@@ -147,19 +147,11 @@ class CallCheck:
         if self._prepared is None:
             return
         self._ready_bytes += num_bytes
-        if self._pending is None and self._reducer.is_complete() and self._upstream_grads.is_complete:
-            self._send(self._prepared)
         if self._ready_bytes >= self._first_bucket:
             self.exchange()
 
-    def _send(self, prepared: _UnsentHandshake) -> handshake.PendingHandshake:
-        """Let this rank's handshake leave, with what is there by now."""
-        own = prepared.payload + _sized(self._upstream_grads.take().encode()) + self._reducer.pack()
-        self._pending = handshake.start("backward", prepared.must_match, own)
-        return self._pending
-
     def exchange(self) -> None:
-        """Read the handshakes of all ranks, once per backward; this rank's leaves now if it has not.
+        """Swap handshakes with all ranks, once per backward.
 
         Raises:
             LossCallError: on every rank, when a learnable loss ran on some ranks only.
@@ -169,9 +161,8 @@ class CallCheck:
         prepared, self._prepared = self._prepared, None
         if prepared is None:
             return
-        pending = self._pending or self._send(prepared)
-        self._pending = None
-        payloads = pending.finish()
+        own = prepared.payload + _sized(self._upstream_grads.take().encode()) + self._reducer.pack()
+        payloads = handshake.all_gather("backward", prepared.must_match, own)
         self._calls = self._compare(payloads, prepared.parameters)
         if prepared.new_parameters:
             self._parameters.admit(prepared.new_parameters)
