@@ -33,7 +33,6 @@ POLL_SECONDS = 0.5
 RECEIPT_SECONDS = 3.0  # how long a failing rank waits for its peers to have read
 GRACE_SECONDS = 5.0  # how long a peer may go on before its process ends
 _log = logging.getLogger(__name__)
-_fits: dict[int, int] = {}  # number of fits by process group: each has its own keys
 
 
 class Watchdog:
@@ -185,6 +184,6 @@ def _own_store() -> Any:
         return None
     with contextlib.suppress(Exception):
         store = store.clone()  # so that a wait of the main thread does not keep this one
-    world = id(dist.group.WORLD)
-    _fits[world] = _fits.get(world, 0) + 1
-    return dist.distributed_c10d.PrefixStore(f"ddp_checks/{_fits[world]}", store)
+    # counted in the store, which lives as long as the group: an object's id can come back, and not on every rank
+    fit = store.add(f"ddp_checks/fits_of_rank/{process_groups.rank()}", 1)
+    return dist.distributed_c10d.PrefixStore(f"ddp_checks/fit/{fit}", store)

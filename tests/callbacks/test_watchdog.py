@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
@@ -159,3 +160,17 @@ def test_an_error_on_every_rank_stays_what_it_is(pool: RankPool) -> None:
     assert all("ZeroDivisionError" in e.type or "ZeroDivisionError: everywhere" in e.message for e in errors)
     assert any(e.type == "ZeroDivisionError" for e in errors)
     assert not any(e.timed_out for e in errors)
+
+
+def find_what_rank_0_wrote(objects: int) -> bool:
+    _ = [object() for _ in range(objects)]  # so that a new group lies elsewhere in memory on some ranks
+    store = watchdog._own_store()
+    if dist.get_rank() == 0:
+        store.set("failure", "its own")
+    dist.barrier()
+    return bool(store.check(["failure"]))
+
+
+def test_ranks_share_a_store_however_many_groups_came_before(pool: RankPool) -> None:
+    for count in range(20):
+        assert pool.run(2, find_what_rank_0_wrote, count, fresh=True) == [True, True]
