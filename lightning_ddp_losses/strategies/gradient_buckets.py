@@ -51,12 +51,7 @@ class GradientBucket:
         mean, world_size = self._wait(), process_groups.world_size()
         num_flags = len(self._flags)
         sums = [round(value * world_size) for value in mean[:num_flags].tolist()]
-        # unpack in the order of launch
-        offset = num_flags
-        for parameter, grad in zip(self._parameters, self._grads, strict=True):
-            if grad is not None:
-                grad.copy_(mean[offset : offset + grad.numel()].view(grad.shape))
-            offset += parameter.numel()
+        unpack_mean_(mean[num_flags:], self._parameters, self._grads)
         return sums
 
     def discard(self) -> None:
@@ -90,7 +85,7 @@ class EarlyGradients:
         self._parameters, self._dtype = parameters, dtype
         self._is_inline, self._is_small = is_inline, is_small
         self._flag_format = struct.Struct(f"<{len(parameters)}I")
-        self._versions = [grad_version(parameter.grad) for parameter in parameters]
+        self._seen = [SeenGradient(parameter) for parameter in parameters]
         self._payloads: Sequence[bytes] = ()
         self._bucket: GradientBucket | None = None
         self.flags = [gradient_flag(parameter.grad) for parameter in parameters]
@@ -133,14 +128,13 @@ class EarlyGradients:
             self._bucket.launch()
 
     def find_grown(self) -> list[int]:
-        """Return the positions of the parameters to whose gradients something was added since."""
-        versions = [grad_version(parameter.grad) for parameter in self._parameters]
-        return [i for i, (before, now) in enumerate(zip(self._versions, versions, strict=True)) if before != now]
+        """Return the positions of the parameters whose gradients were written to or replaced since."""
+        return [i for i, seen in enumerate(self._seen) if seen.has_changed()]
 
     def finish(self) -> list[bool]:
         """Put means in place; returns for each parameter whether its gradient is one."""
         if self._is_inline:
-            self._unpack()
+            self._unpack_()
             return [True] * len(self._parameters)
         if self._bucket is None:
             return [False] * len(self._parameters)
@@ -152,7 +146,8 @@ class EarlyGradients:
         if self._bucket is not None:
             self._bucket.discard()
 
-    def _unpack(self) -> None:
+    def _unpack_(self) -> None:
+        """Write the means of what all ranks packed into the gradients."""
         world_size = len(self._payloads)
         present = [p for p, total in zip(self._parameters, self.sums, strict=True) if total]
         if not present:
@@ -160,11 +155,24 @@ class EarlyGradients:
         # (W, n) on every rank, added in rank order
         rows = bytearray().join(payload[self._flag_format.size :] for payload in self._payloads)
         mean = torch.frombuffer(rows, dtype=self._dtype).view(world_size, -1).mean(0)
-        offset = 0
-        for parameter in present:
-            assert parameter.grad is not None
-            parameter.grad.copy_(mean[offset : offset + parameter.numel()].view(parameter.shape))
-            offset += parameter.numel()
+        grads = [dense_gradient(parameter) for parameter in present]
+        assert all(grad is not None for grad in grads)  # the sums of the flags say so
+        unpack_mean_(mean, present, grads)
+
+
+def unpack_mean_(mean: Tensor, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]) -> None:
+    """Write a flat mean into gradients.
+
+    Args:
+        mean: (n,), of all parameters, one after the other.
+        parameters: In the order in which they were packed.
+        grads: Of each, what is overwritten; None: its part of the mean is left out.
+    """
+    offset = 0
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if grad is not None:
+            grad.copy_(mean[offset : offset + parameter.numel()].view(grad.shape))
+        offset += parameter.numel()
 
 
 def launch_in_place(grad: Tensor, wire_dtype: torch.dtype | None) -> Callable[[], None]:
@@ -204,6 +212,21 @@ def dense_gradient(parameter: nn.Parameter) -> Tensor | None:
     return None if grad is None or grad.is_sparse else grad
 
 
-def grad_version(grad: Tensor | None) -> tuple[int, int]:
-    """Return which tensor a gradient is, and how often it was written to."""
-    return (0, 0) if grad is None else (id(grad), tensor_version(grad))
+class SeenGradient:
+    """A parameter's gradient as it is now, to know later whether it was written to or replaced.
+
+    The tensor is held, and no id of it: a tensor that is made when it is gone may have the same id, and the same version.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter, self._grad = parameter, parameter.grad
+        self._version = _version(self._grad)
+
+    def has_changed(self) -> bool:
+        """Say whether the parameter has another gradient by now, or one with other numbers."""
+        grad = self._parameter.grad
+        return grad is not self._grad or _version(grad) != self._version
+
+
+def _version(grad: Tensor | None) -> int:
+    return 0 if grad is None else tensor_version(grad)

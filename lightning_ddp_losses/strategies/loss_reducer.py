@@ -43,7 +43,7 @@ from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format
 from lightning_ddp_losses.strategies.gradient_buckets import (
     EarlyGradients,
     GradientBucket,
-    grad_version,
+    SeenGradient,
     gradient_flag,
     launch_in_place,
 )
@@ -159,7 +159,7 @@ class LossReducer:
         self._may_leave_early = True
         self._early: EarlyGradients | None = None
         self._backward_parameters: Sequence[ReducedParameter] = ()
-        self._versions_to_change: list[tuple[nn.Parameter, tuple[int, int]]] = []
+        self._unwritten: list[SeenGradient] = []
         self._all_belong_to_losses = False
 
     # ------------------------------------------------------------------ in backward: what is complete leaves early
@@ -174,18 +174,17 @@ class LossReducer:
         self._backward_parameters = parameters
         # what belongs to no loss gets its gradient later
         self._all_belong_to_losses = all(p.owner >= 0 for p in parameters)
-        self._versions_to_change = [
-            (p.parameter, grad_version(p.parameter.grad))
+        self._unwritten = [
+            SeenGradient(p.parameter)
             for p in parameters
             if p.owner >= 0 and called[p.owner] and p.parameter.requires_grad
         ]
 
     def is_complete(self) -> bool:
         """Say whether backward has written the gradients of all losses that ran: each once, when all that comes into it is there."""
-        waiting = self._versions_to_change
-        while waiting and grad_version(waiting[-1][0].grad) != waiting[-1][1]:
-            waiting.pop()
-        return not waiting and self._all_belong_to_losses
+        while self._unwritten and self._unwritten[-1].has_changed():
+            self._unwritten.pop()
+        return not self._unwritten and self._all_belong_to_losses
 
     def pack(self) -> bytes:
         """Return for the call check's handshake which gradients are there, and few bytes of them; nothing where some are yet to come."""
@@ -246,9 +245,11 @@ class LossReducer:
         Communication: one all-reduce, one more for each gradient over ``LARGE_BYTES``; on an accelerator one handshake.
         """
         world_size = process_groups.world_size()
+        self._unwritten = []  # it holds gradients, which must not outlive the step
         if parameters is None:
             parameters = self._parameters.now()
         if not parameters or world_size == 1:
+            self._early = None
             return
         flags = [gradient_flag(p.parameter.grad) for p in parameters]
         # 0. the ranks know already which gradients are there
