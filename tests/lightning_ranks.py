@@ -9,7 +9,18 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import Strategy
 
-__all__ = ["RankEnvironment", "make_trainer"]
+__all__ = ["QUIET", "RankEnvironment", "make_trainer"]
+
+# one epoch: no logger, no checkpoints, no bars, no summary
+QUIET: dict[str, Any] = {
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "use_distributed_sampler": False,
+}
 
 
 class RankEnvironment(ClusterEnvironment):
@@ -51,17 +62,7 @@ class RankEnvironment(ClusterEnvironment):
 
 
 def make_trainer(strategy: str | Strategy, **options: Any) -> Trainer:
-    """A quiet CPU trainer over all ranks of the running group: no logger, no checkpoints, no bars, no summary."""
-    defaults: dict[str, Any] = {
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "use_distributed_sampler": False,
-        "barebones": False,
-    }
-    options = defaults | options
+    """A quiet CPU trainer over all ranks of the running group."""
+    options = QUIET | {"barebones": False} | options
     plugins = [RankEnvironment(), *options.pop("plugins", [])]
     return Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=plugins, **options)

@@ -16,10 +16,21 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Encoder", "Task", "assert_close", "batches", "cuts", "differences", "train"]
+__all__ = ["CLASS_LOSSES", "Encoder", "Task", "assert_close", "batches", "cuts", "differences", "train"]
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
+# of pytorch-metric-learning: a loss for each row by itself, from a weight of one row (or several) a class
+CLASS_LOSSES = [
+    "ArcFaceLoss",
+    "CosFaceLoss",
+    "LargeMarginSoftmaxLoss",
+    "NormalizedSoftmaxLoss",
+    "ProxyNCALoss",
+    "SoftTripleLoss",
+    "SphereFaceLoss",
+    "SubCenterArcFaceLoss",
+]
 
 
 @dataclass(frozen=True)

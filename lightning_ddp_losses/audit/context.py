@@ -125,6 +125,11 @@ class AuditContext:
         """Whether a step drew random numbers, with what is left switched on."""
         return any(any(record.used_rng) for record in (*self.ranks.records, *self.one.records))
 
+    @property
+    def gradient_stages(self) -> list[dict[str, dict[str, int]]]:
+        """Each rank's fingerprints of gradients on their way to the step that differs first: by stage, by name."""
+        return [record.fingerprints[self.step - 1] for record in self.ranks.records]
+
     def rows_per_rank(self, step: int) -> list[int]:
         """Count the rows that each rank had for a step."""
         return [record.rows_at(step) for record in self.ranks.records]

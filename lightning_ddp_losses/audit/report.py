@@ -18,7 +18,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from lightning_ddp_losses.audit.compare import ComparedRow, StepLoss
+from lightning_ddp_losses.audit.compare import ComparedRow, Comparison, StepLoss
 from lightning_ddp_losses.audit.context import Diagnosis
 from lightning_ddp_losses.audit.figures import draw_audit
 
@@ -63,7 +63,7 @@ class AuditReport:
     @property
     def first_step(self) -> int | None:
         """The first optimizer step at which something differs; later differences follow from it."""
-        return min((row.step for row in (*self.rows, *self.updates) if not row.exact), default=None)
+        return Comparison(self.rows, self.updates).first_step
 
     @property
     def _shown_step(self) -> int:

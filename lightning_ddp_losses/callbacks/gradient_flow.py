@@ -26,6 +26,7 @@ from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ran
 from lightning_ddp_losses.callbacks.gradient_scale import find_wrong_scales
 from lightning_ddp_losses.callbacks.replicated_parameters import RotatingSlices, TensorSlice, is_replicated
 from lightning_ddp_losses.core.autograd_graph import UnusedParameterFinder
+from lightning_ddp_losses.core.faults import UNREDUCED_AFTER_WRAP
 from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed.fingerprint import (
     StartedFingerprint,
@@ -93,26 +94,12 @@ class GradientFlowCheck(RankCheck, default=True):
 
     stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
     faults = (
-        "F02",
-        "F05",
-        "F06",
-        "F07",
-        "F08",
-        "F09",
-        "F10",
-        "F11",
-        "F13",
-        "F20",
-        "F21",
-        "F23",
-        "F24",
-        "F27",
-        "F32",
-        "F37",
-        "F38",
-        "F79",
-        "SYNC",
-        "DETACHED",
+        # not reduced
+        *("F02", *UNREDUCED_AFTER_WRAP, "F13", "SYNC"),
+        # off by W or 1/W
+        *("F20", "F21", "F23", "F24", "F27"),
+        # not there, or nothing of use in it
+        *("F32", "F37", "F38", "F79", "DETACHED"),
     )
     needs_peers = False
 

@@ -112,38 +112,11 @@ FAULTS: dict[str, Fault] = {
     **{key: Fault("note", title) for key, title in _NOTES.items()},
 }
 
-_SPREADING = (
-    "F02",
-    "F03",
-    "F04",
-    "F05",
-    "F06",
-    "F07",
-    "F08",
-    "F09",
-    "F10",
-    "F11",
-    "F12",
-    "F13",
-    "F14",
-    "F15",
-    "F17",
-    "SYNC",
-)
-"""Faults by which ranks go apart: of what comes after the first of them nobody can say that it has a cause of its own."""
-
-_UNREDUCED = (
-    "F02",
-    "F03",
-    "F05",
-    "F06",
-    "F07",
-    "F08",
-    "F09",
-    "F10",
-    "F11",
-    "F12",
-)  # a gradient that is another one on each rank
+# gradients that stay each rank's own: something came after the wrap, or backward went past it
+UNREDUCED_AFTER_WRAP = ("F05", "F06", "F07", "F08", "F09", "F10", "F11")
+_UNREDUCED = ("F02", "F03", *UNREDUCED_AFTER_WRAP, "F12")
+# faults by which ranks go apart: of what comes after the first of them nobody can say that it has a cause of its own
+_SPREADING = (*_UNREDUCED, "F04", "F13", "F14", "F15", "F17", "SYNC")
 FOLLOWING: dict[str, frozenset[str]] = {
     "F79": frozenset({"F79", "F14"}),
     **{fault: frozenset({fault, "SYNC"}) for fault in _SPREADING},

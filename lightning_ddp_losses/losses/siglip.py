@@ -101,17 +101,7 @@ class SigLipLoss(TwoTowerLoss):
         logit_scale: Tensor | float | None = None,
         logit_bias: Tensor | float | None = None,
     ) -> Tensor:
-        """Computes the global loss; row i of one tower belongs to row i of the other.
-
-        Args:
-            images: (B, D), one tower; B may differ per rank.
-            texts: (B, D), the other.
-            extra_texts: (m, D), further negatives for the images, those of all ranks together; m may differ per rank.
-            queue: (q, D), further negatives that every rank holds already, the same on all of them; no gradient.
-            logit_scale: One number (0-dim, the same on every rank), by which products are multiplied instead of with the loss's own
-                scale: the exponential is taken already, as where open_clip calls its loss. It is not clamped, and gets its gradient.
-            logit_bias: One number in place of the loss's own bias, likewise.
-        """
+        """Computes the global loss from the arguments of ``TwoTowerLoss.forward``; one number may replace the own bias as well."""
         return self._checked_call(
             (images, texts, extra_texts, queue), {"logit_scale": logit_scale, "logit_bias": logit_bias}
         )

@@ -20,15 +20,13 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
-import lightning_ddp_losses
 from lightning_ddp_losses import AuditReport, audit
 from lightning_ddp_losses.audit.compare import ComparedRow, StepLoss
 from lightning_ddp_losses.audit.figures import draw_audit
 from lightning_ddp_losses.cli import main
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, learned
-
-ROOT = Path(lightning_ddp_losses.__file__).parents[1]
+from tests.processes import ROOT, run_python
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +108,8 @@ def test_the_picture_explains_colours_that_are_there(owner: str, told: bool) -> 
 
 
 def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "TERM": "dumb", "CUDA_VISIBLE_DEVICES": ""}
-    line = [sys.executable, "-m", "lightning_ddp_losses", "audit", *arguments]
-    return subprocess.run(line, env=environment, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    line = ["-m", "lightning_ddp_losses", "audit", *arguments]
+    return run_python(*line, folder=folder, COLUMNS="120", TERM="dumb")
 
 
 def test_the_config_that_fit_takes_is_equal_and_leaves_its_report(tmp_path: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
@@ -22,11 +19,11 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-import tests
 from lightning_ddp_losses import ClipLoss, SyncBatchNorm, assert_parity, audit
 from lightning_ddp_losses.audit.compare import MULTIPLE
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, learned, rows
+from tests.processes import run_python
 
 
 def test_the_model_and_the_process_stay_as_they_were() -> None:
@@ -386,16 +383,6 @@ print(report.summary())
 
 
 def test_a_script_s_main_with_threads_and_without_a_guard(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(tests.__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("OMP_NUM_THREADS", None)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = run_python("-c", SCRIPT, folder=tmp_path, OMP_NUM_THREADS=None)
     assert "Equal: 2 ranks under ddp" in done.stdout, done.stdout + done.stderr
     assert [path for path in tmp_path.iterdir() if not path.name.startswith(".coverage")] == []

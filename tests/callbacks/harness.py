@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_losses import DDPChecks, DDPLossError
 from tests.lightning_ranks import make_trainer
 
-__all__ = ["Case", "Outcome", "Subject", "run", "run_all"]
+__all__ = ["Case", "ComplexFilter", "Outcome", "SparseTable", "Subject", "run", "run_all"]
 
 ROWS, WIDTH, CLASSES, BATCHES = 4, 4, 3, 4
 
@@ -62,6 +62,32 @@ class Subject(LightningModule):
     def odd(self) -> bool:
         """Whether this rank is the one to break: the last."""
         return self.sick and dist.get_rank() == dist.get_world_size() - 1
+
+
+class SparseTable(Subject):
+    """With an embedding whose gradient is sparse."""
+
+    def build(self) -> None:
+        self.table = nn.Embedding(CLASSES, WIDTH, sparse=True, dtype=torch.float64)
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return super().objective(features + self.table(labels), labels, index)
+
+
+class ComplexFilter(Subject):
+    """With a complex parameter."""
+
+    dtype_of_filter = torch.complex128
+
+    def build(self) -> None:
+        self.filter = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=self.dtype_of_filter))
+
+    def filtered(self, features: Tensor) -> Tensor:
+        return features.to(self.filter.dtype) @ self.filter
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        filtered = self.filtered(features)
+        return super().objective((filtered.abs() + filtered.imag).to(features), labels, index)
 
 
 @dataclass(frozen=True)

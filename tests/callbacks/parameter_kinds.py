@@ -26,7 +26,7 @@ from lightning_ddp_losses import (
     OptimizerCheck,
     ParameterSyncCheck,
 )
-from tests.callbacks.harness import CLASSES, WIDTH, Subject
+from tests.callbacks.harness import CLASSES, WIDTH, ComplexFilter, SparseTable, Subject
 from tests.lightning_ranks import make_trainer
 
 __all__ = ["KINDS", "Outcome", "every_check", "fit_kind"]
@@ -53,16 +53,10 @@ class Kind(Subject):
         return self.train_dataloader()
 
 
-class SparseGradient(Kind):
+class SparseGradient(SparseTable, Kind):
     """The gradient is a sparse tensor."""
 
     odd_one = "table.weight"
-
-    def build(self) -> None:
-        self.table = nn.Embedding(CLASSES, WIDTH, sparse=True, dtype=torch.float64)
-
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return super().objective(features + self.table(labels), labels, index)
 
 
 class SparseBag(SparseGradient):
@@ -72,19 +66,11 @@ class SparseBag(SparseGradient):
         self.table = nn.EmbeddingBag(CLASSES, WIDTH, sparse=True, dtype=torch.float64)  # type: ignore[assignment]
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return super(SparseGradient, self).objective(features + self.table(labels[:, None]), labels, index)
+        return super(SparseTable, self).objective(features + self.table(labels[:, None]), labels, index)
 
 
-class Complex(Kind):
+class Complex(ComplexFilter, Kind):
     odd_one = "filter"
-    dtype_of_filter = torch.complex128
-
-    def build(self) -> None:
-        self.filter = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=self.dtype_of_filter))
-
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        filtered = features.to(self.filter.dtype) @ self.filter
-        return super().objective(filtered.abs().double() + filtered.imag.double(), labels, index)
 
 
 class ComplexHalf(Complex):
@@ -92,9 +78,12 @@ class ComplexHalf(Complex):
 
     dtype_of_filter = torch.complex64
 
+    def filtered(self, features: Tensor) -> Tensor:
+        return features.to(self.filter.dtype) @ self.filter.mH
+
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        filtered = features.to(self.filter.dtype) @ self.filter.mH
-        return super(Complex, self).objective(filtered.real.double() + filtered.imag.double(), labels, index)
+        filtered = self.filtered(features)
+        return super(ComplexFilter, self).objective(filtered.real.double() + filtered.imag.double(), labels, index)
 
 
 class ComplexBuffer(Kind):

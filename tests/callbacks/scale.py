@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad, all_reduce_with_grad
-from tests.callbacks.harness import CLASSES, WIDTH, Case, Subject
+from tests.callbacks.harness import CLASSES, WIDTH, Case, ComplexFilter, SparseTable, Subject
 
 __all__ = ["CASES", "HEALTHY"]
 
@@ -40,25 +40,14 @@ class Gathered(Subject):
         return contrast(self.gather(self.head(self.encoder(features))), cut_gather(labels))
 
 
-class ComplexGathered(Gathered):
+class ComplexGathered(ComplexFilter, Gathered):
     """The same below a complex parameter of half the precision."""
 
-    def build(self) -> None:
-        self.filter = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
-
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        filtered = features.to(self.filter.dtype) @ self.filter
-        return super().objective((filtered.abs() + filtered.imag).to(features), labels, index)
+    dtype_of_filter = torch.complex64
 
 
-class SparselyGathered(Gathered):
+class SparselyGathered(SparseTable, Gathered):
     """The same below an embedding whose gradient is sparse."""
-
-    def build(self) -> None:
-        self.table = nn.Embedding(CLASSES, WIDTH, sparse=True, dtype=torch.float64)
-
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return super().objective(features + self.table(labels), labels, index)
 
 
 class Repaired(Gathered):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,11 +11,11 @@ import pytest
 import yaml
 from torchmetrics import PearsonCorrCoef
 
-import lightning_ddp_losses
 from lightning_ddp_losses.cli import EmbeddingModule, RegressionModule, main
 from lightning_ddp_losses.cli.app import extend_module_path_
+from tests.processes import ROOT, run_python
 
-CONFIGS = Path(lightning_ddp_losses.__file__).parents[1] / "configs"
+CONFIGS = ROOT / "configs"
 ARCFACE = CONFIGS / "digits_arcface.yaml"
 
 
@@ -41,14 +39,7 @@ def run_folder(config: Path, version: int = 0) -> Path:
 
 def two_ranks(*arguments: str) -> str:
     """What the command shows in a process of its own, which launches the second rank (before any run in this process)."""
-    done = subprocess.run(
-        [sys.executable, "-m", "lightning_ddp_losses", *arguments],
-        env=os.environ | {"PYTHONPATH": str(CONFIGS.parent), "TERM": "dumb"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_python("-m", "lightning_ddp_losses", *arguments, TERM="dumb")
     shown = done.stdout + done.stderr
     assert done.returncode == 0, shown
     assert "Warning" not in shown

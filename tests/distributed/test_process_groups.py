@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
@@ -12,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
+from tests.processes import run_python
 from tests.rank_pool import RankPool
 
 
@@ -139,9 +138,7 @@ print(all_reduce_with_grad(torch.ones(2)).tolist())
     "end", ["", "dist.destroy_process_group()", "process_groups.close(world=True)", "raise SystemExit(0)"]
 )
 def test_a_process_ends_quietly_however_it_leaves_its_groups(end: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT + end], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_python("-W", "error", "-c", SCRIPT + end)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[1.0, 1.0]"
     assert "Traceback" not in done.stderr

@@ -14,23 +14,18 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import ClipLoss, GlobalBatchLoss
 from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad
-from tests.fuzz.data import DTYPES, Rows, cut, global_rows, own, rows_strategy
+from tests.fuzz.data import DTYPES, RowsCase, cut, global_rows, own, rows_strategy
 from tests.fuzz.engine import Domain, Found, NotDefined, leaf
 
 __all__ = ["DOMAIN"]
 
 
 @dataclass(frozen=True)
-class Case:
-    rows: Rows
+class Case(RowsCase):
     terms: tuple[str, ...]
     orders: tuple[tuple[int, ...], ...]
     together: bool
     dtype: str = "float64"
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self.rows.ranks
 
 
 @st.composite

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-__all__ = ["DTYPES", "Rows", "cut", "global_rows", "own", "rank_rows", "rows_strategy"]
+__all__ = ["DTYPES", "Rows", "RowsCase", "cut", "global_rows", "own", "rank_rows", "rows_strategy"]
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 MAX_RANKS = 4
@@ -39,6 +39,17 @@ class Rows:
     labels: str = "any"
     layout: str = "plain"
     scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class RowsCase:
+    """A case of which each rank gets rows; what else it is comes after them."""
+
+    rows: Rows
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.rows.ranks
 
 
 def rank_rows(most: int = 6) -> st.SearchStrategy[tuple[int, ...]]:

@@ -12,15 +12,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_ddp_losses import ClipLoss, SigLipLoss
-from tests.fuzz.data import DTYPES, Rows, cut, global_rows, own, rows_strategy
+from tests.fuzz.data import DTYPES, RowsCase, cut, global_rows, own, rows_strategy
 from tests.fuzz.engine import Domain, Found, leaf
 
 __all__ = ["DOMAIN"]
 
 
 @dataclass(frozen=True)
-class Case:
-    rows: Rows
+class Case(RowsCase):
     loss: str
     temperature: float
     bias: float
@@ -32,10 +31,6 @@ class Case:
     extra: tuple[int, ...]
     queue: int
     dtype: str
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self.rows.ranks
 
 
 @st.composite

@@ -36,6 +36,7 @@ __all__ = [
     "fresh",
     "global_rows",
     "gradients",
+    "line_of_rows",
     "mean_over_ranks",
     "on_ranks",
     "own_rows",
@@ -86,6 +87,11 @@ class Case:
     modes: tuple[str, ...] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     random: bool = False
+
+
+def line_of_rows(width: int = DIM, count: int = 4, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Embeddings that are the same on every rank, for calls that are about something else."""
+    return torch.linspace(-1, 1, count * width, dtype=dtype).view(count, width).sin().requires_grad_()
 
 
 def global_rows() -> Rows:

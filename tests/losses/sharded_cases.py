@@ -18,20 +18,11 @@ from torch import Tensor, nn
 from lightning_ddp_losses import ClassShardedLoss
 from tests.losses.harness import SPLITS, Net, own_rows
 from tests.losses.harness import global_rows as harness_rows
+from tests.oracle import CLASS_LOSSES
 
-__all__ = ["CASES", "CLASSES", "DIM", "LOSSES", "Case", "global_rows", "hard", "judge", "make", "measure", "whole"]
+__all__ = ["CASES", "CLASSES", "DIM", "Case", "global_rows", "hard", "judge", "make", "measure", "whole"]
 
 CLASSES, DIM = 7, 6
-LOSSES = [
-    "ArcFaceLoss",
-    "CosFaceLoss",
-    "LargeMarginSoftmaxLoss",
-    "NormalizedSoftmaxLoss",
-    "ProxyNCALoss",
-    "SoftTripleLoss",
-    "SphereFaceLoss",
-    "SubCenterArcFaceLoss",
-]
 Rows = dict[str, Tensor]
 _WEIGHTS = torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64)
 
@@ -67,8 +58,8 @@ def hard(embeddings: Tensor, labels: Tensor) -> Any:
 
 
 CASES: dict[str, Case] = {
-    **{name: Case(name) for name in LOSSES},
-    **{f"{name}, chunks of 2": Case(name, sharded={"chunk_size": 2}) for name in LOSSES},
+    **{name: Case(name) for name in CLASS_LOSSES},
+    **{f"{name}, chunks of 2": Case(name, sharded={"chunk_size": 2}) for name in CLASS_LOSSES},
     **{
         f"{name}, Lp regulariser": Case(name, {"weight_regularizer": regularizers.LpRegularizer(power=2)})
         for name in ("ArcFaceLoss", "ProxyNCALoss", "SoftTripleLoss")

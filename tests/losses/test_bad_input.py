@@ -18,14 +18,21 @@ from torch import Tensor, nn
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses import ClipLoss, GlobalBatchLoss, GlobalBatchMiner
 from tests.losses.cases import classes
-from tests.losses.harness import CLASSES, DIM, Case, compare, fresh, global_rows, gradients, mean_over_ranks
+from tests.losses.harness import (
+    CLASSES,
+    DIM,
+    Case,
+    compare,
+    fresh,
+    global_rows,
+    gradients,
+    line_of_rows,
+    mean_over_ranks,
+)
 from tests.rank_pool import RankPool
 
 LABELS = torch.tensor([0, 0, 1, 1])
-
-
-def rows(width: int = DIM, count: int = 4, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.linspace(-1, 1, count * width, dtype=dtype).view(count, width).sin().requires_grad_()
+rows = line_of_rows
 
 
 def ask(loss: nn.Module, *args: Any, mode: str = "auto", **kwargs: Any) -> Any:

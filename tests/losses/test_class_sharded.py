@@ -14,8 +14,8 @@ from pytorch_metric_learning import reducers
 from lightning_ddp_losses import ClassShardedLoss
 from tests.counting import CountCollectives, nothing_rides
 from tests.losses.harness import SPLITS
-from tests.losses.sharded_cases import CASES, CLASSES, DIM, LOSSES, Case, global_rows, judge, make, measure, net, whole
-from tests.oracle import assert_close
+from tests.losses.sharded_cases import CASES, CLASSES, DIM, Case, global_rows, judge, make, measure, net, whole
+from tests.oracle import CLASS_LOSSES, assert_close
 from tests.rank_pool import RankPool
 
 
@@ -53,7 +53,7 @@ def collectives(name: str, rides: bool) -> tuple[list[str], list[str], int]:
 
 
 @pytest.mark.parametrize("rides", [False, True], ids=["many rows", "few rows"])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CLASS_LOSSES)
 def test_a_step_costs_five_collectives_and_three_where_the_rows_fit_in_the_handshake(
     pool: RankPool, name: str, rides: bool
 ) -> None:
@@ -86,7 +86,7 @@ def logits_of(name: str) -> list[Any]:
     return [ours, logits, values, labels]
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CLASS_LOSSES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_logits_and_best_classes(pool: RankPool, world_size: int, name: str) -> None:
     for ours, theirs, values, labels in pool.run(world_size, logits_of, name):
@@ -104,7 +104,7 @@ def initial(name: str, seed: int | None, options: dict[str, Any]) -> torch.Tenso
     return loss.weight.detach().clone()
 
 
-@pytest.mark.parametrize(("name", "options"), [(name, {}) for name in LOSSES])
+@pytest.mark.parametrize(("name", "options"), [(name, {}) for name in CLASS_LOSSES])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_the_initial_weight_is_the_same_for_any_number_of_ranks(
     pool: RankPool, name: str, options: dict[str, Any], seed: int | None
@@ -198,7 +198,7 @@ def with_one_row(name: str) -> dict[str, torch.Tensor]:
     return {"value": value.detach(), "x": features.grad, "weight": loss.weight.grad}
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CLASS_LOSSES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_one_row_over_all_ranks(pool: RankPool, world_size: int, name: str) -> None:
     results = pool.run(world_size, with_one_row, name)

@@ -18,16 +18,14 @@ from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss, ConfigurationError, InputError
 from lightning_ddp_losses.distributed.shard import shard_of
+from tests.losses.harness import line_of_rows
 from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, hard, judge, make, named, net, whole
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 
 ARC = Case("ArcFaceLoss")
 LABELS = torch.tensor([0, 3, 6])
-
-
-def rows(width: int = DIM, count: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.linspace(-1, 1, count * width, dtype=dtype).view(count, width).sin().requires_grad_()
+rows = partial(line_of_rows, count=3)
 
 
 def ask(*args: Any, case: Case = ARC, **options: Any) -> Any:

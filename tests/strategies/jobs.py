@@ -19,22 +19,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import DDPLossStrategy
-from tests.lightning_ranks import make_trainer
+from tests.lightning_ranks import QUIET, make_trainer
 from tests.oracle import Encoder, Task, batches, cuts
 
-__all__ = ["ELEMENTS", "OPTIMIZERS", "TASK", "Job", "fit", "fit_alone", "loader", "make_loss", "strategy_of"]
+__all__ = ["OPTIMIZERS", "TASK", "Job", "fit", "fit_alone", "loader", "make_loss", "strategy_of"]
 
 TASK = Task()
-ELEMENTS = [
-    "ArcFaceLoss",
-    "CosFaceLoss",
-    "LargeMarginSoftmaxLoss",
-    "NormalizedSoftmaxLoss",
-    "ProxyNCALoss",
-    "SoftTripleLoss",
-    "SphereFaceLoss",
-    "SubCenterArcFaceLoss",
-]
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-2),
     "plain": partial(torch.optim.SGD, lr=0.1),
@@ -104,16 +94,7 @@ def fit_alone(make: Make, *, task: Task = TASK, ckpt_path: str | None = None, **
 
 
 def trainer_alone(**options: Any) -> Trainer:
-    quiet: dict[str, Any] = {
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "use_distributed_sampler": False,
-    }
     with warnings.catch_warnings():
         # what Lightning tells about GPUs it could have used is not about us
         warnings.filterwarnings("ignore", message="GPU available but not used")
-        return Trainer(accelerator="cpu", devices=1, **(quiet | options))
+        return Trainer(accelerator="cpu", devices=1, **(QUIET | options))

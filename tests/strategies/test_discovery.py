@@ -13,7 +13,8 @@ from torch import nn
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.strategies.loss_discovery import find_losses
-from tests.strategies.jobs import ELEMENTS, make_loss
+from tests.oracle import CLASS_LOSSES
+from tests.strategies.jobs import make_loss
 
 
 def tree(**children: nn.Module) -> nn.Module:
@@ -27,7 +28,7 @@ def learnable(root: nn.Module, losses: Any = "auto") -> list[str]:
     return [found.name for found in find_losses(root, losses) if found.learnable]
 
 
-@pytest.mark.parametrize("name", [*ELEMENTS, "ProxyAnchorLoss"])
+@pytest.mark.parametrize("name", [*CLASS_LOSSES, "ProxyAnchorLoss"])
 def test_learnable_losses_of_pml_are_found_by_type(name: str) -> None:
     assert learnable(tree(encoder=nn.Linear(2, 2), loss=make_loss(name))) == ["loss"]
 

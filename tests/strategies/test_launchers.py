@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import tests
 from tests.oracle import assert_close
+from tests.processes import run_python
 from tests.strategies.jobs import Job, fit_alone
 
 SCRIPT = """
@@ -34,27 +32,16 @@ if __name__ == "__main__":
     torch.save(module.state_dict(), os.path.join(folder, f"rank-{trainer.global_rank}.pt"))
 """
 RENDEZVOUS = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-LAUNCHERS = {
-    "lightning": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *RENDEZVOUS],
+LAUNCHERS: dict[str, list[str]] = {
+    "lightning": [],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", *RENDEZVOUS],
 }
 
 
 def launch(launcher: str, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    root = str(Path(tests.__file__).parents[1])
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    environment |= {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [*LAUNCHERS[launcher], str(script), str(folder), *args],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_python(*LAUNCHERS[launcher], str(script), str(folder), *args, folder=folder)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +10,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 
-import tests
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.strategies.launcher import WholeStateLauncher
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches
+from tests.processes import run_python
 from tests.rank_pool import RankPool
 from tests.strategies.jobs import TASK, fit_alone, loader
 from tests.strategies.sharded_jobs import Plain, Sharded
@@ -87,18 +84,7 @@ if __name__ == "__main__":
 
 def run_script(folder: Path, method: str) -> tuple[dict[str, dict[str, torch.Tensor]], str]:
     (folder / "train.py").write_text(SCRIPT)
-    root = str(Path(tests.__file__).parents[1])
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    environment |= {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "train.py", method],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_python("train.py", method, folder=folder, seconds=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "states.pt"), done.stderr
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import subprocess
-import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,11 +21,11 @@ from lightning_ddp_losses.errors import ConfigurationError
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
+from tests.processes import ROOT, run_python
 from tests.rank_pool import RankPool
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, strategy_of
 from tests.strategies.scenarios import Alternating, NoLossAtAll
 
-ROOT = Path(__file__).parents[2]
 DDP_NAMES = sorted(name for name in StrategyRegistry if StrategyRegistry[name]["strategy"] is DDPStrategy)
 
 
@@ -251,14 +247,7 @@ print(type(cli.trainer.strategy).__name__)
 
 def test_the_yaml_of_the_readme_needs_no_import_of_the_package() -> None:
     (shown,) = YAML_OF_README.findall((ROOT / "README.md").read_text())
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN_CLI, shown],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_python("-c", PLAIN_CLI, shown)
     assert done.stdout.strip() == "DDPLossStrategy", done.stderr
 
 

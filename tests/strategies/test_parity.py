@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.oracle import Encoder, assert_close, batches, cuts, differences, train
+from tests.oracle import CLASS_LOSSES, Encoder, assert_close, batches, cuts, differences, train
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import ELEMENTS, OPTIMIZERS, TASK, Job, fit, make_loss
+from tests.strategies.jobs import OPTIMIZERS, TASK, Job, fit, make_loss
 
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # optimizer, trainer options, what the oracle does for them
@@ -36,7 +36,7 @@ def trained_alone(name: str, optimizer: str, **options: Any) -> dict[str, torch.
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize("name", CLASS_LOSSES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_five_steps_equal_one_process(pool: RankPool, world_size: int, name: str, variant: str) -> None:
     optimizer, options, rule = VARIANTS[variant]
@@ -47,7 +47,7 @@ def test_five_steps_equal_one_process(pool: RankPool, world_size: int, name: str
 
 
 @pytest.mark.filterwarnings("ignore:rows of .* differ between ranks")  # its own test is in test_calls.py
-@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize("name", CLASS_LOSSES)
 def test_uneven_slices_follow_the_rule_per_rank(pool: RankPool, name: str) -> None:
     expected = trained_alone(name, "sgd", ranks=cuts(TASK.rows, 3, even=False))
     for state in pool.run(3, fit, partial(Job, name), even=False):

@@ -19,9 +19,9 @@ from lightning_ddp_losses import ClassShardedLoss, DDPChecks, DDPLossStrategy
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
 from tests.lightning_ranks import make_trainer
-from tests.oracle import assert_close, batches
+from tests.oracle import CLASS_LOSSES, assert_close, batches
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import ELEMENTS, TASK, Job, fit, fit_alone, loader, make_loss, trainer_alone
+from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, trainer_alone
 from tests.strategies.sharded_jobs import Plain, Sharded, fit_sharded, whole_state
 from tests.strategies.test_calls import assert_same_error
 
@@ -46,7 +46,7 @@ def test_training_equals_one_process(pool: RankPool, world_size: int, options: d
         assert_close(joined(pool.run(world_size, fit_sharded, even=even, **options)), expected)
 
 
-@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize("name", CLASS_LOSSES)
 def test_every_loss_trains(pool: RankPool, name: str) -> None:
     expected = fit_alone(lambda: Plain(name, "adam"))
     assert_close(joined(pool.run(2, fit_sharded, name, "adam", even=False), name), expected)
