@@ -30,7 +30,8 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``row_chunks`` | PML's own formula, some anchors at a time |
 | ``tiled`` | the common losses in tiles of our own |
 | ``torch_losses``, ``separable``, ``recorded_stats`` | torch.nn's losses as sums; a check of such claims; PML's statistics |
-| ``class_sharded``, ``sharded_weight``, ``sharded_softmax``, ``class_heads``, ``partial_fc`` | `ClassShardedLoss`: classes by rank |
+| ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; which are where; what a logit is |
+| ``sharded_softmax``, ``class_logits``, ``partial_fc`` | its cross entropy; logits and best classes to evaluate; sampled classes |
 | ``clip``, ``siglip``, ``two_towers``, ``column_blocks`` | losses between two towers |
 | ``log_sum_exp`` | sums of exponentials that arrive in pieces |
 

@@ -4,8 +4,8 @@ A million classes of 128 numbers are half a gigabyte of weight and as much of gr
 at every step. Here each rank holds C / W classes; what travels is embeddings and three numbers per row.
 
 The loss has its parts: a ``ShardedWeight`` (``sharded_weight``: which classes are here), a head (``class_heads``: PML's logits), a
-``ShardedSoftmax`` each call (``sharded_softmax``), and, with ``sample_rate`` below 1, a ``ClassSampler`` and a ``SampledRowOptimizer``
-(``partial_fc``).
+``ShardedSoftmax`` each call (``sharded_softmax``; without a gradient ``ClassLogits``, ``class_logits``), and, with ``sample_rate`` below
+1, a ``ClassSampler`` and a ``SampledRowOptimizer`` (``partial_fc``).
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``D`` embedding size, ``C`` classes, ``c`` classes
 on this rank, ``K`` weight rows per class (sub-centers).
@@ -13,7 +13,7 @@ on this rank, ``K`` weight rows per class (sub-centers).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses.class_heads import head_of, penalty_of
+from lightning_ddp_losses.losses.class_logits import ClassLogits
 from lightning_ddp_losses.losses.gathered_call import GlobalTuples, miner_counts, miner_weights
 from lightning_ddp_losses.losses.global_batch import refuse_unfit
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
@@ -483,19 +484,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
         Communication: handshake, gather of the embeddings, one exchange of G x c logits. Every rank must call it.
         """
-        global_embeddings, counts = self._gather_rows(embeddings)
-        # logits of all rows with this rank's classes
-        blocks = [logits for _, logits in self._logit_blocks(global_embeddings)]
-        local = torch.cat(blocks, 1) if blocks else global_embeddings.new_zeros(len(global_embeddings), 0)
-        if process_groups.world_size(self._group) == 1:
-            return local
-        # to the rank whose rows they are
-        rows = counts[process_groups.rank(self._group)]
-        classes = self._sharded.classes_per_rank()
-        parts = [part.reshape(-1) for part in torch.split(local, counts)]
-        received = raw_collectives.all_to_all(parts, [rows * number for number in classes], self._group)
-        columns = [part.view(rows, number) for part, number in zip(received, classes, strict=True)]
-        return torch.cat(columns, 1)
+        return self._class_logits(embeddings).of_all_classes()
 
     @torch.no_grad()
     def predict(self, embeddings: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
@@ -513,49 +502,24 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         if not isinstance(k, int) or not 1 <= k <= self.num_classes:
             error = InputError(f"{self._title}: k", expected=f"1 to {self.num_classes}", got=repr(k))
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
-        global_embeddings, counts = self._gather_rows(embeddings, k)
-        # the best of this rank's classes, for all rows, chunk by chunk
-        best = global_embeddings.new_full((len(global_embeddings), k), -torch.inf)
-        labels = torch.full(best.shape, -1, dtype=torch.int64, device=best.device)
-        for start, shown in self._logit_blocks(global_embeddings):
-            logits = shown / self._head.output_scale  # of the softmax, where the largest is the best
-            block_labels = torch.arange(start, start + logits.shape[1], device=best.device).expand_as(logits)
-            best, place = torch.cat([best, logits], 1).topk(k, 1)
-            labels = torch.cat([labels, block_labels], 1).gather(1, place)
-        # the best of all ranks' best, for this rank's rows
-        if process_groups.world_size(self._group) > 1:
-            candidates = self._exchange_columns(best, counts)
-            candidate_labels = self._exchange_columns(labels, counts)
-            best, place = candidates.topk(k, 1)
-            labels = candidate_labels.gather(1, place)
-        return best * self._head.output_scale, labels
+        return self._class_logits(embeddings, k).best(k)
 
-    def _exchange_columns(self, tensor: Tensor, counts: list[int]) -> Tensor:
-        """Give each rank the rows that are its own: from (G, k) here to (B, W k), ranks side by side."""
-        width = tensor.shape[1]
-        rows = counts[process_groups.rank(self._group)]
-        parts = [part.reshape(-1) for part in torch.split(tensor, counts)]
-        received = raw_collectives.all_to_all(parts, [rows * width] * len(counts), self._group)
-        return torch.cat([part.view(rows, width) for part in received], 1)
-
-    def _gather_rows(self, embeddings: Tensor, k: int = 0) -> tuple[Tensor, list[int]]:
-        """Return the embeddings of all ranks, and how many rows are whose."""
+    def _class_logits(self, embeddings: Tensor, k: int = 0) -> ClassLogits:
+        """Gather the embeddings of all ranks, for their logits with this rank's classes; ``k`` must be equal on all ranks."""
         self._check_embeddings(embeddings)
         dtype = precision.compute_dtype([embeddings, self.weight])
         batches = {"embeddings": embeddings.to(dtype)}
         batch = gather_batch(f"{self._title}: logits", batches, {"k": k}, group=self._group)
-        return batch.tensors[0], batch.counts[0]
-
-    def _logit_blocks(self, embeddings: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the first class and the logits, as the loss shows them, of each chunk of this rank's classes."""
-        rows, scale = self._head.prepare(embeddings)
-        no_labels = torch.full((len(rows),), -1, device=rows.device)
-        chunk = self._chunk(len(rows), embeddings.element_size())
-        classes = LocalClasses(no_labels, chunk, self._head.per_class)
-        for start, _, block in classes.chunks(self._sharded.rows(self.weight)):
-            with precision.full_precision(rows.dtype, [rows.device.type]):
-                logits = self._head.logits(rows, scale, block.to(rows.dtype)) * self._head.output_scale
-            yield self.shard.start + start, logits
+        rows = batch.tensors[0]
+        return ClassLogits(
+            self._head,
+            self._sharded,
+            self._sharded.rows(self.weight),
+            rows,
+            batch.counts[0],
+            self._chunk(len(rows), rows.element_size()),
+            self._group,
+        )
 
 
 def _check_options(num_classes: int, chunk_size: int | None, sample_rate: float, *, is_regularized: bool) -> None:

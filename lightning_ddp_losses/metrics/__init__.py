@@ -8,7 +8,8 @@ into L on every rank.
 
 * ``metric``: ``DifferentiableMetric``, with the forward that all of this is about.
 * ``states``: a metric's states taken, put, sent and copied; the table of metrics that need the rows of all ranks.
-* ``exchange``: the states of all ranks in one exchange.
+* ``exchange``: the states of all ranks in one exchange; ``travelling_state``: one of them, its kinds; ``buffer_plan``: where each
+  rank's bytes lie; ``state_mismatch``: ranks that hold different states.
 * ``coroutines``: a forward that pauses at its exchange, so that several metrics share one.
 * ``composites``: compositions, wrappers and collections.
 * ``conversion``: ``differentiable``, and the table of what has no gradient.

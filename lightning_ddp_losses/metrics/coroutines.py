@@ -16,7 +16,8 @@ from torchmetrics.utilities.data import dim_zero_cat
 from lightning_ddp_losses.core import autograd_graph, precision
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.metrics.exchange import State, exchange_states
+from lightning_ddp_losses.metrics.exchange import exchange_states
+from lightning_ddp_losses.metrics.travelling_state import State
 
 
 class Member(Protocol):

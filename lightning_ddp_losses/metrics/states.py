@@ -21,7 +21,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.core.configuration import configuration
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
-from lightning_ddp_losses.metrics.exchange import State
+from lightning_ddp_losses.metrics.travelling_state import State
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
