@@ -8,7 +8,8 @@ base                       `RankCheck`, what a check writes; `CheckCallback`, th
 ddp_checks                 `DDPChecks`: all checks in one callback
 check_stage                `CheckStage`: when checks measure and judge
 findings                   `Finding`, and `LocalFindings` that one rank makes by itself
-runner                     `CheckRunner`: a fit from start to end, one gather at each stage, the same findings on all ranks
+runner                     `CheckRunner`: a fit from start to end, one gather at each stage
+check_evaluator            `CheckEvaluator`: rows to findings, the same on all ranks; a check that fails by itself is one too
 row_exchange               rows as bytes, and their way between ranks
 report                     where findings go: errors, warnings, a file, the logger, a table
 watchdog                   one rank fails or stands still, all learn of it

@@ -1,12 +1,10 @@
 """Runs the checks of one fit: who is due at a stage, one gather for all of them, the same findings on all ranks.
 
 `CheckRunner` follows a fit from its start to its end. At each stage it asks the checks that are due for their rows, gathers them once
-and lets each check judge the table of all ranks. `CheckEvaluator` does the measuring and judging, and turns whatever a check raises
-into a finding on every rank. Both know checks by the `Check` protocol; their base class is `base.RankCheck`.
+and lets each check judge the table of all ranks; a `CheckEvaluator` measures and judges for it. It knows checks by the `Check` protocol;
+their base class is `base.RankCheck`.
 
-A check that fails by itself looks at nothing more on that rank, and its next row carries its error instead. With that row every rank
-knows: a check of this package is switched off on all ranks alike and leaves one warning (its fault must not end a healthy fit); one
-that a user wrote is an error, which he can mend.
+A check that fails by itself looks at nothing more on that rank, and its next row carries its error instead (``check_evaluator``).
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -24,9 +21,9 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.callbacks import row_exchange
+from lightning_ddp_losses.callbacks.check_evaluator import CheckEvaluator, JudgedCheck, placed
 from lightning_ddp_losses.callbacks.check_stage import CheckStage, place_of
-from lightning_ddp_losses.callbacks.findings import FAILED, Finding, failed_check
+from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
 from lightning_ddp_losses.callbacks.report import CheckSummary, Report, Settings, run_folder
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange
@@ -35,20 +32,14 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMismatchError
 
-_MAX_TENSORS = 8  # at one stage, whose differences are measured
 _ERROR_TIMEOUT = timedelta(seconds=2)
 T = TypeVar("T")
 
 
-class Check(Protocol):
+class Check(JudgedCheck, Protocol):
     """Names what the runner needs of a check; `base.RankCheck` says what each part is for."""
 
     every_n_steps: int
-    action: dict[str, str]
-
-    @property
-    def title(self) -> str:
-        """The name of its class, for messages."""
 
     @property
     def stages(self) -> tuple[CheckStage, ...]:
@@ -58,39 +49,14 @@ class Check(Protocol):
     def needs_peers(self) -> bool:
         """Whether it has nothing to say in a world of one."""
 
-    @property
-    def is_built_in(self) -> bool:
-        """Whether it is one of this package, and no user's."""
-
     def join(self, runner: CheckRunner | None) -> None:
         """Become part of a run, or leave it."""
-
-    def overrides(self, method: str) -> bool:
-        """Say whether it has its own of a method that does nothing by default."""
 
     def options(self) -> dict[str, object]:
         """Return what must be equal on all ranks."""
 
     def dry_run(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
         """Try out the first batch, on all ranks together."""
-
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> row_exchange.Measured:
-        """Return this rank's row."""
-
-    def judge(self, table: Any, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[Finding]:
-        """Return what is wrong with the rows of all ranks."""
-
-    def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-        """Return what this rank can add to a new finding."""
-
-    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
-        """Return the finding, made richer by the texts of all ranks."""
-
-    def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
-        """Return the tensor that a new finding is about."""
-
-    def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Leave nothing behind; it may be called twice."""
 
     def figures(self) -> dict[str, float]:
         """Return figures for the logger and the summary."""
@@ -224,11 +190,11 @@ class CheckRunner:
     def _dry_run(self, batch: Any, batch_idx: int) -> None:
         if process_groups.world_size() == 1:
             return
-        found: list[tuple[Check, Finding]] = []
+        found: list[tuple[JudgedCheck, Finding]] = []
         for check in self.checks:
             # one that has failed on this rank alone takes part all the same: its peers wait for it
             if check.overrides("dry_run"):
-                found += _placed(check, self._try_out(check, batch, batch_idx), self.step, "the dry run")
+                found += placed(check, self._try_out(check, batch, batch_idx), self.step, "the dry run")
         self._evaluator.report_findings(found)
 
     def _try_out(self, check: Check, batch: Any, batch_idx: int) -> list[Finding]:
@@ -412,7 +378,7 @@ class CheckRunner:
 
         return call
 
-    def note_failure(self, check: Check, method: str, error: Exception) -> None:
+    def note_failure(self, check: JudgedCheck, method: str, error: Exception) -> None:
         """Remember what a check raised on this rank, for its next row. One of ours looks at nothing more here."""
         self._evaluator.note_failure(check, method, error)
         if check.is_built_in and id(check) not in self._blind:
@@ -421,158 +387,13 @@ class CheckRunner:
             with contextlib.suppress(Exception):  # it has failed already
                 check.stop(self.trainer, self.module)
 
-    def _switch_off(self, check: Check) -> None:
+    def _switch_off(self, check: JudgedCheck) -> None:
         """Run a check no more in this fit; called on every rank at the same place."""
         self._checks_at = {stage: [c for c in checks if c is not check] for stage, checks in self._checks_at.items()}
         self._blind.add(id(check))
         self._observers = {}
         with contextlib.suppress(Exception):
             check.stop(self.trainer, self.module)
-
-
-class CheckEvaluator:
-    """Turns rows into findings, and hands findings to the report."""
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        row_exchange: RowExchange,
-        report: Report,
-        switch_off: Callable[[Check], None],
-    ) -> None:
-        self._trainer, self._module, self._row_exchange, self._report = trainer, module, row_exchange, report
-        # by check, what it raised between two measurements; reported in place of the next one
-        self._failures: dict[int, str] = {}
-        self._switch_off = switch_off
-        self._switched_off: set[int] = set()
-        self._explained: dict[tuple[str, str, str], list[Finding]] = {}
-
-    def note_failure(self, check: Check, method: str, error: Exception) -> None:
-        """Remember what a check raised on this rank alone, so that all ranks report it when the check is due next."""
-        self._failures[id(check)] = f"{method}: {type(error).__name__}: {error}"
-
-    def measure(self, due: Sequence[Check], stage: CheckStage) -> bytes:
-        """Return this rank's row. A check that fails sends its error instead."""
-        return b"".join([self._measure(check, stage) for check in due])
-
-    def _measure(self, check: Check, stage: CheckStage) -> bytes:
-        failure = self._failures.pop(id(check), None)
-        if failure is not None:
-            return row_exchange.encode_failure(failure)
-        try:
-            return row_exchange.encode(check.measure(self._trainer, self._module, stage), check.title)
-        except Exception as error:  # it becomes a finding on every rank
-            if isinstance(error, DDPLossError) and error.collective:  # every rank raises it
-                raise
-            return row_exchange.encode_failure(f"{type(error).__name__}: {error}")
-
-    def judge(self, due: Sequence[Check], stage: CheckStage, rows: Sequence[bytes], step: int) -> None:
-        """Judge all ranks' rows; called with the same rows on every rank.
-
-        Raises:
-            DDPLossError: on every rank, for findings whose action is ``raise``.
-        """
-        found: list[tuple[Check, Finding]] = []
-        for check, table in zip(due, row_exchange.decode_tables(rows, len(due)), strict=True):
-            found += _placed(check, self._judge(check, table, stage), step, stage.value)
-        if found:
-            found = self._add_differences(self._explain(found))
-            self.report_findings(found)
-
-    def _judge(self, check: Check, table: row_exchange.Table, stage: CheckStage) -> list[Finding]:
-        """Let a check judge. One that fails on this rank alone must not leave the peers alone: that is reported when it is due next."""
-        if isinstance(table, dict):
-            return [self._failed(check, table)]
-        try:
-            found = list(check.judge(table, self._trainer, self._module, stage))
-            for each in found:
-                if not isinstance(each, Finding):
-                    raise TypeError(f"a list of Finding was expected, with {type(each).__name__} in it")
-        except Exception as error:
-            self.note_failure(check, "judge", error)
-            return []
-        return found
-
-    def _failed(self, check: Check, failures: dict[int, str]) -> Finding:
-        """Make the finding of a check that failed; the same on every rank, so that one of ours is switched off on all of them."""
-        if check.is_built_in:
-            self._switched_off.add(id(check))
-            self._switch_off(check)
-        return failed_check(check.title, failures, is_built_in=check.is_built_in)
-
-    def _explain(self, found: Sequence[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
-        """Have every rank add the texts that it has on new findings; a finding seen again stays as it was explained first.
-
-        Communication: one gather for each new finding of a check that describes its findings.
-        """
-        explained: list[tuple[Check, Finding]] = []
-        for check, finding in found:
-            if not check.overrides("describe") or finding.fault == FAILED:
-                explained.append((check, finding))
-                continue
-            # the same findings are new on every rank, so every rank takes part
-            if finding.key not in self._explained:
-                texts = self._row_exchange.gather_texts(self._ask(check.describe, finding))
-                self._explained[finding.key] = [finding]
-                if texts:
-                    self._explained[finding.key] = self._made_richer(check, finding, texts)
-            better = self._explained[finding.key]
-            explained += [(check, replace(each, step=finding.step, moment=finding.moment)) for each in better]
-        return explained
-
-    def _made_richer(self, check: Check, finding: Finding, texts: list[str]) -> list[Finding]:
-        try:
-            return check.explain(finding, texts)
-        except Exception as error:  # the finding itself stands
-            self.note_failure(check, "explain", error)
-            return [finding]
-
-    def _add_differences(self, found: Sequence[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
-        """Measure the largest difference between ranks of the tensors that new findings are about.
-
-        Communication: one gather and the tensor's, for each of at most ``_MAX_TENSORS`` findings.
-        """
-        completed: list[tuple[Check, Finding]] = []
-        measured = 0
-        for check, finding in found:
-            is_shown = check.overrides("tensor") and finding.fault != FAILED
-            if not is_shown or not self._report.is_new(finding) or measured == _MAX_TENSORS:
-                completed.append((check, finding))
-                continue
-            measured += 1
-            difference = self._row_exchange.max_difference(self._ask(check.tensor, finding))
-            completed.append((check, replace(finding, max_difference=difference)))
-        return completed
-
-    def _ask(self, method: Callable[..., T | None], finding: Finding) -> T | None:
-        with contextlib.suppress(Exception):  # the finding itself stands
-            return method(finding, self._trainer, self._module)
-        return None
-
-    def report_remaining_failures(self, checks: Sequence[Check], step: int) -> None:
-        """Report at the end of a fit what failed since its check was last due.
-
-        Communication: one gather.
-        """
-        local_failures = [self._failures.pop(id(check), "") for check in checks]
-        failures_by_rank = self._row_exchange.gather_json("failures of checks", local_failures)
-        found: list[tuple[Check, Finding]] = []
-        for check, texts in zip(checks, zip(*failures_by_rank, strict=True), strict=True):
-            failed = {rank: text for rank, text in enumerate(texts) if text}
-            if failed and id(check) not in self._switched_off:
-                found += _placed(check, [self._failed(check, failed)], step, "the end")
-        self.report_findings(found)
-
-    def report_findings(self, found: Sequence[tuple[Check, Finding]]) -> None:
-        """Hand findings to the report, each with what its check wants done with it.
-
-        Raises:
-            DDPLossError: on every rank, for findings whose action is ``raise``.
-        """
-        findings = [finding for _, finding in found]
-        actions = [check.action for check, _ in found]
-        self._report.add(findings, actions, self._trainer)
 
 
 def _last_words(check: Check) -> tuple[dict[str, float], list[str]]:
@@ -587,11 +408,6 @@ def _last_words(check: Check) -> tuple[dict[str, float], list[str]]:
 
 def _options_text(check: Check) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in sorted(check.options().items()))
-
-
-def _placed(check: Check, findings: Sequence[Finding], step: int, place: str) -> list[tuple[Check, Finding]]:
-    """Fill in where findings were made."""
-    return [(check, replace(finding, check=check.title, step=step, moment=place)) for finding in findings]
 
 
 class Stopwatch:
