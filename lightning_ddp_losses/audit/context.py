@@ -126,7 +126,7 @@ class AuditContext:
         return any(any(record.used_rng) for record in (*self.ranks.records, *self.one.records))
 
     @property
-    def gradient_stages(self) -> list[dict[str, dict[str, int]]]:
+    def fingerprints_by_rank(self) -> list[dict[str, dict[str, int]]]:
         """Each rank's fingerprints of gradients on their way to the step that differs first: by stage, by name."""
         return [record.fingerprints[self.step - 1] for record in self.ranks.records]
 

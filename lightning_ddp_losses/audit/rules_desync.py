@@ -195,7 +195,7 @@ def changed_after_reduction(context: AuditContext) -> Diagnosis | None:
     """F13: what all ranks had alike after the reduction, some ranks clipped or changed by themselves."""
     if _scales_differ(context) or own_backward(context) is not None:
         return None
-    by_rank = context.gradient_stages
+    by_rank = context.fingerprints_by_rank
     apart = [row for row in (*context.rows, *context.comparison.first_updates()) if not row.ranks_agree]
     names = list(dict.fromkeys(row.parameter for row in apart))
     if not all(any(_agree(by_rank, stage, name) for stage in ("backward", "reduced")) for name in names):
@@ -232,7 +232,7 @@ def changed_after_reduction(context: AuditContext) -> Diagnosis | None:
 
 def changed_outside_step(context: AuditContext) -> Diagnosis | None:
     """SYNC: the step used the same gradient and rate on all ranks, and the parameter is another one after it."""
-    by_rank = context.gradient_stages
+    by_rank = context.fingerprints_by_rank
     apart = [row for row in context.comparison.first_updates() if not row.ranks_agree]
     if not apart or _scales_differ(context) or _rates_differ(context) or unequal_start(context) is not None:
         return None
