@@ -124,22 +124,50 @@ def reset_timeout() -> None:
     process_groups.set_timeout(None)
 
 
+# one process imports, the others are forked from it before anything of torch runs: each ends as a process of its own does
 SCRIPT = """
+import os, sys, warnings
 import torch, torch.distributed as dist
 from lightning_ddp_losses.distributed.collectives import all_reduce_with_grad
 from lightning_ddp_losses.distributed import process_groups
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-process_groups.internal_groups()
-print(all_reduce_with_grad(torch.ones(2)).tolist())
+
+def is_forked(number):
+    if os.fork():
+        print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+        return False
+    for stream in (1, 2):
+        os.dup2(os.open(f"{number}-{stream}", os.O_WRONLY | os.O_CREAT), stream)
+    return True
+
+warnings.filterwarnings("ignore", "This process .* is multi-threaded")
+for number, end in enumerate(sys.argv[1:]):
+    if is_forked(number):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        process_groups.internal_groups()
+        print(all_reduce_with_grad(torch.ones(2)).tolist())
+        exec(end)
+        break
 """
+ENDS = ["", "dist.destroy_process_group()", "process_groups.close(world=True)", "raise SystemExit(0)"]
 
 
-@pytest.mark.parametrize(
-    "end", ["", "dist.destroy_process_group()", "process_groups.close(world=True)", "raise SystemExit(0)"]
-)
-def test_a_process_ends_quietly_however_it_leaves_its_groups(end: str) -> None:
-    done = run_python("-W", "error", "-c", SCRIPT + end)
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str, str]]:
+    """By how it leaves its groups, a process's exit status, output and errors."""
+    folder = tmp_path_factory.mktemp("ends")
+    done = run_python("-W", "error", "-c", SCRIPT, *ENDS, folder=folder)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[1.0, 1.0]"
-    assert "Traceback" not in done.stderr
-    assert "terminate" not in done.stderr
+    assert done.stderr == ""
+    found = {}
+    for number, (end, code) in enumerate(zip(ENDS, done.stdout.split(), strict=True)):
+        found[end] = (code, (folder / f"{number}-1").read_text(), (folder / f"{number}-2").read_text())
+    return found
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_process_ends_quietly_however_it_leaves_its_groups(ended: dict[str, tuple[str, str, str]], end: str) -> None:
+    code, output, errors = ended[end]
+    assert code == "0", errors
+    assert output.strip() == "[1.0, 1.0]"
+    assert "Traceback" not in errors
+    assert "terminate" not in errors
