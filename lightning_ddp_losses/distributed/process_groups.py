@@ -139,14 +139,11 @@ def internal_groups(group: Group = None) -> ProcessGroups:
     Communication: at first use only, up to five rendezvous through the store; every member must take part. A gloo group that is a
         part of the world serves for everything itself.
     """
-    global _world, _close_registered  # noqa: PLW0603 - the cache belongs to the process's default group
-    world = dist.group.WORLD
-    if world is not _world:  # torch.distributed was initialised anew: the old groups went with it
-        _forget()
-        _world = world
+    global _close_registered  # noqa: PLW0603 - once per process
+    _forget_former_world()
     if group in _groups_by_group:
         return _groups_by_group[group]
-    ranks = tuple(dist.get_process_group_ranks(group if group is not None else world))
+    ranks = tuple(dist.get_process_group_ranks(group if group is not None else _world))
     if ranks not in _groups_by_ranks:
         if not _close_registered:
             atexit.register(close)
@@ -173,6 +170,7 @@ def replica_group(group: Group) -> Group:
     """
     if group is None or len(dist.get_process_group_ranks(group)) == world_size():
         return group
+    _forget_former_world()  # a part of one rank has met nobody before, so nothing else has asked
     ranks = tuple(dist.get_process_group_ranks(group))
     if ranks not in _replica_groups:
         everyone: list[tuple[int, ...]] = [()] * world_size()
@@ -266,6 +264,14 @@ def close(*, world: bool = False) -> None:
     _world = None
     if world and is_distributed():
         dist.destroy_process_group()
+
+
+def _forget_former_world() -> None:
+    """Forget the groups of a world that is no more: torch.distributed was initialised anew, and they went with it."""
+    global _world  # noqa: PLW0603 - the cache belongs to the process's default group
+    if dist.group.WORLD is not _world:
+        _forget()
+        _world = dist.group.WORLD
 
 
 def _forget() -> None:

@@ -417,12 +417,12 @@ IN_PARTS: dict[str, Case] = {
 }
 
 
-def in_parts(name: str, sizes: list[int]) -> dict[str, Tensor]:
-    """Four ranks in two parts: each part holds all classes."""
+def in_parts(name: str, sizes: list[int], part_size: int = 2) -> dict[str, Tensor]:
+    """Ranks in parts: each part holds all classes."""
     rank, case = dist.get_rank(), IN_PARTS[name]
-    part, _ = dist.new_subgroups(2)
+    part, _ = dist.new_subgroups(part_size)
     plain = make(case)
-    if rank >= 2:  # the parts start from different weights; the first one's counts
+    if rank >= part_size:  # the parts start from different weights; the first one's counts
         torch.nn.init.normal_(next(plain.parameters()))
     loss = ClassShardedLoss(plain, group=part)
     encoder, batch = net(), global_rows(sizes, rank)
@@ -440,6 +440,16 @@ def test_shards_with_replicas(pool: RankPool, name: str, sizes: list[int]) -> No
     ours = {n: torch.stack([r[n] for r in results]).mean(0) for n in truth if n != "weight"}
     for part in (results[:2], results[2:]):
         assert_close({**ours, "weight": whole([r["weight"] for r in part], case.name)}, truth)
+
+
+def test_parts_of_one_rank_in_one_world_after_another(pool: RankPool) -> None:
+    """Ranks that were in a world before, with replicas of their own in it, meet others that were not."""
+    for sizes in ([3, 4, 5], [3, 4, 2, 3]):
+        results = pool.run(len(sizes), in_parts, "no regulariser", sizes, part_size=1, fresh=True, seconds=40)
+        truth = judge(ARC, sizes)
+        ours = {n: torch.stack([r[n] for r in results]).mean(0) for n in truth if n != "weight"}
+        for result in results:
+            assert_close({**ours, "weight": result["weight"]}, truth)
 
 
 def in_parts_with(option: str) -> None:
