@@ -283,6 +283,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             title = f"{self._title}: replicas"
             world = gather_batch(title, batches, {}, backward="own_slice", group=self._replica_group)
             losses, global_labels, *named = world.tensors
+            self._refuse_no_rows(losses)
         # 4. weights of the rows that a miner named
         if named:
             losses = losses * miner_weights(named[0], losses.dtype)
@@ -305,10 +306,14 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         }
         shard = self._sharded.fingerprint(self.weight)
         batch = gather_batch(self._title, batches, must_match, extra=shard, group=self._group)
-        if len(batch.tensors[0]) == 0:
-            raise InputError(f"{self._title}: rows", expected="at least one on some rank", got="none", collective=True)
+        if self._replica_group is None:  # else another part of the world may have some
+            self._refuse_no_rows(batch.tensors[0])
         self._sharded.refuse_equal_shards(batch.extras)
         return batch
+
+    def _refuse_no_rows(self, rows_of_all_ranks: Tensor) -> None:
+        if len(rows_of_all_ranks) == 0:
+            raise InputError(f"{self._title}: rows", expected="at least one on some rank", got="none", collective=True)
 
     def _times_named(self, indices_tuple: Any, rows: int) -> Tensor:
         """Return how often a miner named each row."""

@@ -12,8 +12,10 @@ from tests.rank_pool import RankPool
 
 DOMAINS = [
     "pml_losses",
+    "two_views",
     "torch_losses",
     "class_shards",
+    "resumes",
     "towers",
     "metrics",
     "batch_norms",

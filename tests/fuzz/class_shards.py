@@ -14,11 +14,12 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import regularizers
 from torch import Tensor, nn
 
-from lightning_ddp_losses import ClassShardedLoss
+from lightning_ddp_losses import ClassShardedLoss, GlobalBatchMiner
 from lightning_ddp_losses.sharding import ClassShard
+from tests.fuzz.calls import WAYS, call_and_differentiate
 from tests.fuzz.data import DTYPES, Rows, cut, global_rows, options, own, rows_strategy
 from tests.fuzz.engine import Domain, Found, NotDefined, leaf
-from tests.fuzz.pml_losses import LOSSES, make_distance, make_reducer
+from tests.fuzz.pml_losses import LOSSES, MINERS, make_distance, make_reducer
 
 __all__ = ["DOMAIN"]
 
@@ -40,6 +41,12 @@ ANY_DISTANCE = ("NormalizedSoftmaxLoss", "ProxyNCALoss")
 
 @dataclass(frozen=True)
 class Case:
+    """A call of a loss.
+
+    Attributes:
+        part: Ranks over which the classes are divided, the first ones, the next ones, ...; 0: all.
+    """
+
     rows: Rows
     loss: str
     loss_options: tuple[tuple[str, Any], ...]
@@ -49,6 +56,9 @@ class Case:
     chunk_size: int | None
     sample_rate: float
     steps: int
+    part: int
+    miner: str
+    way: str
     dtype: str
 
     @property
@@ -64,6 +74,9 @@ def cases(draw: Any) -> Case:
         sample_rate = 1.0
     distance = draw(st.sampled_from(["", "", "Cosine", "Dot", "L2", "squared"]))
     rows = draw(rows_strategy().filter(lambda rows: rows.classes >= len(rows.ranks)))
+    world = len(rows.ranks)
+    parts = [size for size in range(1, world) if world % size == 0]
+    part = draw(st.sampled_from([0, 0, *parts])) if sample_rate == 1.0 else 0
     return Case(
         rows=rows,
         loss=name,
@@ -73,7 +86,10 @@ def cases(draw: Any) -> Case:
         regularizer=draw(st.sampled_from(["", "", "Lp", "ZeroMean"])) if sample_rate == 1.0 else "",
         chunk_size=draw(st.sampled_from([None, 1, 2])),
         sample_rate=sample_rate,
-        steps=draw(st.integers(1, 2)),
+        steps=draw(st.integers(1, 2)) if sample_rate < 1 else 1,
+        part=part,
+        miner=draw(st.sampled_from(["", "", "", *MINERS])) if sample_rate == 1.0 and not part else "",
+        way=draw(st.sampled_from(WAYS)) if sample_rate == 1.0 else "plain",
         dtype=draw(st.sampled_from(["float64", "float64", "float32"])),
     )
 
@@ -104,10 +120,16 @@ def alone(case: Case) -> dict[str, Any]:
     weight = next(iter(loss.parameters()))
     data = global_rows(case.rows, DTYPES[case.dtype])
     x = leaf(data["view 0"])
+    miner = make_miner(case)
     try:
         for step in range(case.steps):
-            value = one_call(case, loss, weight, x, data["labels"], step + 1)
-            value.backward()
+
+            def call(x: Tensor, number: int = step + 1) -> Tensor:
+                if case.sample_rate < 1:
+                    return sampled_loss(case, weight, x, data["labels"], number)
+                return called(loss, miner, x, data["labels"])
+
+            value = call_and_differentiate(case.way, call, [x])
     except Exception as error:
         raise NotDefined from error
     if not value.isfinite() or not x.grad.isfinite().all() or weight.grad is None or not weight.grad.isfinite().all():
@@ -116,25 +138,28 @@ def alone(case: Case) -> dict[str, Any]:
     world = len(case.ranks)
     parts = []
     for rank in range(world):
-        shard = ClassShard.of_rank(case.rows.classes, world, rank)
+        shard = ClassShard.of_rank(case.rows.classes, case.part or world, rank % (case.part or world))
         parts.append(
             weight.grad.narrow(class_dim(case), shard.start * per_class, (shard.stop - shard.start) * per_class)
         )
     return {"value v": value.detach(), "rank x": cut(case.rows, x.grad), "rank weight": parts}
 
 
-def one_call(case: Case, loss: nn.Module, weight: Tensor, x: Tensor, labels: Tensor, call: int) -> Tensor:
-    if case.sample_rate < 1:
-        return sampled_loss(case, weight, x, labels, call)
-    value: Tensor = loss(x, labels)
+def make_miner(case: Case) -> Any:
+    return MINERS[case.miner]() if case.miner else None
+
+
+def called(loss: Any, miner: Any, x: Tensor, labels: Tensor) -> Tensor:
+    tuples = miner(x, labels) if miner is not None else None
+    value: Tensor = loss(x, labels, tuples)
     return value
 
 
-def sampled_loss(case: Case, weight: Tensor, x: Tensor, labels: Tensor, call: int) -> Tensor:
-    """The loss over the classes that the ranks draw in a call: each rank's share, filled up from its own seed."""
+def classes_drawn(classes: int, world: int, rate: float, labels: Tensor, call: int) -> list[int]:
+    """The classes that the ranks draw in a call: each rank's share, filled up from its own seed."""
     drawn: list[int] = []
-    for rank in range(len(case.ranks)):
-        shard = ClassShard.of_rank(case.rows.classes, len(case.ranks), rank)
+    for rank in range(world):
+        shard = ClassShard.of_rank(classes, world, rank)
         own = range(shard.start, shard.stop)
         text = f"3 {shard.start} {call}"
         generator = torch.Generator().manual_seed(
@@ -143,8 +168,14 @@ def sampled_loss(case: Case, weight: Tensor, x: Tensor, labels: Tensor, call: in
         keys = torch.rand(len(own), generator=generator).tolist()
         targets = [label for label in own if label in labels.tolist()]
         others = sorted(set(own) - set(targets), key=lambda label: -keys[label - own.start])
-        wanted = max(math.ceil(case.sample_rate * len(own)), len(targets))
+        wanted = max(math.ceil(rate * len(own)), len(targets))
         drawn += sorted([*targets, *others][:wanted])
+    return drawn
+
+
+def sampled_loss(case: Case, weight: Tensor, x: Tensor, labels: Tensor, call: int) -> Tensor:
+    """The loss over the classes that the ranks draw."""
+    drawn = classes_drawn(case.rows.classes, len(case.ranks), case.sample_rate, labels, call)
     # the same loss with fewer classes, whose weight is a part of the whole one
     per_class = weight.shape[class_dim(case)] // case.rows.classes
     columns = torch.tensor([label * per_class + i for label in drawn for i in range(per_class)])
@@ -156,16 +187,28 @@ def sampled_loss(case: Case, weight: Tensor, x: Tensor, labels: Tensor, call: in
     return value
 
 
+def part_of_world(size: int) -> Any:
+    """This rank's group of so many; the groups of a world are made once."""
+    key = (dist.group.WORLD, size)
+    if key not in _parts:
+        _parts[key], _ = dist.new_subgroups(size)
+    return _parts[key]
+
+
+_parts: dict[Any, Any] = {}
+
+
 def on_rank(case: Case) -> Found:
     rank, world = dist.get_rank(), dist.get_world_size()
-    loss = ClassShardedLoss(make_loss(case), chunk_size=case.chunk_size, sample_rate=case.sample_rate)
+    group = part_of_world(case.part) if case.part else None
+    loss = ClassShardedLoss(make_loss(case), chunk_size=case.chunk_size, sample_rate=case.sample_rate, group=group)
     loss.attach(torch.optim.SGD(loss.parameters(), lr=0.1))  # it refuses sampled classes without one
     data = global_rows(case.rows, DTYPES[case.dtype])
     x = own(case.rows, data["view 0"], rank).requires_grad_()
     labels = own(case.rows, data["labels"], rank)
+    miner = GlobalBatchMiner(make_miner(case)) if case.miner else None
     for _ in range(case.steps):
-        value = loss(x, labels)
-        value.backward()
+        value = call_and_differentiate(case.way, lambda x: called(loss, miner, x, labels), [x])
     grad: Tensor | None = loss.weight.grad
     return {
         "value v": value.detach(),

@@ -10,9 +10,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-__all__ = ["DTYPES", "Rows", "RowsCase", "cut", "global_rows", "own", "rank_rows", "rows_strategy"]
+__all__ = ["DTYPES", "Rows", "RowsCase", "cut", "global_rows", "lay_out", "own", "rank_rows", "rows_strategy"]
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
+LAYOUTS = ["plain", "plain", "plain", "transposed", "strided", "offset", "columns", "expanded"]
 MAX_RANKS = 4
 
 
@@ -27,7 +28,7 @@ class Rows:
         seed: Of the numbers.
         duplicates: Rows that repeat another one.
         labels: `any`, `one` class for all, or `own`: a class per rank.
-        layout: How a rank's tensor lies in memory: `plain`, `transposed`, `strided`.
+        layout: How a rank's tensor lies in memory: one of `LAYOUTS`; `expanded`: all of a rank's rows are one.
         scale: Of the numbers.
     """
 
@@ -67,7 +68,7 @@ def rows_strategy(most: int = 6) -> st.SearchStrategy[Rows]:
         seed=st.integers(0, 10_000),
         duplicates=st.sampled_from([0, 0, 0, 1, 3]),
         labels=st.sampled_from(["any", "any", "any", "one", "own"]),
-        layout=st.sampled_from(["plain", "plain", "transposed", "strided"]),
+        layout=st.sampled_from(LAYOUTS),
         scale=st.sampled_from([1.0, 1.0, 0.1, 5.0]),
     )
 
@@ -81,6 +82,8 @@ def global_rows(rows: Rows, dtype: torch.dtype, views: int = 1) -> dict[str, Ten
         features = torch.randn(total, rows.dim, generator=generator, dtype=torch.float64) * rows.scale
         for copy in range(min(rows.duplicates, total - 1)):
             features[copy + 1] = features[0]
+        if rows.layout == "expanded":
+            features = torch.cat([part[:1].expand_as(part) for part in cut(rows, features)])
         found[f"view {view}"] = features.to(dtype)
     labels = torch.randint(rows.classes, (total,), generator=generator)
     if rows.labels == "one":
@@ -101,11 +104,23 @@ def cut(rows: Rows, tensor: Tensor) -> list[Tensor]:
 def own(rows: Rows, tensor: Tensor, rank: int) -> Tensor:
     """One rank's rows, laid out as the case says."""
     part = cut(rows, tensor)[rank].clone()
-    if rows.layout == "transposed" and part.ndim == 2:
-        return part.t().contiguous().t()
-    if rows.layout == "strided" and part.ndim == 2:
-        return torch.stack([part, part], dim=2)[..., 0]
-    return part
+    if rows.layout == "expanded" and part.is_floating_point():
+        return part[:1].expand_as(part)
+    return lay_out(part, rows.layout)
+
+
+def lay_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same numbers, lying in memory as `layout` says; differentiable."""
+    is_matrix = tensor.ndim == 2
+    if layout == "transposed" and is_matrix:
+        return tensor.t().contiguous().t()
+    if layout == "strided":
+        return torch.stack([tensor, tensor], dim=tensor.ndim)[..., 0]
+    if layout == "offset":
+        return torch.cat([torch.zeros_like(tensor[:1]), tensor])[len(tensor[:1]) :]
+    if layout == "columns" and is_matrix:
+        return torch.cat([tensor, tensor], 1)[:, tensor.shape[1] :]
+    return tensor
 
 
 def options(draw: Any, choices: dict[str, list[Any]]) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import FlakyFailure
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from lightning_ddp_losses.errors import DDPLossError
 from tests.rank_pool import RankFailure, RankPool
 
-__all__ = ["Count", "Domain", "Finding", "NotDefined", "Refused", "examine", "explore", "leaf"]
+__all__ = ["Count", "Domain", "Finding", "NotDefined", "Refused", "examine", "explore", "guarded", "leaf"]
 
 Found = dict[str, Tensor]
 
@@ -51,6 +52,10 @@ class Domain:
     cases: SearchStrategy[Any]
     on_rank: Callable[[Any], Found]
     alone: Callable[[Any], dict[str, Any]]
+
+    def play(self, pool: RankPool, case: Any) -> list[Found | Refused]:
+        """Return what each rank finds; a domain whose ranks come and go plays its own."""
+        return pool.run(len(case.ranks), guarded, self.on_rank, case)
 
 
 @dataclass
@@ -98,14 +103,14 @@ def examine(pool: RankPool, domain: Domain, case: Any) -> str:
             truth = domain.alone(case)
         except NotDefined:
             return "not defined"
-    found = pool.run(len(case.ranks), guarded, domain.on_rank, case)
+    found = domain.play(pool, case)
     refusals = [each for each in found if isinstance(each, Refused)]
     if refusals:
         assert all(each == refusals[0] for each in found), (
             f"not the same error on all ranks: {[str(each)[:300] for each in found]}"
         )
         return f"{refusals[0].kind}: {refusals[0].text.splitlines()[0]}"
-    compare(found, truth, case.dtype)
+    compare([each for each in found if not isinstance(each, Refused)], truth, case.dtype)
     return "exact"
 
 
@@ -204,4 +209,6 @@ def explore(
         judge()
     except AssertionError as error:
         return Finding(domain.name, str(error))
+    except FlakyFailure as error:  # wrong once, and right when it was run again
+        return Finding(domain.name, f"not the same when run again: {error.exceptions[0]}")
     return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchmetrics import classification, regression
 
-from lightning_ddp_losses import differentiable
+from lightning_ddp_losses import DifferentiableMetric, differentiable
 from tests.fuzz.engine import Domain, Found, NotDefined
 
 __all__ = ["DOMAIN"]
@@ -60,6 +62,8 @@ METRICS: dict[str, tuple[Callable[[], torchmetrics.Metric], Callable[[torch.Gene
     "MulticlassHingeLoss": (partial(classification.MulticlassHingeLoss, num_classes=4), scores),
     "MeanMetric": (torchmetrics.MeanMetric, pair),
 }
+STEPS = ["forward", "forward", "update", "no grad", "compute", "reset", "deepcopy", "clone", "pickle"]
+WITH_GRAPH = ["update", "update", "compute", "reset"]  # a copy has no graph, in torchmetrics either
 IN_FLOAT32 = ("CosineSimilarity",)  # whatever they are given
 
 
@@ -68,7 +72,8 @@ class Case:
     """A metric and what is done with it.
 
     Attributes:
-        steps: `forward`, `update`, `compute` or `reset`; the first two with the rows of each rank.
+        steps: One of `STEPS` each, with the rows of each rank where rows come in.
+        keep_graph: Gradients go through `compute` to the rows of all updates since the last one; there is no `forward` then.
     """
 
     metric: str
@@ -77,6 +82,7 @@ class Case:
     gather: str
     constant: bool
     seed: int
+    keep_graph: bool = False
     dtype: str = "float64"
 
 
@@ -84,12 +90,9 @@ class Case:
 def cases(draw: Any) -> Case:
     world = draw(st.integers(1, 4))
     rows = st.lists(st.integers(0, 5), min_size=world, max_size=world).map(tuple).filter(lambda r: sum(r) > 0)
+    keep_graph = draw(st.sampled_from([False, False, True]))
     steps = draw(
-        st.lists(
-            st.tuples(st.sampled_from(["forward", "forward", "update", "compute", "reset"]), rows),
-            min_size=1,
-            max_size=5,
-        )
+        st.lists(st.tuples(st.sampled_from(WITH_GRAPH if keep_graph else STEPS), rows), min_size=1, max_size=6)
     )
     metric = draw(st.sampled_from(sorted(METRICS)))
     return Case(
@@ -99,6 +102,7 @@ def cases(draw: Any) -> Case:
         gather=draw(st.sampled_from(["auto", "auto", "inputs"])),
         constant=draw(st.sampled_from([False, False, False, True])),
         seed=draw(st.integers(0, 1000)),
+        keep_graph=keep_graph,
         dtype="float32" if metric in IN_FLOAT32 else "float64",
     )
 
@@ -120,36 +124,79 @@ def batches(case: Case) -> list[Batch]:
 def play(
     case: Case, metric: Any, part: Callable[[Tensor, tuple[int, ...]], Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Do the steps; values by step, gradients of the rows by step."""
+    """Do the steps.
+
+    Args:
+        case: Which.
+        metric: What is played on; copies take its place.
+        part: Cuts a batch.
+
+    Returns:
+        Values by step, gradients of the rows by step.
+    """
     values: dict[str, Tensor] = {}
-    grads: dict[str, Tensor] = {}
-    seen = False
+    leaves: dict[str, Tensor] = {}
+    seen = has_graph = False
     for index, ((what, rows), (first, target)) in enumerate(zip(case.steps, batches(case), strict=True)):
         if what == "reset":
             metric.reset()
-            seen = False
+            seen = has_graph = False
+        elif what in COPIES:
+            if isinstance(metric, DifferentiableMetric):  # in one process the metric itself is its copy
+                metric = COPIES[what](metric)
         elif what == "compute":
             if seen:
-                values[f"value {index}"] = metric.compute().detach()
+                value = metric.compute()
+                values[f"value {index}"] = value.detach()
+                if case.keep_graph and has_graph:
+                    (value * (1 + index)).backward()
+                    end_graph(metric)
+                has_graph = False
         else:
             x = part(first, rows).clone().requires_grad_()
             arguments = (x,) if case.metric == "MeanMetric" else (x, part(target, rows))
             seen = True
+            leaves[f"rank x {index}"] = x
             if what == "update":
                 metric.update(*arguments)
-                continue
-            value = metric(*arguments)
-            values[f"value {index}"] = value.detach()
-            if value.requires_grad:
-                value.backward()
-            grads[f"rank x {index}"] = torch.zeros_like(x) if x.grad is None else x.grad
-    return values, grads
+                has_graph = True
+            elif what == "no grad":
+                with torch.no_grad():
+                    values[f"value {index}"] = metric(*arguments)
+            else:
+                value = metric(*arguments)
+                values[f"value {index}"] = value.detach()
+                if value.requires_grad:
+                    value.backward()
+    return values, {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": deepcopy,
+    "clone": lambda metric: metric.clone(),
+    "pickle": lambda metric: pickle.loads(pickle.dumps(metric)),
+}
+
+
+def end_graph(metric: Any) -> None:
+    """Let what is accumulated go on without its graph; ours do so by themselves."""
+    if isinstance(metric, DifferentiableMetric):
+        return
+    for name in metric._defaults:
+        state = getattr(metric, name)
+        setattr(metric, name, [t.detach() for t in state] if isinstance(state, list) else state.detach())
+
+
+def nowhere() -> bool:
+    """Whether there are ranks, for one process."""
+    return False
 
 
 def alone(case: Case) -> dict[str, Any]:
     metric = METRICS[case.metric][0]()
     metric.set_dtype(torch.float64)
-    metric.distributed_available_fn = lambda: False
+    metric.distributed_available_fn = nowhere
+    metric._enable_grad = case.keep_graph  # torchmetrics' updates have no graph
     try:
         values, grads = play(case, metric, lambda tensor, rows: tensor)
     except Exception as error:
@@ -165,7 +212,7 @@ def alone(case: Case) -> dict[str, Any]:
 
 def on_rank(case: Case) -> Found:
     rank, world = dist.get_rank(), dist.get_world_size()
-    metric = differentiable(METRICS[case.metric][0](), gather=case.gather)
+    metric = differentiable(METRICS[case.metric][0](), gather=case.gather, keep_graph=case.keep_graph)
     values, grads = play(case, metric, lambda tensor, rows: tensor.split(list(rows))[rank])
     return {**values, **{name: grad / world for name, grad in grads.items()}}
 

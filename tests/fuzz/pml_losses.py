@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +13,10 @@ from hypothesis import strategies as st
 from pytorch_metric_learning import distances, miners, reducers, regularizers
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import GlobalBatchLoss, GlobalBatchMiner
-from tests.fuzz.data import DTYPES, Rows, cut, global_rows, options, own, rows_strategy
+from tests.fuzz.calls import WAYS, call_and_differentiate
+from tests.fuzz.data import DTYPES, Rows, cut, global_rows, lay_out, options, own, rows_strategy
 from tests.fuzz.engine import Domain, Found, NotDefined, leaf
 
 __all__ = ["DOMAIN"]
@@ -106,14 +108,25 @@ NOT_PER_ANCHOR = {"AngularLoss", "LiftedStructureLoss", "MarginLoss", "TripletMa
 RING = {"ContrastiveLoss", "MultiSimilarityLoss", "NTXentLoss", "SupConLoss"}
 REDUCERS = ["", "", "", "Mean", "Sum", "AvgNonZero", "Threshold", "PerAnchor", "ClassWeighted", "Divisor"]
 DISTANCES = ["", "", "", "Cosine", "Dot", "L2", "L1", "squared", "SNR"]
-MINERS = ["", "", "", "MultiSimilarity", "BatchHard", "PairMargin", "TripletMargin", "Angular", "BatchEasyHard"]
+MINERS: dict[str, Callable[[], Any]] = {
+    "MultiSimilarity": miners.MultiSimilarityMiner,
+    "BatchHard": miners.BatchHardMiner,
+    "PairMargin": miners.PairMarginMiner,
+    "TripletMargin": miners.TripletMarginMiner,
+    "TripletMargin, semihard": partial(miners.TripletMarginMiner, type_of_triplets="semihard"),
+    "Angular": miners.AngularMiner,
+    "BatchEasyHard": miners.BatchEasyHardMiner,
+    "BatchEasyHard, semihard": partial(miners.BatchEasyHardMiner, neg_strategy="semihard"),
+    "HDC": miners.HDCMiner,
+}
 REGULARIZERS = ["", "", "", "", "Lp", "ZeroMean", "CenterInvariant"]
-WAYS = ["plain", "plain", "plain", "no grad first", "twice", "summed twice", "retained", "checkpointed", "accumulated"]
+WEIGHT_REGULARIZERS = ["", "", "", "Lp", "ZeroMean", "CenterInvariant", "RegularFace"]
 CHOICES: dict[str, list[Any]] = {
     "reducer": REDUCERS,
     "distance": DISTANCES,
-    "miner": MINERS,
+    "miner": ["", "", "", *MINERS],
     "regularizer": REGULARIZERS,
+    "weight_regularizer": WEIGHT_REGULARIZERS,
     "mode": [0, 0, 1, 2],
     "tile_bytes": [None, None, 300, 1000],
     "gather": ["all", "all", "ring"],
@@ -132,6 +145,7 @@ class Case:
     distance: str
     miner: str
     regularizer: str
+    weight_regularizer: str
     mode: int
     tile_bytes: int | None
     gather: str
@@ -144,9 +158,8 @@ class Case:
         return self.rows.ranks
 
 
-@st.composite
-def cases(draw: Any) -> Case:
-    name = draw(st.sampled_from(sorted(LOSSES)))
+def draw_fields(draw: Any, name: str, most: int = 6) -> dict[str, Any]:
+    """Draw a case of one loss, as far as pytorch-metric-learning takes it, with so many rows of a rank at most."""
     pick = {key: draw(st.sampled_from(values)) for key, values in CHOICES.items()}
     if name in OWN_DISTANCE or (name in COSINE_ONLY and pick["distance"] != "Cosine"):
         pick["distance"] = ""
@@ -154,6 +167,8 @@ def cases(draw: Any) -> Case:
         pick["references"] = "none"
     if name in NO_TUPLES:
         pick["miner"] = ""
+    if name not in WITH_CLASSES:
+        pick["weight_regularizer"] = ""
     if (name in NOT_PER_ANCHOR and pick["reducer"] == "PerAnchor") or (
         name != "MarginLoss" and pick["reducer"] == "Divisor"
     ):
@@ -162,10 +177,15 @@ def cases(draw: Any) -> Case:
         pick["regularizer"], pick["reducer"] = "", ""
     if name not in RING or pick["references"] != "none" or pick["miner"]:
         pick["gather"] = "all"
-    rows = draw(rows_strategy())
+    rows = draw(rows_strategy(most))
     if name == "TupletMarginLoss":  # the arc cosine of 1 has no digits: equal rows are off by 1e-8 in one process, too
-        rows = replace(rows, duplicates=0)
-    return Case(rows=rows, loss=name, loss_options=tuple(sorted(options(draw, LOSSES[name]).items())), **pick)
+        rows = replace(rows, duplicates=0, layout="plain" if rows.layout == "expanded" else rows.layout)
+    return {"rows": rows, "loss": name, "loss_options": tuple(sorted(options(draw, LOSSES[name]).items())), **pick}
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    return Case(**draw_fields(draw, draw(st.sampled_from(sorted(LOSSES)))))
 
 
 def make_distance(name: str) -> Any:
@@ -204,6 +224,8 @@ def make_loss(case: Case) -> nn.Module:
         given["distance"] = make_distance(case.distance)
     if case.regularizer:
         given["embedding_regularizer"] = getattr(regularizers, f"{case.regularizer}Regularizer")()
+    if case.weight_regularizer:
+        given["weight_regularizer"] = getattr(regularizers, f"{case.weight_regularizer}Regularizer")()
     torch.manual_seed(3)
     try:
         return getattr(pml, case.loss)(**given).to(dtype)  # type: ignore[no-any-return]
@@ -214,23 +236,24 @@ def make_loss(case: Case) -> nn.Module:
 def make_miner(case: Case) -> Any:
     if not case.miner:
         return None
-    return getattr(miners, f"{case.miner}Miner")()
+    return MINERS[case.miner]()
 
 
 class Encoder(nn.Module):
     """Scales and shifts each number by itself: equal rows stay equal to the last bit, on whatever rank they are."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, layout: str) -> None:
         super().__init__()
+        self.layout = layout
         self.weight = nn.Parameter(torch.linspace(0.5, 1.5, dim))
         self.bias = nn.Parameter(torch.linspace(-0.2, 0.3, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight + self.bias
+        return lay_out(x * self.weight + self.bias, self.layout)
 
 
-def make_encoder(case: Case) -> nn.Module:
-    return Encoder(case.rows.dim).to(DTYPES[case.dtype])
+def make_encoder(case: Case, layout: str = "plain") -> nn.Module:
+    return Encoder(case.rows.dim, layout).to(DTYPES[case.dtype])
 
 
 def reference_labels(case: Case, labels: Tensor) -> Tensor:
@@ -252,28 +275,10 @@ def call(case: Case, loss: Any, miner: Any, encoder: nn.Module, views: list[Tens
 def run(case: Case, loss: Any, miner: Any, encoder: nn.Module, views: list[Tensor], labels: Tensor) -> Tensor:
     """The drawn way of calling; the gradient of all of it lies in the leaves afterwards."""
 
-    def once() -> Tensor:
-        return call(case, loss, miner, encoder, views, labels)
+    def once(*leaves: Tensor) -> Tensor:
+        return call(case, loss, miner, encoder, list(leaves), labels)
 
-    if case.way == "no grad first":
-        with torch.no_grad():
-            once()
-    if case.way == "checkpointed":
-        value: Tensor = checkpoint(
-            lambda *leaves: call(case, loss, miner, encoder, list(leaves), labels), *views, use_reentrant=False
-        )
-    elif case.way == "summed twice":
-        value = once() + 0.5 * once()
-    else:
-        value = once()
-    if case.way == "retained":
-        value.backward(retain_graph=True)
-    value.backward()
-    if case.way == "twice":
-        once().backward()
-    if case.way == "accumulated":
-        (once() * 0.25).backward()
-    return value
+    return call_and_differentiate(case.way, once, views)
 
 
 def results(value: Tensor, encoder: nn.Module, loss: nn.Module) -> Found:
@@ -308,9 +313,8 @@ def alone(case: Case) -> dict[str, Any]:
     return found
 
 
-def on_rank(case: Case) -> Found:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    plain, encoder, miner = make_loss(case), make_encoder(case), make_miner(case)
+def make_global(case: Case, plain: nn.Module) -> GlobalBatchLoss:
+    """The drawn mode, tiles and way of gathering."""
     allowed = GlobalBatchLoss(plain).exact_modes()
     mode = allowed[case.mode % len(allowed)]
     more: dict[str, Any] = {}
@@ -318,7 +322,13 @@ def on_rank(case: Case) -> Found:
         more["tile_bytes"] = case.tile_bytes
     if mode == "rows" and case.gather == "ring":
         more["gather"] = "ring"
-    loss = GlobalBatchLoss(plain, mode=mode, **more)
+    return GlobalBatchLoss(plain, mode=mode, **more)
+
+
+def on_rank(case: Case) -> Found:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plain, encoder, miner = make_loss(case), make_encoder(case, case.rows.layout), make_miner(case)
+    loss = make_global(case, plain)
     data = global_rows(case.rows, DTYPES[case.dtype], views=2)
     labels = own(case.rows, data["labels"], rank)
     views = [own(case.rows, data[f"view {view}"], rank).requires_grad_() for view in range(2)]

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import GlobalBatchLoss
+from tests.fuzz.calls import WAYS, call_and_differentiate
 from tests.fuzz.data import DTYPES, Rows, cut, global_rows, own, rows_strategy
 from tests.fuzz.engine import Domain, Found, NotDefined, leaf
 
@@ -30,9 +30,6 @@ NAMES = [
     "CosineEmbedding",
     "MultiMargin",
 ]
-
-
-WAYS = ["plain", "no grad first", "twice", "summed twice", "checkpointed", "checkpointed below", "compiled"]
 
 
 @dataclass(frozen=True)
@@ -106,30 +103,11 @@ def arguments(case: Case, x: Tensor, other: Tensor, labels: Tensor) -> tuple[Ten
 
 
 def evaluate(case: Case, loss: nn.Module, x: Tensor, other: Tensor, labels: Tensor) -> Tensor:
-    if case.way == "no grad first":
-        with torch.no_grad():
-            loss(*arguments(case, x, other, labels))
+    def call(x: Tensor) -> Tensor:
+        value: Tensor = loss(*arguments(case, x, other, labels))
+        return value
 
-    def run(x: Tensor) -> Tensor:
-        result: Tensor = loss(*arguments(case, x, other, labels))
-        return result
-
-    if case.way == "compiled":  # the first call is the compiled one
-        torch.compiler.reset()
-        run = torch.compile(run, backend="eager")
-
-    if case.way == "checkpointed":  # the loss, its collectives too, runs once more in backward
-        value = checkpoint(run, x, use_reentrant=False)
-    elif case.way == "checkpointed below":
-        value = run(checkpoint(torch.tanh, x, use_reentrant=False))
-    else:
-        value = run(x)
-    if case.way == "summed twice":
-        value = value + 0.5 * loss(*arguments(case, x, other, labels))
-    value.backward()
-    if case.way == "twice":
-        loss(*arguments(case, x, other, labels)).backward()
-    return value.detach()
+    return call_and_differentiate(case.way, call, [x])
 
 
 def alone(case: Case) -> dict[str, Any]:

@@ -1,7 +1,11 @@
-"""`ClipLoss` and `SigLipLoss` against their textbook expressions: options, extra texts, a queue, small tiles, rings."""
+"""`ClipLoss` and `SigLipLoss` against their textbook expressions: options, extra texts, a queue, small tiles, rings, whose numbers.
+
+The scale and the bias are the loss's own or the caller's (`logit_scale=`, `logit_bias=`): plain numbers, tensors, parameters.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +16,35 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_ddp_losses import ClipLoss, SigLipLoss
-from tests.fuzz.data import DTYPES, RowsCase, cut, global_rows, own, rows_strategy
+from tests.fuzz.calls import WAYS, call_and_differentiate
+from tests.fuzz.data import DTYPES, RowsCase, cut, global_rows, lay_out, own, rows_strategy
 from tests.fuzz.engine import Domain, Found, leaf
 
 __all__ = ["DOMAIN"]
 
+# whose number it is, and what the caller hands over of a parameter of its own
+GIVEN = ["plain number", "constant", "parameter", "result", "one element"]
+NUMBERS = ["own", "own", "own", *GIVEN]
+TRAINED = ("own", "parameter", "result", "one element")
+
 
 @dataclass(frozen=True)
 class Case(RowsCase):
+    """A call of a loss.
+
+    Attributes:
+        scale: Where it comes from: one of `NUMBERS`.
+        bias: Likewise.
+        keeps_own: Whether the loss also has numbers of its own where the caller gives some.
+        frozen: Ranks whose images (texts) get no gradient.
+    """
+
     loss: str
     temperature: float
-    bias: float
+    start_bias: float
+    scale: str
+    bias: str
+    keeps_own: bool
     max_scale: float | None
     smoothing: float
     normalize: bool
@@ -30,20 +52,28 @@ class Case(RowsCase):
     gather: str
     extra: tuple[int, ...]
     queue: int
+    frozen: tuple[tuple[int, ...], tuple[int, ...]]
+    way: str
     dtype: str
 
 
 @st.composite
 def cases(draw: Any) -> Case:
     rows = draw(rows_strategy())
-    extra = draw(
-        st.one_of(st.just(()), st.lists(st.integers(0, 3), min_size=len(rows.ranks), max_size=len(rows.ranks)))
-    )
+    world = len(rows.ranks)
+    extra = draw(st.one_of(st.just(()), st.lists(st.integers(0, 3), min_size=world, max_size=world)))
+    scale, bias = draw(st.sampled_from(NUMBERS)), draw(st.sampled_from(NUMBERS))
+    # a rank all of whose inputs are frozen has nothing to back-propagate, in plain DDP either
+    frozen = st.sampled_from([(), (), (), tuple(range(world)), (0,), (world - 1,)])
+    is_trained = scale in TRAINED
     return Case(
         rows=rows,
         loss=draw(st.sampled_from(["clip", "siglip"])),
         temperature=draw(st.sampled_from([0.07, 0.5, 1.0])),
-        bias=draw(st.sampled_from([-10.0, -1.0, 2.0])),
+        start_bias=draw(st.sampled_from([-10.0, -1.0, 2.0])),
+        scale=scale,
+        bias=bias,
+        keeps_own=draw(st.booleans()),
         max_scale=draw(st.sampled_from([None, 100.0, 3.0])),
         smoothing=draw(st.sampled_from([0.0, 0.1])),
         normalize=draw(st.booleans()),
@@ -51,6 +81,8 @@ def cases(draw: Any) -> Case:
         gather=draw(st.sampled_from(["all", "ring"])),
         extra=tuple(extra),
         queue=draw(st.sampled_from([0, 0, 3])),
+        frozen=(draw(frozen), draw(frozen)) if is_trained else ((), ()),
+        way=draw(st.sampled_from(WAYS)),
         dtype=draw(st.sampled_from(["float64", "float64", "float32"])),
     )
 
@@ -63,67 +95,142 @@ def further(case: Case) -> tuple[Tensor, Tensor]:
     return extra, torch.randn(case.queue, case.rows.dim, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def alone(case: Case) -> dict[str, Any]:
+def roots(case: Case) -> tuple[Tensor, Tensor]:
+    """What is trained: the logarithm of the scale, or the scale where the caller's parameter is that; and the bias."""
+    start = 1 / case.temperature if case.scale == "parameter" else -math.log(case.temperature)
     dtype = DTYPES[case.dtype]
-    data = global_rows(case.rows, dtype, views=2)
+    return (
+        torch.tensor(start, dtype=dtype, requires_grad=True),
+        torch.tensor(case.start_bias, dtype=dtype, requires_grad=True),
+    )
+
+
+def textbook(case: Case, a: Tensor, b: Tensor, extra: Tensor, queue: Tensor, root: Tensor, bias: Tensor) -> Tensor:
+    """One process, one matrix of products."""
+    images, columns = a, [b, extra, queue]
+    if case.normalize:
+        images, columns = functional.normalize(images), [functional.normalize(t) for t in columns]
+    scale = root if case.scale == "parameter" else root.exp()
+    if case.scale == "own" and case.max_scale is not None:
+        scale = scale.clamp(max=case.max_scale)
+    target = torch.arange(len(images))
+    logits = scale * images @ torch.cat(columns).t()
+    if case.loss == "clip":
+        back = scale * columns[0] @ images.t()
+        terms = [functional.cross_entropy(z, target, label_smoothing=case.smoothing) for z in (logits, back)]
+        return torch.stack(terms).mean()
+    signs = -torch.ones_like(logits)
+    signs[target, target] = 1
+    return -functional.logsigmoid(signs * (logits + bias)).sum() / len(images)
+
+
+def grads_of_numbers(case: Case, root: Tensor, bias: Tensor) -> Found:
+    """Gradients of what is trained."""
+    found: Found = {}
+    if case.scale in TRAINED:
+        found["scale"] = zero_or(root)
+    if case.loss == "siglip" and case.bias in TRAINED:
+        found["bias"] = zero_or(bias)
+    return found
+
+
+def zero_or(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def alone(case: Case) -> dict[str, Any]:
+    data = global_rows(case.rows, DTYPES[case.dtype], views=2)
     a, b = leaf(data["view 0"]), leaf(data["view 1"])
     extra, queue = further(case)
     extra = leaf(extra)
-    log_scale = torch.tensor(1 / case.temperature, dtype=torch.float64).log().to(dtype).requires_grad_()
-    bias = torch.tensor(case.bias, dtype=dtype, requires_grad=True)
-    images, texts, columns = a, b, [b, extra, queue]
-    if case.normalize:
-        images, columns = functional.normalize(images), [functional.normalize(t) for t in columns]
-    texts = columns[0]
-    scale = log_scale.exp() if case.max_scale is None else log_scale.exp().clamp(max=case.max_scale)
-    target = torch.arange(len(images))
-    logits = scale * images @ torch.cat(columns).t()
-    found: dict[str, Any] = {}
-    if case.loss == "clip":
-        back = scale * texts @ images.t()
-        value = sum(functional.cross_entropy(z, target, label_smoothing=case.smoothing) for z in (logits, back)) / 2
-    else:
-        signs = -torch.ones_like(logits)
-        signs[target, target] = 1
-        value = -functional.logsigmoid(signs * (logits + bias)).sum() / len(images)
-    value.backward()
-    found = {"value v": value.detach(), "log scale": log_scale.grad, "rank a": cut(case.rows, a.grad)}
-    found["rank b"] = cut(case.rows, b.grad)
+    root, bias = roots(case)
+
+    def call(a: Tensor, b: Tensor) -> Tensor:
+        return textbook(case, a, b, extra, queue, root, bias)
+
+    value = call_and_differentiate(case.way, call, [a, b])
+    found: dict[str, Any] = {"value v": value, **grads_of_numbers(case, root, bias)}
+    for name, tensor, frozen in zip("ab", (a, b), case.frozen, strict=True):
+        parts = cut(case.rows, zero_or(tensor))
+        found[f"rank {name}"] = [torch.zeros_like(part) if rank in frozen else part for rank, part in enumerate(parts)]
     if case.extra:
-        found["rank extra"] = list(extra.grad.split(list(case.extra)))
-    if case.loss == "siglip":
-        found["bias"] = bias.grad
+        found["rank extra"] = list(zero_or(extra).split(list(case.extra)))
+    # numbers of the loss's own that the caller's stand in for
+    for name in stand_ins(case):
+        found[f"own {name}"] = torch.zeros((), dtype=DTYPES[case.dtype])
     return found
+
+
+def stand_ins(case: Case) -> list[str]:
+    """Parameters that a loss has although the caller gives others."""
+    names = ["logit_scale"] if case.scale != "own" else []
+    if case.loss == "siglip" and case.bias != "own":
+        names.append("logit_bias")
+    return names if case.keeps_own else []
+
+
+def given_number(kind: str, root: Tensor, *, is_log: bool) -> Tensor | float:
+    """What the caller hands over."""
+    if kind == "parameter":
+        return root
+    number = root.exp() if is_log else root * 1
+    if kind == "plain number":
+        return float(number.detach())
+    if kind == "constant":
+        return number.detach()
+    return number.reshape(1) if kind == "one element" else number
+
+
+def make_loss(case: Case) -> Any:
+    more: dict[str, Any] = {"max_scale": case.max_scale, "normalize": case.normalize}
+    more.update(tile_bytes=case.tile_bytes, gather=case.gather)
+    has_scale, has_bias = (case.keeps_own or kind == "own" for kind in (case.scale, case.bias))
+    temperature = case.temperature if has_scale else None
+    if case.loss == "clip":
+        loss: Any = ClipLoss(temperature, label_smoothing=case.smoothing, **more)
+    else:
+        loss = SigLipLoss(temperature, case.start_bias if has_bias else None, **more)
+    loss.to(DTYPES[case.dtype])
+    if has_scale:
+        with torch.no_grad():  # the textbook's scale, not one that was rounded to float32 first
+            loss.logit_scale.copy_(torch.tensor(-math.log(case.temperature), dtype=torch.float64))
+    return loss
 
 
 def on_rank(case: Case) -> Found:
     rank, world = dist.get_rank(), dist.get_world_size()
-    dtype = DTYPES[case.dtype]
-    more: dict[str, Any] = {"max_scale": case.max_scale, "normalize": case.normalize}
-    more.update(tile_bytes=case.tile_bytes, gather=case.gather)
-    if case.loss == "clip":
-        loss: Any = ClipLoss(case.temperature, label_smoothing=case.smoothing, **more)
-    else:
-        loss = SigLipLoss(case.temperature, case.bias, **more)
-    loss.to(dtype)
-    with torch.no_grad():  # the textbook's scale, not one that was rounded to float32 first
-        loss.logit_scale.copy_(torch.tensor(1 / case.temperature, dtype=torch.float64).log())
-    data = global_rows(case.rows, dtype, views=2)
-    a, b = (own(case.rows, data[f"view {view}"], rank).requires_grad_() for view in range(2))
+    loss = make_loss(case)
+    data = global_rows(case.rows, DTYPES[case.dtype], views=2)
+    towers = [
+        own(case.rows, data[f"view {view}"], rank).requires_grad_(rank not in frozen)
+        for view, frozen in enumerate(case.frozen)
+    ]
     extra, queue = further(case)
-    given: dict[str, Any] = {}
+    root, bias = roots(case)
+    more: dict[str, Any] = {}
     if case.extra:
-        given["extra_texts"] = leaf(extra.split(list(case.extra))[rank])
+        more["extra_texts"] = leaf(lay_out(extra.split(list(case.extra))[rank], case.rows.layout))
     if case.queue:
-        given["queue"] = queue
-    value = loss(a, b, **given)
-    value.backward()
-    found = {"value v": value.detach(), "log scale": loss.logit_scale.grad}
-    for name, tensor in (("a", a), ("b", b), ("extra", given.get("extra_texts"))):
+        more["queue"] = lay_out(queue, case.rows.layout)
+
+    def call(a: Tensor, b: Tensor) -> Tensor:
+        numbers: dict[str, Any] = {}
+        if case.scale != "own":
+            numbers["logit_scale"] = given_number(case.scale, root, is_log=True)
+        if case.loss == "siglip" and case.bias != "own":
+            numbers["logit_bias"] = given_number(case.bias, bias, is_log=False)
+        value: Tensor = loss(a, b, **more, **numbers)
+        return value
+
+    found = {"value v": call_and_differentiate(case.way, call, towers)}
+    trained_scale = loss.logit_scale if case.scale == "own" else root
+    trained_bias = loss.logit_bias if case.loss == "siglip" and case.bias == "own" else bias
+    found.update(grads_of_numbers(case, trained_scale, trained_bias))
+    for name, tensor in (("a", towers[0]), ("b", towers[1]), ("extra", more.get("extra_texts"))):
         if tensor is not None:
-            found[f"rank {name}"] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad / world
-    if case.loss == "siglip":
-        found["bias"] = loss.logit_bias.grad
+            found[f"rank {name}"] = zero_or(tensor) / world
+    for name in stand_ins(case):
+        found[f"own {name}"] = zero_or(getattr(loss, name))
     return found
 
 

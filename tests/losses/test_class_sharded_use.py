@@ -433,7 +433,7 @@ def in_parts(name: str, sizes: list[int], part_size: int = 2) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
-@pytest.mark.parametrize("sizes", [[3, 3, 3, 3], [1, 4, 2, 5], [0, 2, 7, 3]], ids=str)
+@pytest.mark.parametrize("sizes", [[3, 3, 3, 3], [1, 4, 2, 5], [0, 2, 7, 3], [5, 7, 0, 0]], ids=str)
 def test_shards_with_replicas(pool: RankPool, name: str, sizes: list[int]) -> None:
     results, case = pool.run(4, in_parts, name, sizes), IN_PARTS[name]
     truth = judge(case, sizes)
@@ -459,6 +459,12 @@ def in_parts_with(option: str) -> None:
         ClassShardedLoss(make(ARC), sample_rate=0.5, group=part)
     else:
         ClassShardedLoss(make(regularised), group=part)
+
+
+def test_no_rows_in_any_part_are_refused(pool: RankPool) -> None:
+    for error in pool.errors(4, in_parts, "no regulariser", [0, 0, 0, 0]):
+        assert error.type == "InputError"
+        assert "rows: expected at least one" in error.message
 
 
 @pytest.mark.parametrize("option", ["sample_rate", "embedding_regularizer"])
