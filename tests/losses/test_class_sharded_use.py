@@ -405,6 +405,7 @@ def test_sampling_with_a_closure(pool: RankPool) -> None:
 IN_PARTS: dict[str, Case] = {
     "no regulariser": ARC,
     "mined": Case("ArcFaceLoss", mine=hard),
+    "several centers": Case("SubCenterArcFaceLoss"),
     "zero mean": Case("ArcFaceLoss", {"weight_regularizer": regularizers.ZeroMeanRegularizer()}),
     "norms": Case("CosFaceLoss", {"weight_regularizer": regularizers.LpRegularizer(power=2), "weight_reg_weight": 0.4}),
     "sum of norms": Case(
