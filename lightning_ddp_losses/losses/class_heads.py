@@ -122,7 +122,7 @@ class Head:
         """Reduce (G, c * K) products with weight rows to (G, c) of classes: the best center's."""
         if self.per_class == 1:
             return product
-        return product.unflatten(1, (-1, self.per_class)).max(2).values
+        return product.view(len(product), product.shape[1] // self.per_class, self.per_class).max(2).values
 
     def targets(self, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
         """Compute the logits of the target classes, with their margin; for heads that have one.
@@ -266,7 +266,7 @@ class SoftTripleHead(Head):
 
     def over_centers(self, product: Tensor) -> Tensor:
         """Return the mean over a class's centers, weighted by their softmax."""
-        product = product.unflatten(1, (-1, self.per_class))
+        product = product.view(len(product), product.shape[1] // self.per_class, self.per_class)
         share = torch.softmax(product * self._loss.gamma, dim=2)
         return (share * product).sum(2)
 
