@@ -198,8 +198,9 @@ def changed_after_reduction(context: AuditContext) -> Diagnosis | None:
     by_rank = context.fingerprints_by_rank
     apart = [row for row in (*context.rows, *context.comparison.first_updates()) if not row.ranks_agree]
     names = list(dict.fromkeys(row.parameter for row in apart))
-    if not all(any(_agree(by_rank, stage, name) for stage in ("backward", "reduced")) for name in names):
-        return None  # a gradient that nobody reduced has a rule of its own
+    for name in names:
+        if not _agree(by_rank, "backward", name) and not _agree(by_rank, "reduced", name):
+            return None  # a gradient that nobody reduced has a rule of its own
     # where the ranks part: in the module's hooks, or between those and the step
     stage, place = "hooked", "in on_after_backward or on_before_optimizer_step"
     changed = [name for name in names if _disagree(by_rank, stage, name)]

@@ -107,6 +107,7 @@ class CheckEvaluator:
             DDPLossError: on every rank, for findings whose action is ``raise``.
         """
         found: list[tuple[JudgedCheck, Finding]] = []
+        # each check has its own table: one row a rank
         for check, table in zip(due, row_exchange.decode_tables(rows, len(due)), strict=True):
             found += placed(check, self._judge(check, table, stage), step, stage.value)
         if found:
@@ -191,6 +192,7 @@ class CheckEvaluator:
         local_failures = [self._failures.pop(id(check), "") for check in checks]
         failures_by_rank = self._row_exchange.gather_json("failures of checks", local_failures)
         found: list[tuple[JudgedCheck, Finding]] = []
+        # by check, what each rank remembers; a check that is switched off has been reported
         for check, texts in zip(checks, zip(*failures_by_rank, strict=True), strict=True):
             failed = {rank: text for rank, text in enumerate(texts) if text}
             if failed and id(check) not in self._switched_off:

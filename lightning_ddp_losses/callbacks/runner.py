@@ -389,7 +389,9 @@ class CheckRunner:
 
     def _switch_off(self, check: JudgedCheck) -> None:
         """Run a check no more in this fit; called on every rank at the same place."""
-        self._checks_at = {stage: [c for c in checks if c is not check] for stage, checks in self._checks_at.items()}
+        for stage, checks in self._checks_at.items():
+            # a new list: the old one may be gone through just now
+            self._checks_at[stage] = [each for each in checks if each is not check]
         self._blind.add(id(check))
         self._observers = {}
         with contextlib.suppress(Exception):

@@ -179,6 +179,7 @@ class _GrowingPlan:
         """Place one tensor of equal shape per rank, in rank order."""
         (dtype, shape), world_size = entry, len(self._slots)
         length = _num_bytes(dtype, shape)
+        # one region for all ranks, in which each has its row
         for rank, of_rank in enumerate(self._slots):
             of_rank.append(Slot(self._size + rank * length, length, len(self._regions), 0, rank, 1))
         self._regions.append((Region(self._size, dtype, (world_size, *shape)),))
@@ -191,6 +192,7 @@ class _GrowingPlan:
         start, first_row = self._size, 0
         for rank, k in _append_order(entries):
             _, shape = entries[rank][k]
+            # a tensor of shape (0,) has no rows, whatever a row looks like
             rows = shape[0] if shape[1:] == row_shape else 0
             length = _num_bytes(dtype, (rows, *row_shape))
             placed[rank, k] = Slot(start, length, len(self._regions), 0, first_row, rows)
@@ -202,6 +204,7 @@ class _GrowingPlan:
         """Place each tensor of all ranks by itself, by update and then by rank."""
         placed: dict[tuple[int, int], Slot] = {}
         found, start = [], self._size
+        # shapes differ, so each has a region of its own
         for position, (rank, k) in enumerate(_append_order(entries)):
             dtype, shape = entries[rank][k]
             length = _num_bytes(dtype, shape)

@@ -201,7 +201,7 @@ def _local_rows(loader: Any, batches: Sequence[Any]) -> _LocalRows:
             raise InputError(what, expected=f"as of batch 0: {forms[0]}", got=forms[-1])
     # one tensor in the place of one of each batch
     parts = zip(*map(precision.tensors_in, batches), strict=True)
-    tensors = iter([torch.cat([part.detach() for part in parts_of_one]) for parts_of_one in parts])
+    tensors = iter(list(map(_joined_batches, parts)))
     nest = precision.map_tensors(lambda _: next(tensors), batches[0])
     places = list(chain.from_iterable(drawn[: len(batches)]))
     if not all(isinstance(place, int) for place in places):
@@ -254,6 +254,10 @@ def _refuse_other_leaves(batch: Any, what: str) -> None:
         if isinstance(batch, Tensor):
             got = f"a {batch.ndim}-dim {batch.layout} tensor"
         raise InputError(what, expected="tensors (B, ...), also in plain dicts, lists and tuples", got=got)
+
+
+def _joined_batches(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.detach() for part in parts])
 
 
 def _form_of(nest: Any) -> str:

@@ -320,7 +320,9 @@ def preserve_shuffled(sampler: object) -> Iterator[None]:
         for name, value in getattr(owner, "__dict__", {}).items():
             if _is_container(value):
                 attributes.append((owner.__dict__, name, value))
-    kept = [(own, _copied(own)) for own in _containers_in([value for _, _, value in attributes])]
+    # what lies inside them may be shuffled too
+    containers = _containers_in([value for _, _, value in attributes])
+    kept = [(own, _copied(own)) for own in containers]
     try:
         yield
     finally:

@@ -99,8 +99,11 @@ class ShardFolder:
     def class_dim(self, key: str) -> int:
         """Return the dimension along which a tensor was sharded; 0 where one rank held all of it."""
         saved = self._saved(key)
-        is_cut = [any(chunk.sizes[dim] != size for chunk in saved.chunks) for dim, size in enumerate(saved.size)]
-        return is_cut.index(True) if any(is_cut) else 0
+        for dim, size in enumerate(saved.size):
+            # no rank had all of it along this one
+            if any(chunk.sizes[dim] != size for chunk in saved.chunks):
+                return dim
+        return 0
 
     def blocks(self, key: str, dim: int, per_class: int) -> list[ClassShard]:
         """Return which classes each block of a tensor holds, in their order.
