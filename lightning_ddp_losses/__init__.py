@@ -52,6 +52,7 @@ from lightning_ddp_losses.callbacks import (
     RankCheck,
 )
 from lightning_ddp_losses.core import former_paths
+from lightning_ddp_losses.distributed.accumulation import accumulation_window
 from lightning_ddp_losses.errors import (
     AuditError,
     ConfigurationError,
@@ -63,7 +64,14 @@ from lightning_ddp_losses.errors import (
     RankMismatchError,
 )
 from lightning_ddp_losses.layers import SyncBatchNorm
-from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
+from lightning_ddp_losses.losses import (
+    ClassShardedLoss,
+    ClipLoss,
+    GlobalBatchLoss,
+    GlobalBatchMiner,
+    SigLipLoss,
+    global_mean,
+)
 from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable
 from lightning_ddp_losses.microbatch import microbatched
 from lightning_ddp_losses.samplers import GlobalBatchSampler, gather_predictions
@@ -101,10 +109,12 @@ __all__ = [
     "RankMismatchError",
     "SigLipLoss",
     "SyncBatchNorm",
+    "accumulation_window",
     "assert_parity",
     "audit",
     "differentiable",
     "gather_predictions",
+    "global_mean",
     "microbatched",
 ]
 

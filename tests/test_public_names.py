@@ -39,10 +39,12 @@ PINNED = [
     "RankMismatchError",
     "SigLipLoss",
     "SyncBatchNorm",
+    "accumulation_window",
     "assert_parity",
     "audit",
     "differentiable",
     "gather_predictions",
+    "global_mean",
     "microbatched",
 ]
 MODULES = sorted(

@@ -50,7 +50,11 @@ def global_values() -> list[Tensor]:
 
 
 def walk_graph(
-    roots: Iterable[Tensor], *, until: Iterable[Tensor] = (), through: Callable[[Any], bool] | None = None
+    roots: Iterable[Tensor],
+    *,
+    until: Iterable[Tensor] = (),
+    through: Callable[[Any], bool] | None = None,
+    nodes: Iterable[Any] = (),
 ) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Visit the nodes of the autograd graph below some tensors, each once, breadth first.
 
@@ -61,6 +65,7 @@ def walk_graph(
         roots: Where the walk starts; those without a graph are left out.
         until: Where it ends: the nodes of these tensors are not visited.
         through: Whether to go on below a node; None: below all.
+        nodes: Further nodes where the walk starts.
 
     Returns:
         Pairs of a node and its ``next_functions``.
@@ -68,12 +73,12 @@ def walk_graph(
     seen = {tensor.grad_fn for tensor in until}
     seen.add(None)
     queue = []
-    for tensor in roots:
-        if tensor.grad_fn not in seen:
-            seen.add(tensor.grad_fn)
-            queue.append(tensor.grad_fn)
+    for root in (*(tensor.grad_fn for tensor in roots), *nodes):
+        if root not in seen:
+            seen.add(root)
+            queue.append(root)
     for node in queue:
-        children = node.next_functions  # type: ignore[union-attr]
+        children = node.next_functions
         yield node, children
         if through is not None and not through(node):
             continue
@@ -190,6 +195,11 @@ def _not_reached(outputs: Sequence[Tensor], given: Sequence[Tensor], parameters:
             if not missing:
                 break
     return list(missing.values())
+
+
+def attaches_zero_grad(node: Any) -> bool:
+    """Say whether a graph node is one of ``attach_zero_grad``: all but its first child get a zero gradient."""
+    return bool(node.name() == f"{_AttachZeroGrad.__name__}Backward")
 
 
 class _AttachZeroGrad(torch.autograd.Function):

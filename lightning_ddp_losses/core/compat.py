@@ -188,6 +188,16 @@ def on_completion(work: Any, callback: Callable[[Any], None]) -> None:
     torch._C._distributed_c10d.Work.unbox(work).get_future().add_done_callback(callback)
 
 
+def multiply_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply tensors in place; dense ones of a device and dtype in one launch, where this torch has that."""
+    dense = [tensor for tensor in tensors if tensor.layout == torch.strided]
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            tensor.mul_(factor)
+    if dense:
+        torch._foreach_mul_(dense, factor)
+
+
 def default_store() -> Any:
     """Return the store of the default process group; None where there is none, or torch does not show it."""
     try:

@@ -33,6 +33,7 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; which are where; what a logit is |
 | ``sharded_softmax``, ``class_logits``, ``partial_fc`` | its cross entropy; logits and best classes to evaluate; sampled classes |
 | ``clip``, ``siglip``, ``two_towers``, ``column_blocks`` | losses between two towers |
+| ``global_mean`` | `global_mean`: any hand-written sum over any count |
 | ``log_sum_exp`` | sums of exponentials that arrive in pieces |
 
 Under ``torch.compile`` a call is one break of the graph, in forward and in backward: groups and handshakes are no business of a compiler's.
@@ -50,6 +51,7 @@ gathered in rank order: own rows first would make losses that depend on the inde
 from lightning_ddp_losses.losses.class_sharded import ClassShardedLoss
 from lightning_ddp_losses.losses.clip import ClipLoss
 from lightning_ddp_losses.losses.global_batch import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.losses.global_mean import global_mean
 from lightning_ddp_losses.losses.pml_registry import register_element_wise, register_row_separable
 from lightning_ddp_losses.losses.separable import check_separable
 from lightning_ddp_losses.losses.siglip import SigLipLoss
@@ -61,6 +63,7 @@ __all__ = [
     "GlobalBatchMiner",
     "SigLipLoss",
     "check_separable",
+    "global_mean",
     "register_element_wise",
     "register_row_separable",
 ]

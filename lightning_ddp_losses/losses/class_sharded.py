@@ -23,6 +23,7 @@ from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
+from lightning_ddp_losses.distributed.accumulation import current_window, micro_batch_to_match, name_value
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
@@ -33,6 +34,8 @@ from lightning_ddp_losses.losses.class_logits import ClassLogits
 from lightning_ddp_losses.losses.gathered_call import GlobalTuples, miner_counts, miner_weights
 from lightning_ddp_losses.losses.global_batch import refuse_unfit
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
+from lightning_ddp_losses.losses.partial_sums import global_loss, pack_partials, partial_sums_of, unpack_partials
+from lightning_ddp_losses.losses.pml_registry import is_separable
 from lightning_ddp_losses.losses.sharded_softmax import LocalClasses, RowLosses, ShardedSoftmax
 from lightning_ddp_losses.losses.sharded_weight import ShardedWeight, empty_loss, full_weight, refuse_joint_draws
 
@@ -258,6 +261,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         except Exception as error:  # what all ranks raise alike passes through
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
         autograd_graph.remember_global_value(value)
+        name_value(value, self._title)
         watched: Tensor = self._upstream_grads.watch(value, group=self._group)
         return watched
 
@@ -303,6 +307,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             "configuration": self._fingerprint,
             "miner": type(indices_tuple).__name__,
             "coefficient of the last backward": self._upstream_grads.take(),
+            **micro_batch_to_match(),
         }
         shard = self._sharded.fingerprint(self.weight)
         batch = gather_batch(self._title, batches, must_match, extra=shard, group=self._group)
@@ -361,8 +366,16 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             value = self._penalty.value(found.penalty, found.penalty_divisor)
             sub_losses["weight_reg_loss"] = {"losses": value, "indices": None, "reduction_type": "already_reduced"}
         self.loss.add_embedding_regularization_to_loss_dict(sub_losses, embeddings)
+        if current_window() is not None and is_separable(self.loss, "elements"):
+            return self._reduce_in_window(sub_losses, embeddings, labels)
         reduced: Tensor = self.loss.reducer(sub_losses, embeddings, labels)
         return reduced
+
+    def _reduce_in_window(self, sub_losses: dict[str, Any], embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Reduce as part of an accumulation window: every rank has all rows, as if there were one rank."""
+        partials = partial_sums_of(self.loss.reducer, sub_losses, embeddings, labels, 1)
+        stats = unpack_partials([pack_partials(partials)])
+        return global_loss(partials, stats, window_source=(self, self._title))
 
     # ------------------------------------------------------------------ what is refused on all ranks
 

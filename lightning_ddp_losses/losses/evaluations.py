@@ -110,7 +110,7 @@ class Elements:
             partials = [torch_partial_sum(self.loss, call.args, call.kwargs, self.exchange.world)]
         # those of all ranks, and what they make of this rank's
         stats_by_rank = self.exchange.reduce_partials(self.loss, partials, rows)
-        value = global_loss(partials, stats_by_rank, empty=empty)
+        value = global_loss(partials, stats_by_rank, empty=empty, window_source=(self.loss, self.exchange.title))
         # a rank without rows may come with a plain ``torch.zeros(0, D)``, and takes part in backward all the same
         return autograd_graph.match_requires_grad(value, wanted=rows.shape[0] == 0)
 

@@ -22,6 +22,7 @@ from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match, name_value
 from lightning_ddp_losses.distributed.collectives import Backward
 from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
@@ -185,6 +186,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self._validate(args, kwargs)
         value = autograd_graph.run_full_precision(self, self._evaluate, args, kwargs)
         autograd_graph.remember_global_value(value)
+        name_value(value, self._title)
         if self.backward == "sum":
             return value
         return self._upstream_grad.watch(value, group=self._group)
@@ -347,6 +349,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             self._fingerprint = configuration_digest(self.loss)
         must_match: dict[str, object] = {"mode": self.mode, "backward": self.backward, "gather": self.gather}
         must_match["configuration"] = self._fingerprint
+        must_match |= micro_batch_to_match()
         if self.backward == "own_slice":
             noted = self._upstream_grad.take()
             must_match["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted

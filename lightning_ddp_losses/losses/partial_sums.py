@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.accumulation import WindowPart, current_window
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.losses.pml_registry import reducer_chain, reduction_of
@@ -72,6 +73,7 @@ class PartialSum:
         full: Every rank computes the same complete value; nothing is divided or summed.
         name: Of the sub-loss.
         counts: For what pytorch-metric-learning records.
+        is_sum: Nothing divides it; the divisors of all ranks add up to 1.
     """
 
     total: Tensor
@@ -79,6 +81,7 @@ class PartialSum:
     full: bool = False
     name: str = "loss"
     counts: ElementCounts = NO_COUNTS
+    is_sum: bool = False
 
 
 class PartialStats(NamedTuple):
@@ -185,7 +188,7 @@ def _partial_sum(
     nothing = torch.sum(embeddings * 0)  # keeps the embeddings in the graph
     if not torch.is_tensor(losses):  # PML's zero loss is the number 0
         divisor = undivided(parts) if reduction.plain_sum else 0.0
-        return PartialSum(nothing, divisor, name=name)
+        return PartialSum(nothing, divisor, name=name, is_sum=reduction.plain_sum)
     if kind == "already_reduced":
         return PartialSum(losses.sum() + nothing, 1.0, full=True, name=name, counts=ONE_ELEMENT)
     # pairs are averaged within their anchor first, if at all
@@ -211,7 +214,7 @@ def _partial_sum(
     elif reduction.given_divisor:
         divisor = float(info["divisor"])
     counts = ElementCounts(elements, divisor, above_low, pairs)
-    return PartialSum(losses.sum() + nothing, divisor, name=name, counts=counts)
+    return PartialSum(losses.sum() + nothing, divisor, name=name, counts=counts, is_sum=reduction.plain_sum)
 
 
 def _mean_per_anchor(losses: Tensor, anchors: Tensor, rows: int) -> Tensor:
@@ -225,7 +228,11 @@ def _mean_per_anchor(losses: Tensor, anchors: Tensor, rows: int) -> Tensor:
 
 
 def global_loss(
-    partials: Sequence[PartialSum], stats_by_rank: Sequence[Sequence[PartialStats]], *, empty: float = 0.0
+    partials: Sequence[PartialSum],
+    stats_by_rank: Sequence[Sequence[PartialStats]],
+    *,
+    empty: float = 0.0,
+    window_source: tuple[object, str] | None = None,
 ) -> Tensor:
     """Return the global loss: its value on every rank, W times this rank's share of its gradient.
 
@@ -233,15 +240,35 @@ def global_loss(
         partials: This rank's.
         stats_by_rank: Every rank's, from ``unpack_partials``.
         empty: As in ``scale_factors``.
+        window_source: The loss and its title, for one whose micro-batches an accumulation window may bring together.
 
     Returns:
         0-dim, the same number on every rank.
     """
     value, factors = scale_factors(stats_by_rank, empty)
+    # in an accumulation window: as parts of what all its micro-batches make
+    window, call = current_window(), None
+    if window is not None and window_source is not None:
+        call = window.enter(*window_source, window_parts(partials, stats_by_rank))
+        factors = [factor * weight for factor, weight in zip(factors, call.weights, strict=True)]
     graph = partials[0].total.new_zeros(())
     for partial, factor in zip(partials, factors, strict=True):
         graph = graph + partial.total * factor
-    return value_with_grad(value, graph)
+    result = value_with_grad(value, graph)
+    return result if call is None else call.mark(result)
+
+
+def window_parts(partials: Sequence[PartialSum], stats_by_rank: Sequence[Sequence[PartialStats]]) -> list[WindowPart]:
+    """Return how each sub-loss counts in an accumulation window."""
+    parts = []
+    for partial, sub_loss in zip(partials, zip(*stats_by_rank, strict=True), strict=True):
+        if partial.full:
+            parts.append(WindowPart("once"))
+        elif partial.is_sum:
+            parts.append(WindowPart("sum"))
+        else:
+            parts.append(WindowPart("mean", sum(stats.divisor for stats in sub_loss)))
+    return parts
 
 
 def scale_factors(stats_by_rank: Sequence[Sequence[PartialStats]], empty: float = 0.0) -> tuple[float, list[float]]:
@@ -276,18 +303,18 @@ def for_mean_over_ranks(share: Tensor, group: Group) -> Tensor:
 
 
 def value_with_grad(
-    value: float, *inputs: Tensor | None, vjp: Callable[[Sequence[bool]], Gradients] | None = None
+    value: float | Tensor, *inputs: Tensor | None, vjp: Callable[[Sequence[bool]], Gradients] | None = None
 ) -> Tensor:
     """Return a number whose gradient is computed apart from it.
 
     Args:
-        value: The number.
+        value: The number; or a tensor of them, of the shape of the one input.
         inputs: What it depends on; dtype and device are the first's.
         vjp: Which inputs want a gradient -> the derivative of the number by each of them. None: there is one input, 0-dim, whose
             gradient is that of the number.
 
     Returns:
-        0-dim.
+        0-dim, or like ``value``.
     """
     return _ValueWithGrad.apply(value, vjp, *inputs)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -295,13 +322,13 @@ def value_with_grad(
 class _ValueWithGrad(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, value: float, vjp: Callable[[Sequence[bool]], Gradients] | None, *inputs: Tensor | None
+        ctx: Any, value: float | Tensor, vjp: Callable[[Sequence[bool]], Gradients] | None, *inputs: Tensor | None
     ) -> Tensor:
         ctx.vjp = vjp
         if vjp is not None:
             ctx.save_for_backward(*inputs)
         assert inputs[0] is not None
-        return inputs[0].new_full((), value)
+        return value.clone() if isinstance(value, Tensor) else inputs[0].new_full((), value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -38,7 +38,8 @@ def torch_partial_sum(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
         loss.reduction = reduction
     batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
     _refuse_broadcast(loss, batches, losses)
-    return PartialSum(losses.sum(), _divisor(loss, losses, args, kwargs, parts))
+    divisor = _divisor(loss, losses, args, kwargs, parts)
+    return PartialSum(losses.sum(), divisor, is_sum=loss.reduction == "sum")
 
 
 def _divisor(loss: Any, losses: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> float:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.accumulation import name_value
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
@@ -110,6 +111,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         kinds = {name: _kind_of_number(number) for name, number in numbers.items()}
         value: Tensor = autograd_graph.run_full_precision(self, self._forward, (rows, given, kinds), {})
         autograd_graph.remember_global_value(value)
+        name_value(value, type(self).__name__)
         watched: Tensor = self._upstream_grads.watch(value, group=self._group)
         return watched
 

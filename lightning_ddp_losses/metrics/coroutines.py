@@ -15,6 +15,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_ddp_losses.core import autograd_graph, precision
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.metrics.exchange import exchange_states
 from lightning_ddp_losses.metrics.travelling_state import State
@@ -101,7 +102,7 @@ def _exchange_together(title: str, requests: Sequence[Request]) -> list[Any]:
     upstream = ", ".join(request.owner.take_upstream_grads() for request in requests)
     description = "; ".join(request.owner.description() for request in requests)
     group = requests[0].owner.process_group
-    must_match: dict[str, object] = {"factor that came back in the last backward": upstream}
+    must_match: dict[str, object] = {"factor that came back in the last backward": upstream, **micro_batch_to_match()}
     try:
         return exchange_states(title, states, must_match, description, group=group)
     except Exception as error:  # what all ranks raise alike passes through

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.configuration import configuration
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.accumulation import WindowPart, current_window, name_value
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.metrics.coroutines import Coroutine, Request, gather_inputs, reply, run, wants_gradient
 from lightning_ddp_losses.metrics.states import (
@@ -28,6 +29,8 @@ from lightning_ddp_losses.metrics.states import (
 
 # modules whose `_sync_dist` is torchmetrics' own or ours
 _KNOWN_SYNC = ("torchmetrics.metric", "lightning_ddp_losses")
+# means over rows, whose state ``total`` counts them
+_WINDOW_METRICS = (MeanSquaredError, MeanAbsoluteError)
 
 
 class DifferentiableMetric(MetricStates):
@@ -161,6 +164,8 @@ class DifferentiableMetric(MetricStates):
             # compute the value of the global batch
             self._assign({"_to_sync": False, "_should_unsync": False})
             value = self.compute()
+            if wanted:
+                value = self._count_in_window(value, given)
 
             # add the batch to what was there
             self._update_count = count + 1
@@ -184,6 +189,20 @@ class DifferentiableMetric(MetricStates):
         if wanted:
             self._check_gradient(value)
         return self._shared_value(value, has_peers=has_peers)
+
+    def _count_in_window(self, value: Any, given: Sequence[Tensor]) -> Any:
+        """Return the value as a part of what the micro-batches of an accumulation window make, where it is a mean over rows."""
+        window = current_window()
+        if window is None or not isinstance(value, Tensor):
+            return value
+        title = self._title()
+        if isinstance(self, _WINDOW_METRICS) and getattr(self, "squared", True):
+            if not self.total:  # a mean over nothing, whose gradient would be no number
+                return autograd_graph.attach_zero_grad(value.detach(), [t for t in given if t.requires_grad], [])
+            call = window.enter(self, title, [WindowPart("mean", float(self.total))])
+            return call.mark(value, *call.weights)
+        name_value(value, title)
+        return value
 
     def _check_gradient(self, value: Any) -> None:
         """Refuse a value without a graph where an input asks for a gradient."""

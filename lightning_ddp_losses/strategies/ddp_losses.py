@@ -12,7 +12,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -27,6 +28,7 @@ from lightning_ddp_losses.core.compat import attached_trainer, injects_distribut
 from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
+from lightning_ddp_losses.distributed.accumulation import AccumulationWindow
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies import ddp_setup
 from lightning_ddp_losses.strategies.adoption import Adoption
@@ -38,6 +40,7 @@ from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losse
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
 from lightning_ddp_losses.strategies.sharded_ddp import ShardedDDP
+from lightning_ddp_losses.strategies.windows import LightningWindows
 
 
 class DDPLossStrategy(DDPStrategy):
@@ -61,6 +64,11 @@ class DDPLossStrategy(DDPStrategy):
         sharded_checkpoints: Save the classes of a ``ClassShardedLoss`` as each rank holds them (a folder, written with
             ``torch.distributed.checkpoint``) instead of the whole weight. Either way a checkpoint records a fingerprint of each rank's
             classes, and one that is damaged or mixed up is an error on every rank when it is loaded.
+        accumulation: ``"mean"``: what ``accumulate_grad_batches`` means in Lightning, the mean of the micro-batches' losses, each divided
+            by its own count. ``"window"``: the loss of one process on all rows of all ranks and micro-batches, divided by what they
+            count together; the last, shorter window of an epoch too. For losses whose divisor is known: ``GlobalBatchLoss`` in mode
+            ``elements``, ``global_mean``, ``ClassShardedLoss``, differentiable MeanSquaredError and MeanAbsoluteError; any other term is
+            an error that names it. In manual optimisation there is ``window``.
         **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
             ``ddp_comm_hook`` (PowerSGD, fp16, bf16, ...) works on the model's DDP only: gradients of losses, of class shards, and those
             that global losses and metrics exchange in backward do not pass through it and stay exact. To halve the bytes of the losses'
@@ -100,6 +108,7 @@ class DDPLossStrategy(DDPStrategy):
         loss_reduce_dtype: torch.dtype | str | None = None,
         global_batch: bool | str = False,
         sharded_checkpoints: bool = False,
+        accumulation: Literal["mean", "window"] = "mean",
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__(**ddp_kwargs)
@@ -112,6 +121,8 @@ class DDPLossStrategy(DDPStrategy):
         if global_batch not in (False, "auto"):
             raise ConfigurationError("global_batch", expected="False or 'auto'", got=repr(global_batch))
         self._selection = losses if isinstance(losses, str) else list(losses)
+        ddp_setup.refuse_accumulation(accumulation, is_plain_ddp=self._is_plain_ddp, ddp_kwargs=self._ddp_kwargs)
+        self._accumulation = accumulation
         self._check_calls = check_calls
         self._wire_dtype = ddp_setup.as_dtype(loss_reduce_dtype)
         self._global_batch = global_batch
@@ -132,6 +143,7 @@ class DDPLossStrategy(DDPStrategy):
         self._first_bucket_bytes = 0
         self._sync_blocked = False
         self._in_training_step = False
+        self._windows: LightningWindows | None = None
         self.closure_loss: Tensor | None = None  # while its backward runs: what an attached check may look at
 
     @classmethod
@@ -197,6 +209,8 @@ class DDPLossStrategy(DDPStrategy):
             self._install_patches()
             if fitting:
                 self._watch_losses()
+                if self._accumulation == "window":
+                    self._windows = LightningWindows(self._corrected_parameters)
 
     def model_to_device(self) -> None:
         """Undo what the precision plugin halved in the losses, then move the module."""
@@ -282,9 +296,73 @@ class DDPLossStrategy(DDPStrategy):
             with self._raise_on_all_ranks("training_step"):
                 if self._wrapped_model is None and self.sync_gradients:  # what DDP's forward does
                     ddp_setup.broadcast_buffers(self._module, self._losses, self._ddp_kwargs)
-                return super().training_step(*args, **kwargs)
+                with self._micro_batch():
+                    return super().training_step(*args, **kwargs)
         finally:
             self._count_calls(False)
+
+    def _micro_batch(self) -> AbstractContextManager[None]:
+        """Return what a training step runs in: the next micro-batch of an accumulation window, where there are windows."""
+        if self._windows is None or not self._module.automatic_optimization:
+            return contextlib.nullcontext()
+        return self._windows.micro_batch(self._module.trainer, is_last=self.sync_gradients)
+
+    def _corrected_parameters(self) -> dict[str, Tensor]:
+        """Return what an accumulation window corrects: what the module trains, and what else its optimizers step."""
+        found: dict[str, Tensor] = dict(self._module.named_parameters())
+        known = set(map(id, found.values()))
+        for i, optimizer in enumerate(self.optimizers):
+            others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+            found.update({f"parameter {j} of optimizer {i}": p for j, p in enumerate(others)})
+        return found
+
+    @contextlib.contextmanager
+    def window(self, micro_batches: int = 1) -> Iterator[AccumulationWindow]:
+        """Make the micro-batches inside the block one batch, in manual optimisation with ``accumulation="window"``.
+
+        Each ``manual_backward`` ends a micro-batch. After the block all gradients are those of one process on the rows of all ranks and
+        micro-batches; step then.
+
+        Args:
+            micro_batches: About how many there will be. Only the size of gradients inside the block depends on it.
+
+        Yields:
+            The window.
+
+        Raises:
+            ConfigurationError: without ``accumulation="window"``, and for what ``accumulation_window`` refuses.
+
+        Communication: one handshake on leaving.
+        """
+        if self._windows is None or self._module.automatic_optimization:
+            raise ConfigurationError(
+                "strategy.window()",
+                expected="accumulation='window' and automatic_optimization = False, during fit",
+                got=f"accumulation={self._accumulation!r}",
+                fix="In automatic optimisation the window is what accumulate_grad_batches says.",
+            )
+        with self._windows.block(micro_batches) as window:
+            yield window
+
+    def expect_counts(self, counts: Mapping[str | nn.Module, float | Sequence[float]]) -> None:
+        """Say what losses count in the whole accumulation window, where their counts are not in the same proportion in each micro-batch.
+
+        Call it on every rank before the window's first backward, in ``training_step`` or a hook before it.
+
+        Args:
+            counts: By the path of a loss in the module, or the name of a ``global_mean``: this rank's own count in all micro-batches of the
+                window together; a list where the loss is called several times in a micro-batch, or has several means.
+
+        Raises:
+            ConfigurationError: without ``accumulation="window"``.
+            InputError: on every rank, for counts that are negative or not finite, or that come late.
+
+        Communication: one handshake.
+        """
+        if self._windows is None:
+            raise ConfigurationError("expect_counts", expected="accumulation='window', during fit", got="no window")
+        modules: dict[Any, Any] = dict(self._module.named_modules())
+        self._windows.expect_counts({modules.get(name, name): count for name, count in counts.items()})
 
     def _count_calls(self, on: bool) -> None:
         self._in_training_step = on
@@ -304,6 +382,9 @@ class DDPLossStrategy(DDPStrategy):
         (Lightning 2.6 calls those hooks in the precision plugin's ``post_backward``, before the strategy's.)
         """
         plugin, module = self.precision_plugin, self._module
+        if self._windows is not None:
+            divided_by = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+            closure_loss = self._windows.before_backward(closure_loss, divided_by)
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
         plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -326,6 +407,8 @@ class DDPLossStrategy(DDPStrategy):
         else:
             self._reducer.reduce(calls.parameters, calls.expected)
             self._advice.uneven_rows(calls.uneven)
+        if self._windows is not None and self._module.automatic_optimization:
+            self._windows.close()
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Let a shard's gradient that overflowed on one rank count on all."""
@@ -333,6 +416,19 @@ class DDPLossStrategy(DDPStrategy):
         if self.sync_gradients:
             self._sharding.share_overflow(self.precision_plugin)
         self.closure_loss = None
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step as Lightning does, but not with gradients that an accumulation window has yet to correct."""
+        windows = self._windows
+        if windows is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def closed_window() -> Any:
+            result = closure()
+            windows.refuse_step(optimizer)
+            return result
+
+        return super().optimizer_step(optimizer, closed_window, model, **kwargs)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -323,3 +323,26 @@ def choose_layer_sync(device: torch.device, chosen: LayerSync | None) -> LayerSy
     if type(chosen) is TorchSyncBatchNorm and device.type in _WITHOUT_TORCHS_BATCH_NORM:
         return _exact_layer_sync[0]()
     return chosen
+
+
+def refuse_accumulation(accumulation: object, *, is_plain_ddp: bool, ddp_kwargs: Mapping[str, Any]) -> None:
+    """Refuse a way to accumulate that is none, or cannot be.
+
+    Raises:
+        ConfigurationError: naming the options.
+    """
+    if accumulation not in ("mean", "window"):
+        raise ConfigurationError("accumulation", expected="'mean' or 'window'", got=repr(accumulation))
+    if accumulation == "mean":
+        return
+    if is_plain_ddp:
+        raise ConfigurationError(
+            "accumulation='window'", expected="losses that are looked after", got="losses=[], which is plain ddp"
+        )
+    if ddp_kwargs.get("static_graph", False):
+        raise ConfigurationError(
+            "accumulation='window'",
+            expected="static_graph=False",
+            got="static_graph=True, with which torch's DDP cannot accumulate",
+            fix="Leave static_graph out.",
+        )

@@ -1,0 +1,118 @@
+"""Accumulation windows as Lightning's loops go: opened by the first micro-batch, closed by the backward that synchronises.
+
+What a window is stands in ``distributed/accumulation``. Lightning divides what ``training_step`` returns by ``accumulate_grad_batches``;
+that is undone here, as the window divides by what it counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, active, step_inside_window
+from lightning_ddp_losses.errors import ConfigurationError
+
+
+class LightningWindows:
+    """The accumulation windows of one fit.
+
+    Args:
+        parameters: Returns by name those whose gradients are corrected.
+    """
+
+    def __init__(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._parameters = parameters
+        self._window: AccumulationWindow | None = None
+        self._expected: dict[Any, Any] = {}  # said before the window was open
+        self._batch = -1  # of the last micro-batch
+
+    @property
+    def number_of_micro_batches(self) -> int:
+        """How many the open window has had; 0 without one."""
+        return 0 if self._window is None else self._window.micro_batch
+
+    # ------------------------------------------------------------------ automatic optimisation
+
+    @contextlib.contextmanager
+    def micro_batch(self, trainer: pl.Trainer, *, is_last: bool) -> Iterator[None]:
+        """Run a training step as the next micro-batch of its window; the first one opens it.
+
+        Args:
+            trainer: Knows which batch this is.
+            is_last: Whether its backward synchronises.
+        """
+        batch, per_window = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
+        if batch == self._batch and self._window is None:
+            raise ConfigurationError(
+                "accumulation='window'",
+                expected="an optimizer that evaluates each batch once",
+                got=f"a second training_step of batch {batch}",
+                fix="Use another optimizer (LBFGS evaluates a batch several times), or accumulation='mean'.",
+            )
+        self._batch = batch
+        number = batch % per_window + 1
+        window = self._window
+        if number == 1 or window is None:
+            window = self._open(per_window)
+        window.begin_micro_batch(number, is_last=is_last)
+        self._say_expected(window)
+        with active(window):
+            yield
+
+    def _open(self, micro_batches: int) -> AccumulationWindow:
+        self._window = AccumulationWindow(self._parameters(), micro_batches)
+        return self._window
+
+    # ------------------------------------------------------------------ manual optimisation
+
+    @contextlib.contextmanager
+    def block(self, micro_batches: int) -> Iterator[AccumulationWindow]:
+        """Make the backward calls inside the block the micro-batches of one window."""
+        if self._window is not None:
+            raise ConfigurationError("strategy.window()", expected="no window around it", got="one that is open")
+        window = self._open(micro_batches)
+        try:
+            self._say_expected(window)
+            with active(window):
+                yield window
+            handshake.all_gather("end of strategy.window()", {"micro-batches": window.micro_batch - 1})
+            window.correct_()
+        finally:
+            self._window = None
+
+    # ------------------------------------------------------------------ both
+
+    def expect_counts(self, counts: Mapping[Any, float | Sequence[float]]) -> None:
+        """Take what losses will count in the window that is open, or in the next one."""
+        if self._window is None:
+            self._expected.update(counts)
+        else:
+            self._window.expect_counts(counts)
+
+    def _say_expected(self, window: AccumulationWindow) -> None:
+        expected, self._expected = self._expected, {}
+        if expected:
+            window.expect_counts(expected)
+
+    def before_backward(self, loss: Tensor, divided_by: int) -> Tensor:
+        """Count what is about to be back-propagated, and undo Lightning's division of it."""
+        if self._window is None:
+            return loss
+        self._window.commit([loss])
+        return loss * divided_by if divided_by > 1 else loss
+
+    def close(self) -> None:
+        """Correct the gradients of a window of automatic optimisation: they are those of all ranks and micro-batches now."""
+        window, self._window = self._window, None
+        if window is not None and not window.is_single:
+            window.correct_()
+
+    def refuse_step(self, optimizer: Any) -> None:
+        """Refuse a step of an optimizer while gradients wait to be corrected."""
+        if self._window is not None and self._window.is_open:
+            raise step_inside_window(type(optimizer).__name__)

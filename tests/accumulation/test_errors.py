@@ -1,0 +1,217 @@
+"""What an accumulation window cannot make exact is an error on every rank, which names the term and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning import losses as pml
+from torch import Tensor, nn
+
+from lightning_ddp_losses import ConfigurationError, DDPLossStrategy, GlobalBatchLoss, SigLipLoss, global_mean
+from tests.accumulation.jobs import CLASSES, DIM, IGNORED, Job, loader, own_batches
+from tests.accumulation.test_parity import ByHand
+from tests.lightning_ranks import make_trainer
+from tests.rank_pool import RankPool
+
+Objective = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+class Written(Job):
+    """A net and an objective of the test's own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("cross entropy, ignored")
+        self.objective = OBJECTIVES[name][0]
+        self.pairs = GlobalBatchLoss(pml.SupConLoss(), mode="rows")
+        self.towers = SigLipLoss().double()
+        self.proxies = GlobalBatchLoss(pml.ProxyNCALoss(CLASSES, DIM).double())
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return self.objective(self, *batch)
+
+
+def _cross_entropy(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    loss: Tensor = job.loss(job.net.head(job.net(rows)), labels)
+    return loss
+
+
+def _with_penalty(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    return _cross_entropy(job, rows, labels) + 0.1 * job.net.head.weight.square().sum()
+
+
+def _plain(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(job.net.head(job.net(rows)), labels.clamp(min=0))
+
+
+def _pairs(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    loss: Tensor = job.pairs(job.net(rows), labels)
+    return loss
+
+
+def _towers(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    loss: Tensor = job.towers(job.net(rows), job.net(rows + 1))
+    return loss
+
+
+def _two_divisors(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    return _cross_entropy(job, rows, labels) + global_mean(job.net(rows).square().sum(), len(rows), name="norm")
+
+
+def _nested(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    inner = global_mean(job.net(rows).square().sum(), len(rows), name="norm")
+    return global_mean(inner * len(rows), len(rows), name="outer")
+
+
+def _wrong_expectation(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    if job.trainer.fit_loop.epoch_loop.batch_idx == 0:
+        job.trainer.strategy.expect_counts({"norm": 5})
+    return global_mean(job.net(rows).square().sum(), len(rows), name="norm")
+
+
+def _negative_expectation(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    if job.trainer.fit_loop.epoch_loop.batch_idx == 0:
+        job.trainer.strategy.expect_counts({"norm": -1 if dist.get_rank() else 3})
+    return global_mean(job.net(rows).square().sum(), len(rows), name="norm")
+
+
+def _late_expectation(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    if job.trainer.fit_loop.epoch_loop.batch_idx == 1:
+        job.trainer.strategy.expect_counts({"norm": 5})
+    return global_mean(job.net(rows).square().sum(), len(rows), name="norm")
+
+
+OBJECTIVES: dict[str, tuple[Objective, list[str]]] = {
+    "a hand-written regulariser": (_with_penalty, ["PowBackward0", "`net.head.weight`", "global_mean(total, count)"]),
+    "a loss of this rank's rows": (_plain, ["NllLossBackward0", "GlobalBatchLoss"]),
+    "a loss that compares rows": (_pairs, ["GlobalBatchLoss(SupConLoss), which reaches", "microbatched"]),
+    "two towers": (_towers, ["SigLipLoss, which reaches", "microbatched"]),
+    "two divisors": (
+        _two_divisors,
+        ["losses with different divisors", "GlobalBatchLoss(CrossEntropyLoss)", "global_mean `norm`", "expect_counts"],
+    ),
+    "a mean of a mean": (_nested, ["global_mean `outer`", "depends on global_mean `norm`"]),
+    "counts that were not so": (_wrong_expectation, ["expect_counts of global_mean `norm`", "10 over all ranks"]),
+    "a negative count": (_negative_expectation, ["expect_counts", "finite counts, not negative", "-1"]),
+    "counts that come late": (_late_expectation, ["before the first backward", "micro-batch 2"]),
+}
+
+
+def fit(name: str) -> None:
+    job = Written(name)
+    job.batches = own_batches(job.global_batches(4, 2))
+    make_trainer(DDPLossStrategy(accumulation="window", find_unused_parameters=True), accumulate_grad_batches=2).fit(
+        job, loader(job.batches)
+    )
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_what_cannot_be_exact(pool: RankPool, name: str) -> None:
+    for error in pool.errors(2, fit, name):
+        assert error.is_a("DDPLossError"), error
+        assert not error.timed_out
+        for text in OBJECTIVES[name][1]:
+            assert text in error.message, error.message
+
+
+def test_windows_of_one_micro_batch_take_any_loss(pool: RankPool) -> None:
+    pool.run(2, fit_single)
+
+
+def fit_single() -> None:
+    for name in ("a hand-written regulariser", "a loss that compares rows", "two divisors"):
+        job = Written(name)
+        strategy = DDPLossStrategy(accumulation="window", find_unused_parameters=True)
+        # the second epoch's window is longer than the epoch
+        make_trainer(strategy, accumulate_grad_batches=4).fit(job, loader(own_batches(job.global_batches(1, 2))))
+
+
+def fit_uneven() -> None:
+    job = ByHand("cross entropy, ignored", True)
+    batches = own_batches(job.global_batches(4, 2))
+    make_trainer(DDPLossStrategy(accumulation="window")).fit(job, loader([batches[: 3 + dist.get_rank()]]))
+
+
+def test_windows_of_different_lengths(pool: RankPool) -> None:
+    for error in pool.errors(2, fit_uneven):
+        assert error.is_a("RankMismatchError"), error
+        assert not error.timed_out
+
+
+class StepsInside(ByHand):
+    def training_step(self, window: Any, index: int) -> None:
+        strategy: Any = self.trainer.strategy
+        optimizer: Any = self.optimizers()
+        with strategy.window():
+            for batch in window:
+                self.manual_backward(self.case.value(self, *batch))
+                optimizer.step()
+
+
+class Twice(Job):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+
+def fit_and_step_inside() -> None:
+    job = StepsInside("cross entropy, ignored", False)
+    batches = own_batches(job.global_batches(2, 2))
+    make_trainer(DDPLossStrategy(accumulation="window")).fit(job, loader([batches]))
+
+
+def fit_lbfgs() -> None:
+    job = Twice("cross entropy, ignored")
+    batches = own_batches(job.global_batches(2, 2))
+    make_trainer(DDPLossStrategy(accumulation="window"), accumulate_grad_batches=2).fit(job, loader(batches))
+
+
+@pytest.mark.parametrize(
+    ("job", "text"), [(fit_and_step_inside, "step of SGD"), (fit_lbfgs, "an optimizer that evaluates each batch once")]
+)
+def test_optimizers_that_do_not_wait(pool: RankPool, job: Any, text: str) -> None:
+    for error in pool.errors(2, job):
+        assert error.is_a("ConfigurationError"), error
+        assert text in error.message, error.message
+        assert not error.timed_out
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+def test_a_skipped_last_micro_batch_leaves_nothing_uncorrected(pool: RankPool) -> None:
+    # (on several ranks Lightning refuses None itself)
+    for error in pool.errors(1, fit_skipping):
+        assert "inside it" in error.message, error.message
+
+
+class Skips(Job):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return None if index == 1 else super().training_step(batch, index)
+
+
+def fit_skipping() -> None:
+    job = Skips("cross entropy, ignored")
+    batches = own_batches(job.global_batches(2, 1))
+    make_trainer(DDPLossStrategy(accumulation="window"), accumulate_grad_batches=2).fit(job, loader(batches))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"accumulation": "mean of means"}, "'mean' or 'window', got 'mean of means'"),
+        ({"accumulation": "window", "losses": []}, "losses=\\[\\], which is plain ddp"),
+        ({"accumulation": "window", "static_graph": True}, "static_graph=False"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        DDPLossStrategy(**options)
+
+
+def test_window_and_expect_counts_need_the_option() -> None:
+    strategy = DDPLossStrategy()
+    with pytest.raises(ConfigurationError, match="accumulation='window'"), strategy.window():
+        pass
+    with pytest.raises(ConfigurationError, match="accumulation='window'"):
+        strategy.expect_counts({"norm": IGNORED})

@@ -1,0 +1,181 @@
+"""`accumulation_window` in loops without Lightning, with torch's DDP and without."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp_losses import GlobalBatchLoss, accumulation_window, global_mean
+from tests.accumulation.jobs import CASES, Job, own_batches
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+
+COUNT = 4  # micro-batches of the window
+
+
+class Step(nn.Module):
+    """The encoder and loss of a job as DDP wants them: what runs is `forward`."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.job = Job(case)
+        self.net, self.loss = self.job.net, self.job.loss
+
+    def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
+        return self.job.case.value(self, rows, labels)
+
+
+def gradients(case: str, *, wrapped: bool) -> dict[str, Tensor]:
+    step = Step(case)
+    model: Any = DistributedDataParallel(step) if wrapped else step
+    batches = own_batches(step.job.global_batches(COUNT, COUNT))
+    with accumulation_window(model) as window:
+        if step.job.case.expects is not None:
+            window.expect_counts(step.job.case.expects(batches))
+        for i, batch in enumerate(batches):
+            waits = wrapped and i + 1 < COUNT
+            with model.no_sync() if waits else contextlib.nullcontext():
+                model(*batch).backward()
+    found = {name: p.grad for name, p in step.named_parameters() if p.grad is not None}
+    if not wrapped:
+        for grad in found.values():
+            dist.all_reduce(grad)
+            grad /= dist.get_world_size()
+    return {name.replace("loss.loss.", "loss.").removeprefix("job."): grad for name, grad in found.items()}
+
+
+def gradients_alone(case: str) -> dict[str, Tensor]:
+    job = Job(case, alone=True)
+    rows, labels = zip(*job.global_batches(COUNT, COUNT), strict=True)
+    (CASES[case].value_alone or CASES[case].value)(job, torch.cat(rows), torch.cat(labels)).backward()
+    return {name: p.grad for name, p in job.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["DDP", "all-reduce"])
+@pytest.mark.parametrize(
+    "case", ["cross entropy, ignored", "ArcFace, non-zero, regularised", "global_mean, two divisors"]
+)
+def test_a_loop_of_ones_own(pool: RankPool, case: str, wrapped: bool) -> None:
+    alone = pool.run(1, gradients_alone, case, distributed=False)[0]
+    for found in pool.run(2, gradients, case, wrapped=wrapped):
+        assert_close(found, alone)
+
+
+def two_heads() -> dict[str, Tensor]:
+    """One loss called twice in each micro-batch: two means, each with its own divisor."""
+    job = Job("cross entropy, ignored")
+    counts = (4, 6, 2) if dist.get_rank() else (3, 5, 1)
+    with accumulation_window(job, micro_batches=3):
+        for n in counts:
+            rows = torch.ones(n, 5, dtype=torch.float64) * n
+            first = job.loss(job.net.head(job.net(rows)), torch.zeros(n, dtype=torch.int64))
+            second = job.loss(job.net.head(job.net(-rows)), torch.ones(n, dtype=torch.int64))
+            (first + second).backward()
+    grads = {name: p.grad for name, p in job.named_parameters() if p.grad is not None}
+    for grad in grads.values():
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+    return grads
+
+
+def two_heads_alone() -> dict[str, Tensor]:
+    job = Job("cross entropy, ignored", alone=True)
+    rows = torch.cat([torch.ones(n, 5, dtype=torch.float64) * n for n in (4, 6, 2, 3, 5, 1)])
+    zeros = torch.zeros(len(rows), dtype=torch.int64)
+    (job.loss(job.net.head(job.net(rows)), zeros) + job.loss(job.net.head(job.net(-rows)), zeros + 1)).backward()
+    return {name: p.grad for name, p in job.named_parameters() if p.grad is not None}
+
+
+def test_a_loss_that_is_called_twice_has_two_divisors(pool: RankPool) -> None:
+    alone = pool.run(1, two_heads_alone, distributed=False)[0]
+    for found in pool.run(2, two_heads):
+        assert_close(found, alone)
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def stepping() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with accumulation_window(model):
+        global_mean(model(torch.ones(3, 2)).sum(), 3).backward()
+        if dist.get_rank() == 1:
+            optimizer.step()
+
+
+def nested() -> None:
+    model = nn.Linear(2, 1)
+    with accumulation_window(model), accumulation_window(model):
+        pass
+
+
+def foreign() -> None:
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    with accumulation_window(model):
+        global_mean((model(torch.ones(3, 2)) + other(torch.ones(3, 2))).sum(), 3).backward()
+
+
+def other_term() -> None:
+    model = nn.Linear(2, 1)
+    with accumulation_window(model):
+        (global_mean(model(torch.ones(3, 2)).sum(), 3) + model.weight.square().mean()).backward()
+
+
+def other_numbers() -> None:
+    model = nn.Linear(2, 1)
+    with accumulation_window(model):
+        for _ in range(1 + dist.get_rank()):
+            global_mean(model(torch.ones(3, 2)).sum(), 3).backward()
+
+
+@pytest.mark.parametrize(
+    ("loop", "text"),
+    [
+        (stepping, "step of SGD"),
+        (nested, "no window around it"),
+        (foreign, "hand in the module that holds it"),
+        (other_term, "which reaches `weight`"),
+        (other_numbers, "accumulation_window"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_errors_on_every_rank(pool: RankPool, loop: Any, text: str) -> None:
+    for error in pool.errors(2, loop):
+        assert error.is_a("DDPLossError"), error
+        assert text in error.message, error.message
+        assert not error.timed_out
+
+
+def fail_inside(model: nn.Module) -> None:
+    with accumulation_window(model):
+        global_mean(model(torch.ones(3, 2)).sum(), 3).backward()
+        raise ZeroDivisionError
+
+
+def test_nothing_is_left_behind() -> None:
+    """An error inside the block: torch's backward and optimizers are as before, and gradients stay as they are."""
+    model, plain = nn.Linear(2, 1), torch.autograd.backward
+    with pytest.raises(ZeroDivisionError):
+        fail_inside(model)
+    assert torch.autograd.backward is plain
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with accumulation_window(model):
+        GlobalBatchLoss(nn.MSELoss())(model(torch.ones(3, 2)), torch.ones(3, 1)).backward()
+
+
+def test_windows_of_several_backwards_of_one_value() -> None:
+    """A value that is back-propagated twice counts its rows once: its gradient is twice that of one process."""
+    model = nn.Linear(2, 1).double()
+    with accumulation_window(model):
+        value = global_mean(model(torch.ones(4, 2, dtype=torch.float64)).sum(), 4)
+        value.backward(retain_graph=True)
+        value.backward()
+    assert model.bias.grad is not None
+    assert float(model.bias.grad) == pytest.approx(2.0)

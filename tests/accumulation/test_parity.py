@@ -1,0 +1,161 @@
+"""Accumulation windows under Lightning: after each window, the gradient of one process on all its rows."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from lightning_ddp_losses import DDPLossStrategy
+from tests.accumulation.jobs import CASES, Job, fit, fit_alone, loader, own_batches
+from tests.lightning_ranks import make_trainer
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+
+SCALE = 256.0  # of fp16 losses
+COUNT = 7  # micro-batches: the last window is shorter for 2, 3 and 4
+
+
+def by_inner_name(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Without the wrapper's part of names, and without what is no parameter."""
+    return {name.replace("loss.loss.", "loss."): tensor for name, tensor in tensors.items()}
+
+
+def compare(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    for of_rank in found:
+        ours, theirs = by_inner_name(of_rank["state"]), by_inner_name(alone["state"])
+        # a sharded weight is whole on rank 0 alone
+        trained = [name for name, tensor in theirs.items() if tensor.is_floating_point() and not ours[name].is_meta]
+        assert any(name.startswith("net.") for name in trained)
+        assert_close({n: ours[n] for n in trained}, {n: theirs[n] for n in trained})
+        # what hooks, checks and clipping see before each step
+        assert len(of_rank["gradients"]) == len(alone["gradients"])
+        for found_grads, true_grads in zip(of_rank["gradients"], alone["gradients"], strict=True):
+            whole = {n for n, grad in by_inner_name(found_grads).items() if grad.shape == true_grads[n].shape}
+            assert_close(_only(by_inner_name(found_grads), whole), _only(true_grads, whole))
+    assert "loss.W" not in found[0]["state"] or not found[0]["state"]["loss.W"].is_meta
+
+
+def _only(tensors: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: tensors[name] for name in names}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_a_window_is_one_process_on_all_its_rows(pool: RankPool, case: str, world_size: int) -> None:
+    window = 1 + (list(CASES).index(case) + world_size) % 4
+    for size in {window, 3}:
+        alone = pool.run(1, fit_alone, case, size, COUNT, distributed=False)[0]
+        compare(pool.run(world_size, fit, case, size, COUNT), alone)
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the trainer, of the strategy
+    "clipped by norm": ({"gradient_clip_val": 0.02}, {}),
+    "find_unused_parameters": ({}, {"find_unused_parameters": True}),
+    "a communication hook": ({}, {"ddp_comm_hook": allreduce_hook}),
+    "buckets as views": ({}, {"gradient_as_bucket_view": True}),
+    "without call check": ({}, {"check_calls": False}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_other_options(pool: RankPool, name: str) -> None:
+    trainer, strategy = OPTIONS[name]
+    case = "ArcFace, non-zero, regularised"
+    alone = pool.run(1, fit_alone, case, 3, COUNT, trainer, distributed=False)[0]
+    compare(pool.run(2, fit, case, 3, COUNT, trainer, **strategy), alone)
+
+
+def test_windows_change_from_epoch_to_epoch(pool: RankPool) -> None:
+    case, windows = "cross entropy, ignored", [2, 3, 4]
+    alone = pool.run(1, fit_alone, case, windows, COUNT, distributed=False)[0]
+    compare(pool.run(2, fit, case, windows, COUNT), alone)
+
+
+def test_four_ranks(pool: RankPool) -> None:
+    for case in ("cross entropy, ignored", "global_mean, two divisors"):
+        alone = pool.run(1, fit_alone, case, 4, COUNT, distributed=False)[0]
+        compare(pool.run(4, fit, case, 4, COUNT), alone)
+
+
+def test_the_mean_of_means_is_another_gradient(pool: RankPool) -> None:
+    """What the window corrects: plain accumulation is off by more than any rounding."""
+    case = "cross entropy, ignored"
+    alone = pool.run(1, fit_alone, case, 3, COUNT, distributed=False)[0]["gradients"][0]
+    window = pool.run(2, fit, case, 3, COUNT)[0]["gradients"][0]
+    mean = pool.run(2, fit, case, 3, COUNT, accumulation="mean")[0]["gradients"][0]
+    off = {kind: distance(found, alone) for kind, found in {"window": window, "mean": mean}.items()}
+    assert off["window"] < 1e-12, off
+    assert off["mean"] > 0.1, off
+
+
+def distance(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+    """Relative distance of the encoder's gradients."""
+    names = [name for name in true if name.startswith("net.")]
+    difference = torch.cat([(found[name] - true[name]).flatten() for name in names])
+    return float(difference.norm() / torch.cat([true[name].flatten() for name in names]).norm())
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision(pool: RankPool, precision: str) -> None:
+    alone = pool.run(1, fit_alone, "ArcFace", 3, COUNT, distributed=False)[0]["gradients"]
+    for of_rank in pool.run(2, fit_in_halves, precision):
+        assert of_rank["scale"] in (None, SCALE)  # no overflow
+        for found, true in zip(of_rank["gradients"], alone, strict=True):
+            assert distance(by_inner_name(found), true) < 0.03
+
+
+def fit_in_halves(precision: str) -> dict[str, Any]:
+    if precision == "bf16":
+        plugin = MixedPrecision("bf16-mixed", "cpu")
+    else:
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=SCALE))
+    job = Job("ArcFace", window=3).float()
+    batches = own_batches(job.global_batches(COUNT, 3))
+    job.batches = [(rows.float(), labels) for rows, labels in batches]
+    trainer = make_trainer(DDPLossStrategy(accumulation="window"), accumulate_grad_batches=3, plugins=[plugin])
+    trainer.fit(job, loader(job.batches))
+    scale = None if plugin.scaler is None else plugin.scaler.get_scale()
+    return {"gradients": job.gradients, "scale": scale}
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+def test_manual_optimization(pool: RankPool, blocked: bool) -> None:
+    for case in ("ArcFace, non-zero, regularised", "cross entropy, sum", "global_mean, two divisors"):
+        alone = pool.run(1, fit_alone, case, 3, 6, distributed=False)[0]
+        compare(pool.run(2, fit_by_hand, case, blocked), alone)
+
+
+class ByHand(Job):
+    """Each batch is a window, a list of micro-batches."""
+
+    def __init__(self, case: str, blocked: bool) -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+        self.blocked = blocked
+
+    def training_step(self, window: Any, index: int) -> None:
+        strategy: Any = self.trainer.strategy
+        optimizer: Any = self.optimizers()
+        if self.case.expects is not None:
+            strategy.expect_counts(self.case.expects(window))
+        with strategy.window(len(window)):
+            for i, batch in enumerate(window):
+                waits = self.blocked and i + 1 < len(window)
+                with strategy.block_backward_sync() if waits else contextlib.nullcontext():
+                    self.manual_backward(self.case.value(self, *batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fit_by_hand(case: str, blocked: bool) -> dict[str, Any]:
+    job = ByHand(case, blocked)
+    batches = own_batches(job.global_batches(6, 3))
+    trainer = make_trainer(DDPLossStrategy(accumulation="window"))
+    trainer.fit(job, loader([batches[:3], batches[3:]]))
+    return {"state": job.whole_state, "gradients": job.gradients}
