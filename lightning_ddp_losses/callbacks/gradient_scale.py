@@ -6,7 +6,9 @@ gives on rank r. A gather that cuts the graph leaves 1/W of it.
 
 It runs once, before the first step, in float64, on a copy of the module: a forward with its gradient, and two more for each
 part of the module. It is relative to the value returned, so a constant factor on that value is not seen. Ratios other than 1/W
-and W say nothing: a stop-gradient or a straight-through estimator is no fault.
+and W say nothing: a stop-gradient or a straight-through estimator is no fault. With two ranks a stop-gradient on one side of a
+symmetric loss over rows of all ranks (a memory that holds the batch itself) has the ratio 1/W too: where the gradient goes through a
+gather that has one, 1/W is no sign of a cut.
 
 Legend: ``W`` ranks, ``v`` a random direction, ``g`` the gradient on one rank.
 """
@@ -42,6 +44,8 @@ _PLACE = "scale probe"  # what handshakes call this place
 _CLOSE = 1e-3  # float64 derivatives of smooth losses agree to 1e-6; a kink between the two points spoils that
 _NO_SLOPE = 1e-6  # a derivative that is so small beside the loss says nothing
 _MAX_NODES = 64  # of the graph next to the loss, where a factor is looked for
+# where the collectives live whose backward exchanges gradients, ours and torch's own
+_WITH_GRADIENT = ("lightning_ddp_losses.distributed.", "torch.distributed.")
 # operations between the loss and a factor on it
 _ARITHMETIC = ("Mul", "Div", "Add", "Sub", "Neg", "Sum", "Mean", "Clone", "View", "ToCopy")
 _FIXES = {
@@ -61,11 +65,13 @@ class PartScale:
         name: Its name.
         ratio: Gradient over derivative; 1 is right.
         is_shared: Whether moving rank 0's copy alone moves what other ranks return (asked where the ratio is 1/W or W).
+        is_gathered: Whether gradient reaches it through a collective whose backward exchanges gradients, on any rank.
     """
 
     name: str
     ratio: float
     is_shared: bool = False
+    is_gathered: bool = False
 
     def is_about(self, ratio: float) -> bool:
         """Say whether the ratio is that one."""
@@ -108,7 +114,8 @@ def judge_scales(scales: GradientScales, world: int, module: nn.Module) -> list[
 
     A value that is W times a loss is compared with the loss: its encoder may have 1/W of the value's derivative.
     """
-    cut = [part for part in scales.parts if part.is_shared and part.is_about(1 / world)]
+    # (of what is gathered with its gradient, a stop-gradient may be left that halves it)
+    cut = [part for part in scales.parts if part.is_shared and not part.is_gathered and part.is_about(1 / world)]
     large = [part for part in scales.parts if part.is_shared and part.is_about(world)]
     found = [_finding("F21", part.name, world, part.ratio) for part in large]
     if not cut:
@@ -184,6 +191,8 @@ def measure_gradient_scales(
         part = PartScale(name, gradient / derivative)
         if part.is_about(world) or part.is_about(1 / world):
             part = replace(part, is_shared=_moves_others(trial, value, direction, row_exchange))
+            gathered = not prepared.gathered.isdisjoint(members)
+            part = replace(part, is_gathered=any(row_exchange.gather_json(_PLACE, gathered)))
         parts.append(part)
     return GradientScales(parts, collectives.seen, prepared.is_multiplied)
 
@@ -226,11 +235,13 @@ class _Prepared(NamedTuple):
     Attributes:
         directions: By part of the module, this rank's random direction.
         along: By part, the inner product of this rank's gradient with it.
+        gathered: Names of the parameters that the value reaches through a collective with a gradient.
         is_multiplied: As in ``GradientScales``.
     """
 
     directions: dict[str, dict[str, Tensor]]
     along: dict[str, float]
+    gathered: set[str]
     is_multiplied: bool
 
 
@@ -293,6 +304,7 @@ class _Trial:
             is_multiplied = _has_factor(value, world)
             for inner in self._pristine.modules():
                 is_multiplied |= type(inner).__name__ == "DistributedLossWrapper"
+            gathered = _reached_through_collectives(value, dict(self._copied.named_parameters()))
             gradients = self._gradients(value)
             if gradients is None:
                 return None
@@ -301,7 +313,7 @@ class _Trial:
             for name, members in _trained_parts(self._pristine).items():
                 directions[name] = self._direction(members)
                 along[name] = _inner_product(gradients, directions[name])
-            return _Prepared(directions, along, is_multiplied)
+            return _Prepared(directions, along, gathered, is_multiplied)
         except Exception as error:  # a fault of this probe
             self._own_error = error
             return None
@@ -390,6 +402,21 @@ def _end_together(error: Exception) -> None:
 
 def _on_all_ranks(row_exchange: RowExchange, local: bool) -> bool:
     return all(row_exchange.gather_json(_PLACE, local))
+
+
+def _reached_through_collectives(value: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
+    """Name the parameters that lie behind a collective with a gradient in the graph of the value."""
+    collectives = [node for node, _ in walk_graph([value]) if _is_collective(node)]
+    reached = set()
+    for node, children in walk_graph([], nodes=collectives):
+        if not children and hasattr(node, "variable"):
+            reached.add(id(node.variable))
+    return {name for name, parameter in parameters.items() if id(parameter) in reached}
+
+
+def _is_collective(node: Any) -> bool:
+    function = compat.function_of_node(node)
+    return function is not None and function.__module__.startswith(_WITH_GRADIENT)
 
 
 def _has_factor(value: Tensor, world: int) -> bool:

@@ -152,6 +152,11 @@ def saved_by_node(node: Any, name: str, default: Any = None) -> Any:
     return getattr(node, f"_saved_{name}", default)
 
 
+def function_of_node(node: Any) -> type | None:
+    """Return the ``torch.autograd.Function`` whose backward a node is, None for torch's own nodes; torch 2.13 keeps it private."""
+    return getattr(type(node), "_forward_cls", None)
+
+
 def operator_schema(function: Any) -> Any:
     """Return the schema of an operator that a dispatch mode sees; torch gives it no public name."""
     return function._schema

@@ -124,6 +124,25 @@ class StopGradient(Subject):
         return (first * first.detach()).mean() + (first - second.detach()).square().mean()
 
 
+class Remembered(Subject):
+    """Healthy: a memory that holds this batch, without its gradient: half of the derivative, which is 1/W for two ranks."""
+
+    def build(self) -> None:
+        memory = pml.CrossBatchMemory(pml.ContrastiveLoss(neg_margin=3.0), embedding_size=CLASSES, memory_size=24)
+        self.loss = GlobalBatchLoss(memory.double())
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(self.head(self.encoder(features)), labels)
+
+
+class HalfGathered(Gathered):
+    """The head's rows are gathered with a gradient, or cut; either way the encoder's go through a gather that is right."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        outer = contrast(self.gather(self.head(features)), cut_gather(labels))
+        return outer + contrast(all_gather_with_grad(self.encoder(features)), cut_gather(labels))
+
+
 class Dropping(Subject):
     """Healthy: dropout, batch norm, random noise."""
 
@@ -142,9 +161,10 @@ CASES = [
     Case(Gathered, "F20", G, "head", ranks=(), strategy="ddp_losses"),
     Case(ComplexGathered, "F20", G, "filter", ranks=()),
     Case(SparselyGathered, "F20", G, "table", ranks=()),
+    Case(HalfGathered, "F20", G, "head", ranks=()),
     Case(InPlace, "F23", G, "encoder", ranks=()),
     Case(Wrapped, "F24", G, "loss", ranks=()),
     Case(MetricLoss, "F27", G, "encoder", ranks=()),
     Case(Twice, "F21", G, "encoder", ranks=()),
 ]
-HEALTHY = [Repaired, WrappedPlain, StopGradient, Dropping]
+HEALTHY = [Repaired, WrappedPlain, StopGradient, Remembered, Dropping]
