@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import pytest
 from torch import nn
 
+from lightning_ddp_losses.core import module_search
 from lightning_ddp_losses.core.module_search import unregistered_modules
 
 
@@ -53,3 +55,26 @@ def test_endless_objects_end_the_search() -> None:
             return {str(i): [Endless() for _ in range(900)] for i in range(900)}
 
     assert list(unregistered_modules(nn.Module(), {"endless": Endless()})) == []
+
+
+def test_objects_without_items_are_not_asked_whether_they_are_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
+    # for each new class that question walks through all subclasses of Mapping, a second in all
+    asked = []
+
+    class Asked(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            asked.append(value)
+            return isinstance(value, dict)
+
+    class AnyMapping(metaclass=Asked):
+        pass
+
+    monkeypatch.setattr(module_search, "Mapping", AnyMapping)
+    holder, inside = nn.Module(), {"a": nn.Linear(2, 2)}
+    holder.things = [Thing(), inside]
+    assert [path for path, _ in unregistered_modules(holder, {})] == ["self.things[1]['a']"]
+    assert all(value is inside or isinstance(value, dict) for value in asked)
+
+
+class Thing:
+    pass
