@@ -228,19 +228,22 @@ def _changed_dtype(context: AuditContext) -> Diagnosis | None:
 
 
 def _overflow(context: AuditContext) -> Diagnosis | None:
-    names = []
-    for name, entry in context.one.entries(0, 1, "gradient").items():
-        if entry.exists and not all(bool(piece.isfinite().all()) for piece in entry.pieces()):
-            names.append(name)
-    if not names:
-        return None
-    others = plural(names, "", " and others")
-    return _note(
-        "F79",
-        "gradients that are not finite in both runs",
-        f"`{names[0]}`{others} at step 1.",
-        "With fp16 the scaler's first steps may overflow and are skipped; otherwise look for the layer that gives NaN.",
-    )
+    # the first step that has such gradients: what comes after it follows
+    for step in range(1, context.one.steps + 1):
+        names = []
+        for name, entry in context.one.entries(0, step, "gradient").items():
+            if entry.exists and not all(bool(piece.isfinite().all()) for piece in entry.pieces()):
+                names.append(name)
+        if names:
+            others = plural(names, "", " and others")
+            return _note(
+                "F79",
+                "gradients that are not finite in both runs",
+                f"`{names[0]}`{others} at step {step}. From there on equal means no more than that both are not finite.",
+                "NaN is often a mean over nothing (an empty class or mask), or a root or logarithm at zero. With fp16 the scaler's first "
+                "steps may overflow and are skipped.",
+            )
+    return None
 
 
 def _meaning_of_a_batch(context: AuditContext) -> Diagnosis:

@@ -343,9 +343,11 @@ def _differ(column: Sequence[object]) -> bool:
 
 # ---------------------------------------------------------------------- state beside the parameters
 
+_SORTED = 1 << 20  # elements of a buffer whose rows are compared one by one
+
 
 def own_queue(context: AuditContext) -> Diagnosis | None:
-    """F64, F26: a memory of rows that each rank fills by itself."""
+    """F64, F26: a memory of rows, or a statistic of them, that each rank keeps by itself."""
     for step in range(1, context.step + 1):
         for name in context.ranks.names(step, "buffer"):
             # running statistics have a rule of their own; counters are no rows
@@ -355,13 +357,41 @@ def own_queue(context: AuditContext) -> Diagnosis | None:
             entries = [entry for entry in context.ranks.entries_of(step, "buffer", name) if entry is not None]
             if _is_counter(entries[0]):
                 continue
+            if not _keeps_rows(context, name, step, entries[0]):
+                return _statistic_diagnosis(name, step)
             return _queue_diagnosis(name, step, entries)
     return None
 
 
+def _keeps_rows(context: AuditContext, name: str, step: int, entry: Entry) -> bool:
+    """Say whether a buffer is a memory of rows: some of them outlive a step, where all of a running statistic moves."""
+    if not entry.dtype.startswith(("float", "bfloat")) or entry.numel > _SORTED:
+        return True
+    kind = "buffer"
+    if step == 1:
+        kind = "initial"
+    before = context.ranks.entries_of(step - 1, kind, name)[0]
+    if before is None or before.shape != entry.shape:
+        return True
+    earlier = _sorted_rows(before)
+    return any(row in earlier for row in _sorted_rows(entry))
+
+
+def _statistic_diagnosis(name: str, step: int) -> Diagnosis:
+    return Diagnosis(
+        "F64",
+        "a buffer that each rank updates from its own rows",
+        f"`{name}` differs between ranks after step {step}: each rank computed it from its own rows (a running mean, a centre, code "
+        "usage), and DDP's buffer broadcast replaces them by rank 0's.",
+        "Average what goes into it over all ranks first (torch.distributed.all_reduce, divided by the number of ranks; no gradient is "
+        "needed).",
+        confirmed="buffers compared after the step",
+    )
+
+
 def _queue_diagnosis(name: str, step: int, entries: Sequence[Entry]) -> Diagnosis:
     # the same rows in any order? large buffers are not sorted, and count as different
-    small = [entry for entry in entries if entry.numel <= 1 << 20]
+    small = [entry for entry in entries if entry.numel <= _SORTED]
     contents = [_sorted_rows(entry) for entry in small]
     if contents and all(rows == contents[0] for rows in contents):
         fault, title = "F26", "a memory queue in another order on each rank"

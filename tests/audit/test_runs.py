@@ -305,6 +305,12 @@ def double() -> Any:
     return DataLoader(list(zip(x.double(), y, strict=True)), batch_size=8)
 
 
+def test_gradients_that_are_not_finite_in_both_runs_are_a_note_at_whatever_step() -> None:
+    report = audit(m.NotFiniteLater(), even(), strategy="ddp")
+    assert [note.fault for note in report.notes] == ["F79", "F18"], str(report)
+    assert "at step 2" in report.notes[0].evidence
+
+
 def test_notes_on_what_is_true_of_both_runs() -> None:
     accumulated = {"accumulate_grad_batches": 2}
     report = audit(m.Forgotten(learned()), even(), strategy="ddp")
