@@ -30,9 +30,12 @@ class DigitsDataModule(BatchedArrayDataModule):
         seed: Fixes the split and, with the epoch, the order of training.
         num_workers: Processes that read ahead on each rank.
         m_per_class: Rows of each class in a training batch, for losses that compare rows; None: rows at random.
+        missing_labels: Share of the training images whose label is taken away, for losses that leave such rows out. Held-out images
+            keep theirs.
+        ignore_index: Stands where a label is missing; that of the loss.
 
     Raises:
-        ConfigurationError: scikit-learn is not installed.
+        ConfigurationError: scikit-learn is not installed; options that cannot work.
     """
 
     inputs_name = "raw pixels"
@@ -45,8 +48,11 @@ class DigitsDataModule(BatchedArrayDataModule):
         seed: int = 0,
         num_workers: int = 0,
         m_per_class: int | None = None,
+        missing_labels: float = 0.0,
+        ignore_index: int = -100,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, m_per_class)
+        _refuse_missing_labels(missing_labels, ignore_index, m_per_class)
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
@@ -61,6 +67,31 @@ class DigitsDataModule(BatchedArrayDataModule):
         self.features = self.held_out_features = digits.images[:, None].astype(np.float32) / 16
         self.labels = self.held_out_labels = digits.target.astype(np.int64)
         self.train_rows, self.held_out_rows = stratified_split(self.labels, held_out, seed)
+        if missing_labels:
+            # a stream of its own: the split stays as it is without them
+            random = np.random.default_rng([seed, 1])
+            count = round(missing_labels * len(self.train_rows))
+            self.labels = self.labels.copy()
+            self.labels[random.choice(self.train_rows, count, replace=False)] = ignore_index
+
+
+def _refuse_missing_labels(share: float, ignore_index: int, m_per_class: int | None) -> None:
+    """Refuse options for missing labels that cannot work.
+
+    Raises:
+        ConfigurationError: for a share that leaves no label, a class as what stands for none, and batches of classes.
+    """
+    if not 0 <= share < 1:
+        expected = "0 or more, below 1"
+        raise ConfigurationError("missing_labels (share of the training images)", expected=expected, got=share)
+    if ignore_index >= 0:
+        raise ConfigurationError("ignore_index", expected="below 0, as classes are not", got=ignore_index)
+    if share and m_per_class is not None:
+        raise ConfigurationError(
+            "m_per_class",
+            expected="none beside missing_labels: an image without a label has no class to be drawn by",
+            got=m_per_class,
+        )
 
 
 class DigitsEncoder(nn.Module):

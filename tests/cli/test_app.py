@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from torchmetrics import PearsonCorrCoef
 
 from lightning_ddp_losses.cli import EmbeddingModule, RegressionModule, main
 from lightning_ddp_losses.cli.app import extend_module_path_
+from tests.oracle import assert_close
 from tests.processes import ROOT, run_python
 
 CONFIGS = ROOT / "configs"
@@ -111,6 +113,37 @@ def test_a_global_config_gives_the_same_metrics_on_two_ranks_and_on_one_with_and
     two, one, auto_metrics = (metrics(run_folder(config, version)) for version in range(3))
     assert two == pytest.approx(one, rel=1e-6)
     assert auto_metrics == pytest.approx(one, rel=1e-6)
+
+
+def test_windows_of_missing_labels_train_as_one_process_on_whole_windows() -> None:
+    config = CONFIGS / "digits_masked_window.yaml"
+    options = ["--trainer.max_epochs", "1", "--trainer.precision", "64-true"]
+    two_ranks("fit", "--config", str(config), *options, "--trainer.limit_train_batches", "8")
+    mean = ["--trainer.strategy.init_args.accumulation", "mean"]
+    run(*command("fit", config, *mean, *options, "--trainer.limit_train_batches", "8"))
+
+    # the oracle: plain Lightning and torch's own loss on batches that are whole windows
+    plain = yaml.safe_load(config.read_text())
+    model, trainer, data = plain["model"]["init_args"], plain["trainer"], plain["data"]["init_args"]
+    model["loss"] = model["loss"]["init_args"]["loss"]
+    data["batch_size"] *= trainer.pop("accumulate_grad_batches")
+    del trainer["strategy"], trainer["callbacks"]
+    Path("plain.yaml").write_text(yaml.safe_dump(plain))
+    run(*command("fit", Path("plain.yaml"), *options, "--trainer.limit_train_batches", "2"))
+
+    two, of_means, one = (trained(run_folder(config, version)) for version in range(3))
+    assert_close(two, one)
+    with pytest.raises(AssertionError):
+        assert_close(of_means, one, rtol=1e-4)
+
+
+def trained(folder: Path) -> dict[str, torch.Tensor]:
+    """The state of the module after two optimizer steps."""
+    (path,) = (folder / "checkpoints").iterdir()
+    checkpoint = torch.load(path, weights_only=False)
+    assert checkpoint["global_step"] == 2
+    state: dict[str, torch.Tensor] = checkpoint["state_dict"]
+    return state
 
 
 def test_a_batch_norm_config_gives_the_same_metrics_on_two_ranks_and_on_one() -> None:

@@ -56,6 +56,31 @@ def test_digits_are_images_between_0_and_1_split_by_class_without_overlap() -> N
     assert indices.tolist() == list(range(len(held_out)))
 
 
+def test_missing_labels_are_a_share_of_the_training_images_alone() -> None:
+    whole, data = DigitsDataModule(seed=1), DigitsDataModule(seed=1, missing_labels=0.25, ignore_index=-1)
+    missing = data.labels == -1
+    assert missing.sum() == round(0.25 * len(data.train_rows))
+    np.testing.assert_array_equal(data.labels[~missing], whole.labels[~missing])
+    np.testing.assert_array_equal(data.train_rows, whole.train_rows)
+    assert torch.equal(data.held_out()[1], whole.held_out()[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"missing_labels": 1}, "missing_labels .*: expected 0 or more, below 1, got 1"),
+        ({"missing_labels": -0.1}, "expected 0 or more, below 1, got -0.1"),
+        ({"missing_labels": float("nan")}, "expected 0 or more, below 1, got nan"),
+        ({"missing_labels": 0.1, "ignore_index": 9}, "ignore_index: expected below 0, as classes are not, got 9"),
+        ({"missing_labels": 0.1, "m_per_class": 8}, "m_per_class: expected none beside missing_labels.*, got 8"),
+    ],
+    ids=str,
+)
+def test_missing_labels_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        DigitsDataModule(**options)
+
+
 def test_digits_without_scikit_learn_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'lightning-ddp-losses\[demo\]'"):
