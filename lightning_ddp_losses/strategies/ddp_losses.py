@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.core.compat import attached_trainer, injects_distributed_sampler
@@ -447,8 +448,24 @@ class DDPLossStrategy(DDPStrategy):
         return not self._sync_blocked if ddp is None else bool(ddp.require_backward_grad_sync)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as Lightning does; a value that is global already is called waste, once."""
+        """Reduce as Lightning does, but keep the mean of integers, in float64; a value that is global already is called waste, once.
+
+        Lightning writes the mean of integers back into their own tensor, which floors it. A logged epoch mean is the ranks' mean sum over
+        their mean number of rows, hence too large where W does not divide the rows. (Lightning 2.6.6, issue 21859)
+
+        Args:
+            tensor: What is reduced, in place; integers are not changed. What is no tensor is returned.
+            group: The process group; None for all ranks.
+            reduce_op: ``"mean"``, ``"sum"`` and so on, or one of ``torch.distributed.ReduceOp``.
+
+        Returns:
+            The reduced tensor, equal on every rank of the group.
+
+        Communication: one barrier and one all-reduce.
+        """
         self._advice.global_already(tensor)
+        if not self._is_plain_ddp and _is_mean_of_integers(tensor, reduce_op):
+            tensor = tensor.double()  # a copy; exact up to 2**53
         return super().reduce(tensor, group, reduce_op)
 
     def attach_payload(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> bool:
@@ -568,3 +585,12 @@ class DDPLossStrategy(DDPStrategy):
                 handshake.notify_subgroups(error, where)
                 raise  # the world opens no handshake in which it could be told
             handshake.raise_in_all_groups(error, where)
+
+
+def _is_mean_of_integers(tensor: Any, reduce_op: Any) -> bool:
+    """Say whether Lightning would floor a reduction's result."""
+    if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
+        return False
+    if isinstance(reduce_op, str):
+        return reduce_op.lower() in ("mean", "avg")
+    return bool(reduce_op == ReduceOp.AVG)
