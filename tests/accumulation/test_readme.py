@@ -1,0 +1,144 @@
+"""The README's recipes run, on two ranks, and give the gradient of one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp_losses import GlobalBatchLoss
+from tests.accumulation.jobs import IGNORED
+from tests.oracle import assert_close
+from tests.processes import ROOT
+from tests.rank_pool import RankPool
+
+RECIPE = re.compile(r"```python\n(.*?)```", re.DOTALL)
+IMPORT = "from lightning_ddp_losses import global_mean\n"  # the first recipe's, of the others too
+TOKENS, BOXES, OWN, TRAINER, LOOP = range(5)
+WIDTH, VOCABULARY = 4, 6
+
+
+def recipes() -> list[str]:
+    """The code of the section, in its order."""
+    readme = (ROOT / "README.md").read_text()
+    section = readme.split("\n## Means over ranks and accumulation windows\n")[1].split("\n## ")[0]
+    found: list[str] = RECIPE.findall(section)
+    return found
+
+
+def rows_of(rank: int, world_size: int) -> slice:
+    """Of 12 rows, those of a rank; each has more than the one before."""
+    ends = [12 * r * (r + 1) // (world_size * (world_size + 1)) for r in range(world_size + 1)]
+    return slice(ends[rank], ends[rank + 1])
+
+
+def names(model: nn.Module, rows: slice) -> dict[str, Any]:
+    """What the recipes take for granted, for some of the rows."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(12, WIDTH, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(VOCABULARY, (12, 1), generator=generator)
+    tokens[::3] = IGNORED
+    out = model(inputs[rows])
+    return {
+        "torch": torch,
+        "pl": pl,
+        "logits": out[:, None],
+        "tokens": tokens[rows],
+        "boxes": out[:, :4],
+        "targets": inputs[rows],
+        "giou": lambda boxes, targets: (boxes * targets).sum(1).tanh(),
+        "weights": inputs[rows, 0].abs(),
+        "error": out[:, 1],
+    }
+
+
+def tokens_alone(given: dict[str, Any]) -> Tensor:
+    return cross_entropy(given["logits"].flatten(0, 1), given["tokens"].flatten(), ignore_index=IGNORED)
+
+
+def boxes_alone(given: dict[str, Any]) -> Tensor:
+    boxes, targets = given["boxes"], given["targets"]
+    corners = (boxes - targets).abs().sum(1).mean()
+    loss: Tensor = 5 * corners + 2 * (1 - given["giou"](boxes, targets)).mean()
+    return loss
+
+
+def own_alone(given: dict[str, Any]) -> Tensor:
+    weights, error = given["weights"], given["error"]
+    loss: Tensor = (weights * error.square()).sum() / weights.sum()
+    return loss
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, VOCABULARY)).double()
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def run_recipe(index: int) -> dict[str, Tensor]:
+    model = make_model()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    wrapped = DistributedDataParallel(model)  # held: its hooks end with it
+    given = names(wrapped, rows_of(rank, world_size))
+    exec(IMPORT + recipes()[index], given)
+    given["loss"].backward()
+    return grads_of(model)
+
+
+def run_alone(value: Callable[[dict[str, Any]], Tensor]) -> dict[str, Tensor]:
+    model = make_model()
+    value(names(model, slice(0, 12))).backward()
+    return grads_of(model)
+
+
+@pytest.mark.parametrize(
+    ("index", "alone"), [(TOKENS, tokens_alone), (BOXES, boxes_alone), (OWN, own_alone)], ids=["tokens", "boxes", "own"]
+)
+def test_a_mean(pool: RankPool, index: int, alone: Callable[[dict[str, Any]], Tensor]) -> None:
+    expected = pool.run(1, run_alone, alone, distributed=False)[0]
+    for found in pool.run(2, run_recipe, index):
+        assert_close(found, expected)
+
+
+def run_loop() -> dict[str, Tensor]:
+    model = make_model()
+    rank = dist.get_rank()
+    given = names(nn.Identity(), slice(0, 12))
+    # four micro-batches of one row on rank 0 and two on rank 1
+    micro_batches = []
+    for start in range(0, 12, 3):
+        own = slice(start, start + 1) if rank == 0 else slice(start + 1, start + 3)
+        micro_batches.append((given["targets"][own], given["tokens"][own, 0]))
+    given |= {
+        "model": DistributedDataParallel(model),
+        "micro_batches": micro_batches,
+        "cross_entropy": GlobalBatchLoss(nn.CrossEntropyLoss()),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    exec(recipes()[LOOP], given)
+    return grads_of(model)
+
+
+def test_a_loop_of_ones_own(pool: RankPool) -> None:
+    alone = pool.run(1, run_alone, tokens_alone, distributed=False)[0]
+    for found in pool.run(2, run_loop):
+        assert_close(found, alone)
+
+
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0")  # of loggers that are not installed
+def test_the_trainer_is_made() -> None:
+    given: dict[str, Any] = {"pl": pl}
+    exec(recipes()[TRAINER], given)
+    assert given["trainer"].accumulate_grad_batches == 4
+    assert len(recipes()) == LOOP + 1
