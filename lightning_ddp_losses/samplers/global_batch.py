@@ -17,7 +17,7 @@ Legend: ``W`` ranks, ``G`` rows of a global batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import BatchSampler, DistributedSampler
@@ -116,6 +116,33 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         """Return this rank's part of each batch of the epoch that was drawn last; empty before the first."""
         return self._draw.latest_batches()
 
+    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
+        """Return where training stands, the same on every rank that trained; save rank 0's. ``batches`` has it too.
+
+        Args:
+            batches: Batches of this epoch that were trained on. None: those that were handed out, which is right without workers; a
+                DataLoader with workers has drawn more.
+
+        Returns:
+            ``epoch``, ``seed`` and ``rows`` (of this epoch, all ranks together), and what is compared when it is loaded: ``sampler``,
+            ``length``, ``global_batch_size``, ``drop_last``, ``digest``. Numbers and texts only.
+        """
+        return self._draw.state_dict(batches)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where training stood, on any number of ranks with the same global batch: the next batch is the one that would have come.
+
+        Load on every rank, before a DataLoader makes its iterator. The epoch is drawn anew from its seed and skipped forward, at
+        the cost of one draw. ``len`` stays that of the whole epoch. ``DDPLossStrategy`` saves and loads it in its checkpoints.
+
+        Args:
+            state: What ``state_dict`` returned.
+
+        Raises:
+            InputError: another sampler, length, seed or global batch than was saved; names both.
+        """
+        self._draw.load_state_dict(state)
+
     def _ask_groups(self) -> None:
         self.num_replicas, self.rank = process_groups.world_size(), process_groups.rank()
 
@@ -199,6 +226,14 @@ class GlobalBatches(BatchSampler):
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next (Lightning does)."""
         self.sampler.set_epoch(epoch)
+
+    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
+        """Return where training stands; see ``GlobalBatchSampler.state_dict``."""
+        return self.sampler.state_dict(batches)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where training stood; see ``GlobalBatchSampler.load_state_dict``."""
+        self.sampler.load_state_dict(state)
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self.sampler.batches()

@@ -18,7 +18,7 @@ import struct
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from hashlib import blake2b
 from typing import Any
 
@@ -30,6 +30,7 @@ from lightning_ddp_losses.core.random_state import NUMPY_SEEDS, global_generator
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import fingerprint, hash_bytes
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError
+from lightning_ddp_losses.samplers.epoch_place import EpochPlace, batches_behind, compare_draws, place_of
 
 Batches = list[list[Any]]
 
@@ -55,6 +56,11 @@ class GlobalDraw:
         seed: Epoch ``e`` is drawn from ``seed + e``; None: from rank 0's ``torch.initial_seed()``.
     """
 
+    # defaults for what an earlier release pickled
+    _place: EpochPlace | None = None
+    _sizes: Sequence[int] = ()
+    _begun = (0, 0)
+
     def __init__(
         self,
         sampler: Any,
@@ -77,17 +83,119 @@ class GlobalDraw:
         self._own_seed: int | None = None  # this rank's offer, kept so that all epochs start from one seed
         self._turn = 0  # how often set_epoch was called
         self._kept: tuple[tuple[int, int, int], bytes, Batches] | None = None
+        self._sizes = ()  # rows of each global batch of the epoch that is kept
+        self._place = None  # where the epoch goes on that is drawn next
+        self._begun = (0, 0)  # the epoch that is being read, and how many of its batches were handed out
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next (Lightning does)."""
-        self.epoch = epoch
-        self._turn += 1
+        """Say which epoch comes next (Lightning does); a place that was loaded stays where it is in that epoch."""
+        if self._place is not None and epoch == self._place.announced:
+            return
+        self._place = None
+        # the epoch that is being read may be named once more, while workers read ahead
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._turn += 1
+        if epoch != self._begun[0]:
+            self._begun = (epoch, 0)
 
     def keeping_last(self) -> GlobalDraw:
         """A twin that keeps the last batch."""
         twin = copy.copy(self)
-        twin.drop_last, twin._kept = False, None
+        twin.drop_last, twin._kept, twin._place = False, None, None
         return twin
+
+    # ------------------------------------------------------------------ saving and resuming
+
+    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
+        """Return where training stands; see ``GlobalBatchSampler.state_dict``."""
+        epoch, handed_out = self._begun
+        place = self._place
+        if place is not None and handed_out == 0 and not batches:
+            # nothing was asked for since a state was loaded
+            return self._state(place.epoch, place.rows, place.digest)
+        trained = handed_out if batches is None else batches
+        if trained and trained >= self._batch_count():
+            epoch, trained = epoch + 1, 0
+        return self.state_at(epoch, trained)
+
+    def state_at(self, epoch: int, batches: int) -> dict[str, Any]:
+        """Return the state of a run that has trained on some batches of an epoch.
+
+        Args:
+            epoch: The epoch.
+            batches: Batches of it that were trained on.
+        """
+        G = self._global_rows()
+        is_kept = self._kept is not None and self._kept[0][0] == epoch
+        if G is not None:
+            rows = min(batches * G, self._epoch_rows(G))
+        elif batches == 0 or is_kept:
+            rows = sum(self._sizes[:batches])
+        else:
+            raise InputError(
+                f"{self.title}: rows of {batches} batches of epoch {epoch}",
+                expected="the epoch that it drew last",
+                got="another epoch",
+                fix="Ask for the state before the next epoch is drawn.",
+            )
+        # a draw that can be compared: another order after a resume is an error, not other batches
+        digest = ""
+        if rows and is_kept:
+            assert self._kept is not None
+            digest = self._kept[1].hex()
+        return self._state(epoch, rows, digest)
+
+    def _state(self, epoch: int, rows: int, digest: str) -> dict[str, Any]:
+        facts = self._facts()
+        compared = {name: facts[name] for name in ("sampler", "length", "global_batch_size", "drop_last")}
+        return {"epoch": epoch, "seed": self._offer(), "rows": rows, **compared, "digest": digest}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, announced: int | None = None) -> None:
+        """Go on where training stood; see ``GlobalBatchSampler.load_state_dict``.
+
+        Args:
+            state: What ``state_dict`` returned.
+            announced: What ``set_epoch`` will call this epoch; None: what it is.
+        """
+        try:
+            place = place_of(self.title, state, self._facts(), seed=self.seed)
+        except Exception as error:
+            handshake.raise_on_all_ranks(error, f"{self.title}, load_state_dict")
+        self._own_seed = state["seed"]
+        self._place = place if announced is None else place._replace(announced=announced)
+        self.epoch = place.epoch
+        self._turn += 1
+        self._kept, self._begun = None, (place.epoch, 0)
+
+    def forget_place(self) -> None:
+        """Start the next epoch at its beginning, whatever was loaded."""
+        self._place = None
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what two samplers must have in common for a place in one to be a place in the other."""
+        W, G = process_groups.world_size(), self._global_rows()
+        meaning = ""
+        if self.local_batch_size is not None:
+            meaning = f" ({W} ranks * local_batch_size {self.local_batch_size})"
+        return {
+            "sampler": type(self.source).__name__,
+            "length": len(self.source),
+            "global_batch_size": G,
+            "drop_last": self.drop_last,
+            "meaning": meaning,
+            "local": self.local_batch_size is not None,
+            "world_size": W,
+        }
+
+    def _epoch_rows(self, G: int) -> int:
+        """Return the rows of an epoch, all ranks together."""
+        full, rest = divmod(len(self.source), G)
+        return full * G + self._kept_rest(rest, full)
+
+    def _batch_count(self) -> int:
+        """Return the number of batches of the epoch that is being read."""
+        return len(self._sizes) if self._global_rows() is None else self.count()
 
     # ------------------------------------------------------------------ sizes, without drawing
 
@@ -171,14 +279,29 @@ class GlobalDraw:
 
         Communication: two handshakes when the first batch is asked for; one where the epoch was drawn before.
         """
-        epoch, turn = self.epoch, self._turn
+        place, turn = self._place, self._turn
+        epoch = self.epoch if place is None else place.epoch
         try:
             own = self._meet(epoch)
+            start = self._first_batch(place)
         except Exception as error:
             handshake.raise_on_all_ranks(error, f"{self.title}, epoch {epoch}")
-        yield from own
+        for number in range(start, len(own)):
+            self._begun = (epoch, number + 1)
+            yield own[number]
+        # the epoch is over, and the place in it
+        if self._place is place:
+            self._place = None
         if turn == self._turn:
             self.epoch = epoch + 1
+
+    def _first_batch(self, place: EpochPlace | None) -> int:
+        """Return the batch at which the epoch goes on that was drawn just now."""
+        if place is None:
+            return 0
+        assert self._kept is not None
+        compare_draws(self.title, place, self._kept[1])
+        return batches_behind(self.title, place, self._sizes, length=len(self.source))
 
     def _meet(self, epoch: int) -> Batches:
         W, rank = process_groups.world_size(), process_groups.rank()
@@ -190,10 +313,12 @@ class GlobalDraw:
             "global_batch_size": self._global_rows(),
             "drop_last": self.drop_last,
             "len": len(self.source),
+            "rows trained on": 0 if self._place is None else self._place.rows,
         }
         offers = [
             _OFFER.unpack(p) for p in handshake.all_gather(self.title, must_match, _OFFER.pack(self._offer(), kept[1]))
         ]
+        self._own_seed = offers[0][0]
         digests = {digest for _, digest in offers}
         if digests == {kept[1]} and kept[1] != _NONE:
             # a second look at the same epoch: a sampler that shuffles in place would not draw the same again
@@ -204,7 +329,7 @@ class GlobalDraw:
         for number, batch in enumerate(everything):
             self._refuse_small(len(batch), number, collective=True)
         own = [batch[share(len(batch), W, rank)] for batch in everything]
-        self._kept = (place, digest, own)
+        self._kept, self._sizes = (place, digest, own), [len(batch) for batch in everything]
         return own
 
     def _offer(self) -> int:
