@@ -67,6 +67,11 @@ def _largest_inline(world_size: int) -> int:
     return max(_INLINE_BYTES, _INLINE_BYTES_OF_ALL // world_size)
 
 
+def number_opened() -> int:
+    """Return how many handshakes of losses and layers this rank has opened in the world's group; 0 in a world of one."""
+    return Channel.of(None, "handshakes").opened if process_groups.world_size() > 1 else 0
+
+
 def all_gather(
     what: str,
     must_match: Mapping[str, object],
@@ -126,12 +131,14 @@ class Channel:
         group: The group, one of ours.
         handshake_bytes: The size of the next handshake.
         pending: The one that was sent and not received yet.
+        opened: How many there were; as long as ranks agree, the same number on all of them.
     """
 
     def __init__(self, group: dist.ProcessGroup, world_size: int) -> None:
         self.group = group
         self.handshake_bytes = HANDSHAKE_BYTES
         self.pending: PendingHandshake | None = None
+        self.opened = 0
         self._largest = max(_LARGEST_HANDSHAKE, _largest_inline(world_size))
         self._seen, self._longest = 0, 0
 
@@ -201,6 +208,7 @@ class PendingHandshake:
         # 3. all of them to all ranks
         self._messages, self._work = _start_gather_bytes(message, channel.group)
         channel.pending = self
+        channel.opened += 1
 
     def is_completed(self) -> bool:
         """Say whether ``finish`` would not wait (for a payload that did not fit it may)."""

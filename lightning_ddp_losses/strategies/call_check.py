@@ -1,9 +1,10 @@
 """The call check: one handshake in each synchronising backward, which says what losses ran on each rank, how often, on how many rows.
 
-It is exchanged at one point: before the first gradients of the model can leave, and wait for a peer that does not come. A hook on the
+It is read at one point: before the first gradients of the model can leave, and wait for a peer that does not come. A hook on the
 model's parameters, which runs before DDP's own, finds it by counting bytes, as all ranks do; without such gradients it is the end of
-autograd's backward. (What a loss or a batch norm exchanges in its own backward opens with a handshake too, so ranks that are at different
-places meet there. To send as soon as backward is through with the losses saves time, but where that is may differ between ranks.)
+autograd's backward. It is sent there too, but where it is the only handshake of the fit: then it leaves as soon as backward is through
+with the losses, and the peers do not wait for it. (What a loss or a batch norm exchanges opens with a handshake in forward, of which all
+ranks have opened as many; in backward it has another one, which ranks that send at different places would meet in another order.)
 
 By then backward has passed through the losses: what came back into their global values travels along and is compared before
 anything is reduced; a rank whose loss failed in backward is met here by its peers. Payloads of checks travel along too, and what is known
@@ -103,6 +104,9 @@ class CallCheck:
         self._attached: list[AttachedPayload] = []
         self._upstream_grads = UpstreamGradRecorder()
         self._prepared: _UnsentHandshake | None = None
+        self._sent: handshake.PendingHandshake | None = None
+        # whether no other handshake was opened since the set-up
+        self._is_only_one, self._number_opened = True, handshake.number_opened()
         self._calls: Calls | None = None
         self._ready_bytes = 0
         # a gradient reaches this hook before it reaches DDP
@@ -138,7 +142,8 @@ class CallCheck:
             counter.reset()
         for attached in self._attached:
             payload += _sized(attached.measure())
-        self._prepared = _UnsentHandshake(must_match, payload, parameters, new)
+        self._prepared, self._sent = _UnsentHandshake(must_match, payload, parameters, new), None
+        self._is_only_one = self._is_only_one and handshake.number_opened() == self._number_opened
         self._calls, self._ready_bytes = None, 0
         # what came back into global values by then travels along
         self._upstream_grads.start()
@@ -147,11 +152,19 @@ class CallCheck:
         if self._prepared is None:
             return
         self._ready_bytes += num_bytes
+        if self._is_only_one and self._sent is None and self._reducer.is_complete():
+            self._send(self._prepared)
         if self._ready_bytes >= self._first_bucket:
             self.exchange()
 
+    def _send(self, prepared: _UnsentHandshake) -> handshake.PendingHandshake:
+        """Let this rank's handshake leave, with what is known by now."""
+        own = prepared.payload + _sized(self._upstream_grads.take().encode()) + self._reducer.pack()
+        self._sent = handshake.start("backward", prepared.must_match, own)
+        return self._sent
+
     def exchange(self) -> None:
-        """Swap handshakes with all ranks, once per backward.
+        """Read the handshakes of all ranks, once per backward; this rank's leaves now if it has not.
 
         Raises:
             LossCallError: on every rank, when a learnable loss ran on some ranks only.
@@ -161,8 +174,9 @@ class CallCheck:
         prepared, self._prepared = self._prepared, None
         if prepared is None:
             return
-        own = prepared.payload + _sized(self._upstream_grads.take().encode()) + self._reducer.pack()
-        payloads = handshake.all_gather("backward", prepared.must_match, own)
+        pending = self._sent or self._send(prepared)
+        self._sent = None
+        payloads = pending.finish()
         self._calls = self._compare(payloads, prepared.parameters)
         if prepared.new_parameters:
             self._parameters.admit(prepared.new_parameters)
@@ -172,6 +186,10 @@ class CallCheck:
         self.exchange()
         calls, self._calls = self._calls, None
         return calls
+
+    def end(self) -> None:
+        """Say that gradients are reduced: what was opened until here belongs to this backward."""
+        self._number_opened = handshake.number_opened()
 
     def _compare(self, payloads: Sequence[bytes], parameters: list[ReducedParameter]) -> Calls:
         rows, attached, upstream_grads, gradients = zip(*map(self._split, payloads), strict=True)

@@ -408,6 +408,8 @@ class DDPLossStrategy(DDPStrategy):
         else:
             self._reducer.reduce(calls.parameters, calls.expected)
             self._advice.uneven_rows(calls.uneven)
+        if self._call_check is not None:
+            self._call_check.end()
         if self._windows is not None and self._module.automatic_optimization:
             self._windows.close()
 
