@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.strategies import loss_reducer
+from lightning_ddp_losses.strategies.call_check import CallCheck
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import Job, Strategy, fit, fit_alone
+from tests.strategies.jobs import TASK, Job, Strategy, fit, fit_alone
 from tests.strategies.scenarios import Alternating, OrderByRank
 from tests.strategies.test_gradient_flags import (
     GrowsByHookOnRankOne,
@@ -109,3 +111,44 @@ def fail_then_fit(
     except RuntimeError as error:
         message = str(error)
     return message, run(Job)
+
+
+# ---------------------------------------------------------------------- when the call check leaves
+
+
+class WithSyncedNorm(Job):
+    """Batch norm over the ranks opens handshakes of its own, in forward and in backward."""
+
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        self.norm = nn.BatchNorm1d(TASK.dim).double()
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        loss: Tensor = self.loss(self.norm(self.encoder(features)), labels)
+        return loss
+
+
+def fit_and_note_sending(make: Callable[[], Job], **options: Any) -> list[bool]:
+    """For each step, whether the call check left before this rank had to read it."""
+    noted: list[bool] = []
+    plain = CallCheck._send
+
+    def send(self: CallCheck, prepared: Any) -> Any:
+        noted.append(self._ready_bytes < self._first_bucket)
+        return plain(self, prepared)
+
+    with mock.patch.object(CallCheck, "_send", send):
+        fit(make, None, **options)
+    return noted
+
+
+def test_the_call_check_leaves_early_where_it_is_the_only_handshake(pool: RankPool) -> None:
+    for noted in pool.run(2, fit_and_note_sending, Job):
+        assert noted
+        assert all(noted)
+
+
+def test_the_call_check_leaves_where_it_is_read_beside_other_handshakes(pool: RankPool) -> None:
+    for noted in pool.run(2, fit_and_note_sending, WithSyncedNorm, sync_batchnorm=True):
+        assert noted
+        assert not any(noted)
