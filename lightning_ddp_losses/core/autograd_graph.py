@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core import compat, precision
 
 _recent_global_values: deque[Tensor] = deque(maxlen=8)
 _inside_global_batch: ContextVar[bool] = ContextVar("inside_global_batch", default=False)
@@ -47,6 +47,25 @@ def remember_global_value(value: Any) -> None:
 def global_values() -> list[Tensor]:
     """Return the last few values that were global when they were made."""
     return list(_recent_global_values)
+
+
+@contextlib.contextmanager
+def own_graph() -> Iterator[None]:
+    """Record a graph that is differentiated by the function which makes it: the caller's hooks on saved tensors have no part in it.
+
+    Inside an activation checkpoint they would run the whole checkpointed function again, and its handshakes, on the ranks that have a
+    tile alone.
+    """
+    with torch.enable_grad():
+        if not compat.has_saved_tensor_hooks():
+            yield
+            return
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            yield
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def walk_graph(

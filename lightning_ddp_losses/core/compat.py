@@ -193,6 +193,14 @@ def on_completion(work: Any, callback: Callable[[Any], None]) -> None:
     torch._C._distributed_c10d.Work.unbox(work).get_future().add_done_callback(callback)
 
 
+def has_saved_tensor_hooks() -> bool:
+    """Say whether hooks take what graphs save (checkpoint, ``save_on_cpu``); torch shows that by a private name only (2.13)."""
+    try:
+        return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    except (AttributeError, TypeError, RuntimeError):
+        return True
+
+
 def multiply_(tensors: Sequence[Tensor], factor: float) -> None:
     """Multiply tensors in place; dense ones of a device and dtype in one launch, where this torch has that."""
     dense = [tensor for tensor in tensors if tensor.layout == torch.strided]

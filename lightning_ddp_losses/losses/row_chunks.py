@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core.autograd_graph import own_graph
 from lightning_ddp_losses.losses.anchor_tuples import enough_pairs
 from lightning_ddp_losses.losses.gathered_call import PMLCall
 from lightning_ddp_losses.losses.partial_sums import (
@@ -130,7 +131,7 @@ class RowChunks:
                 # the chunk once more, now with a graph
                 anchors = embeddings[chunk].requires_grad_()
                 columns = all_references.detach().requires_grad_(references)
-                with torch.enable_grad():
+                with own_graph():
                     total = self._weighted_total(number, anchors, columns, factors)
                 leaves = [anchors, *parameters]
                 if references:

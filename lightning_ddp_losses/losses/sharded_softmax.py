@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.core.autograd_graph import own_graph
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
@@ -254,7 +255,7 @@ def _add_chunk_grads_(
         if with_scale:
             leaves.append(scale.detach().requires_grad_())
         # the chunk's logits, with their graph
-        with torch.enable_grad():
+        with own_graph():
             logits = call.head.logits(leaves[0], leaves[2] if with_scale else scale, leaves[1])
         # their gradient, in their memory: it is nobody else's, as no step of a head keeps its result for backward
         grad_logits = _softmax_(logits.detach(), call, lse, start, stop).mul_(grad.unsqueeze(1))
@@ -297,7 +298,7 @@ def _with_penalty_grad(grad_block: Tensor, penalty: Penalty | None, block: Tenso
     if penalty is None:
         return grad_block
     leaf = block.detach().requires_grad_()
-    with torch.enable_grad():
+    with own_graph():
         value, _ = penalty(leaf)
     return grad_block + torch.autograd.grad(value, leaf, grad_penalty)[0]
 
@@ -313,7 +314,7 @@ def _add_target_grads_(
     leaves = [rows[is_local].detach().requires_grad_(), picked.detach().requires_grad_()]
     if with_scale:
         leaves.append(scale[is_local].detach().requires_grad_())
-    with torch.enable_grad():
+    with own_graph():
         logits = call.head.targets(leaves[0], leaves[2] if with_scale else scale, leaves[1])
     grad_rows, grad_picked, *grad_scale = torch.autograd.grad(logits, leaves, grad_target[is_local])
     grads.rows[is_local] += grad_rows

@@ -210,10 +210,15 @@ def checkpointed(name: str) -> list[Tensor]:
     """A loss inside an activation checkpoint, plainly and so; the last rank has no rows, and no graph."""
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = 0 if rank == world - 1 else 3
-    loss = GlobalBatchLoss({"L1": torch.nn.L1Loss, "NTXent": pml.NTXentLoss}[name]())
+    loss = {
+        "L1": lambda: GlobalBatchLoss(torch.nn.L1Loss()),
+        "NTXent": lambda: GlobalBatchLoss(pml.NTXentLoss()),
+        "in tiles": lambda: GlobalBatchLoss(pml.ContrastiveLoss(), mode="rows"),
+        "in row chunks": lambda: GlobalBatchLoss(pml.CircleLoss(), mode="rows"),
+    }[name]()
     generator = torch.Generator().manual_seed(rank)
     values = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
-    target = torch.arange(rows) % 2 if name == "NTXent" else torch.zeros_like(values)
+    target = torch.zeros_like(values) if name == "L1" else torch.arange(rows) % 2
     found = []
     for is_checkpointed in (False, True):
         x = values.clone()
@@ -226,7 +231,7 @@ def checkpointed(name: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", ["L1", "NTXent"])
+@pytest.mark.parametrize("name", ["L1", "NTXent", "in tiles", "in row chunks"])
 def test_a_checkpointed_loss_with_a_rank_without_rows(pool: RankPool, name: str) -> None:
     for value, grad, value_again, grad_again in pool.run(3, checkpointed, name):
         assert torch.equal(value, value_again)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.core.autograd_graph import own_graph
 from lightning_ddp_losses.losses.pml_registry import DISTANCES
 
 # torch.cdist subtracts row by row up to so many rows on either side, and multiplies matrices beyond (torch 2.13, measured 2026)
@@ -351,7 +352,7 @@ class TileDistance:
         Returns:
             (T, D).
         """
-        with torch.enable_grad():
+        with own_graph():
             row_leaf = rows.detach().requires_grad_()
             column_leaf = columns.detach().requires_grad_(columns_grad is not None)
             leaves = (row_leaf,) if columns_grad is None else (row_leaf, column_leaf)
