@@ -197,6 +197,25 @@ class AccumulationWindow:
         self.micro_batch, self._is_last = number, is_last
         self._calls.clear()
 
+    def refuse_left_gradients(self) -> None:
+        """Refuse gradients that were there before the window, which would be corrected with it.
+
+        Raises:
+            ConfigurationError: naming a parameter.
+        """
+        for name, parameter in self._parameters.items():
+            grad = parameter.grad
+            if grad is None:
+                continue
+            values = grad.coalesce().values() if grad.is_sparse else grad
+            if bool(values.any()):
+                raise ConfigurationError(
+                    "accumulation window: gradients before it",
+                    expected="none, or zeros",
+                    got=f"that of `{name}`",
+                    fix="Call optimizer.zero_grad() before the window.",
+                )
+
     # ------------------------------------------------------------------ forward
 
     def enter(self, source: object, title: str, parts: Sequence[WindowPart]) -> WindowCall:
@@ -536,6 +555,7 @@ def accumulation_window(model: nn.Module, *losses: nn.Module, micro_batches: int
         parameters.update(dict(named))
     window = AccumulationWindow(parameters, micro_batches)
     try:
+        window.refuse_left_gradients()
         with active(window), _backward_commits(window), _refuses_steps(window):
             yield window
     except Exception as error:  # the peers are inside their blocks, or wait at the end of them

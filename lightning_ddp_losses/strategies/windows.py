@@ -29,7 +29,7 @@ class LightningWindows:
         self._parameters = parameters
         self._window: AccumulationWindow | None = None
         self._expected: dict[Any, Any] = {}  # said before the window was open
-        self._batch = -1  # of the last micro-batch
+        self._last_batch = (-1, -1)  # epoch and number
 
     @property
     def number_of_micro_batches(self) -> int:
@@ -47,14 +47,14 @@ class LightningWindows:
             is_last: Whether its backward synchronises.
         """
         batch, per_window = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
-        if batch == self._batch and self._window is None:
+        if (trainer.current_epoch, batch) == self._last_batch and self._window is None:
             raise ConfigurationError(
                 "accumulation='window'",
                 expected="an optimizer that evaluates each batch once",
                 got=f"a second training_step of batch {batch}",
                 fix="Use another optimizer (LBFGS evaluates a batch several times), or accumulation='mean'.",
             )
-        self._batch = batch
+        self._last_batch = trainer.current_epoch, batch
         number = batch % per_window + 1
         window = self._window
         if number == 1 or window is None:
@@ -76,6 +76,7 @@ class LightningWindows:
         if self._window is not None:
             raise ConfigurationError("strategy.window()", expected="no window around it", got="one that is open")
         window = self._open(micro_batches)
+        window.refuse_left_gradients()
         try:
             self._say_expected(window)
             with active(window):

@@ -135,9 +135,18 @@ def other_numbers() -> None:
             global_mean(model(torch.ones(3, 2)).sum(), 3).backward()
 
 
+def left_gradients() -> None:
+    model = nn.Linear(2, 1)
+    if dist.get_rank() == 1:
+        model(torch.ones(3, 2)).sum().backward()
+    with accumulation_window(model):
+        global_mean(model(torch.ones(3, 2)).sum(), 3).backward()
+
+
 @pytest.mark.parametrize(
     ("loop", "text"),
     [
+        (left_gradients, "Call optimizer.zero_grad() before the window"),
         (stepping, "step of SGD"),
         (nested, "no window around it"),
         (foreign, "hand in the module that holds it"),
@@ -166,6 +175,7 @@ def test_nothing_is_left_behind() -> None:
         fail_inside(model)
     assert torch.autograd.backward is plain
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.zero_grad()
     with accumulation_window(model):
         GlobalBatchLoss(nn.MSELoss())(model(torch.ones(3, 2)), torch.ones(3, 1)).backward()
 
