@@ -19,7 +19,7 @@ checkpoint_check           `CheckpointCheck`
 communication_monitor      `CommunicationMonitor`
 device_check               `DeviceCheck`
 gradient_flow              `GradientFlowCheck`; its dry run before the first step is in gradient_scale
-loss_check                 `LossCheck`; element_weights reads the loss's graph
+loss_check                 `LossCheck`; element_weights reads the loss's graph, micro_batches judges what Lightning accumulates
 optimizer_check            `OptimizerCheck`
 parameter_sync             `ParameterSyncCheck`
 replicated_parameters      which parameters ranks must hold alike, and slices of them

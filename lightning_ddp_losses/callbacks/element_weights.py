@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad
+from lightning_ddp_losses.distributed.accumulation import noted_parts
 
 # operations that leave a scalar what it is
 _PASSED = ("View", "UnsafeView", "Squeeze", "Reshape", "Clone", "ToCopy", "Alias", "Expand")
@@ -28,38 +30,71 @@ class ElementWeight:
         weight: How much one element weighs in the loss.
         elements: How many elements are reduced.
         is_masked: Whether the elements were picked by a mask (as PML picks tuples with a loss).
+        kind: Whether the elements are this rank's, or those of all ranks, of a loss that is global; ``unknown`` for a term whose
+            reduction cannot be read, which has no figures.
     """
 
     weight: float
     elements: float
-    is_masked: bool
+    is_masked: bool = False
+    kind: Literal["local", "global", "unknown"] = "local"
+
+
+_UNKNOWN = ElementWeight(0.0, 0.0, kind="unknown")
 
 
 def element_weights(loss: Tensor) -> list[ElementWeight]:
-    """Return the reductions of a scalar loss, in graph order; those behind operations that are not known are left out."""
+    """Return the reductions of a scalar loss, in graph order; one that is not known for all that lies behind other operations."""
     found: list[ElementWeight] = []
     # nodes of the graph, each with the factor that lies between it and the loss
     queue: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)]
     for node, factor in queue:
-        if node is None or len(queue) > _MAX_NODES:
+        if node is None:
+            continue
+        if len(queue) > _MAX_NODES:
+            return [*found, _UNKNOWN]
+        of_all_ranks = _global_reductions(node, factor)
+        if of_all_ranks:
+            found += of_all_ranks
             continue
         name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
         parents = [parent for parent, _ in node.next_functions]
         if name == "Add" or name in _PASSED:
             # torch's alpha= is left out: it weighs all ranks alike
             queue += [(parent, factor) for parent in parents]
+        elif attaches_zero_grad(node):  # its other children get nothing but zeros
+            queue.append((parents[0], factor))
         elif name == "Sub":
             queue += list(zip(parents, (factor, -factor), strict=False))
         elif name == "Neg":
             queue += [(parent, -factor) for parent in parents]
         elif name in ("Mul", "Div"):
-            queue += _through_product(node, name, parents, factor)
+            behind = _through_product(node, name, parents, factor)
+            queue += behind
+            found += [] if behind else [_UNKNOWN]
+        elif name == "Sum" and parents and noted_parts(parents[0]):
+            queue.append((parents[0], factor))
         elif name == "Sum" and parents and type(parents[0]).__name__.startswith("StackBackward"):
             queue += [(parent, factor) for parent, _ in parents[0].next_functions]
         else:
-            weight = _reduction(node, name, parents, factor)
-            if weight is not None:
-                found.append(weight)
+            found.append(_reduction(node, name, parents, factor) or _UNKNOWN)
+    return found
+
+
+def _global_reductions(node: Any, factor: float) -> list[ElementWeight]:
+    """Read what a loss over the rows of all ranks has noted of its divisors; nothing for any other node."""
+    parts = noted_parts(node)
+    if type(node).__name__.startswith("SelectBackward"):  # one of several means
+        parent, index = node.next_functions[0][0], compat.saved_by_node(node, "index")
+        parts = None if parent is None else noted_parts(parent)
+        parts = parts and [parts[index % len(parts)]]
+    found = []
+    for part in parts or ():
+        if part.kind == "sum":
+            found.append(ElementWeight(factor, 1.0, kind="global"))
+        elif part.kind == "mean":
+            weight = factor / part.count if part.count else math.inf
+            found.append(ElementWeight(weight, part.count, kind="global"))
     return found
 
 

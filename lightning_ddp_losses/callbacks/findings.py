@@ -99,6 +99,16 @@ class SwitchedOff(Finding):
         return "warning"
 
 
+@dataclass(frozen=True)
+class Remark(Finding):
+    """Records what is a fault of its kind where it was not meant, and often is meant: a note."""
+
+    @property
+    def severity(self) -> Severity:
+        """Call it a note."""
+        return "note"
+
+
 def odd_ranks(column: Sequence[Any]) -> tuple[int, ...]:
     """Return the ranks that differ from the majority; on a tie, from the first such value."""
     values = list(column)

@@ -17,10 +17,12 @@ from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.element_weights import ElementWeight, element_weights
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 from lightning_ddp_losses.callbacks.loss_observations import local_contrastive_losses
+from lightning_ddp_losses.callbacks.micro_batches import MicroBatches, uneven_micro_batches
 from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.accumulation import counts_nothing
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.errors import DDPLossError
 
@@ -29,7 +31,7 @@ _HASH_BITS = 52  # exact in float64
 _WINDOW, _BIASED_STEPS = 20, 3
 _HISTORY = 10_000
 _EQUAL = 1e-6  # relative
-_NO_WEIGHT = ElementWeight(0.0, 0.0, is_masked=False)
+_NO_WEIGHT = ElementWeight(0.0, 0.0)
 
 
 class LossRow(NamedTuple):
@@ -59,16 +61,18 @@ class LossRow(NamedTuple):
 class LossCheck(RankCheck, default=True):
     """The loss of each rank: there, finite, not zero from the start, and of elements that count alike on all ranks.
 
-    Covers F30, F31, F35, F46, F55, F56 and F79. Keeps every rank's loss in ``history`` and, where there is a log folder, in
-    ``losses_by_rank.csv``.
+    Covers F30 (over ranks; over the micro-batches that Lightning accumulates as a note), F31, F35, F46, F55, F56 and F79. Keeps every
+    rank's loss in ``history`` and, where there is a log folder, in ``losses_by_rank.csv``.
 
     Args:
         zero_steps: A loss that is exactly zero in so many steps from the start is reported.
-        bias: An element may weigh so much more on one rank than on another (1.1 is 10%); reported after three steps of 20.
+        bias: An element may weigh so much more on one rank than on another (1.1 is 10%), reported after three steps of 20; or in one
+            micro-batch than in another of its accumulation window, reported once.
         file: Write ``losses_by_rank.csv``.
         **options: As ``RankCheck``.
 
-    Communication: 64 bytes in the handshake before backward; a few numbers at the start of an epoch and the end of validation.
+    Communication: 64 bytes in the handshake before backward, and 16 for each micro-batch that Lightning accumulates; a few numbers at
+        the start of an epoch and the end of validation.
     """
 
     stages = (
@@ -105,6 +109,7 @@ class LossCheck(RankCheck, default=True):
         self._keys: list[str] = []
         self._biased: deque[bool] = deque(maxlen=_WINDOW)
         self._has_contrastive_loss = False
+        self._micro_batches: MicroBatches | None = None
 
     @property
     def history(self) -> list[tuple[int, tuple[float, ...]]]:
@@ -118,6 +123,9 @@ class LossCheck(RankCheck, default=True):
         self._forget()
         self._history.clear()
         self._has_contrastive_loss = bool(local_contrastive_losses(module))
+        # a loss that compares rows is no mean over those of several micro-batches
+        if module.automatic_optimization and _is_divided(trainer) and not self._has_contrastive_loss:
+            self._micro_batches = MicroBatches()
         if module.automatic_optimization and process_groups.world_size() > 1:
             strategy: Any = trainer.strategy
             # on the strategy: it stands between Lightning's loop and the module, wrapped or not
@@ -150,32 +158,40 @@ class LossCheck(RankCheck, default=True):
     def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Remember which batch it is."""
         self._batch_idx = batch_idx
+        if self._micro_batches is not None and batch_idx % trainer.accumulate_grad_batches == 0:
+            self._micro_batches.clear()
 
     def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
         """Read the loss and its reductions. (Waits for the device.)"""
         # the value that training_step returned: without the scaler's factor and accumulation's divisor
-        value = float(loss.item())
-        if module.automatic_optimization:
-            value *= trainer.accumulate_grad_batches
+        factor = 1.0
+        if module.automatic_optimization and _is_divided(trainer):
+            factor *= trainer.accumulate_grad_batches
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         is_scaled = scaler is not None and loss is not getattr(trainer.strategy, "closure_loss", None)
         if is_scaled:
-            value /= float(scaler.get_scale())  # type: ignore[union-attr]
-        overflowed = is_scaled and math.isinf(value)  # by the scale: the scaler will skip this step on every rank
+            factor /= float(scaler.get_scale())  # type: ignore[union-attr]
+        value = float(loss.item()) * factor
+        is_good = math.isfinite(value)
+        if not is_good:  # by the scale, so that the scaler will skip this step on every rank; or a mean over nothing, which adds nothing
+            is_good = (is_scaled and math.isinf(value)) or counts_nothing(loss)
         self._state = _PRESENT
         if self._bad_batch < 0:  # a loss that was not finite stays until it is reported
             self._loss = value
-            if not math.isfinite(value) and not overflowed:
+            if not is_good:
                 self._bad_batch = self._batch_idx
         # zero in every step so far
         if value == 0 and self._zero_steps >= 0:
             self._zero_steps += 1
         else:
             self._zero_steps = -1
+        weights = element_weights(loss)
         self._weights = []
-        for weight in element_weights(loss):
-            if not (weight.is_masked and self._has_contrastive_loss):
+        for weight in weights:
+            if weight.kind == "local" and not (weight.is_masked and self._has_contrastive_loss):
                 self._weights.append(weight)
+        if self._micro_batches is not None:
+            self._micro_batches.add(value, weights, factor)
 
     # ------------------------------------------------------------------ measure
 
@@ -196,7 +212,10 @@ class LossCheck(RankCheck, default=True):
                 zero_steps=float(self._zero_steps),
             )
             self._state, self._bad_batch = _UNSEEN, -1
-            return [*row]
+            measured = [*row]
+            if self._micro_batches is not None:
+                measured += self._micro_batches.row()
+            return measured
         if stage == CheckStage.VALIDATION_EPOCH_END:
             self._keys = _reduced_keys(trainer, validation=True)
             return [_hash_names(self._keys)]
@@ -214,7 +233,9 @@ class LossCheck(RankCheck, default=True):
     ) -> list[Finding]:
         """Compare the losses, or the monitored values."""
         if stage == CheckStage.BEFORE_BACKWARD:
-            return self._judge_losses([LossRow(*row) for row in table])
+            own = len(LossRow._fields)
+            found = self._judge_losses([LossRow(*row[:own]) for row in table])
+            return found + self._judge_window([row[own:] for row in table])
         if stage == CheckStage.VALIDATION_EPOCH_END:
             return _different_keys([row[0] for row in table])
         if len({row[0] for row in table}) > 1:  # other monitors per rank: their names cannot be lined up
@@ -262,6 +283,13 @@ class LossCheck(RankCheck, default=True):
         values = tuple(f"mean over {row.elements:g}, each weighs {row.weight:.4g}" for row in rows)
         expected = "elements that weigh the same on every rank"
         return [Finding("F30", "the loss is a mean of the ranks' means", expected, (), "loss", values, fix)]
+
+    def _judge_window(self, rows: Sequence[Sequence[float]]) -> list[Finding]:
+        """Say once how far the mean of the micro-batches' means is from that over all their rows."""
+        found = uneven_micro_batches(rows, self.bias)
+        if found:
+            self._micro_batches = None
+        return found
 
     def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
         """Return the names that this rank logs."""
@@ -397,6 +425,11 @@ def _are_equal(values: Sequence[float]) -> bool:
 
 
 # ---------------------------------------------------------------------- what a module logs
+
+
+def _is_divided(trainer: pl.Trainer) -> bool:
+    """Say whether Lightning's division of a loss by the number of micro-batches stands."""
+    return getattr(trainer.strategy, "accumulation", "mean") == "mean"
 
 
 def _hash_names(names: Sequence[str] | Mapping[str, Any]) -> float:

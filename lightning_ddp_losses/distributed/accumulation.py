@@ -39,7 +39,8 @@ from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 _EQUAL = 1e-12  # relative difference of two factors that counts as rounding
-_TITLE = "lightning_ddp_losses: loss"  # key of a graph node's metadata
+_TITLE = "lightning_ddp_losses: loss"  # keys of a graph node's metadata
+_PARTS = "lightning_ddp_losses: parts"
 _TOP = 32  # nodes by which the form of a graph is recognised
 # nodes that only pass on, scale or add what is below them
 _PASSED = ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "ToCopy", "_DDPSink", "AccumulateGrad")
@@ -130,6 +131,11 @@ class WindowCall:
     def mark(self, value: Tensor, weight: float = 1.0) -> Tensor:
         """Return the value of the call, to be found again in the graph of what is back-propagated; its gradient times a weight."""
         return _WindowValue.apply(value, self, weight)  # type: ignore[no-untyped-call, no-any-return]
+
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether one of its means counts nothing in this micro-batch: a value that may be no number, and no gradient."""
+        return any(part.kind == "mean" and not part.count for part in self._parts)
 
     def commit_(self) -> None:
         """Count the rows of the call, once: it is back-propagated."""
@@ -497,6 +503,28 @@ def name_value(value: object, title: str) -> None:
     if _active.get() is not None and isinstance(value, Tensor) and value.grad_fn is not None:
         notes: Any = value.grad_fn.metadata
         notes[_TITLE] = title
+
+
+def counts_nothing(loss: Tensor) -> bool:
+    """Say whether a loss in a window depends on a mean that counts nothing in this micro-batch, and adds nothing to the window."""
+    for node, _ in walk_graph([loss], through=lambda node: _call_of(node) is None):
+        call = _call_of(node)
+        if call is not None and call.counts_nothing:
+            return True
+    return False
+
+
+def note_parts(value: Tensor, parts: Sequence[WindowPart]) -> None:
+    """Note by what a global loss is divided, for checks that look at its graph."""
+    if value.grad_fn is not None:
+        notes: Any = value.grad_fn.metadata
+        notes[_PARTS] = tuple(parts)
+
+
+def noted_parts(node: Any) -> Sequence[WindowPart] | None:
+    """Return by what the global loss is divided whose value a graph node made; None for all other nodes."""
+    found: Sequence[WindowPart] | None = node.metadata.get(_PARTS)
+    return found
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_ddp_losses.core import autograd_graph, precision
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.accumulation import WindowPart, current_window, micro_batch_to_match
+from lightning_ddp_losses.distributed.accumulation import WindowPart, current_window, micro_batch_to_match, note_parts
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import InputError
@@ -98,12 +98,14 @@ def global_mean(
     weights = [1.0 / n if n else 0.0 for n in global_counts]
     # in an accumulation window: as parts of what all its micro-batches make
     window, call = current_window(), None
+    parts = [WindowPart("mean", n) for n in global_counts]
     if window is not None and has_graph:
-        call = window.enter(name or "", title, [WindowPart("mean", n) for n in global_counts])
+        call = window.enter(name or "", title, parts)
         weights = [weight * share for weight, share in zip(weights, call.weights, strict=True)]
     # 4. the numbers, with W times this rank's part of their gradients
     graph = for_mean_over_ranks(totals, group) * totals.new_tensor(weights).view(totals.shape)
     mean = value_with_grad(totals.new_tensor(values).view(totals.shape), graph)
+    note_parts(mean, parts)
     if call is not None:
         mean = call.mark(mean)
     autograd_graph.remember_global_value(mean)

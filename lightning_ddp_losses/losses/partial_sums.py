@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.distributed.accumulation import WindowPart, current_window
+from lightning_ddp_losses.distributed.accumulation import WindowPart, current_window, note_parts
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.losses.pml_registry import reducer_chain, reduction_of
@@ -248,14 +248,19 @@ def global_loss(
     value, factors = scale_factors(stats_by_rank, empty)
     # in an accumulation window: as parts of what all its micro-batches make
     window, call = current_window(), None
+    parts = window_parts(partials, stats_by_rank) if window_source is not None else []
     if window is not None and window_source is not None:
-        call = window.enter(*window_source, window_parts(partials, stats_by_rank))
+        call = window.enter(*window_source, parts)
         factors = [factor * weight for factor, weight in zip(factors, call.weights, strict=True)]
     graph = partials[0].total.new_zeros(())
     for partial, factor in zip(partials, factors, strict=True):
         graph = graph + partial.total * factor
     result = value_with_grad(value, graph)
-    return result if call is None else call.mark(result)
+    if call is not None:
+        return call.mark(result)
+    if parts:
+        note_parts(result, parts)
+    return result
 
 
 def window_parts(partials: Sequence[PartialSum], stats_by_rank: Sequence[Sequence[PartialStats]]) -> list[WindowPart]:

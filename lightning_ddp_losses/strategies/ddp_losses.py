@@ -302,6 +302,11 @@ class DDPLossStrategy(DDPStrategy):
         finally:
             self._count_calls(False)
 
+    @property
+    def accumulation(self) -> str:
+        """What the micro-batches of a window make: the ``"mean"`` of their losses, or the loss of the whole ``"window"``."""
+        return self._accumulation
+
     def _micro_batch(self) -> AbstractContextManager[None]:
         """Return what a training step runs in: the next micro-batch of an accumulation window, where there are windows."""
         if self._windows is None or not self._module.automatic_optimization:
