@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,7 +94,6 @@ class Case:
     value_alone: Callable[[Any, Tensor, Tensor], Tensor] | None = None
     labelled: bool = False
     expects: Callable[[Sequence[Batch]], dict[str, Any]] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 def _logits(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
@@ -163,36 +162,24 @@ def _pair_counts(batches: Sequence[Batch]) -> dict[str, Any]:
     return {"pair": [len(labels), int((labels != IGNORED).sum())]}
 
 
+def _wrapped(make: Callable[[], nn.Module], value: Callable[[Any, Tensor, Tensor], Tensor]) -> Case:
+    """A loss of somebody else's, inside `GlobalBatchLoss` on the ranks."""
+    return Case(lambda: GlobalBatchLoss(make()), value, make, labelled=value is _embeddings)
+
+
 CASES = {
-    "cross entropy, ignored": Case(lambda: GlobalBatchLoss(_cross_entropy()), _logits, _cross_entropy),
-    "cross entropy, weights and smoothing": Case(
-        lambda: GlobalBatchLoss(_cross_entropy(weight=_weights(), label_smoothing=0.1)),
-        _logits,
-        lambda: _cross_entropy(weight=_weights(), label_smoothing=0.1),
+    "cross entropy, ignored": _wrapped(_cross_entropy, _logits),
+    "cross entropy, weights and smoothing": _wrapped(
+        lambda: _cross_entropy(weight=_weights(), label_smoothing=0.1), _logits
     ),
-    "cross entropy, sum": Case(
-        lambda: GlobalBatchLoss(_cross_entropy(reduction="sum")), _logits, lambda: _cross_entropy(reduction="sum")
+    "cross entropy, sum": _wrapped(lambda: _cross_entropy(reduction="sum"), _logits),
+    "ArcFace": _wrapped(lambda: _pml("ArcFaceLoss"), _embeddings),
+    "ArcFace, non-zero, regularised": _wrapped(
+        lambda: _pml("ArcFaceLoss", reducers.AvgNonZeroReducer(), regularized=True), _embeddings
     ),
-    "ArcFace": Case(
-        lambda: GlobalBatchLoss(_pml("ArcFaceLoss")), _embeddings, lambda: _pml("ArcFaceLoss"), labelled=True
-    ),
-    "ArcFace, non-zero, regularised": Case(
-        lambda: GlobalBatchLoss(_pml("ArcFaceLoss", reducers.AvgNonZeroReducer(), regularized=True)),
-        _embeddings,
-        lambda: _pml("ArcFaceLoss", reducers.AvgNonZeroReducer(), regularized=True),
-        labelled=True,
-    ),
-    "CosFace, threshold": Case(
-        lambda: GlobalBatchLoss(_pml("CosFaceLoss", reducers.ThresholdReducer(low=20.0))),
-        _embeddings,
-        lambda: _pml("CosFaceLoss", reducers.ThresholdReducer(low=20.0)),
-        labelled=True,
-    ),
-    "ArcFace, sum, regularised": Case(
-        lambda: GlobalBatchLoss(_pml("ArcFaceLoss", reducers.SumReducer(), regularized=True)),
-        _embeddings,
-        lambda: _pml("ArcFaceLoss", reducers.SumReducer(), regularized=True),
-        labelled=True,
+    "CosFace, threshold": _wrapped(lambda: _pml("CosFaceLoss", reducers.ThresholdReducer(low=20.0)), _embeddings),
+    "ArcFace, sum, regularised": _wrapped(
+        lambda: _pml("ArcFaceLoss", reducers.SumReducer(), regularized=True), _embeddings
     ),
     "class shards": Case(
         lambda: ClassShardedLoss(_pml("ArcFaceLoss", reducers.AvgNonZeroReducer(), regularized=True)),
@@ -214,13 +201,13 @@ CASES = {
 class Job(LightningModule):
     """A net and a loss; the loader gives a rank's part of each micro-batch."""
 
-    def __init__(self, case: str, *, alone: bool = False, clip: bool = False, window: int = 1) -> None:
+    def __init__(self, case: str, *, alone: bool = False, window: int = 1) -> None:
         super().__init__()
         self.case = CASES[case]
         self.net = Net()
         self.net.head.requires_grad_(self.case.value is _logits)
         self.loss = (self.case.make_alone or self.case.make)() if alone else self.case.make()
-        self.alone, self.clip, self.size = alone, clip, window
+        self.alone, self.size = alone, window
         self.batches: list[Batch] = []
         self.logged: list[float] = []
         self.gradients: list[dict[str, Tensor]] = []

@@ -20,19 +20,10 @@ from tests.fuzz.calls import WAYS, call_and_differentiate
 from tests.fuzz.data import DTYPES, Rows, cut, global_rows, options, own, rows_strategy
 from tests.fuzz.engine import Domain, Found, NotDefined, leaf
 from tests.fuzz.pml_losses import LOSSES, MINERS, make_distance, make_reducer
+from tests.oracle import CLASS_LOSSES
 
 __all__ = ["DOMAIN"]
 
-NAMES = [
-    "ArcFaceLoss",
-    "CosFaceLoss",
-    "LargeMarginSoftmaxLoss",
-    "NormalizedSoftmaxLoss",
-    "ProxyNCALoss",
-    "SoftTripleLoss",
-    "SphereFaceLoss",
-    "SubCenterArcFaceLoss",
-]
 REDUCERS = ["", "", "Mean", "Sum", "AvgNonZero", "Threshold", "PerAnchor", "ClassWeighted"]
 # a softmax over fewer classes is the loss itself on them (the others refuse it or normalise by the number of classes)
 SAMPLED = ["ArcFaceLoss", "CosFaceLoss", "NormalizedSoftmaxLoss", "SubCenterArcFaceLoss", "SphereFaceLoss"]
@@ -68,7 +59,7 @@ class Case:
 
 @st.composite
 def cases(draw: Any) -> Case:
-    name = draw(st.sampled_from(NAMES))
+    name = draw(st.sampled_from(CLASS_LOSSES))
     sample_rate = draw(st.sampled_from([1.0, 1.0, 0.6, 0.2]))
     if name not in SAMPLED:
         sample_rate = 1.0
