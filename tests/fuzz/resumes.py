@@ -25,11 +25,12 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss, GlobalBatchSampler, SyncBatchNorm
 from lightning_ddp_losses.sharding import ClassShard
-from tests.fuzz.class_shards import NAMES, SAMPLED, classes_drawn
+from tests.fuzz.class_shards import SAMPLED, classes_drawn
 from tests.fuzz.data import options
 from tests.fuzz.engine import Domain, Found, NotDefined, Refused, guarded
 from tests.fuzz.pml_losses import LOSSES
 from tests.lightning_ranks import make_trainer
+from tests.oracle import CLASS_LOSSES
 from tests.rank_pool import RankPool
 
 __all__ = ["DOMAIN"]
@@ -128,7 +129,7 @@ def legs_strategy(draw: Any) -> tuple[Leg, ...]:
 @st.composite
 def cases(draw: Any) -> Case:
     kind = draw(st.sampled_from(["sharded", "sharded", "replicated"]))
-    name = draw(st.sampled_from(NAMES if kind == "sharded" else sorted(REPLICATED)))
+    name = draw(st.sampled_from(CLASS_LOSSES if kind == "sharded" else sorted(REPLICATED)))
     sample_rate = draw(st.sampled_from([1.0, 1.0, 0.5])) if kind == "sharded" and name in SAMPLED else 1.0
     through = draw(st.sampled_from(["trainer", "hand"]))
     return Case(
