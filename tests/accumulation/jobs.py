@@ -196,6 +196,8 @@ CASES = {
     "global_mean": Case(nn.Identity, _tokens, None, _tokens_alone),
     "global_mean, two divisors": Case(nn.Identity, _two_means, None, _two_means_alone, expects=_pair_counts),
 }
+# not global by itself: the strategy makes it so
+PLAIN = {"ArcFace, plain": Case(lambda: _pml("ArcFaceLoss"), _embeddings, labelled=True)}
 
 
 class Job(LightningModule):
@@ -203,7 +205,7 @@ class Job(LightningModule):
 
     def __init__(self, case: str, *, alone: bool = False, window: int = 1) -> None:
         super().__init__()
-        self.case = CASES[case]
+        self.case = (CASES | PLAIN)[case]
         self.net = Net()
         self.net.head.requires_grad_(self.case.value is _logits)
         self.loss = (self.case.make_alone or self.case.make)() if alone else self.case.make()

@@ -71,6 +71,11 @@ def test_other_options(pool: RankPool, name: str) -> None:
     compare(pool.run(2, fit, case, 3, COUNT, trainer, **strategy), alone)
 
 
+def test_a_loss_that_the_strategy_makes_global(pool: RankPool) -> None:
+    alone = pool.run(1, fit_alone, "ArcFace, plain", 3, COUNT, distributed=False)[0]
+    compare(pool.run(2, fit, "ArcFace, plain", 3, COUNT, global_batch="auto"), alone)
+
+
 def test_windows_change_from_epoch_to_epoch(pool: RankPool) -> None:
     case, windows = "cross entropy, ignored", [2, 3, 4]
     alone = pool.run(1, fit_alone, case, windows, COUNT, distributed=False)[0]
