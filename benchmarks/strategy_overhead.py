@@ -271,7 +271,7 @@ def time_table(rounds: float) -> list[Row]:
         middle = statistics.median(plain)
         ratio, same = statistics.median(ours) / middle, statistics.median(again) / middle
         calm, calm_same = (_calm(values) / _calm(plain) for values in (ours, again))
-        low, difference, high = _median_interval([b - a for a, b in zip(plain, ours, strict=True)])
+        low, difference, high = median_interval([b - a for a, b in zip(plain, ours, strict=True)])
         rows.append(
             {
                 "table": table,
@@ -293,7 +293,7 @@ def time_table(rounds: float) -> list[Row]:
                 "limit": limit,
                 "rounds": len(both),
                 "parameters_differ_by": max(a[1] for a in answers),
-                "verdict": _judge(middle, low, difference, limit),
+                "verdict": judge(middle, low, difference, limit),
             }
         )
     return rows
@@ -303,14 +303,14 @@ def _calm(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 10]
 
 
-def _judge(plain_ms: float, low_ms: float, difference_ms: float, limit: float) -> str:
+def judge(plain_ms: float, low_ms: float, difference_ms: float, limit: float) -> str:
     """By the paired differences; what the interval does not decide is left open."""
     if 1 + difference_ms / plain_ms <= limit:
         return "met"
     return "missed" if 1 + low_ms / plain_ms > limit else "open"
 
 
-def _median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """The median between the order statistics that hold it with 95% probability."""
     ordered, n = sorted(values), len(values)
     reach = 0.98 * math.sqrt(n)

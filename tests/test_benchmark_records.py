@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import figures, records
 from benchmarks.tiled_rows import MEMORY_TABLE, TIME_TABLE
+from benchmarks.window import windows_of
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +61,12 @@ def test_pictures_show_every_recorded_point(results: Path, monkeypatch: pytest.M
     assert {path.name for path in results.glob("*.png")} == {"batch_time.png", "batch_memory.png", "classes.png"}
     pairs = [(512, 5), (512, 20), (4096, 90), (4096, 360), (512, 3), (2048, 40)]
     assert sorted(drawn) == sorted([*pairs, *[(x, y) for x in (1024, 10_000) for y in (11, 30, 50, 600)]])
+
+
+def test_windows_are_whole() -> None:
+    """Micro-batches of a window add up, fit by fit; one that time cut short is left out."""
+    rounds = [(1.0, 2.0, float(10 * number)) for number in range(11)]
+    assert windows_of(rounds) == [(4.0, 8.0, 60.0), (4.0, 8.0, 220.0)]
 
 
 def test_nothing_recorded_draws_nothing(results: Path) -> None:
