@@ -45,6 +45,7 @@ def loop_counted(case: str) -> list[int]:
     counts = []
     # the first two show DDP's own set-up
     for windowed in (False, False, False, True):
+        model.zero_grad()
         with CountCollectives() as counter:
             with accumulation_window(model) if windowed else contextlib.nullcontext():
                 for i, batch in enumerate(batches):
