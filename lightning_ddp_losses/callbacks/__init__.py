@@ -19,7 +19,8 @@ checkpoint_check           `CheckpointCheck`
 communication_monitor      `CommunicationMonitor`
 device_check               `DeviceCheck`
 gradient_flow              `GradientFlowCheck`; its dry run before the first step is in gradient_scale
-loss_check                 `LossCheck`; element_weights reads the loss's graph, micro_batches judges what Lightning accumulates
+loss_check                 `LossCheck`; element_weights reads the loss's graph, micro_batches judges what Lightning accumulates,
+                           logged_means what it logs of an epoch
 optimizer_check            `OptimizerCheck`
 parameter_sync             `ParameterSyncCheck`
 replicated_parameters      which parameters ranks must hold alike, and slices of them
@@ -30,12 +31,12 @@ To add a check:
 
 1. ``callbacks/<name>.py``: ``class NameCheck(RankCheck, default=True)``, which makes it one of those that ``DDPChecks()`` runs. Say
    ``stages`` (when), ``faults`` (which ids of ``faults.FAULTS``) and whether it ``needs_peers``. Look at things in ``start``,
-   ``see_batch``, ``see_loss``, ``see_gradients``, ``see_step``, ``stop``: local, no communication, cheap. ``measure`` returns this
-   rank's row: a short 1-D tensor of int64, float64 or uint8, or a list of ints or floats, which is faster (rows share a handshake,
-   which grows with them: keep yours small; ours are ``NamedTuple``, so that ``judge`` reads them by name). ``judge`` gets the table
-   (W, n), a tensor or a list of such lists, and returns findings; it decides from the table alone (and from what is the same on
-   every rank), so that every rank comes to the same findings. Rows of unequal length are padded with zeros. ``self.runner`` has
-   ``step``, ``synchronising``, ``backwards``, ``stepping``, ``checkpoint`` and ``shared``.
+   ``see_batch``, ``see_loss``, ``see_gradients``, ``see_step``, ``see_batch_end``, ``stop``: local, no communication, cheap.
+   ``measure`` returns this rank's row: a short 1-D tensor of int64, float64 or uint8, or a list of ints or floats, which is faster
+   (rows share a handshake, which grows with them: keep yours small; ours are ``NamedTuple``, so that ``judge`` reads them by name).
+   ``judge`` gets the table (W, n), a tensor or a list of such lists, and returns findings; it decides from the table alone (and from
+   what is the same on every rank), so that every rank comes to the same findings. Rows of unequal length are padded with zeros.
+   ``self.runner`` has ``step``, ``synchronising``, ``backwards``, ``stepping``, ``checkpoint`` and ``shared``.
 2. Where a finding needs more than the row holds, ``describe`` gives a text of this rank, ``explain`` makes findings of all texts, and
    ``tensor`` names the tensor whose largest difference is to be told. They run only when there is a finding, on every rank. What one
    rank can find by itself it adds to the ``local`` findings of a ``LocalCheck``, which do all this.

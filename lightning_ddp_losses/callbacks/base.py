@@ -94,6 +94,13 @@ class CheckCallback(Callback):
         if self._own_runner:
             self._own_runner.batch_end()
 
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any, **options: Any
+    ) -> None:
+        """Let the checks see what a validation batch has left, before the module's own hook."""
+        if self._own_runner and not trainer.sanity_checking:
+            self._own_runner.see_batch_end()
+
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Judge what validation will see."""
         if self._own_runner and not trainer.sanity_checking:
@@ -265,6 +272,9 @@ class RankCheck(CheckCallback):
 
     def see_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
         """Look at what a step left, right after it was made: gradients are those that the optimizer used."""
+
+    def see_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Look at what a batch of training or validation (``trainer.validating``) has left, before the module's own hook."""
 
     def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Leave nothing behind: the fit is over, also after an error. It may be called twice."""

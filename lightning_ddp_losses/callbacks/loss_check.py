@@ -16,6 +16,7 @@ from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.element_weights import ElementWeight, element_weights
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
+from lightning_ddp_losses.callbacks.logged_means import LoggedMeans
 from lightning_ddp_losses.callbacks.loss_observations import local_contrastive_losses
 from lightning_ddp_losses.callbacks.micro_batches import MicroBatches, uneven_micro_batches
 from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME
@@ -59,10 +60,10 @@ class LossRow(NamedTuple):
 
 
 class LossCheck(RankCheck, default=True):
-    """The loss of each rank: there, finite, not zero from the start, and of elements that count alike on all ranks.
+    """The loss of each rank: there, finite, not zero from the start, of elements that count alike on all ranks, and logged as it is.
 
-    Covers F30 (over ranks; over the micro-batches that Lightning accumulates as a note), F31, F35, F46, F55, F56 and F79. Keeps every
-    rank's loss in ``history`` and, where there is a log folder, in ``losses_by_rank.csv``.
+    Covers F30 (over ranks; over the micro-batches that Lightning accumulates as a note), F31, F35, F46, F55, F56, F79 and F82. Keeps
+    every rank's loss in ``history`` and, where there is a log folder, in ``losses_by_rank.csv``.
 
     Args:
         zero_steps: A loss that is exactly zero in so many steps from the start is reported.
@@ -72,17 +73,18 @@ class LossCheck(RankCheck, default=True):
         **options: As ``RankCheck``.
 
     Communication: 64 bytes in the handshake before backward, and 16 for each micro-batch that Lightning accumulates; a few numbers at
-        the start of an epoch and the end of validation.
+        the start and end of an epoch and of validation.
     """
 
     stages = (
         CheckStage.EPOCH_START,
         CheckStage.BEFORE_BACKWARD,
+        CheckStage.TRAIN_EPOCH_END,
         CheckStage.VALIDATION_EPOCH_END,
         CheckStage.VALIDATION_END,
         CheckStage.TRAIN_END,
     )
-    faults = ("F30", "F31", "F35", "F46", "F55", "F56", "F79")
+    faults = ("F30", "F31", "F35", "F46", "F55", "F56", "F79", "F82")
     needs_peers = False
 
     @warn_positional_options("zero_steps", "bias", "file")
@@ -107,6 +109,7 @@ class LossCheck(RankCheck, default=True):
         self._batch_idx, self._bad_batch, self._zero_steps = 0, -1, 0
         self._weights: list[ElementWeight] = []
         self._keys: list[str] = []
+        self._means = LoggedMeans()
         self._biased: deque[bool] = deque(maxlen=_WINDOW)
         self._has_contrastive_loss = False
         self._micro_batches: MicroBatches | None = None
@@ -193,10 +196,15 @@ class LossCheck(RankCheck, default=True):
         if self._micro_batches is not None:
             self._micro_batches.add(value, weights, factor)
 
+    def see_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Remember what is logged while it is this rank's own."""
+        if trainer.validating or trainer.is_last_batch:
+            self._means.see_batch_end(_logged_results(trainer, validation=trainer.validating))
+
     # ------------------------------------------------------------------ measure
 
     def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[float]:
-        """Return this rank's loss, or the values that are monitored."""
+        """Return this rank's loss, what it has added up of logged means, or the values that are logged and monitored."""
         if stage == CheckStage.BEFORE_BACKWARD:
             self._keys = _reduced_keys(trainer)
             # the two reductions next to the loss say enough: a loss is rarely the sum of more
@@ -216,12 +224,16 @@ class LossCheck(RankCheck, default=True):
             if self._micro_batches is not None:
                 measured += self._micro_batches.row()
             return measured
+        if stage == CheckStage.TRAIN_EPOCH_END:
+            return self._means.measure_sums(_logged_results(trainer))
         if stage == CheckStage.VALIDATION_EPOCH_END:
             self._keys = _reduced_keys(trainer, validation=True)
-            return [_hash_names(self._keys)]
-        # a hash of the names, then for each whether it is there, and its value
+            sums = self._means.measure_sums(_logged_results(trainer, validation=True))
+            return [_hash_names(self._keys), *sums]
+        # the means that are looked at, a hash of the names that are monitored, then for each whether it is there, and its value
+        measured = self._means.measure_logged(trainer.callback_metrics)
         values = _monitored_values(trainer)
-        measured = [_hash_names(values)]
+        measured.append(_hash_names(values))
         for value in values.values():
             measured += [float(value is not None), value or 0.0]
         return measured
@@ -231,16 +243,23 @@ class LossCheck(RankCheck, default=True):
     def judge(
         self, table: list[list[float]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
     ) -> list[Finding]:
-        """Compare the losses, or the monitored values."""
+        """Compare the losses, or the logged and monitored values."""
         if stage == CheckStage.BEFORE_BACKWARD:
             own = len(LossRow._fields)
             found = self._judge_losses([LossRow(*row[:own]) for row in table])
             return found + self._judge_window([row[own:] for row in table])
-        if stage == CheckStage.VALIDATION_EPOCH_END:
-            return _different_keys([row[0] for row in table])
-        if len({row[0] for row in table}) > 1:  # other monitors per rank: their names cannot be lined up
+        if stage == CheckStage.TRAIN_EPOCH_END:
+            self._means.judge_sums(table)
             return []
-        return _different_values([row[1:] for row in table], list(_monitored_values(trainer)))
+        if stage == CheckStage.VALIDATION_EPOCH_END:
+            self._means.judge_sums([row[1:] for row in table])
+            return _different_keys([row[0] for row in table])
+        number = self._means.number
+        found = self._means.judge_logged(table[0][:number])
+        monitored = [row[number:] for row in table]
+        if len({row[0] for row in monitored}) > 1:  # other monitors per rank: their names cannot be lined up
+            return found
+        return found + _different_values([row[1:] for row in monitored], list(_monitored_values(trainer)))
 
     def _judge_losses(self, rows: Sequence[LossRow]) -> list[Finding]:
         losses = [row.loss for row in rows]
@@ -436,12 +455,17 @@ def _hash_names(names: Sequence[str] | Mapping[str, Any]) -> float:
     return float(hash_text("; ".join(names), _HASH_BITS))
 
 
-def _reduced_keys(trainer: pl.Trainer, *, validation: bool = False) -> list[str]:
-    """Return the names of logged values that need all ranks: with ``sync_dist``, or a metric."""
+def _logged_results(trainer: pl.Trainer, *, validation: bool = False) -> Any:
+    """Return what training or validation has logged in this epoch, by Lightning's key."""
     loop: Any = trainer.fit_loop.epoch_loop
     if validation:
         loop = loop.val_loop
-    results = compat.logged_results(loop)
+    return compat.logged_results(loop)
+
+
+def _reduced_keys(trainer: pl.Trainer, *, validation: bool = False) -> list[str]:
+    """Return the names of logged values that need all ranks: with ``sync_dist``, or a metric."""
+    results = _logged_results(trainer, validation=validation)
     return sorted(f"{name} ({value.meta.fx})" for name, value in results.items() if _is_reduced(value))
 
 

@@ -271,6 +271,12 @@ class CheckRunner:
         self.stepping, self.stepped, self.backwards, self._parameters_of_batch = [], [], 0, None
         for shared in self._shared.values():
             shared.batch_end()
+        self.see_batch_end()
+
+    def see_batch_end(self) -> None:
+        """Let the checks see what a batch of training or validation has left."""
+        with self.own_time:
+            self._observe("see_batch_end")
 
     def train_end(self) -> None:
         """Judge what training leaves, and sum up."""

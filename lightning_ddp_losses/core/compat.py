@@ -281,6 +281,17 @@ def logged_results(loop: Any) -> Any:
     return loop._results
 
 
+def is_reduced(result: Any) -> bool:
+    """Say whether an epoch's value of what was logged has been computed; Lightning then has reduced the number of rows in place."""
+    return result._computed is not None
+
+
+def epoch_name(results: Any, result: Any) -> str:
+    """Return the name under which ``callback_metrics`` holds an epoch's value, with the loader's number where there are several."""
+    name: str = results._forked_name(result, on_step=False)[1]
+    return name
+
+
 def has_layer_sync(strategy: Any) -> bool:
     """Say whether a strategy converts batch norm (``sync_batchnorm``)."""
     return getattr(strategy, "_layer_sync", None) is not None

@@ -95,6 +95,7 @@ _WARNINGS = {
     "F59": "batch-norm statistics that differ per rank",
     "F70": "the same order in every epoch",
     "F76": "a checkpoint of another world size",
+    "F82": "a logged epoch mean over too few rows",
 }
 _NOTES = {
     "F18": "what a batch and a learning rate mean",

@@ -89,6 +89,29 @@ class OtherValidationKeys(Watched):
         self.log(name, self.objective(*batch, index), sync_dist=True, batch_size=4)
 
 
+class FlooredMean(Subject):
+    """A row more on one rank, which the number of ranks does not divide."""
+
+    def rows(self, index: int) -> int:
+        return 4 + (self.odd and index == 0)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
+        loss = self.objective(*batch, index)
+        options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True}
+        self.log("mean_loss", loss.detach(), batch_size=self.rows(index), **options)
+        return loss
+
+
+class FlooredValidationMean(FlooredMean, Watched):
+    """The same in validation."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
+        return self.objective(*batch, index)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        self.log("val_loss", self.objective(*batch, index), sync_dist=True, batch_size=self.rows(index))
+
+
 class Uneven(Subject):
     """Three rows on one rank, one on the other."""
 
@@ -115,6 +138,8 @@ CASES = [
     Case(GlobalMean, "F30", "LossCheck", "loss", step=2, ranks=()),
     Case(Uneven, "F30", "LossCheck", "loss", step=2, ranks=()),
     Case(Watched, "F55", "LossCheck", "val_loss", step=3, options={"callbacks": stop_early}),
+    Case(FlooredMean, "F82", "LossCheck", "mean_loss", step=4, ranks=()),
+    Case(FlooredValidationMean, "F82", "LossCheck", "val_loss", step=3, ranks=()),
     Case(OtherKeys, "F46", "LossCheck", "loss_0", step=0),
     Case(OtherValidationKeys, "F46", "LossCheck", "val_loss_0", step=3),
 ]
