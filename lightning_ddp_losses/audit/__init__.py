@@ -9,6 +9,7 @@ An audit from top to bottom:
 * `replay`: what a run is, and the ranks' batches for another run: joined, cut, or one after the other.
 * `ablations`: what a run can be without (random draws, batch statistics, precision), and runs moved by one rounding unit.
 * `compare`: two recordings, tensor by tensor, and how large an error may be.
+* `accumulation`: which one process the ranks equal where a step has several micro-batches.
 * `context`: a finished audit as the rules see it, with counterfactual runs made when a rule asks.
 * `diagnosis`: from a context to ranked diagnoses and notes.
 * `rules`, `rules_desync`: one small function for each fault; the second file for ranks that do not agree with each other.

@@ -12,6 +12,7 @@ import re
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_ddp_losses.audit.ablations import ABLATIONS, unit_roundoff
+from lightning_ddp_losses.audit.accumulation import AccumulationParity, judge_accumulation
 from lightning_ddp_losses.audit.compare import (
     MULTIPLE,
     Comparison,
@@ -59,7 +61,9 @@ def audit(
     """Train a few steps on N ranks and in one process, and compare every gradient.
 
     Equivalent to: ``Trainer(devices=N, strategy=strategy).fit(model, data)`` beside ``Trainer(devices=1).fit(model, batches)``, the
-    batches being those of all ranks joined in rank order, from the same weights. The model itself is not changed.
+    batches being those of all ranks joined in rank order, from the same weights. The model itself is not changed. Where a step accumulates
+    micro-batches, the one process does so too, and under ``DDPLossStrategy(accumulation="window")`` it takes all rows of a window as
+    one batch; either way the report's ``accumulation`` says which of the two the ranks equal.
 
     Args:
         model: Any LightningModule, also one defined in ``__main__``, a notebook or a function.
@@ -97,6 +101,9 @@ def audit(
     off = frozenset(without)
     options = dict(trainer_kwargs or {})
     _validate(model, devices, steps, off)
+    if "uneven" in off and _joins_windows(strategy):
+        expected = "accumulation='mean', whose micro-batches can be divided evenly"
+        raise ConfigurationError("audit(without=('uneven',))", expected=expected, got="accumulation='window'")
     options["accelerator"] = _choose_accelerator(options.get("accelerator"), devices)
     started = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="ddp-losses-audit-"))
@@ -115,6 +122,7 @@ def audit(
             diagnoses=found,
             notes=notes(context, auditor.context, needs_group=auditor.needs_group),
             settings=_report_settings(context, auditor, strategy),
+            accumulation=auditor.accumulation(context, off),
         )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -163,6 +171,11 @@ def _validate(model: Any, devices: int, steps: int, off: frozenset[str]) -> None
         raise ConfigurationError("training_step", expected="a batch", got=got, fix=fix)
 
 
+def _joins_windows(strategy: Any) -> bool:
+    """Say whether the micro-batches of a window make one batch under this strategy."""
+    return getattr(strategy, "accumulation", "mean") == "window"
+
+
 def _single_source(**sources: Any) -> Any:
     """Return the data under whatever name it was given, None where there is none."""
     given = {name: source for name, source in sources.items() if source is not None}
@@ -189,6 +202,7 @@ def _choose_accelerator(asked: Any, devices: int) -> Any:
 
 _PERTURBATION_SEEDS = (1, 2)
 _FLOAT64_TOLERANCE = 1e-9  # what differs by less than this in float64 is equal
+_OF_WINDOWS = ("joined", "reversed")  # assignments that can join the micro-batches of a window
 _OTHER_SEED = 12345  # of the run that shows whether random numbers matter
 
 
@@ -242,18 +256,51 @@ class _Auditor:
     def _folder_of(self, run: Run) -> Path:
         return self.target.scratch / run.name.replace(" ", "-").replace(",", "")
 
-    def _replay(self, name: str, assignment: str, *, rank: int = 0, steps: int | None = None, **options: Any) -> Run:
-        """Plan a run on the batches that the ranks had, from the weights that they started with."""
+    @property
+    def _is_automatic(self) -> bool:
+        """Whether Lightning decides when an optimizer steps, so that a replay can have other windows."""
+        return self._made["ranks"].records[0].module_info.automatic
+
+    @property
+    def _joins_windows(self) -> bool:
+        """Whether all rows of a window are one batch of the one process."""
+        return _joins_windows(self.target.strategy) and self._is_automatic
+
+    def _replay(
+        self,
+        name: str,
+        assignment: str,
+        *,
+        rank: int = 0,
+        steps: int | None = None,
+        whole_windows: bool | None = None,
+        **options: Any,
+    ) -> Run:
+        """Plan a run on the batches that the ranks had, from the weights that they started with.
+
+        Args:
+            name: Of the run.
+            assignment: Which batches each process gets.
+            rank: For ``"one rank"``.
+            steps: Optimizer steps; None: those of the audit.
+            whole_windows: The one process takes the micro-batches of a step as one batch; None: where the strategy does so.
+            **options: Of the run.
+        """
         original = self._made["ranks"]
         steps = steps or self.steps
-        plans = plan_replay(original, assignment, steps=steps, rank=rank)
+        if whole_windows is None:
+            whole_windows = assignment in _OF_WINDOWS and self._joins_windows
+        if whole_windows:
+            options["accumulate"] = 0
+        plans = plan_replay(original, assignment, steps=steps, rank=rank, whole_windows=whole_windows)
         ranks = self.devices if len(plans) > 1 else 0
         group = self.needs_group and not ranks
         return Run(name, ranks, plans, str(original.folder), steps, group=group, **options)
 
     def _replay_in_one(self, off: frozenset[str], assignment: str, **options: Any) -> Recording:
         """Record one process without ``off`` on the ranks' batches, assigned in some way."""
-        label = ", ".join([assignment, *options, *sorted(off)])
+        given = [f"{name}={value}" for name, value in options.items()]
+        label = ", ".join([assignment, *given, *sorted(off)])
         if "uneven" in off and assignment == "joined":
             assignment = "even joined"
         return self.record(self._replay(f"one {label}", assignment, without=off, **options))[0]
@@ -316,17 +363,44 @@ class _Auditor:
             return compare(self._replay_in_one(off, assignment, **options), one, self._allowed(off))
 
         runs = CounterfactualRuns(
-            without=lambda *more: self.context(off | set(more)).comparison,
+            without=lambda *more: self.context(off | self._possible(more)).comparison,
             is_local_mean=lambda step: self._is_local_mean(off, ranks, step),
             exchanged=lambda: self._exchanged(off, ranks),
             reversed_order=lambda: against_one("reversed"),
-            unaccumulated=lambda: against_one("whole", accumulate=0),
+            unaccumulated=lambda: compare(self._on_whole_windows(off, one), one, self._allowed(off)),
             reseeded=lambda: against_one("joined", seed=_OTHER_SEED),
             single_ranks=lambda: self._single_ranks(off),
             first_traced_difference=lambda: self._trace(off, comparison.first_step or 1),
         )
         switched_off = tuple(sorted(off))
         return AuditContext(self._made["ranks"], ranks, one, comparison, runs, self.unit, switched_off)
+
+    def _possible(self, ablations: Iterable[str]) -> set[str]:
+        """Leave out what cannot be switched off: micro-batches of a joined window are not divided evenly."""
+        return {name for name in ablations if name != "uneven" or not self._joins_windows}
+
+    def accumulation(self, context: AuditContext, off: frozenset[str]) -> AccumulationParity | None:
+        """Compare the ranks with one process in both ways to accumulate; None where each step has one batch, or the module decides.
+
+        Args:
+            context: The audit as it ran.
+            off: What is switched off in it.
+        """
+        by_step = Counter(batch.step for batch in context.record.batches)
+        if not self._is_automatic or max(by_step.values(), default=1) == 1:
+            return None
+        whole = self._on_whole_windows(off, context.one)
+        same = context.one
+        if self._joins_windows:
+            same = self._replay_in_one(off, "joined", whole_windows=False)
+        of_both = [compare(context.ranks, one, self._allowed(off)) for one in (same, whole)]
+        return judge_accumulation(max(by_step.values()), *of_both)
+
+    def _on_whole_windows(self, off: frozenset[str], one: Recording) -> Recording:
+        """Record one process on all rows of each window at once, where ``one`` is not that already."""
+        if self._joins_windows:
+            return one
+        return self._replay_in_one(off, "joined", whole_windows=True)
 
     def _is_local_mean(self, off: frozenset[str], ranks: Recording, step: int) -> bool:
         """Say whether one process that takes the ranks' batches one after the other has the mean of their gradients."""
@@ -349,6 +423,8 @@ class _Auditor:
         return compare(exchanged, ranks, self._allowed(off))
 
     def _trace(self, off: frozenset[str], step: int) -> str:
+        if self._joins_windows:
+            return "(Activations of micro-batches are not compared with those of whole windows.)"
         label = " ".join(sorted(off))
         options: dict[str, Any] = {"without": off, "trace": step, "steps": step}
         ranks, one = self.record(

@@ -247,9 +247,10 @@ def compare(ranks: Recording, one: Recording, allowed: Tolerances) -> Comparison
 
 
 def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
-    """Put the ranks' losses beside those of one process, batch by batch."""
+    """Put the ranks' losses beside those of one process, batch by batch; none where it had all batches of a step as one."""
     found = []
     of_ranks = [record.batches for record in ranks.records]
+    is_aligned = has_same_batches(ranks, one)
     for index, column in enumerate(zip(*of_ranks, strict=False)):
         values = tuple(record.loss_of(index) for record in ranks.records)
         known = [value for value in values if value is not None]
@@ -257,8 +258,16 @@ def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
         if known:
             mean = sum(known) / len(known)
         rows = tuple(batch.total_rows for batch in column)
-        found.append(StepLoss(column[0].step, values, mean, one.records[0].loss_of(index), rows))
+        of_one = one.records[0].loss_of(index) if is_aligned else None
+        found.append(StepLoss(column[0].step, values, mean, of_one, rows))
     return found
+
+
+def has_same_batches(ranks: Recording, one: Recording) -> bool:
+    """Say whether one process has as many batches in each step as the ranks, in the steps that both have made."""
+    steps = min(ranks.steps, one.steps)
+    of_ranks, of_one = ([b.step for b in run.records[0].batches if b.step <= steps] for run in (ranks, one))
+    return of_ranks == of_one
 
 
 def is_mean_of(parts: Sequence[Recording], ranks: Recording, allowed: Tolerances) -> bool:

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.audit.compare import ComparedRow, Comparison
+from lightning_ddp_losses.audit.compare import ComparedRow, Comparison, has_same_batches
 from lightning_ddp_losses.audit.rank_record import NO_TENSOR, Entry, ModuleInfo, RankRecord, Recording, fewest_rows
 
 Severity = Literal["error", "explanation", "note"]
@@ -145,6 +145,8 @@ class AuditContext:
     @property
     def first_odd_batch(self) -> int | None:
         """The first batch of the step that is looked at whose loss is not finite on some rank, and is in one process; None without one."""
+        if not has_same_batches(self.ranks, self.one):
+            return None
         for index, batch in enumerate(self.record.batches):
             losses = [record.loss_of(index) for record in self.ranks.records]
             of_one = self.one.records[0].loss_of(index)

@@ -177,7 +177,9 @@ _ASSIGNMENTS: dict[str, Assignment] = {
 }
 
 
-def plan_replay(recording: Recording, assignment: str, *, steps: int, rank: int = 0) -> tuple[Plan, ...]:
+def plan_replay(
+    recording: Recording, assignment: str, *, steps: int, rank: int = 0, whole_windows: bool = False
+) -> tuple[Plan, ...]:
     """Plan a replay of the batches that the ranks had, one plan for each process.
 
     Args:
@@ -185,17 +187,16 @@ def plan_replay(recording: Recording, assignment: str, *, steps: int, rank: int 
         assignment: ``"same"``: each rank its own. ``"exchanged"``: the same with the next rank's row at every second place, so
             that no row changes its place in a batch. ``"joined"``: one process, in rank order. ``"reversed"``: the other way
             round. ``"local"``: one process, the ranks' batches one after the other. ``"even"``: joined rows, divided evenly.
-            ``"even joined"``: those rows for one process. ``"one rank"``: the batches of ``rank`` alone. ``"whole"``: one
-            process, all batches of an optimizer step joined.
+            ``"even joined"``: those rows for one process. ``"one rank"``: the batches of ``rank`` alone.
         steps: Only the batches of the first so many optimizer steps.
         rank: For ``"one rank"``.
+        whole_windows: Join all batches of an optimizer step, for ``"joined"`` and ``"reversed"``.
     """
     # what the ranks had at the same time; a rank that had more batches than another is cut
     of_ranks = [record.batches for record in recording.records]
     columns = [list(column) for column in zip(*of_ranks, strict=False) if column[0].step <= steps]
-    if assignment == "whole":  # the batches of a step as one column, as if there were more ranks
+    if whole_windows:  # the batches of a step as one column, as if there were more ranks
         columns = [list(chain.from_iterable(group)) for _, group in groupby(columns, key=lambda column: column[0].step)]
-        assignment = "joined"
     # each column for each process, then each process's columns
     assign = _ASSIGNMENTS[assignment]
     assigned = [(column[0].epoch, assign(column, rank)) for column in columns]

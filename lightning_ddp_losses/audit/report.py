@@ -18,6 +18,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from lightning_ddp_losses.audit.accumulation import AccumulationParity
 from lightning_ddp_losses.audit.compare import ComparedRow, Comparison, StepLoss
 from lightning_ddp_losses.audit.context import Diagnosis
 from lightning_ddp_losses.audit.figures import draw_audit
@@ -45,6 +46,7 @@ class AuditReport:
         diagnoses: Likeliest first; empty where nothing is wrong.
         notes: True of both runs, so no difference, but worth knowing.
         settings: Devices, steps, strategy, precision, rounding unit, seconds, ...
+        accumulation: Which one process the ranks equal where a step accumulates micro-batches; None where it does not.
 
     Example:
         >>> report = AuditReport(True, [], [], [], [], [], {"devices": 2, "steps": 3})
@@ -59,6 +61,7 @@ class AuditReport:
     diagnoses: list[Diagnosis]
     notes: list[Diagnosis]
     settings: dict[str, Any] = field(default_factory=dict)
+    accumulation: AccumulationParity | None = None
 
     @property
     def first_step(self) -> int | None:
@@ -107,6 +110,8 @@ class AuditReport:
             values = ", ".join(map(_loss_cell, first.ranks))
             mean, one = _loss_cell(first.mean), _loss_cell(first.one)
             yield Text(f"Loss of the first batch: ranks {values}; mean {mean}; one process {one}")
+        if self.accumulation is not None:
+            yield Text(self.accumulation.sentence())
         for number, each in enumerate(self.diagnoses, 1):
             yield from _diagnosis_texts(each, f"Diagnosis {number}")
         for each in self.notes:
@@ -248,6 +253,8 @@ def _html_page(report: AuditReport, step: int, figure: str) -> str:
     # what was found, first
     state = "equal" if report.equal else "different"
     parts = [f'<h1 class="{state}">{_escaped(report.summary())}</h1>', f"<p>{_escaped(_settings_sentence(report))}</p>"]
+    if report.accumulation is not None:
+        parts.append(f"<p>{_escaped(report.accumulation.sentence())}</p>")
     parts += [_html_card(each, f"{number}. ") for number, each in enumerate(report.diagnoses, 1)]
     # the step at which something differs
     parts += [figure, f"<h2>Gradients at step {step}, in layer order</h2>"]

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
@@ -379,6 +380,8 @@ def _trainer_options(target: AuditTarget, run: Run, recorder: Recorder) -> dict[
     callbacks = [callback for callback in given if not isinstance(callback, LEFT_OUT)]
     plugins = _plugins(options.pop("plugins", None), run)
     accumulate = options.pop("accumulate_grad_batches", 1) * run.accumulate
+    if not run.accumulate:
+        callbacks = [callback for callback in callbacks if not isinstance(callback, GradientAccumulationScheduler)]
     # what the run is without, and what a replay cannot have
     if "precision" in run.without:
         options["precision"] = "64-true"
