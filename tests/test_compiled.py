@@ -204,6 +204,6 @@ def steps(name: str) -> dict[str, dict[str, Tensor]]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_first_call_is_the_plain_one(pool: RankPool, name: str) -> None:
-    for found in pool.run(2, steps, name, seconds=120.0):
+    for found in pool.run(2, steps, name):
         for how in HOW:
             assert_close(found[how], found["plain"])

@@ -144,7 +144,7 @@ OF_EVERY_FIT = {("note", "F18"), ("note", "F56")}
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_check_speaks_of_healthy_modules(pool: RankPool, strategy: str) -> None:
-    for by_module in pool.run(2, fit_all, list(HEALTHY), strategy, seconds=120.0):
+    for by_module in pool.run(2, fit_all, list(HEALTHY), strategy, seconds=600.0):
         spoken = {
             name: [text for *kind, text in found if tuple(kind) not in OF_EVERY_FIT]
             for name, found in by_module.items()

@@ -154,5 +154,5 @@ FAMILIES = sorted({cls.__module__.split(".")[1] for name, cls in differentiable_
 @pytest.mark.filterwarnings("ignore:Metric `.*` will save all")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_without_rows_counts_for_nothing(pool: RankPool, family: str) -> None:
-    for found in pool.run(3, without_rows, family, seconds=60):
+    for found in pool.run(3, without_rows, family):
         assert {name: off for name, off in found.items() if not off < 1} == {}

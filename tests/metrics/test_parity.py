@@ -32,6 +32,6 @@ def differences(family: str, even: bool) -> dict[str, float]:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_value_and_gradient_are_those_of_one_process(pool: RankPool, family: str, world_size: int, even: bool) -> None:
-    for found in pool.run(world_size, differences, family, even, seconds=60):
+    for found in pool.run(world_size, differences, family, even):
         assert found
         assert {name: off for name, off in found.items() if not off < 1} == {}

@@ -99,7 +99,7 @@ class CopyOnRank0(Callback):
 )
 def test_copies_on_one_rank_in_the_middle_of_fit(pool: RankPool, what: str) -> None:
     expected = fit_alone(Job)
-    for state in pool.run(2, fit, Job, callbacks=[CopyOnRank0(what)], seconds=60.0):
+    for state in pool.run(2, fit, Job, callbacks=[CopyOnRank0(what)]):
         assert_close(state, expected)
 
 

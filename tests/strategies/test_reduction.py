@@ -33,7 +33,7 @@ def test_ranks_equal_one_process(pool: RankPool, job: type[Job], accumulate: int
 @pytest.mark.parametrize("job", [Compiled, CompiledAot, CompiledInPlace], ids=lambda job: job.__name__)
 def test_a_compiled_loss_equals_the_plain_one(pool: RankPool, job: type[Job]) -> None:
     plain = fit_alone(Job)
-    for state in pool.run(2, fit, job, seconds=120.0):
+    for state in pool.run(2, fit, job):
         assert_close({name.replace("_orig_mod.", ""): value for name, value in state.items()}, plain)
 
 
@@ -47,7 +47,7 @@ def fit_compiled_module(make: type[Job]) -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_module_equals_the_plain_one(pool: RankPool) -> None:
     plain = fit_alone(Job)
-    for state in pool.run(2, fit_compiled_module, Job, seconds=120.0):
+    for state in pool.run(2, fit_compiled_module, Job):
         assert_close(state, plain)
 
 
