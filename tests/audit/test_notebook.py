@@ -37,10 +37,10 @@ CELLS = (
     torch.randn(512, 512).matmul(torch.randn(512, 512)).sum()
     assert hasattr(sys, "ps1")
     """,
-    "print(audit(InACell(1), train_dataloaders=loader, steps=2, timeout_seconds=60))",
+    "print(audit(InACell(1), train_dataloaders=loader, steps=2, timeout_seconds=200))",
     """
     try:
-        assert_parity(InACell(2), train_dataloaders=loader, steps=1, strategy="ddp", timeout_seconds=60)
+        assert_parity(InACell(2), train_dataloaders=loader, steps=1, strategy="ddp", timeout_seconds=200)
     except AssertionError as error:
         print(error)
     """,

@@ -24,7 +24,7 @@ def runs(pool: RankPool) -> Runs:
         if (world_size, sick) not in done:
             outcomes = []
             for start in range(0, len(CASES), _AT_ONCE):
-                per_rank = pool.run(world_size, run_all, CASES[start : start + _AT_ONCE], sick, seconds=120.0)
+                per_rank = pool.run(world_size, run_all, CASES[start : start + _AT_ONCE], sick, seconds=600.0)
                 outcomes += [list(row) for row in zip(*per_rank, strict=True)]
             done[world_size, sick] = outcomes
         return done[world_size, sick]

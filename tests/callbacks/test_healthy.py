@@ -193,7 +193,7 @@ IDS = [
 def outcomes(pool: RankPool) -> dict[int, list[list[Outcome]]]:
     """By world size and case, the outcome of each rank."""
     return {
-        w: [list(row) for row in zip(*pool.run(w, run_all, CASES, False, seconds=120.0), strict=True)]
+        w: [list(row) for row in zip(*pool.run(w, run_all, CASES, False, seconds=600.0), strict=True)]
         for w in (1, 2, 3)
     }
 
