@@ -257,6 +257,18 @@ def combined_loader(loop: Any) -> Any:
     return loop._combined_loader
 
 
+def cycles(combined: Any) -> bool:
+    """Say whether a combined loader begins its shorter loaders again while the longest goes on; it keeps its mode in a private name."""
+    return bool(combined._mode == "max_size_cycle")
+
+
+def make_iterator_anew(loop: Any) -> None:
+    """Let the fit loop forget what it has fetched ahead; it makes its iterator once, when it gets the loaders."""
+    if loop._data_fetcher is not None:
+        loop._combined_loader.reset()
+        iter(loop._data_fetcher)
+
+
 def validation_loaders(trainer: Any) -> Any:
     """Return the loaders that are validated; ``trainer.val_dataloaders`` names those of an earlier fit also in ``trainer.validate``."""
     loop = trainer.fit_loop.epoch_loop.val_loop

@@ -53,8 +53,12 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         local_batch_size: The DataLoader's ``batch_size``; the two must be equal (``DDPLossStrategy`` refuses others).
         drop_last: Leave out a last global batch that is not full. Else its rows are dealt as evenly as possible. Set it
             here and not on the DataLoader, which can drop a batch on some ranks only.
-        seed: 0 to 2**32 - 1. None: ``torch.initial_seed()`` of rank 0, which ``seed_everything`` sets. Give one where a
-            run that is resumed must go on with the same order.
+        seed: 0 to 2**32 - 1. None: ``torch.initial_seed()`` of rank 0, which ``seed_everything`` sets, or the seed of a state that is
+            loaded.
+
+    A run that is resumed under ``DDPLossStrategy`` goes on with the global batch that would have come, also in the middle of an epoch, with
+    workers, and on another number of ranks (also ``devices=1``) with the same global batch; inside an accumulation window with its first
+    micro-batch. Random numbers of training (dropout, augmentation) are not restored.
 
     Communication: two handshakes per epoch, when the first batch is asked for. All ranks iterate together, or none.
 
@@ -94,6 +98,11 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         # rank and world size are placeholders of the base class's: they are asked for anew at each use
         super().__init__(sampler, num_replicas=1, rank=0, shuffle=False, seed=seed or 0, drop_last=drop_last)
         self._ask_groups()
+
+    @property
+    def draw(self) -> GlobalDraw:
+        """What the batches of all ranks are drawn by."""
+        return self._draw
 
     @property
     def epoch(self) -> int:
@@ -240,3 +249,11 @@ class GlobalBatches(BatchSampler):
 
     def __len__(self) -> int:
         return self.sampler.count()
+
+
+def draw_of(dataloader: object) -> GlobalDraw | None:
+    """Return what a loader's global sampler draws from; None where it has no such sampler."""
+    batch_sampler, sampler = getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None)
+    if isinstance(batch_sampler, GlobalBatches):
+        return batch_sampler.sampler
+    return sampler.draw if isinstance(sampler, GlobalBatchSampler) else None

@@ -40,6 +40,7 @@ from lightning_ddp_losses.strategies.launcher import WholeStateLauncher
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
+from lightning_ddp_losses.strategies.sampler_places import SamplerPlaces
 from lightning_ddp_losses.strategies.sharded_ddp import ShardedDDP
 from lightning_ddp_losses.strategies.windows import LightningWindows
 
@@ -85,7 +86,8 @@ class DDPLossStrategy(DDPStrategy):
         ConfigurationError: options or names that cannot work.
         HiddenLossError: on every rank, for a trainable loss that is not registered.
         LossCallError: on every rank, for a loss that ran on some ranks only.
-        InputError: on every rank, for inputs that a loss on any rank cannot take.
+        InputError: on every rank, for inputs that a loss on any rank cannot take, and for a checkpoint that was saved in an epoch of another
+            ``GlobalBatchSampler`` (seed, length or global batch too).
         RankMismatchError: on every rank, before anything is reduced, for a global loss or metric that ranks weigh differently (on an
             accelerator: at the next call).
 
@@ -145,6 +147,7 @@ class DDPLossStrategy(DDPStrategy):
         self._sync_blocked = False
         self._in_training_step = False
         self._windows: LightningWindows | None = None
+        self._places = SamplerPlaces()
         self.closure_loss: Tensor | None = None  # while its backward runs: what an attached check may look at
 
     @classmethod
@@ -279,12 +282,25 @@ class DDPLossStrategy(DDPStrategy):
     # ------------------------------------------------------------------ data
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Say when Lightning destroys a sampler's structure, and refuse a loader that a global sampler cannot serve."""
+        """Say when Lightning destroys a sampler's structure; refuse what a global sampler cannot serve; let it resume."""
         trainer = attached_trainer(self._module)
         if not self._is_plain_ddp and trainer is not None:
             ddp_setup.warn_of_reshuffle(dataloader, injecting=injects_distributed_sampler(trainer))
             ddp_setup.refuse_other_batches(dataloader)
+            with self._raise_on_all_ranks("train_dataloader"):
+                self._places.place(trainer, dataloader)
         return super().process_dataloader(dataloader)
+
+    def on_train_start(self) -> None:
+        """Make sure that all samplers stand where the checkpoint says."""
+        super().on_train_start()
+        with self._raise_on_all_ranks("on_train_start"):
+            self._places.start(self._module.trainer)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Forget what was resumed from: the first batch is there."""
+        self._places.on_first_batch()
+        super().on_train_batch_start(batch, batch_idx)
 
     # ------------------------------------------------------------------ steps
 
@@ -517,11 +533,12 @@ class DDPLossStrategy(DDPStrategy):
         return self._sharding.optimizer_state(self._module, optimizer, self.optimizers, state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a file, or a folder of shards."""
+        """Write a file, or a folder of shards, with the places of global samplers."""
         write = super().save_checkpoint
         if self._is_plain_ddp:
             write(checkpoint, filepath, storage_options)
             return
+        checkpoint = self._places.with_places(self._module.trainer, checkpoint)
         self._sharding.save(self._module, checkpoint, filepath, lambda rest, path: write(rest, path, storage_options))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -529,7 +546,8 @@ class DDPLossStrategy(DDPStrategy):
         path = self._sharding.file_to_load(checkpoint_path)
         checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
         self._sharding.compare_wholes(checkpoint)
-        return checkpoint
+        trainer = attached_trainer(self._module)
+        return checkpoint if self._is_plain_ddp or trainer is None else self._places.loaded(trainer, checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of what is sharded, and no adopted losses where none are registered."""
@@ -567,6 +585,7 @@ class DDPLossStrategy(DDPStrategy):
             self._call_check.remove()
         self._adoption.remove(self.lightning_module)
         self._sharding.remove()
+        self._places.teardown()
         super().teardown()
         self._reset()
 

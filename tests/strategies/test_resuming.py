@@ -1,0 +1,234 @@
+"""A fit that is killed goes on, on another number of ranks, with the batches and parameters of one process that was never killed."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+from lightning_ddp_losses import DDPLossStrategy
+from lightning_ddp_losses.samplers import GlobalBatchSampler
+from tests.lightning_ranks import make_trainer
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+from tests.samplers.cases import seed_all
+from tests.samplers.test_global_batch import together
+
+ROWS, G, SEED, EPOCHS = 52, 12, 3, 3
+BATCHES = 5  # of an epoch; the last has 4 rows, which 3 ranks share unevenly
+X = torch.sin(torch.arange(3.0 * ROWS, dtype=torch.float64)).reshape(ROWS, 3)
+
+
+def rows() -> TensorDataset:
+    return TensorDataset(torch.arange(ROWS), X)
+
+
+class Line(LightningModule):
+    """A sum over rows with a fixed divisor: its gradient is that of one process for any cut."""
+
+    asks_for_steps = False
+
+    def __init__(self, ranks: int, workers: int = 0, size: int = G) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(3, 1).double()
+        self.ranks, self.workers, self.size = ranks, workers, size
+        self.seen: list[list[int]] = []
+        self.validated = 0
+
+    def train_dataloader(self) -> DataLoader:
+        if self.size == 0:
+            return DataLoader(rows(), batch_size=4)
+        sampler = GlobalBatchSampler.batches(RandomSampler(range(ROWS)), self.size, seed=SEED)
+        return DataLoader(rows(), batch_sampler=sampler, num_workers=self.workers)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(rows(), batch_size=ROWS)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.seen.append(batch[0].tolist())
+        return (self.layer(batch[1])[:, 0] - batch[0] / ROWS).square().sum() * self.ranks / G
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.validated += 1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.asks_for_steps:  # as for a schedule: Lightning makes the loaders before it loads the checkpoint
+            assert self.trainer.estimated_stepping_batches == EPOCHS * BATCHES
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(Callback):
+    """Saves and ends the run in a hook, when so many batches have begun in this run."""
+
+    def __init__(self, hook: str, batches: int, path: str) -> None:
+        self.batches, self.path = batches, path
+        setattr(self, hook, self.kill)
+
+    def kill(self, trainer: Any, module: Any, *args: Any) -> None:
+        if len(module.seen) >= self.batches:
+            trainer.save_checkpoint(self.path)
+            raise Killed
+
+
+def leg(
+    kill: tuple[str, int] | None,
+    save: str,
+    load: str | None,
+    workers: int,
+    *,
+    size: int = G,
+    adopt: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train on this number of ranks until the end, or until it is killed."""
+    module = Line(dist.get_world_size(), workers, size)
+    module.asks_for_steps = adopt
+    callbacks = [] if kill is None else [Kill(*kill, save)]
+    options = {"max_epochs": EPOCHS, "callbacks": callbacks, "limit_val_batches": 0} | options
+    trainer = make_trainer(DDPLossStrategy(adopt=adopt), **options)
+    try:
+        trainer.fit(module, ckpt_path=load)
+        trainer.save_checkpoint(save)
+    except Killed:
+        pass
+    return {"seen": module.seen, "state": dict(module.state_dict()), "steps": trainer.global_step}
+
+
+def one_process(batches: int, window: int = 1) -> tuple[list[list[int]], dict[str, Tensor]]:
+    """The batches and the parameters of a plain loop."""
+    module = Line(1)
+    optimizer = module.configure_optimizers()
+    seen: list[list[int]] = []
+    for epoch in range(EPOCHS):
+        sampler = RandomSampler(range(ROWS))
+        seed_all(SEED + epoch, sampler)
+        for number, batch in enumerate(BatchSampler(sampler, G, drop_last=False)):
+            if len(seen) == batches:
+                break
+            seen.append(batch)
+            loss = module.training_step([torch.tensor(batch), X[batch]], 0) / window
+            loss.backward()
+            if (number + 1) % window == 0 or number + 1 == BATCHES:
+                optimizer.step()
+                optimizer.zero_grad()
+    return seen, dict(module.state_dict())
+
+
+def resumed(
+    pool: RankPool, folder: Path, kills: list[tuple[str, int]], workers: int = 0, **options: Any
+) -> tuple[list[list[list[int]]], list[dict[str, Any]]]:
+    """The global batches of each leg (2, 3, then 1 ranks), and what the last one ended with."""
+    load, seen = None, []
+    places: list[tuple[str, int] | None] = [*kills, None]
+    ranks: list[dict[str, Any]] = []
+    for number, (world_size, kill) in enumerate(zip([2, 3, 1], places, strict=False)):
+        save = str(folder / f"{number}.ckpt")
+        ranks = pool.run(world_size, leg, kill, save, load, workers, **options)
+        seen += together([[rank["seen"]] for rank in ranks])
+        load = save
+    return seen, ranks
+
+
+AFTER = "on_train_batch_end"
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 5, 6])
+def test_killed_after_any_step(pool: RankPool, tmp_path: Path, step: int) -> None:
+    seen, ranks = resumed(pool, tmp_path, [(AFTER, step), (AFTER, 4)])
+    batches, state = one_process(EPOCHS * BATCHES)
+    assert list(chain(*seen)) == batches
+    for rank in ranks:
+        assert_close(rank["state"], state)
+        assert rank["steps"] == EPOCHS * BATCHES
+
+
+WAYS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
+    "before the last batch": ([("on_train_batch_start", 4), ("on_train_batch_start", 1)], {}),
+    "in validation": (
+        [("on_validation_end", 5), ("on_validation_end", 2)],
+        {"limit_val_batches": 1, "val_check_interval": 2},
+    ),
+    "in validation at the end": ([("on_validation_end", 5), ("on_validation_end", 5)], {"limit_val_batches": 1}),
+    "at the end of an epoch": ([("on_train_epoch_end", 5), ("on_train_epoch_end", 5)], {}),
+    "at the end of an epoch, counting steps": (
+        [("on_train_epoch_end", 5), ("on_train_epoch_end", 5)],
+        {"max_steps": EPOCHS * BATCHES},
+    ),
+    "counting steps": ([(AFTER, 5), (AFTER, 3)], {"max_steps": EPOCHS * BATCHES}),
+    "loaders made before the checkpoint is loaded": ([(AFTER, 7), (AFTER, 2)], {"adopt": True}),
+    "at the start of an epoch": ([("on_train_epoch_start", 5), (AFTER, 1)], {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_killed_elsewhere(pool: RankPool, tmp_path: Path, way: str) -> None:
+    kills, options = WAYS[way]
+    seen, ranks = resumed(pool, tmp_path, kills, **options)
+    batches, state = one_process(EPOCHS * BATCHES)
+    assert list(chain(*seen)) == batches
+    for rank in ranks:
+        assert_close(rank["state"], state)
+
+
+def test_rows_that_workers_had_drawn(pool: RankPool, tmp_path: Path) -> None:
+    """They read ahead when the first run is saved, and before Lightning says the epoch when the second begins."""
+    seen, _ = resumed(pool, tmp_path, [(AFTER, 6)], workers=1, max_epochs=2)
+    assert list(chain(*seen)) == one_process(2 * BATCHES)[0]
+
+
+def until_steps(pool: RankPool, folder: Path, **options: Any) -> list[list[int]]:
+    """Stopped by max_steps in an epoch; resumed with more of them, or with epochs."""
+    save = str(folder / "stopped.ckpt")
+    first = pool.run(2, leg, None, save, None, 0, max_epochs=None, max_steps=7)
+    second = pool.run(3, leg, None, str(folder / "end.ckpt"), save, 0, **options)
+    return list(chain(*(together([[rank["seen"]] for rank in ranks])[0] for ranks in (first, second))))
+
+
+@pytest.mark.parametrize("options", [{"max_steps": 15}, {"max_epochs": 3}], ids=["steps", "epochs"])
+def test_stopped_by_max_steps(pool: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    assert until_steps(pool, tmp_path, **options) == one_process(EPOCHS * BATCHES)[0]
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 5])
+def test_a_window_begins_again(pool: RankPool, tmp_path: Path, step: int) -> None:
+    """The gradients of its first micro-batches are in no checkpoint."""
+    seen, ranks = resumed(pool, tmp_path, [(AFTER, step), (AFTER, 3)], accumulate_grad_batches=2)
+    batches, state = one_process(EPOCHS * BATCHES, window=2)
+    for rank in ranks:
+        assert_close(rank["state"], state)
+        assert rank["steps"] == 3 * EPOCHS
+    # only what the window had is trained on again
+    place = 0
+    for run in seen:
+        assert run == batches[place : place + len(run)]
+        trained = place + len(run)
+        in_epoch = trained % BATCHES
+        place = trained - in_epoch % 2
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (6, "global batch size: expected 12, as saved, got 6"),
+        (0, "2 batches into epoch 0: expected 1 training loaders with a GlobalBatchSampler, got 0"),
+    ],
+)
+def test_another_sampler_is_refused_on_all_ranks(pool: RankPool, tmp_path: Path, size: int, text: str) -> None:
+    save = str(tmp_path / "half.ckpt")
+    pool.run(2, leg, (AFTER, 2), save, None, 0)
+    errors = pool.errors(2, leg, None, "", save, 0, size=size)
+    assert {error.type for error in errors} == {"InputError"}
+    for error in errors:
+        assert text in error.message
