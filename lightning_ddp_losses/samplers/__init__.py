@@ -2,6 +2,7 @@
 
 * ``global_batch``: ``GlobalBatchSampler``, in the two forms that Lightning leaves alone
 * ``seeded_draw``: the draw of an epoch, equal on all ranks, and what a sampler can be built from
+* ``shuffled_order``: a random order that is computed row by row, and its draw
 * ``epoch_place``: where an epoch goes on that was left in the middle, and what a saved place is compared with
 * ``predictions``: ``gather_predictions``, the way back: rows of all ranks in the order of the data set
 """

@@ -24,7 +24,8 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.samplers.seeded_draw import GlobalDraw
+from lightning_ddp_losses.samplers.seeded_draw import GlobalDraw, check_rows
+from lightning_ddp_losses.samplers.shuffled_order import ShuffledDraw
 
 
 class GlobalBatchSampler(DistributedSampler[Any]):
@@ -193,6 +194,31 @@ class GlobalBatchSampler(DistributedSampler[Any]):
                 fix="Leave it to the sampler.",
             )
         draw = GlobalDraw(sampler, global_batch_size=global_batch_size, drop_last=drop_last, seed=seed)
+        return GlobalBatches(draw, batch_size=_CarriedSize.of(draw), drop_last=drop_last)
+
+    @staticmethod
+    def shuffled(length: int, global_batch_size: int, *, seed: int, drop_last: bool = False) -> BatchSampler:
+        """A shuffled epoch for ``DataLoader(batch_sampler=...)`` that costs no memory and no time to begin, at any place.
+
+        Each row's place is computed when it is asked for (a Feistel network), so that nothing is drawn, kept, compared or skipped: with
+        100 million rows too, an epoch that is resumed in its middle begins at once. The order is not the one that torch would shuffle.
+
+        Args:
+            length: Rows of the data set.
+            global_batch_size: G, the same for any number of ranks.
+            seed: 0 to 2**32 - 1; each epoch has an order of its own.
+            drop_last: Leave out a last batch of fewer than G rows.
+
+        Returns:
+            As of ``batches``.
+
+        Communication: one handshake per epoch.
+        """
+        check_rows("GlobalBatchSampler.shuffled: length", length)
+        check_rows("GlobalBatchSampler.shuffled: global_batch_size", global_batch_size or 0)
+        if seed is None:
+            raise ConfigurationError("GlobalBatchSampler.shuffled: seed", expected="a whole number", got=None)
+        draw = ShuffledDraw(length, global_batch_size, drop_last=drop_last, seed=seed)
         return GlobalBatches(draw, batch_size=_CarriedSize.of(draw), drop_last=drop_last)
 
 

@@ -82,7 +82,7 @@ class GlobalDraw:
         self.epoch = 0
         self._own_seed: int | None = None  # this rank's offer, kept so that all epochs start from one seed
         self._turn = 0  # how often set_epoch was called
-        self._kept: tuple[tuple[int, int, int], bytes, Batches] | None = None
+        self._kept: tuple[tuple[int, int, int], bytes, Sequence[list[Any]]] | None = None
         self._sizes = ()  # rows of each global batch of the epoch that is kept
         self._place = None  # where the epoch goes on that is drawn next
         self._begun = (0, 0)  # the epoch that is being read, and how many of its batches were handed out
@@ -266,7 +266,7 @@ class GlobalDraw:
 
     def latest_batches(self) -> Batches:
         """Return this rank's part of each batch of the epoch that was drawn last; empty before the first."""
-        return [] if self._kept is None else self._kept[2]
+        return [] if self._kept is None else list(self._kept[2])
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches():
@@ -303,20 +303,12 @@ class GlobalDraw:
         compare_draws(self.title, place, self._kept[1])
         return batches_behind(self.title, place, self._sizes, length=len(self.source))
 
-    def _meet(self, epoch: int) -> Batches:
+    def _meet(self, epoch: int) -> Sequence[list[Any]]:
         W, rank = process_groups.world_size(), process_groups.rank()
         place = (epoch, W, rank)
         kept = self._kept if self._kept and self._kept[0] == place else (place, _NONE, [])
-        must_match = {
-            "epoch": epoch,
-            "seed": self.seed,
-            "global_batch_size": self._global_rows(),
-            "drop_last": self.drop_last,
-            "len": len(self.source),
-            "rows trained on": 0 if self._place is None else self._place.rows,
-        }
         offers = [
-            _OFFER.unpack(p) for p in handshake.all_gather(self.title, must_match, _OFFER.pack(self._offer(), kept[1]))
+            _OFFER.unpack(p) for p in handshake.all_gather(self.title, self._must_match(epoch), _OFFER.pack(self._offer(), kept[1]))
         ]
         self._own_seed = offers[0][0]
         digests = {digest for _, digest in offers}
@@ -331,6 +323,17 @@ class GlobalDraw:
         own = [batch[share(len(batch), W, rank)] for batch in everything]
         self._kept, self._sizes = (place, digest, own), [len(batch) for batch in everything]
         return own
+
+    def _must_match(self, epoch: int) -> dict[str, object]:
+        """Return what ranks that draw together have in common."""
+        return {
+            "epoch": epoch,
+            "seed": self.seed,
+            "global_batch_size": self._global_rows(),
+            "drop_last": self.drop_last,
+            "len": len(self.source),
+            "rows trained on": 0 if self._place is None else self._place.rows,
+        }
 
     def _offer(self) -> int:
         if self._own_seed is None:
