@@ -308,7 +308,8 @@ class GlobalDraw:
         place = (epoch, W, rank)
         kept = self._kept if self._kept and self._kept[0] == place else (place, _NONE, [])
         offers = [
-            _OFFER.unpack(p) for p in handshake.all_gather(self.title, self._must_match(epoch), _OFFER.pack(self._offer(), kept[1]))
+            _OFFER.unpack(p)
+            for p in handshake.all_gather(self.title, self._must_match(epoch), _OFFER.pack(self._offer(), kept[1]))
         ]
         self._own_seed = offers[0][0]
         digests = {digest for _, digest in offers}

@@ -119,7 +119,15 @@ class OwnBatches(Sequence[list[int]]):
     """
 
     def __init__(
-        self, order: ShuffledOrder, key: int, *, global_batch_size: int, count: int, rows: int, world_size: int, rank: int
+        self,
+        order: ShuffledOrder,
+        key: int,
+        *,
+        global_batch_size: int,
+        count: int,
+        rows: int,
+        world_size: int,
+        rank: int,
     ) -> None:
         self._order, self._key, self._count, self._rows = order, key, count, rows
         self._global_batch_size, self._world_size, self._rank = global_batch_size, world_size, rank
@@ -151,7 +159,7 @@ class OwnBatches(Sequence[list[int]]):
             parts.append(torch.arange(own.start, own.stop))
         numbers = self._order.at(torch.cat(parts), self._key)
         self._first = first
-        self._computed = [part.tolist() for part in numbers.split([len(part) for part in parts])]
+        self._computed = [part.tolist() for part in torch.split(numbers, [len(part) for part in parts])]
 
 
 class ShuffledDraw(GlobalDraw):

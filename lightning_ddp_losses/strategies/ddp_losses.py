@@ -86,8 +86,8 @@ class DDPLossStrategy(DDPStrategy):
         ConfigurationError: options or names that cannot work.
         HiddenLossError: on every rank, for a trainable loss that is not registered.
         LossCallError: on every rank, for a loss that ran on some ranks only.
-        InputError: on every rank, for inputs that a loss on any rank cannot take, and for a checkpoint that was saved in an epoch of another
-            ``GlobalBatchSampler`` (seed, length or global batch too).
+        InputError: on every rank, for inputs that a loss on any rank cannot take, and for a checkpoint saved in an epoch of another
+            ``GlobalBatchSampler`` (its seed, length or global batch too).
         RankMismatchError: on every rank, before anything is reduced, for a global loss or metric that ranks weigh differently (on an
             accelerator: at the next call).
 
