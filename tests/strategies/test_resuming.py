@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
@@ -232,3 +234,43 @@ def test_another_sampler_is_refused_on_all_ranks(pool: RankPool, tmp_path: Path,
     assert {error.type for error in errors} == {"InputError"}
     for error in errors:
         assert text in error.message
+
+
+class Two(Line):
+    """Trains on two loaders, of 5 and of 3 batches."""
+
+    mode: Any = "max_size_cycle"
+
+    def train_dataloader(self) -> Any:
+        shuffled = GlobalBatchSampler.shuffled(20, 8, seed=SEED)
+        short = DataLoader(TensorDataset(torch.arange(20)), batch_sampler=shuffled)
+        return CombinedLoader([super().train_dataloader(), short], self.mode)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.seen.append([part[0].tolist() for part in batch])
+        return self.layer(X[:1]).sum()
+
+
+def two_loaders(mode: str, batches: int, folder: str) -> list[bool]:
+    """Whether runs that are killed after each number of batches see what one does that is not."""
+    kept = []
+    whole: list[Any] = []
+    for kill in range(batches + 1):
+        seen: list[Any] = []
+        for number, load in enumerate([None, f"{folder}/two.ckpt"][: 1 + (kill > 0)]):
+            module = Two(dist.get_world_size())
+            module.mode = mode
+            callbacks = [Kill("on_train_batch_end", kill, f"{folder}/two.ckpt")] if kill and not number else []
+            trainer = make_trainer(DDPLossStrategy(), max_epochs=2, limit_val_batches=0, callbacks=callbacks)
+            with contextlib.suppress(Killed):
+                trainer.fit(module, ckpt_path=load)
+            seen += module.seen
+        whole = whole or seen
+        kept.append(seen == whole)
+    return kept
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
+def test_each_of_two_loaders_goes_on(pool: RankPool, tmp_path: Path, mode: str) -> None:
+    for kept in pool.run(2, two_loaders, mode, 5, str(tmp_path)):
+        assert all(kept), kept
