@@ -44,6 +44,25 @@ _PARTS = "lightning_ddp_losses: parts"
 _TOP = 32  # nodes by which the form of a graph is recognised
 # nodes that only pass on, scale or add what is below them
 _PASSED = ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "ToCopy", "_DDPSink", "AccumulateGrad")
+# nodes whose value is linear in each of their inputs
+_LINEAR = (
+    *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Clone", "ToCopy", "Alias", "_DDPSink", "_AttachZeroGrad", "_Note"),
+    *(
+        "SumBackward",
+        "MeanBackward",
+        "Stack",
+        "Cat",
+        "Select",
+        "Slice",
+        "Unbind",
+        "Index",
+        "Squeeze",
+        "Unsqueeze",
+        "View",
+        "Reshape",
+    ),
+    *("Expand", "Permute"),
+)
 _active: ContextVar[AccumulationWindow | None] = ContextVar("accumulation_window", default=None)
 
 
@@ -157,7 +176,7 @@ class _WindowValue(torch.autograd.Function):
         return grad * ctx.weight, None, None
 
 
-def _call_of(node: Any) -> WindowCall | None:
+def _window_call(node: Any) -> WindowCall | None:
     """Return the call whose value a graph node made; None for all other nodes."""
     return getattr(node, "window_call", None)
 
@@ -350,9 +369,10 @@ class AccumulationWindow:
         """Return the calls below what is back-propagated; above them there must be nothing that reaches a parameter."""
         found = list[Any]()
         above = dict[Any, Any]()
+        parents = dict[Any, list[tuple[Any, int]]]()
         queue: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
         for node in queue:
-            if _call_of(node) is not None:
+            if _window_call(node) is not None:
                 found.append(node)
                 continue
             if self._name_of(node) is not None:
@@ -360,10 +380,13 @@ class AccumulationWindow:
             children = node.next_functions
             if attaches_zero_grad(node):  # its other children get nothing but zeros
                 children = children[:1]
-            for child, _ in children:
+            for place, (child, _) in enumerate(children):
+                if child is not None:
+                    parents.setdefault(child, []).append((node, place))
                 if child is not None and child not in above:
                     above[child] = node
                     queue.append(child)
+        _refuse_nonlinear(found, parents)
         # what lies below is looked at once for each form of the graph
         form = tuple(type(node).__name__ for node, _ in islice(walk_graph(roots), _TOP))
         if form not in self._known_graphs:
@@ -376,7 +399,7 @@ class AccumulationWindow:
         """Refuse a loss of a loss, and parameters whose gradients nobody will correct."""
         title = node.window_call.title
         for inner, _ in walk_graph([], nodes=[child for child, _ in node.next_functions]):
-            call = _call_of(inner)
+            call = _window_call(inner)
             if call is not None:
                 raise ConfigurationError(
                     f"accumulation window: {title}",
@@ -434,7 +457,7 @@ class AccumulationWindow:
         """
         divisors = {id(divisor): divisor for divisor in self._divisors.values()}.values()
         for divisor in divisors:
-            if divisor.expected is not None and not _is_close(divisor.total, divisor.expected):
+            if divisor.expected is not None and not _is_equal(divisor.total, divisor.expected):
                 raise ConfigurationError(
                     f"accumulation window: expect_counts of {divisor.title}",
                     expected=f"{divisor.expected:.17g} over all ranks and micro-batches, as was said",
@@ -452,7 +475,7 @@ class AccumulationWindow:
             )
         used = [divisor for divisor in divisors if divisor.is_used]
         factors = [divisor.factor for divisor in used] or [1.0]
-        if not all(_is_close(factor, factors[0]) for factor in factors):
+        if not all(_is_equal(factor, factors[0]) for factor in factors):
             raise ConfigurationError(
                 "accumulation window: losses with different divisors",
                 expected="counts in the same proportion in every micro-batch",
@@ -461,7 +484,7 @@ class AccumulationWindow:
                 "rank}), of the strategy or of what accumulation_window gives.",
                 collective=True,
             )
-        return 1.0 if _is_close(factors[0], 1.0) else factors[0]
+        return 1.0 if _is_equal(factors[0], 1.0) else factors[0]
 
     def correct_(self) -> None:
         """Multiply all gradients with what ``finish`` returns."""
@@ -471,7 +494,35 @@ class AccumulationWindow:
             compat.multiply_(grads, factor)
 
 
-def _is_close(left: float, right: float) -> bool:
+def _refuse_nonlinear(calls: Sequence[Any], parents: Mapping[Any, Sequence[tuple[Any, int]]]) -> None:
+    """Refuse what is no weighted sum of the losses: its slope in a micro-batch is not that in the whole window.
+
+    Args:
+        calls: Nodes of the losses' values.
+        parents: Of each node, the nodes above it, and as which of their inputs.
+    """
+    reached = dict[Any, set[int]]()  # nodes that depend on a loss, and through which inputs
+    queue = list(calls)
+    for node in queue:
+        for parent, place in parents.get(node, ()):
+            if parent not in reached:
+                queue.append(parent)
+            reached.setdefault(parent, set()).add(place)
+    for node, places in reached.items():
+        name = node.name()
+        is_product_of_two = name.startswith("Mul") and len(places) > 1
+        is_denominator = name.startswith("Div") and 1 in places
+        if not name.startswith(_LINEAR) or is_product_of_two or is_denominator:
+            raise ConfigurationError(
+                "accumulation window: what is back-propagated",
+                expected="a weighted sum of losses",
+                got=f"{name} of {calls[0].window_call.title}",
+                fix="Weigh losses by numbers and add them. What is not linear in a loss (its root, a product of two) has another "
+                "slope in a micro-batch than in the whole window.",
+            )
+
+
+def _is_equal(left: float, right: float) -> bool:
     return math.isclose(left, right, rel_tol=_EQUAL)
 
 
@@ -507,8 +558,8 @@ def name_value(value: object, title: str) -> None:
 
 def counts_nothing(loss: Tensor) -> bool:
     """Say whether a loss in a window depends on a mean that counts nothing in this micro-batch, and adds nothing to the window."""
-    for node, _ in walk_graph([loss], through=lambda node: _call_of(node) is None):
-        call = _call_of(node)
+    for node, _ in walk_graph([loss], through=lambda node: _window_call(node) is None):
+        call = _window_call(node)
         if call is not None and call.counts_nothing:
             return True
     return False

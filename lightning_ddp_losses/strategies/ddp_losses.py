@@ -70,7 +70,8 @@ class DDPLossStrategy(DDPStrategy):
             by its own count. ``"window"``: the loss of one process on all rows of all ranks and micro-batches, divided by what they
             count together; the last, shorter window of an epoch too. For losses whose divisor is known: ``GlobalBatchLoss`` in mode
             ``elements``, ``global_mean``, ``ClassShardedLoss``, differentiable MeanSquaredError and MeanAbsoluteError; any other term is
-            an error that names it. In manual optimisation there is ``window``.
+            an error that names it. Layers that look at the batch (batch norm) see a micro-batch all the same. In
+            manual optimisation there is ``window``.
         **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
             ``ddp_comm_hook`` (PowerSGD, fp16, bf16, ...) works on the model's DDP only: gradients of losses, of class shards, and those
             that global losses and metrics exchange in backward do not pass through it and stay exact. To halve the bytes of the losses'

@@ -181,6 +181,9 @@ CASES = {
     "ArcFace, sum, regularised": _wrapped(
         lambda: _pml("ArcFaceLoss", reducers.SumReducer(), regularized=True), _embeddings
     ),
+    "ArcFace, nothing passes, regularised": _wrapped(
+        lambda: _pml("ArcFaceLoss", reducers.ThresholdReducer(low=1e9), regularized=True), _embeddings
+    ),
     "class shards": Case(
         lambda: ClassShardedLoss(_pml("ArcFaceLoss", reducers.AvgNonZeroReducer(), regularized=True)),
         _embeddings,

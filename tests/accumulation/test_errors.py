@@ -66,6 +66,22 @@ def _nested(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
     return global_mean(inner * len(rows), len(rows), name="outer")
 
 
+def _root(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    return 2 * _cross_entropy(job, rows, labels).sqrt()
+
+
+def _product(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    return _cross_entropy(job, rows, labels) * global_mean(job.net(rows).square().sum(), len(rows), name="norm")
+
+
+def _quotient(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    return 1.0 / global_mean(job.net(rows).square().sum(), len(rows), name="norm") * 3
+
+
+def _ratio(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    return torch.ones((), dtype=rows.dtype) / global_mean(job.net(rows).square().sum(), len(rows), name="norm")
+
+
 def _wrong_expectation(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
     if job.trainer.fit_loop.epoch_loop.batch_idx == 0:
         job.trainer.strategy.expect_counts({"norm": 5})
@@ -94,6 +110,10 @@ OBJECTIVES: dict[str, tuple[Objective, list[str]]] = {
         ["losses with different divisors", "GlobalBatchLoss(CrossEntropyLoss)", "global_mean `norm`", "expect_counts"],
     ),
     "a mean of a mean": (_nested, ["global_mean `outer`", "depends on global_mean `norm`"]),
+    "a root of a loss": (_root, ["a weighted sum of losses", "SqrtBackward0 of GlobalBatchLoss(CrossEntropyLoss)"]),
+    "a product of losses": (_product, ["a weighted sum of losses", "MulBackward0"]),
+    "a number over a loss": (_quotient, ["a weighted sum of losses", "ReciprocalBackward0"]),
+    "a tensor over a loss": (_ratio, ["a weighted sum of losses", "DivBackward0"]),
     "counts that were not so": (_wrong_expectation, ["expect_counts of global_mean `norm`", "10 over all ranks"]),
     "a negative count": (_negative_expectation, ["expect_counts", "finite counts, not negative", "-1"]),
     "counts that come late": (_late_expectation, ["before the first backward", "micro-batch 2"]),
