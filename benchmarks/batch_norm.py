@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.interleave import time_in_turns
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from lightning_ddp_losses import SyncBatchNorm
@@ -86,21 +87,8 @@ def measure(shape: Sequence[int], rounds: int, seconds: float) -> tuple[float, l
     found = [outcome(layer, leaf, grad) for layer in (contestants[0], contestants[2])]
     off = max(float((a - b).norm() / a.norm()) for a, b in zip(*found, strict=True))
     counts = [collectives(layer, leaf, grad) for layer in contestants]
-    token, table, started = torch.zeros(1), [], time.perf_counter()
-    for number in range(rounds + 3):
-        row = [0.0] * len(contestants)
-        for place in range(len(contestants)):
-            index = (number + place) % len(contestants)
-            dist.all_reduce(token)
-            before = time.perf_counter()
-            step(contestants[index], leaf, grad)
-            row[index] = (time.perf_counter() - before) * 1e3
-        table.append(row)
-        token.fill_(time.perf_counter() - started > seconds)
-        dist.all_reduce(token)
-        if token.item() and number > 5:
-            break
-    return off, counts, table[3:]
+    steps = [partial(step, layer, leaf, grad) for layer in contestants]
+    return off, counts, time_in_turns(steps, rounds, seconds, warm_up=3, least=7)
 
 
 def row_of(shape: tuple[int, ...], rounds: int, seconds: float) -> Row:

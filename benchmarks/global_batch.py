@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor, nn
 
+from benchmarks.interleave import time_in_turns
 from benchmarks.memory import MIB, peak_of
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
@@ -169,21 +169,8 @@ def timed(job: Job, rounds: int, seconds: float) -> tuple[float, list[list[float
     """Difference of gradients; milliseconds of (PML, PML again, ours) for each round."""
     off = check(job)
     contestants = [Contestant(job, ours=ours) for ours in (False, False, True)]
-    token, table, started = torch.zeros(1), [], time.perf_counter()
-    for number in range(rounds + 1):
-        row = [0.0] * len(contestants)
-        for place in range(len(contestants)):
-            index = (number + place) % len(contestants)
-            dist.all_reduce(token)
-            before = time.perf_counter()
-            contestants[index].step()
-            row[index] = (time.perf_counter() - before) * 1e3
-        table.append(row)
-        spent = torch.tensor([time.perf_counter() - started])
-        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-        if float(spent) > seconds and number > 3:
-            break
-    return off, table[1:]
+    steps = [contestant.step for contestant in contestants]
+    return off, time_in_turns(steps, rounds, seconds, warm_up=1, least=5)
 
 
 def timed_all(jobs: list[Job], rounds: int, seconds: float) -> list[tuple[float, list[list[float]]]]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Fit", "Round", "timed_rounds"]
+__all__ = ["Fit", "Round", "time_in_turns", "timed_rounds"]
 
 
 class Fit:
@@ -106,3 +106,41 @@ def timed_rounds(fits: Sequence[Fit], rounds: int, seconds: float = math.inf) ->
             break
     dist.destroy_process_group(meeting)
     return table
+
+
+def time_in_turns(
+    steps: Sequence[Callable[[], object]],
+    rounds: int,
+    seconds: float,
+    *,
+    warm_up: int = 0,
+    least: int = 0,
+    after: Callable[[int], object] | None = None,
+) -> list[list[float]]:
+    """Return milliseconds of each step for each round; steps take turns, and every rank runs the same one.
+
+    Args:
+        steps: What is timed; the next one begins each round.
+        rounds: How many are returned at most.
+        seconds: After which no further round begins, as the slowest rank counts.
+        warm_up: Rounds before the first that is returned.
+        least: Rounds, those to warm up among them, that run however long they take.
+        after: Called with the number of a step that was timed.
+    """
+    token, table, started = torch.zeros(1), list[list[float]](), time.perf_counter()
+    for number in range(rounds + warm_up):
+        row = [0.0] * len(steps)
+        for place in range(len(steps)):
+            index = (number + place) % len(steps)
+            dist.all_reduce(token)
+            before = time.perf_counter()
+            steps[index]()
+            row[index] = (time.perf_counter() - before) * 1e3
+            if after is not None:
+                after(index)
+        table.append(row)
+        spent = torch.tensor([time.perf_counter() - started])
+        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+        if float(spent) > seconds and number + 1 >= least:
+            break
+    return table[warm_up:]

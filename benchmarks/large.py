@@ -25,6 +25,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.interleave import time_in_turns
 from benchmarks.memory import MIB, Resident, peak_of
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
@@ -154,21 +155,8 @@ def timed(kind: str, how: str, size: int, rounds: int, seconds: float) -> tuple[
         ours.step()
     pairs = zip(ours.gradients(), usual.gradients(), strict=True)
     off = max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
-    contestants, table, started, token = [usual, usual, ours], [], time.perf_counter(), torch.zeros(1)
-    for number in range(rounds):
-        row = [0.0] * 3
-        for place in range(3):
-            index = (number + place) % 3
-            dist.all_reduce(token)
-            before = time.perf_counter()
-            contestants[index].step()
-            row[index] = (time.perf_counter() - before) * 1e3
-        table.append(row)
-        spent = torch.tensor([time.perf_counter() - started])
-        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-        if float(spent) > seconds:
-            break
-    return off, table, [wire.sent, wire.calls]
+    steps = [usual.step, usual.step, ours.step]
+    return off, time_in_turns(steps, rounds, seconds), [wire.sent, wire.calls]
 
 
 def peak(kind: str, how: str, size: int) -> tuple[int, int]:

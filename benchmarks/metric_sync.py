@@ -13,7 +13,7 @@ import argparse
 import ctypes
 import gc
 import statistics
-import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torchmetrics as tm
 from torch import Tensor
 
+from benchmarks.interleave import time_in_turns
 from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
@@ -109,22 +110,11 @@ def timed(job: str, rounds: int, seconds: float) -> tuple[Row, list[list[float]]
     """Milliseconds of (torchmetrics, torchmetrics again, ours) for each round."""
     checked = check(job)
     contestants = [Contestant(job, ours=ours) for ours in (False, False, True)]
-    token, table, started = torch.zeros(1), [], time.perf_counter()
-    for number in range(rounds + 3):
-        row = [0.0] * len(contestants)
-        for place in range(len(contestants)):
-            index = (number + place) % len(contestants)
-            dist.all_reduce(token)
-            before = time.perf_counter()
-            contestants[index].metric(contestants[index].preds, contestants[index].target)
-            row[index] = (time.perf_counter() - before) * 1e3
-            contestants[index].metric.reset()
-        table.append(row)
-        spent = torch.tensor([time.perf_counter() - started])
-        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-        if float(spent) > seconds and number > 5:
-            break
-    return checked, table[3:]
+    steps = [partial(each.metric, each.preds, each.target) for each in contestants]
+    times = time_in_turns(
+        steps, rounds, seconds, warm_up=3, least=7, after=lambda index: contestants[index].metric.reset()
+    )
+    return checked, times
 
 
 def row_of(job: str, rounds: int, seconds: float) -> Row:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.interleave import Fit, Round, timed_rounds
+from benchmarks.interleave import Fit, Round, time_in_turns, timed_rounds
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from benchmarks.strategy_overhead import Collectives, judge, median_interval
@@ -285,21 +284,8 @@ def time_means(hidden: int, rounds: int, seconds: float) -> tuple[Row, list[list
         counts.append(len(collectives.names))
     checked = {"off": off, "by_hand": counts[0], "ours": counts[2]}
     # 3. times, in turns
-    token, table, started = torch.zeros(1), [], time.perf_counter()
-    for number in range(rounds + 3):
-        row = [0.0] * len(contestants)
-        for place in range(len(contestants)):
-            index = (number + place) % len(contestants)
-            dist.all_reduce(token)
-            before = time.perf_counter()
-            contestants[index].step()
-            row[index] = (time.perf_counter() - before) * 1e3
-        table.append(row)
-        spent = torch.tensor([time.perf_counter() - started])
-        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-        if float(spent) > seconds:
-            break
-    return checked, table[3:]
+    steps = [contestant.step for contestant in contestants]
+    return checked, time_in_turns(steps, rounds, seconds, warm_up=3)
 
 
 def means_table(rounds: int, seconds: float) -> list[Row]:

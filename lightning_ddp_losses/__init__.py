@@ -52,7 +52,7 @@ from lightning_ddp_losses.callbacks import (
     RankCheck,
 )
 from lightning_ddp_losses.core import former_paths
-from lightning_ddp_losses.distributed.accumulation import accumulation_window
+from lightning_ddp_losses.distributed.accumulation_loop import accumulation_window
 from lightning_ddp_losses.errors import (
     AuditError,
     ConfigurationError,

@@ -52,7 +52,7 @@ class MicroBatches:
         known = [[weight for weight in weights if weight.kind != "unknown"] for weights in self._weights]
         if not several or len(set(map(len, known))) != 1 or not known[0]:
             return [0.0]
-        columns = [list(map(_divisor, column)) for column in zip(*known, strict=True)]
+        columns = [list(map(_divisor_of, column)) for column in zip(*known, strict=True)]
         # the one that differs most decides
         divisors = max(columns, key=_spread)
         is_whole = all(len(weights) == len(known[0]) for weights in self._weights)
@@ -67,7 +67,7 @@ def _times(weight: ElementWeight, factor: float) -> ElementWeight:
     return ElementWeight(weight.weight * factor, weight.elements, kind=weight.kind)
 
 
-def _divisor(weight: ElementWeight) -> float:
+def _divisor_of(weight: ElementWeight) -> float:
     """Return what a reduction divides by; nan where its elements weigh nothing."""
     return 1.0 / abs(weight.weight) if weight.weight else math.nan
 

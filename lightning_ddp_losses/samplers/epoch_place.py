@@ -35,7 +35,7 @@ class EpochPlace(NamedTuple):
     announced: int
 
 
-def place_of(title: str, state: Any, own: Mapping[str, Any], *, seed: int | None) -> EpochPlace:
+def read_place(title: str, state: Any, own: Mapping[str, Any], *, seed: int | None) -> EpochPlace:
     """Return the place that a saved state names.
 
     Args:

@@ -30,7 +30,7 @@ from lightning_ddp_losses.core.random_state import NUMPY_SEEDS, global_generator
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import fingerprint, hash_bytes
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError
-from lightning_ddp_losses.samplers.epoch_place import EpochPlace, batches_behind, compare_draws, place_of
+from lightning_ddp_losses.samplers.epoch_place import EpochPlace, batches_behind, compare_draws, read_place
 
 Batches = list[list[Any]]
 
@@ -159,7 +159,7 @@ class GlobalDraw:
             announced: What ``set_epoch`` will call this epoch; None: what it is.
         """
         try:
-            place = place_of(self.title, state, self._facts(), seed=self.seed)
+            place = read_place(self.title, state, self._facts(), seed=self.seed)
         except Exception as error:
             handshake.raise_on_all_ranks(error, f"{self.title}, load_state_dict")
         self._own_seed = state["seed"]

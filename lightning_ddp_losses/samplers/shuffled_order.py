@@ -76,12 +76,12 @@ class ShuffledOrder(Sampler[int]):
         left, right = numbers >> right_bits, numbers & ((1 << right_bits) - 1)
         for key in keys:
             # the halves swap places, and with them their sizes
-            left, right = right, (left ^ _hash(right ^ key)) & ((1 << left_bits) - 1)
+            left, right = right, (left ^ _mix_bits(right ^ key)) & ((1 << left_bits) - 1)
             left_bits, right_bits = right_bits, left_bits
         return (left << right_bits) | right
 
 
-def _hash(x: Tensor) -> Tensor:
+def _mix_bits(x: Tensor) -> Tensor:
     """Return the finaliser of splitmix64, of int64 that wrap around."""
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
