@@ -1,0 +1,336 @@
+"""Everything that runs on the pretended device, in a process of its own that has installed it before it imports this file.
+
+Each run is made twice from the same seed, on the CPU and on the device, and compared: value, and gradient of every input and parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchmetrics
+from pytorch_metric_learning import losses as pml
+from torch import Tensor, nn
+
+from lightning_ddp_losses import (
+    ClassShardedLoss,
+    ClipLoss,
+    GlobalBatchLoss,
+    GlobalBatchMiner,
+    SigLipLoss,
+    differentiable,
+)
+from lightning_ddp_losses.core.precision import map_tensors, tensors_in
+from lightning_ddp_losses.distributed import fingerprint
+from lightning_ddp_losses.layers.batch_norm_function import Call, Scope, gather_statistics, normalise
+from tests import pretend_device
+from tests.losses import harness, sharded_cases, variants
+from tests.losses.cases import PML
+from tests.losses.torch_cases import TORCH
+from tests.metrics.cases import CASES as METRICS
+
+__all__ = ["BOUNDS", "CLASS_SHARDED", "LOSSES", "MINERS", "NOT_ON_A_DEVICE", "Bound", "Found", "main", "metric_cases"]
+
+ROWS, WIDTH = 512, 32
+
+
+@dataclass
+class Found:
+    """What a run gave.
+
+    Attributes:
+        difference: The largest relative one to the CPU, of the value and all gradients.
+        error: Instead: what it failed with.
+        forward: Counts of the second call.
+        backward: Counts of its backward.
+    """
+
+    difference: float = 0.0
+    error: str = ""
+    forward: dict[str, int] = field(default_factory=dict)
+    backward: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The most that one call may cost, forward and backward, from the second call on; at one rank, 512 rows x 32.
+
+    Attributes:
+        make: The module.
+        inputs: Its arguments, on the host.
+        launches: Operators, in forward and backward together.
+        waits: Of the host for the device.
+        uploads: From the host to the device.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Any, ...]]
+    launches: int
+    waits: int
+    uploads: int
+
+
+class NormOfTheGroup(nn.Module):
+    """Our batch norm's functions, which a world of one never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(WIDTH))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        call = Call("layer", self.calls, Scope())
+        return normalise(call, x, gather_statistics(call, x, ""), self.weight, self.bias, 1e-5)
+
+
+def rows() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def pairs_of_rows() -> tuple[Tensor, Tensor]:
+    return rows(), torch.arange(ROWS) // 2
+
+
+def classes_of_rows() -> tuple[Tensor, Tensor]:
+    return rows(), torch.arange(ROWS) // 16
+
+
+def two_towers() -> tuple[Tensor, Tensor]:
+    return rows(), rows().flip(1)
+
+
+def two_columns() -> tuple[Tensor, Tensor]:
+    return rows()[:, 0], rows()[:, 1]
+
+
+def by_rows(loss: type[nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: GlobalBatchLoss(loss(), mode="rows")
+
+
+BOUNDS: dict[str, Bound] = {
+    "SupCon, tiles": Bound(by_rows(pml.SupConLoss), pairs_of_rows, 739, 12, 2),
+    "NTXent, tiles": Bound(by_rows(pml.NTXentLoss), pairs_of_rows, 1111, 11, 2),
+    "MultiSimilarity, tiles": Bound(by_rows(pml.MultiSimilarityLoss), pairs_of_rows, 802, 11, 2),
+    "Contrastive, tiles": Bound(by_rows(pml.ContrastiveLoss), pairs_of_rows, 802, 23, 8),
+    "Triplet, tiles": Bound(by_rows(pml.TripletMarginLoss), pairs_of_rows, 1245, 39, 0),
+    "Triplet, tiles, 16 rows a class": Bound(by_rows(pml.TripletMarginLoss), classes_of_rows, 1269, 39, 0),
+    "Circle, row tiles": Bound(by_rows(pml.CircleLoss), pairs_of_rows, 168, 26, 0),
+    "ArcFace, elements": Bound(lambda: GlobalBatchLoss(pml.ArcFaceLoss(256, WIDTH)), pairs_of_rows, 107, 4, 1),
+    "cross entropy, elements": Bound(lambda: GlobalBatchLoss(nn.CrossEntropyLoss()), classes_of_rows, 15, 3, 0),
+    "ArcFace, class-sharded": Bound(lambda: ClassShardedLoss(pml.ArcFaceLoss(256, WIDTH)), pairs_of_rows, 205, 13, 0),
+    "CLIP": Bound(ClipLoss, two_towers, 128, 1, 0),
+    "SigLIP": Bound(SigLipLoss, two_towers, 91, 2, 0),
+    "batch norm": Bound(NormOfTheGroup, lambda: (rows(),), 43, 0, 1),
+    "MeanSquaredError": Bound(lambda: differentiable(torchmetrics.MeanSquaredError()), two_columns, 18, 0, 0),
+    "PearsonCorrCoef": Bound(lambda: differentiable(torchmetrics.PearsonCorrCoef()), two_columns, 286, 10, 0),
+}
+
+
+# ---------------------------------------------------------------------- one run
+
+
+def measure(make: Callable[[], nn.Module], inputs: Any, *, calls: int = 1, kwargs: Any = None) -> Found:
+    """Runs a module on the CPU and on the device.
+
+    Args:
+        make: The module, the same at each call.
+        inputs: Its arguments on the host; floating ones that require a gradient get one.
+        calls: How often it is called on the device; the last one is counted.
+        kwargs: Arguments by name.
+    """
+    given = (inputs, kwargs or {})
+    torch.manual_seed(5)
+    module = make()
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    torch.manual_seed(6)
+    on_host = _call(module, given, lambda tensor: tensor.detach().clone())
+    found = Found()
+    try:
+        torch.manual_seed(5)
+        module = make()
+        module.load_state_dict(state)
+        module.to(pretend_device.DEVICE)
+        for _ in range(calls):
+            pretend_device.catch_up()
+            module.zero_grad()
+            torch.manual_seed(6)
+            on_device = _call(module, given, pretend_device.to_device, found)
+        found.difference = _difference(on_host, on_device)
+    except Exception as error:
+        found.error = _described(error)
+    return found
+
+
+def _call(
+    module: nn.Module, given: Any, copy: Callable[[Tensor], Tensor], found: Found | None = None
+) -> list[tuple[str, Tensor]]:
+    """Calls a module on copies of its arguments and runs backward; returns the value and all gradients."""
+    found, done = found or Found(), dict[int, Tensor]()
+
+    def copied(tensor: Tensor) -> Tensor:
+        # one tensor that is given twice stays one
+        if id(tensor) not in done:
+            done[id(tensor)] = copy(tensor).requires_grad_(tensor.requires_grad)
+        return done[id(tensor)]
+
+    args, kwargs = map_tensors(copied, given)
+    with pretend_device.counting() as forward:
+        value = module(*args, **kwargs)
+        total = _as_number(value)
+    with pretend_device.counting() as backward:
+        if total.requires_grad:
+            total.backward()
+    found.forward, found.backward = dict(forward), dict(backward)
+    results = [("value", total.detach())]
+    results += [
+        (f"input {index}", tensor.grad) for index, tensor in enumerate(done.values()) if tensor.grad is not None
+    ]
+    results += [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
+    return [(name, pretend_device.to_host(tensor)) for name, tensor in results]
+
+
+def _as_number(value: Any) -> Tensor:
+    """Makes one number of what a module returned: itself where it is one."""
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return value
+    parts = [part.to(torch.float64).sum() for part in tensors_in(value)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _difference(on_host: list[tuple[str, Tensor]], on_device: list[tuple[str, Tensor]]) -> float:
+    names = [[name for name, _ in side] for side in (on_host, on_device)]
+    assert names[0] == names[1], f"gradients differ: {names}"
+    worst = 0.0
+    for (_, expected), (_, got) in zip(on_host, on_device, strict=True):
+        assert expected.dtype == got.dtype, f"{expected.dtype} on the host, {got.dtype} on the device"
+        if torch.equal(expected.isnan(), got.isnan()) and bool(expected.isnan().any()):
+            continue
+        off = float((expected - got).norm() / expected.norm().clamp(min=1e-9))
+        worst = max(worst, off)
+    return worst
+
+
+def _described(error: BaseException) -> str:
+    places = [f"{frame.filename.split('/')[-1]}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+    return f"{type(error).__name__}: {str(error)[:300]} at {' '.join(places[-6:])}"
+
+
+# ---------------------------------------------------------------------- the runs
+
+LOSSES = [f"loss; {name}; {mode}" for name, case in {**PML, **TORCH}.items() for mode in case.modes or ("auto",)]
+MINERS = [f"miner; {name}" for name in variants.MINERS]
+CLASS_SHARDED = [f"class-sharded; {name}" for name in sharded_cases.CASES]
+NOT_ON_A_DEVICE = {
+    "metric; SignalDistortionRatio 0": "its filter of 512 places is not determined by signals of 40, so its solution is rounding",
+}
+
+
+def metric_cases() -> dict[str, Any]:
+    """Names the metrics' cases, those that can be compared."""
+    named = {}
+    for name, cases in METRICS.items():
+        named |= {f"metric; {name} {index}": case for index, case in enumerate(cases)}
+    return {name: case for name, case in named.items() if name not in NOT_ON_A_DEVICE}
+
+
+def run_all() -> Iterator[tuple[str, Found]]:
+    """Runs everything; yields a name and what was found."""
+    for name, bound in BOUNDS.items():
+        inputs = map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), bound.inputs())
+        yield name, measure(bound.make, inputs, calls=3)
+    for name in LOSSES:
+        yield name, _loss(name)
+    for name in MINERS:
+        yield name, _miner(name)
+    for name in CLASS_SHARDED:
+        yield name, _class_sharded(name)
+    for name, case in metric_cases().items():
+        yield name, _metric(case)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool):
+        yield f"fingerprint; {dtype}", _fingerprint(dtype)
+
+
+def _fingerprint(dtype: torch.dtype) -> Found:
+    """Tells a parameter from one with one other element, as the checks of parameters over ranks do."""
+    values = (rows() * 10).to(dtype)
+    other = values.clone()
+    other[3, 7] = 1 - other[3, 7].to(torch.int64)
+    transposed = pretend_device.to_device(values.T.contiguous()).T
+    tensors = [pretend_device.to_device(values), transposed, pretend_device.to_device(other)]
+    own, same, changed = fingerprint.fingerprints(tensors)
+    return Found(error="" if own == same != changed else f"{own}, {same}, {changed}")
+
+
+def _loss(name: str) -> Found:
+    """Runs a loss in one mode on the small batch."""
+    _, case_name, mode = name.split("; ")
+    case = {**PML, **TORCH}[case_name]
+    net, _ = harness.fresh(case)
+    args, kwargs = case.give(net, harness.global_rows())
+    options: Any = {**case.options, "mode": mode}
+    return measure(lambda: GlobalBatchLoss(case.make().double(), **options), args, kwargs=kwargs)
+
+
+def _class_sharded(name: str) -> Found:
+    """Runs a class-sharded loss on the small batch."""
+    case, batch = sharded_cases.CASES[name.removeprefix("class-sharded; ")], sharded_cases.global_rows()
+    embeddings = sharded_cases.net()(batch["features"])
+    args = [embeddings, batch["labels"]]
+    if case.mine is not None:
+        args.append(case.mine(embeddings, batch["labels"]))
+    return measure(lambda: ClassShardedLoss(sharded_cases.make(case), **case.sharded), tuple(args))
+
+
+def _miner(name: str) -> Found:
+    """Runs a miner: its tuples must be the same, in a loss that takes them."""
+    batch = harness.global_rows()
+    embeddings = batch["targets"].requires_grad_()
+
+    class Mined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.miner = GlobalBatchMiner(variants.MINERS[name.removeprefix("miner; ")]())
+            self.loss = GlobalBatchLoss(pml.TripletMarginLoss(), mode="rows")
+
+        def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+            value: Tensor = self.loss(embeddings, labels, self.miner(embeddings, labels))
+            return value
+
+    return measure(Mined, (embeddings, batch["labels"]))
+
+
+def _metric(case: Any) -> Found:
+    """Runs a differentiable metric."""
+    batch = case.global_batch(0)
+    first = map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), batch[0])
+
+    class Fed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = differentiable(case.make())
+            self.metric.set_dtype(torch.float64)
+
+        def forward(self, *batch: Any) -> Tensor:
+            return case.quantity(self.metric(*batch))
+
+    return measure(Fed, (first, *batch[1:]))
+
+
+def main(path: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {name: asdict(result) for name, result in run_all()}
+    path.write_text(json.dumps(found))

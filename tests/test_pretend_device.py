@@ -1,0 +1,132 @@
+"""On an accelerator: the numbers of the CPU, and no more launches, waits and uploads than a table allows (``pretend_runs.BOUNDS``).
+
+The device is pretended (``pretend_device``) and needs a process of its own; one process runs everything.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests import pretend_runs
+from tests.processes import run_python
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from tests import pretend_device
+pretend_device.install()
+{}
+"""
+EXACT, ROUNDED = 1e-7, 5e-7  # float64 on both; float32, where the CPU's tiles have other sizes
+
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each run found, by its name."""
+    file = tmp_path_factory.mktemp("pretend") / "found.json"
+    program = PROGRAM.format("from tests.pretend_runs import main\nmain(Path(sys.argv[1]))")
+    done = run_python("-c", program, str(file), seconds=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: Results = json.loads(file.read_text())
+    return found
+
+
+def on_device(program: str) -> str:
+    """What a short program prints in a process with the device."""
+    done = run_python("-c", PROGRAM.format(program))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def waits(counts: dict[str, int]) -> dict[str, int]:
+    return {name: number for name, number in counts.items() if name.startswith("wait ")}
+
+
+@pytest.mark.parametrize("name", pretend_runs.BOUNDS)
+def test_bounds(results: Results, name: str) -> None:
+    found, bound = results[name], pretend_runs.BOUNDS[name]
+    assert not found["error"], found["error"]
+    assert found["difference"] < ROUNDED
+    passes = (found["forward"], found["backward"])
+    assert sum(counts.get("launches", 0) for counts in passes) <= bound.launches
+    found_waits = [waits(counts) for counts in passes]
+    assert sum(sum(counts.values()) for counts in found_waits) <= bound.waits, found_waits
+    assert sum(counts.get("uploads", 0) for counts in passes) <= bound.uploads
+
+
+@pytest.mark.parametrize("kind", ["loss", "miner", "class-sharded", "metric", "fingerprint"])
+def test_numbers_of_the_cpu(results: Results, kind: str) -> None:
+    problems, runs = [], 0
+    for name, found in results.items():
+        if not name.startswith(f"{kind};"):
+            continue
+        runs += 1
+        if found["error"] or not found["difference"] < EXACT:
+            problems.append(f"{name}: {found['error'] or found['difference']}")
+    assert not problems, "\n".join(problems)
+    assert runs >= 5
+
+
+def test_every_case_ran(results: Results) -> None:
+    names = [*pretend_runs.LOSSES, *pretend_runs.MINERS, *pretend_runs.CLASS_SHARDED, *pretend_runs.metric_cases()]
+    assert set(names) <= set(results)
+
+
+def test_device_itself() -> None:
+    """What a GPU refuses is refused, what makes the host wait is counted, and early readers find rubbish."""
+    program = """
+import torch
+from tests.pretend_device import DEVICE, catch_up, counting, to_device, to_host
+own, other = to_device(torch.arange(6.0)), torch.arange(6.0)
+
+def refused(function):
+    try:
+        function()
+    except (RuntimeError, TypeError):
+        return True
+    return False
+
+assert refused(lambda: own + other) and refused(lambda: torch.cat([own, other])) and refused(lambda: other[own.long()])
+assert refused(lambda: other.add_(own)) and refused(lambda: own.numpy()) and refused(lambda: torch.stack([own[0], other[0]]))
+assert not refused(lambda: own + torch.tensor(2.0)) and not refused(lambda: own[torch.tensor([1, 2])])
+
+def waits(function):
+    with counting() as counts:
+        function()
+    return counts.waits
+
+for waiting in (lambda: own.sum().item(), lambda: own.tolist(), lambda: bool(own.any()), lambda: own.nonzero(),
+                lambda: own[own > 2], lambda: own.cpu(), lambda: float(own[0]), lambda: torch.equal(own, own),
+                lambda: other.copy_(own), lambda: torch.bincount(own.long())):
+    assert waits(waiting) >= 1
+for free in (lambda: own * 2, lambda: own.view(2, 3).T, lambda: own.to("cpu", non_blocking=True), lambda: own.new_zeros(3)):
+    assert waits(free) == 0
+with counting() as counts:
+    own.view(2, 3).sum(1).mul_(2)
+    torch.tensor([1.0], device=DEVICE)
+    other.to(DEVICE)
+assert (counts.launches, counts.uploads) == (2, 2), counts
+
+event = torch.Event(DEVICE)
+copy = own.to("cpu", non_blocking=True)
+event.record()
+assert copy.isnan().all() and not event.query()
+assert waits(event.synchronize) == 1 and copy.tolist() == [0, 1, 2, 3, 4, 5]
+event, copy = torch.Event(DEVICE), own.to("cpu", non_blocking=True)
+event.record()
+catch_up()
+assert event.query() and waits(event.synchronize) == 0 and copy.tolist() == [0, 1, 2, 3, 4, 5]
+
+weight = to_device(torch.ones(3, 2)).requires_grad_()
+(own.view(2, 3) @ weight).square().sum().backward()
+host = torch.ones(3, 2, requires_grad=True)
+(torch.arange(6.0).view(2, 3) @ host).square().sum().backward()
+assert torch.equal(to_host(weight.grad), host.grad)
+print("fine")
+"""
+    assert on_device(program).strip() == "fine"
