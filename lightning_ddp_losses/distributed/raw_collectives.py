@@ -50,6 +50,9 @@ def wait(work: dist.Work) -> None:
 
 def gather(everyone: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
     """Gather (n,) of each rank into ``everyone``, (W * n,) in rank order."""
+    if group.size() == 1:
+        everyone.copy_(own)
+        return
     work = _gather_into(everyone, own, group=group, async_op=True)
     if own.device.type == "cpu":
         wait(work)

@@ -128,7 +128,7 @@ def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
     }
     payload = _HEAD.pack(count, x.requires_grad and torch.is_grad_enabled())
     # an accelerator would have to be waited for; what is only for one subgroup is not sent to all
-    is_inline = x.device.type != "cuda" and call.scope.subgroup_size is None
+    is_inline = x.device.type == "cpu" and call.scope.subgroup_size is None
     if is_inline:
         payload += moments.cpu().numpy().tobytes()
     payloads = handshake.all_gather(str(call), must_match, payload, group=call.scope.handshake_group)
@@ -263,9 +263,11 @@ def _local_sums(grad: Tensor, x: Tensor, statistics: Statistics, eps: float) -> 
     if x.numel() == 0:
         return torch.zeros_like(statistics.mean), torch.zeros_like(statistics.mean)
     ones = torch.ones_like(statistics.mean)
-    # the backward of evaluation mode, where mean and variance are given: its weight and bias gradients are these sums
+    # The backward of evaluation mode, where mean and variance are given: its weight and bias gradients are these sums. The CPU takes
+    # them from the running statistics, CUDA from the saved ones, which it asserts to be there.
+    mean, var = statistics.mean, statistics.var
     _, dyx, dy = torch.ops.aten.native_batch_norm_backward(
-        grad, x, ones, statistics.mean, statistics.var, None, None, False, eps, [False, True, True]
+        grad, x, ones, mean, var, mean, (var + eps).rsqrt(), False, eps, [False, True, True]
     )
     return dyx, dy
 
