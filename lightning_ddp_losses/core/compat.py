@@ -257,6 +257,40 @@ def combined_loader(loop: Any) -> Any:
     return loop._combined_loader
 
 
+def replace_training_loaders(trainer: Any, replacement: Callable[[object], object | None]) -> Callable[[], object]:
+    """Let a function replace training loaders before Lightning gives them a sampler; it has no hook there.
+
+    ``Strategy.process_dataloader`` comes later, when nobody can tell any more whether the loader shuffled.
+
+    Args:
+        trainer: The trainer.
+        replacement: Gets each training loader; None leaves it to Lightning.
+
+    Returns:
+        What undoes it.
+    """
+    connector = trainer._data_connector
+    lightnings = connector._prepare_dataloader
+
+    def prepare(dataloader: object, shuffle: bool, mode: Any) -> object:
+        ours = replacement(dataloader) if mode == "train" else None
+        return lightnings(dataloader, shuffle=shuffle, mode=mode) if ours is None else ours
+
+    connector._prepare_dataloader = prepare
+    return lambda: vars(connector).pop("_prepare_dataloader", None)
+
+
+def with_batch_sampler(dataloader: Any, batch_sampler: Any) -> Any:
+    """Return a DataLoader's twin with other batches: all else, also of a subclass, is kept; torch refuses to set it, and has no copy."""
+    twin = copy.copy(dataloader)
+    # what a DataLoader has that is built with batch_sampler=
+    placeholder = torch.utils.data.SequentialSampler(dataloader.dataset)
+    vars(twin).update(
+        batch_sampler=batch_sampler, sampler=placeholder, batch_size=None, drop_last=False, _iterator=None
+    )
+    return twin
+
+
 def cycles(combined: Any) -> bool:
     """Say whether a combined loader begins its shorter loaders again while the longest goes on; it keeps its mode in a private name."""
     return bool(combined._mode == "max_size_cycle")

@@ -54,7 +54,7 @@ def read_place(title: str, state: Any, own: Mapping[str, Any], *, seed: int | No
         raise InputError(what, expected="what its state_dict() returned", got=got)
     # 1. the seed: the order of every epoch hangs on it
     if seed is not None and seed != state["seed"]:
-        fix = f"Give it seed={state['seed']}, or leave seed out, which takes over the saved one."
+        fix = own["seed_fix"].format(seed=state["seed"])
         raise InputError(f"{what}: seed", expected=state["seed"], got=seed, fix=fix)
     # 2. sampler, data set and global batch
     for name in _COMPARED:
@@ -74,7 +74,7 @@ def _fix(name: str, saved: Any, own: Mapping[str, Any]) -> str:
     if name == "global_batch_size":
         W = own["world_size"]
         if own["local"] and saved is not None and saved % W == 0:
-            return f"On {W} ranks give local_batch_size={saved // W}."
+            return f"On {W} ranks give {own['local']}={saved // W}."
         if own["local"]:
             return f"Use GlobalBatchSampler.batches(sampler, {saved}), which any number of ranks can divide."
         return f"Give it {saved}: the number of ranks may change, the global batch may not."

@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers.seeded_draw import GlobalDraw, check_rows
-from lightning_ddp_losses.samplers.shuffled_order import ShuffledDraw
+from lightning_ddp_losses.samplers.shuffled_order import NaturalOrder, ShuffledDraw, ShuffledOrder
 
 
 class GlobalBatchSampler(DistributedSampler[Any]):
@@ -218,7 +218,7 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         check_rows("GlobalBatchSampler.shuffled: global_batch_size", global_batch_size or 0)
         if seed is None:
             raise ConfigurationError("GlobalBatchSampler.shuffled: seed", expected="a whole number", got=None)
-        draw = ShuffledDraw(length, global_batch_size, drop_last=drop_last, seed=seed)
+        draw = ShuffledDraw(ShuffledOrder(length), global_batch_size=global_batch_size, drop_last=drop_last, seed=seed)
         return GlobalBatches(draw, batch_size=_CarriedSize.of(draw), drop_last=drop_last)
 
 
@@ -275,6 +275,27 @@ class GlobalBatches(BatchSampler):
 
     def __len__(self) -> int:
         return self.sampler.count()
+
+
+def batches_in_place(
+    length: int, local_batch_size: int, *, shuffled: bool, drop_last: bool, seed: int | None, title: str
+) -> GlobalBatches:
+    """Return the batches of a DataLoader that has no sampler of its own, for all ranks together.
+
+    Args:
+        length: Rows of the data set.
+        local_batch_size: The DataLoader's ``batch_size``.
+        shuffled: Whether each epoch has an order of its own; else rows come as they are.
+        drop_last: Leave out a last batch that is not full.
+        seed: What ``seed_everything`` was called with; None where it was not.
+        title: How errors name them.
+    """
+    order = ShuffledOrder(length) if shuffled else NaturalOrder(length)
+    draw = ShuffledDraw(order, title=title, local_batch_size=local_batch_size, drop_last=drop_last, seed=seed)
+    # as the user knows them
+    draw.local_name = "batch_size"
+    draw.seed_fix = "Call seed_everything({seed}), or leave it out, which takes over the saved seed."
+    return GlobalBatches(draw, batch_size=_CarriedSize.of(draw), drop_last=drop_last)
 
 
 def draw_of(dataloader: object) -> GlobalDraw | None:

@@ -60,6 +60,10 @@ class GlobalDraw:
     _place: EpochPlace | None = None
     _sizes: Sequence[int] = ()
     _begun = (0, 0)
+    local_name = "local_batch_size"
+    """How the user calls the rows of one rank."""
+    seed_fix = "Give it seed={seed}, or leave seed out, which takes over the saved one."
+    """What to do about another seed than was saved."""
 
     def __init__(
         self,
@@ -177,14 +181,15 @@ class GlobalDraw:
         W, G = process_groups.world_size(), self._global_rows()
         meaning = ""
         if self.local_batch_size is not None:
-            meaning = f" ({W} ranks * local_batch_size {self.local_batch_size})"
+            meaning = f" ({W} ranks * {self.local_name} {self.local_batch_size})"
         return {
             "sampler": type(self.source).__name__,
             "length": len(self.source),
             "global_batch_size": G,
             "drop_last": self.drop_last,
             "meaning": meaning,
-            "local": self.local_batch_size is not None,
+            "seed_fix": self.seed_fix,
+            "local": None if self.local_batch_size is None else self.local_name,
             "world_size": W,
         }
 
@@ -230,7 +235,7 @@ class GlobalDraw:
         if self.local_batch_size is None:
             G, meaning = self.global_batch_size, "global_batch_size"
         else:
-            G, meaning = W * self.local_batch_size, f"{W} ranks * local_batch_size {self.local_batch_size}"
+            G, meaning = W * self.local_batch_size, f"{W} ranks * {self.local_name} {self.local_batch_size}"
         declared = getattr(self.source, "batch_size", None)
         if G is not None and declared is not None and declared != G and hasattr(self.source, "m_per_class"):
             fix = f"Give it batch_size={G}{_larger_m(self.source, G)}"

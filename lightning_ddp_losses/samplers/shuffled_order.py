@@ -105,6 +105,14 @@ def _mixed_word(number: int) -> int:
     return x ^ x >> 31
 
 
+class NaturalOrder(ShuffledOrder):
+    """The numbers 0 to n - 1 as they come, for every key."""
+
+    def at(self, positions: Tensor, key: int) -> Tensor:
+        """Return the positions themselves."""
+        return positions
+
+
 class OwnBatches(Sequence[list[int]]):
     """This rank's part of each batch of an epoch, computed when it is asked for; some batches at a time.
 
@@ -163,20 +171,39 @@ class OwnBatches(Sequence[list[int]]):
 
 
 class ShuffledDraw(GlobalDraw):
-    """The batches of a random order that no rank has to draw: memory and start do not grow with the data set.
+    """The batches of an order that no rank has to draw: memory and start do not grow with the data set.
 
     Args:
-        length: n.
+        order: What the rows are in.
+        title: How errors name it.
         global_batch_size: G.
+        local_batch_size: Instead of G, which is W times this.
         drop_last: Leave out a last batch of fewer than G rows.
-        seed: Epoch ``e`` has the order that belongs to it and ``e``.
+        seed: Epoch ``e`` has the order that belongs to it and ``e``. None: 0, or the seed of a state that is loaded.
     """
 
     source: ShuffledOrder
 
-    def __init__(self, length: int, global_batch_size: int, *, drop_last: bool, seed: int) -> None:
-        super().__init__(ShuffledOrder(length), global_batch_size=global_batch_size, drop_last=drop_last, seed=seed)
-        self.title = "GlobalBatchSampler.shuffled"
+    def __init__(
+        self,
+        order: ShuffledOrder,
+        *,
+        title: str = "GlobalBatchSampler.shuffled",
+        global_batch_size: int | None = None,
+        local_batch_size: int | None = None,
+        drop_last: bool,
+        seed: int | None,
+    ) -> None:
+        super().__init__(
+            order,
+            global_batch_size=global_batch_size,
+            local_batch_size=local_batch_size,
+            drop_last=drop_last,
+            seed=seed,
+        )
+        self.title = title
+        if seed is None:
+            self._own_seed = 0  # ranks exchange none
 
     def _meet(self, epoch: int) -> Sequence[list[Any]]:
         W, rank = process_groups.world_size(), process_groups.rank()

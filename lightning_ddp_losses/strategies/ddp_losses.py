@@ -36,6 +36,7 @@ from lightning_ddp_losses.strategies.adoption import Adoption
 from lightning_ddp_losses.strategies.advice import Advice
 from lightning_ddp_losses.strategies.call_check import CallCheck
 from lightning_ddp_losses.strategies.global_batch_option import wrap_global
+from lightning_ddp_losses.strategies.global_sampler_option import GlobalSamplerOption
 from lightning_ddp_losses.strategies.launcher import WholeStateLauncher
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
@@ -72,6 +73,9 @@ class DDPLossStrategy(DDPStrategy):
             ``elements``, ``global_mean``, ``ClassShardedLoss``, differentiable MeanSquaredError and MeanAbsoluteError; any other term is
             an error that names it. Layers that look at the batch (batch norm) see a micro-batch all the same. In
             manual optimisation there is ``window``.
+        use_global_sampler: Give training loaders without a sampler of their own the batches of ``GlobalBatchSampler`` (G is ``batch_size``
+            times W) in place of Lightning's ``DistributedSampler``: each row once per epoch, in the loader's order or shuffled (by another
+            permutation than plain ``ddp``), and resumed at its place on any number of ranks with the same G. Also with ``devices=1``.
         **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
             ``ddp_comm_hook`` (PowerSGD, fp16, bf16, ...) works on the model's DDP only: gradients of losses, of class shards, and those
             that global losses and metrics exchange in backward do not pass through it and stay exact. To halve the bytes of the losses'
@@ -113,6 +117,7 @@ class DDPLossStrategy(DDPStrategy):
         global_batch: bool | str = False,
         sharded_checkpoints: bool = False,
         accumulation: Literal["mean", "window"] = "mean",
+        use_global_sampler: bool = False,
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__(**ddp_kwargs)
@@ -127,6 +132,8 @@ class DDPLossStrategy(DDPStrategy):
         self._selection = losses if isinstance(losses, str) else list(losses)
         ddp_setup.refuse_accumulation(accumulation, is_plain_ddp=self._is_plain_ddp, ddp_kwargs=self._ddp_kwargs)
         self._accumulation = accumulation
+        ddp_setup.refuse_global_sampler(use_global_sampler, is_plain_ddp=self._is_plain_ddp)
+        self._global_samplers = GlobalSamplerOption(enabled=use_global_sampler)
         self._check_calls = check_calls
         self._wire_dtype = ddp_setup.as_dtype(loss_reduce_dtype)
         self._global_batch = global_batch
@@ -180,6 +187,7 @@ class DDPLossStrategy(DDPStrategy):
         process_groups.set_timeout(self._timeout)
         if not external:
             atexit.register(process_groups.close, world=True)
+        self._global_samplers.install(attached_trainer(self._module))
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -587,6 +595,7 @@ class DDPLossStrategy(DDPStrategy):
         self._adoption.remove(self.lightning_module)
         self._sharding.remove()
         self._places.teardown()
+        self._global_samplers.remove()
         super().teardown()
         self._reset()
 

@@ -346,3 +346,20 @@ def refuse_accumulation(accumulation: object, *, is_plain_ddp: bool, ddp_kwargs:
             got="static_graph=True, with which torch's DDP cannot accumulate",
             fix="Leave static_graph out.",
         )
+
+
+def refuse_global_sampler(use_global_sampler: object, *, is_plain_ddp: bool) -> None:
+    """Refuse a value that is none, and the option where nothing of ours applies.
+
+    Raises:
+        ConfigurationError: naming the options.
+    """
+    if not isinstance(use_global_sampler, bool):
+        raise ConfigurationError("use_global_sampler", expected="True or False", got=repr(use_global_sampler))
+    if use_global_sampler and is_plain_ddp:
+        raise ConfigurationError(
+            "use_global_sampler=True",
+            expected="losses that are looked after",
+            got="losses=[], which is plain ddp",
+            fix="Write DataLoader(..., batch_sampler=GlobalBatchSampler.shuffled(...)).",
+        )

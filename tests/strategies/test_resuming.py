@@ -92,10 +92,11 @@ def leg(
     *,
     size: int = G,
     adopt: bool = False,
+    kind: type[Line] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train on this number of ranks until the end, or until it is killed."""
-    module = Line(dist.get_world_size(), workers, size)
+    module = (kind or Line)(dist.get_world_size(), workers, size)
     module.asks_for_steps = adopt
     callbacks = [] if kill is None else [Kill(*kill, save)]
     options = {"max_epochs": EPOCHS, "callbacks": callbacks, "limit_val_batches": 0} | options
@@ -108,12 +109,12 @@ def leg(
     return {"seen": module.seen, "state": dict(module.state_dict()), "steps": trainer.global_step}
 
 
-def one_process(batches: int, window: int = 1) -> tuple[list[list[int]], dict[str, Tensor]]:
+def one_process(batches: int, window: int = 1, epochs: int = EPOCHS) -> tuple[list[list[int]], dict[str, Tensor]]:
     """The batches and the parameters of a plain loop."""
     module = Line(1)
     optimizer = module.configure_optimizers()
     seen: list[list[int]] = []
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         sampler = RandomSampler(range(ROWS))
         seed_all(SEED + epoch, sampler)
         for number, batch in enumerate(BatchSampler(sampler, G, drop_last=False)):
@@ -146,14 +147,34 @@ def resumed(
 AFTER = "on_train_batch_end"
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 5, 6])
-def test_killed_after_any_step(pool: RankPool, tmp_path: Path, step: int) -> None:
-    seen, ranks = resumed(pool, tmp_path, [(AFTER, step), (AFTER, 4)])
-    batches, state = one_process(EPOCHS * BATCHES)
-    assert list(chain(*seen)) == batches
-    for rank in ranks:
-        assert_close(rank["state"], state)
-        assert rank["steps"] == EPOCHS * BATCHES
+STEPS, LONG = 20, 5  # steps to be killed after, and epochs that have more of them
+
+
+def leg_for_each_step(number: int, folder: str) -> list[dict[str, Any]]:
+    """One leg of the runs that are killed after 1, 2, ... 20 steps, all in one task; the second leg trains on 4 batches."""
+    replies = []
+    for step in range(1, STEPS + 1):
+        kills = [(AFTER, step), (AFTER, 4), None]
+        load = f"{folder}/{step}.{number - 1}.ckpt" if number else None
+        save = f"{folder}/{step}.{number}.ckpt"
+        replies.append(leg(kills[number], save, load, 0, max_epochs=LONG))
+    return replies
+
+
+def test_killed_after_any_of_20_steps(pool: RankPool, tmp_path: Path) -> None:
+    """On 2 ranks; resumed on 3, killed again, and resumed on 1."""
+    seen: list[list[list[int]]] = [[] for _ in range(STEPS)]
+    ends: list[dict[str, Any]] = []
+    for number, world_size in enumerate([2, 3, 1]):
+        ranks = pool.run(world_size, leg_for_each_step, number, str(tmp_path), seconds=120.0)
+        for step in range(STEPS):
+            seen[step] += together([[rank[step]["seen"]] for rank in ranks])[0]
+        ends = ranks[0]
+    batches, state = one_process(LONG * BATCHES, epochs=LONG)
+    for step in range(STEPS):
+        assert seen[step] == batches
+        assert_close(ends[step]["state"], state)
+        assert ends[step]["steps"] == LONG * BATCHES
 
 
 WAYS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
@@ -234,6 +255,63 @@ def test_another_sampler_is_refused_on_all_ranks(pool: RankPool, tmp_path: Path,
     assert {error.type for error in errors} == {"InputError"}
     for error in errors:
         assert text in error.message
+
+
+class Resumable(DataLoader[Any]):
+    """A loader that skips batches by itself, as torchdata's does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("it would skip batches a second time")
+
+
+class SkipsTwice(Line):
+    def train_dataloader(self) -> DataLoader:
+        sampler = GlobalBatchSampler.batches(RandomSampler(range(ROWS)), G, seed=SEED)
+        return Resumable(rows(), batch_sampler=sampler)
+
+
+def test_a_loader_that_skips_by_itself_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    save = str(tmp_path / "half.ckpt")
+    pool.run(2, leg, (AFTER, 2), save, None, 0, kind=SkipsTwice)
+    for error in pool.errors(2, leg, None, "", save, 0, kind=SkipsTwice):
+        assert error.type == "InputError"
+        assert "Resumable around GlobalBatchSampler, resumed under DDPLossStrategy" in error.message
+        assert "expected torch's DataLoader" in error.message
+
+
+class OtherSeed(Line):
+    def train_dataloader(self) -> DataLoader:
+        sampler = GlobalBatchSampler.batches(RandomSampler(range(ROWS)), G, seed=SEED + 1)
+        return DataLoader(rows(), batch_sampler=sampler)
+
+
+class Grown(Line):
+    def train_dataloader(self) -> DataLoader:
+        sampler = GlobalBatchSampler.batches(RandomSampler(range(ROWS + 1)), G, seed=SEED)
+        return DataLoader(TensorDataset(torch.arange(ROWS + 1)), batch_sampler=sampler)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (OtherSeed, f"seed: expected {SEED}, got {SEED + 1}"),
+        (Grown, f"length: expected {ROWS}, as saved, got {ROWS + 1}"),
+    ],
+)
+def test_another_seed_or_length_is_refused_on_all_ranks(
+    pool: RankPool, tmp_path: Path, kind: type[Line], text: str
+) -> None:
+    save = str(tmp_path / "half.ckpt")
+    pool.run(2, leg, (AFTER, 2), save, None, 0)
+    for error in pool.errors(3, leg, None, "", save, 0, kind=kind):
+        assert error.type == "InputError"
+        assert text in error.message
+    # nothing is lost: the checkpoint resumes where the sampler is the saved one
+    replies = pool.run(3, leg, None, str(tmp_path / "end.ckpt"), save, 0)
+    assert together([[reply["seen"]] for reply in replies])[0] == one_process(EPOCHS * BATCHES)[0][2:]
 
 
 class Two(Line):
