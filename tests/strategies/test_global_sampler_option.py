@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_losses import DDPLossStrategy
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.samplers.global_batch import draw_of
@@ -296,6 +297,22 @@ KEPT = {
 }
 
 
+def test_all_else_of_a_loader_is_kept() -> None:
+    batches = GlobalBatchSampler.shuffled(ROWS, G, seed=1)
+    loader = Counted(rows(), batch_size=G, shuffle=True, **KEPT)
+    twin = compat.with_batch_sampler(loader, batches)
+    assert type(twin) is Counted
+    for name, value in KEPT.items():
+        found = getattr(twin, name)
+        if name == "multiprocessing_context":
+            found = found.get_start_method()
+        assert found is value or found == value, name
+    # as torch has them beside batch_sampler=; the user's loader stays what it was
+    assert (twin.batch_sampler, twin.batch_size, twin.drop_last) == (batches, None, False)
+    assert loader.batch_size == G
+    assert len(twin) == BATCHES
+
+
 class Kinds(Plain):
     """Looks at the loaders that training got."""
 
@@ -303,7 +320,7 @@ class Kinds(Plain):
         size = G // self.ranks
         return CombinedLoader(
             {
-                "mine": Counted(rows(), batch_size=size, shuffle=True, **KEPT),
+                "mine": Counted(rows(), batch_size=size, shuffle=True, collate_fn=collate, note="mine"),
                 "weighted": DataLoader(rows(), batch_size=size, sampler=WeightedRandomSampler(torch.ones(ROWS), ROWS)),
                 "again": DataLoader(rows(), batch_size=size, sampler=RandomSampler(rows(), replacement=True)),
                 "own": DataLoader(rows(), batch_size=size, sampler=DistributedSampler(rows(), 2, dist.get_rank())),
@@ -321,11 +338,7 @@ class Kinds(Plain):
         assert [name for name, draw in ours.items() if draw is not None] == ["mine", "global"]
         mine = loaders["mine"]
         assert isinstance(mine, Counted)
-        for name, value in KEPT.items():
-            found = getattr(mine, name)
-            if name == "multiprocessing_context":
-                found = found.get_start_method()
-            assert found is value or found == value, name
+        assert (mine.note, mine.collate_fn) == ("mine", collate)
         assert len(mine) == BATCHES
 
 
@@ -349,7 +362,7 @@ def look_at_kinds() -> tuple[list[str], list[str]]:
     return [text for text in said if "use_global" in text], [text for text in warned if "use_global" in text]
 
 
-def test_all_else_of_a_loader_is_kept_and_own_samplers_are_left_alone(pool: RankPool) -> None:
+def test_own_samplers_are_left_alone(pool: RankPool) -> None:
     said = pool.run(2, look_at_kinds)
     (told,), warned = said[0]
     assert "the next 12 rows" in told
