@@ -225,3 +225,22 @@ def test_private_names_of_other_libraries_are_read_in_one_place() -> None:
     stale = [f"{path}: {name}" for path, names in PRIVATE_IN_PLACE.items() for name in names if name not in texts[path]]
     assert not stale, "listed, and no longer used"
     assert all(reason for names in PRIVATE_IN_PLACE.values() for reason in names.values())
+
+
+# what asks for one kind of accelerator would be wrong on the others: "not the CPU" is asked everywhere else
+NAMES_OF_CUDA = {
+    "audit/api.py": "what a user calls an accelerator of Lightning's",
+    "audit/worker.py": "a process that has used CUDA cannot be forked",
+    "core/graph_capture.py": "CUDA's graphs",
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of_file)
+def test_no_file_takes_cuda_for_every_accelerator(path: Path) -> None:
+    found = [
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Constant) and node.value == "cuda")
+        or (isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"))
+    ]
+    assert not found or name_of_file(path) in NAMES_OF_CUDA, f"lines {found}"

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses.audit.replay import map_batch_tensors
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.random_state import global_generators, random_source
+from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, random_source
 
 ABLATIONS = {
     "randomness": "every random draw inside a step replaced by its mean (dropout: identity; noise: zero)",
@@ -116,11 +116,8 @@ _MEANS = _replacements()
 
 def rng_digest() -> str:
     """Digest the random states that a training step may draw from: two that differ mean that something was drawn."""
-    devices = []
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     found = hashlib.blake2b(digest_size=12)
-    for generator in global_generators(devices):
+    for generator in global_generators(devices_in_use()):
         source = random_source(generator)
         assert source is not None
         state = source.get_state()

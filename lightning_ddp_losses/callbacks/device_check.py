@@ -52,16 +52,15 @@ def device_identity(device: torch.device) -> str:
     if device.type == "cpu":
         return ""
     uuid = ""
-    if device.type == "cuda":
-        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
+    properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
+    if properties_of is not None:
+        uuid = getattr(properties_of(device), "uuid", "")
     return f"{socket.gethostname()} {uuid or device}"
 
 
 def visible_devices() -> int:
     """Return how many accelerators this process may use."""
-    if not torch.cuda.is_available():
-        return 0
-    return torch.cuda.device_count()
+    return torch.accelerator.device_count()
 
 
 class DeviceCheck(LocalCheck, default=True):
@@ -100,8 +99,9 @@ class DeviceCheck(LocalCheck, default=True):
         device = trainer.strategy.root_device
         if stage == CheckStage.TRAIN_END:
             peak_bytes = 0
-            if device.type == "cuda":
-                peak_bytes = torch.cuda.max_memory_allocated(device)
+            peak_of = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+            if device.type != "cpu" and peak_of is not None:
+                peak_bytes = peak_of(device)
             return [*UseRow(self._batches, time.perf_counter() - self._began, peak_bytes)]
         self.local.found = []
         self._find_threads(module)

@@ -42,6 +42,18 @@ DISABLED_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """What a subclass of Tensor takes as ``__torch_function__`` when its operations shall be plain ones; torch's documentation names it so."""
 
 
+def device_generators(kind: str) -> Sequence[torch.Generator]:
+    """Return the default generators of an accelerator's devices; none where it has no such thing.
+
+    CUDA, XPU and others keep them in their module under a public name; MPS has one device, and one generator under a private name.
+    """
+    module: Any = torch.get_device_module(kind)
+    if kind == "mps":
+        return (module._get_default_mps_generator(),)
+    generators: Sequence[torch.Generator] = getattr(module, "default_generators", ())
+    return generators
+
+
 def tensor_version(tensor: Tensor) -> int:
     """Return how often a tensor was written to in place; autograd's own counter, which has no public reader."""
     return tensor._version

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_ddp_losses.core import compat
+
 NUMPY_SEEDS = 1 << 32
 """numpy takes no larger seed."""
 
@@ -27,12 +29,26 @@ class RandomSource(NamedTuple):
 
 
 def torch_generators(devices: Iterable[torch.device] = ()) -> list[torch.Generator]:
-    """Return torch's own generators of the CPU and of the CUDA devices among these, each once.
+    """Return torch's own generators of the CPU and of the accelerators among these, each once.
 
     Not ``torch.manual_seed``'s choice: it seeds every device there is, and formats a stack trace for each kind that is not in use.
     """
-    indices = {device.index or 0 for device in devices if device.type == "cuda"}
-    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in sorted(indices))]
+    places = {(device.type, device.index or 0) for device in devices if device.type not in ("cpu", "meta")}
+    found = [torch.default_generator]
+    for kind, index in sorted(places):
+        found += compat.device_generators(kind)[index : index + 1]
+    return found
+
+
+def devices_in_use() -> list[torch.device]:
+    """Return the accelerators that this process may have drawn on; a kind that it has not woken up stays asleep."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return []
+    is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
+    if is_initialized is not None and not is_initialized():
+        return []
+    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
 
 
 def global_generators(devices: Iterable[torch.device] = ()) -> list[Any]:

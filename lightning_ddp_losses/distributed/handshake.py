@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.graph_capture import capture_error, is_capturing
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.header import (
     CALL,
@@ -115,6 +116,8 @@ def start(
     handshake_bytes: int | None = None,
 ) -> PendingHandshake:
     """As ``all_gather``, in two halves: the message leaves now, and ``finish`` waits for the others'."""
+    if is_capturing():
+        raise_on_all_ranks(capture_error(what), what, group=group)
     if process_groups.world_size(group) == 1:
         return _OwnHandshake(payload)
     text = "\n".join([what, *(f"{key}={value}" for key, value in must_match.items())])

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.core.forward_patch import eager_recursive
+from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 
@@ -61,7 +62,7 @@ class UpstreamGradWatch:
     """Notes what comes back into a value that all ranks share."""
 
     def __init__(self) -> None:
-        self._noted: list[tuple[Tensor, Any]] = []
+        self._noted: list[tuple[Tensor, HostCopy | None]] = []
 
     def watch(self, value: Any, *, group: Group = None) -> Any:
         """Return the same value, or nest of values; the upstream gradient of each tensor will be noted.
@@ -88,10 +89,10 @@ class UpstreamGradWatch:
     def take(self) -> str:
         """Return what was noted since the last call, as text for a handshake."""
         noted, self._noted = self._noted, []
-        for _, event in noted:
-            if event is not None:
-                event.synchronize()
-        return ", ".join(_text(value) for value, _ in noted) or "none yet"
+        values = []
+        for value, copy in noted:
+            values.append(value if copy is None else copy.read())
+        return ", ".join(map(_text, values)) or "none yet"
 
     def forget(self, value: Tensor) -> bool:
         """Say whether this was noted and not taken yet; from now on it counts as taken."""
@@ -105,16 +106,13 @@ class UpstreamGradWatch:
         """Remember an upstream gradient without waiting for the device; of one with dimensions its sum and sum of squares."""
         if grad.ndim:
             grad = torch.stack([grad.sum(), grad.square().sum()])
-        if grad.device.type != "cuda":
-            value = grad.detach().clone()
-            self._noted.append((value, None))
-            if pending is not None and pending.recorder is not None:
-                pending.recorder.add(self, value)
+        if grad.device.type != "cpu":
+            self._noted.append((grad, HostCopy(grad)))
             return
-        copy = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True).copy_(grad.detach(), non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._noted.append((copy, event))
+        value = grad.detach().clone()
+        self._noted.append((value, None))
+        if pending is not None and pending.recorder is not None:
+            pending.recorder.add(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UpstreamGradWatch:
         return UpstreamGradWatch()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.core.forward_patch import eager_recursive
+from lightning_ddp_losses.core.graph_capture import refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.accumulation import current_window, micro_batch_to_match, name_value
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
@@ -383,6 +384,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         """Shard the classes if that is not done, and refuse embeddings of another width, together with the peers."""
         self.shard_classes()
         try:
+            refuse_capture(self._title)
             inputs.check_embeddings(self._title, embeddings, self._sharded.embedding_size)
         except DDPLossError as error:
             handshake.raise_on_all_ranks(error, self._title, group=self._group)

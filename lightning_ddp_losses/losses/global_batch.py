@@ -21,13 +21,14 @@ from lightning_ddp_losses.core import autograd_graph, inputs
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.core.forward_patch import eager_recursive
+from lightning_ddp_losses.core.graph_capture import refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match, name_value
 from lightning_ddp_losses.distributed.collectives import Backward
 from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
-from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses.evaluations import Elements, LocalCall, Replicated, Rows, StatsExchange, Tiled
 from lightning_ddp_losses.losses.gathered_call import (
     GlobalTuples,
@@ -195,10 +196,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         """Refuse inputs that this rank cannot take, together with the peers."""
         read = self._reading.next_call((args, kwargs))
         try:
+            refuse_capture(self._title)
             inputs.check_inputs(
                 self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True
             )
-        except InputError as error:
+        except DDPLossError as error:
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -411,6 +413,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
             return gather_batch(title, batches, must_match, extra=self._seeds.next(), group=self._group)
 
         try:
+            refuse_capture(title)
             given = by_name(title, self.miner, names, args, kwargs)
             call = PMLCall(self.miner, given, gather, process_groups.rank(self._group))
             with same_draws(self.miner, call.seed, call.batches):

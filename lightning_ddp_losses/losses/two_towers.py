@@ -17,13 +17,14 @@ from torch.nn import functional
 
 from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.core.forward_patch import eager_recursive
+from lightning_ddp_losses.core.graph_capture import refuse_capture
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.accumulation import name_value
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
-from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses.column_blocks import ColumnBlocks, GatheredColumns, RingColumns
 from lightning_ddp_losses.losses.global_batch import refuse_gather
 
@@ -104,9 +105,10 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             numbers: What the caller gives instead of the loss's own parameters, by their names.
         """
         try:
+            refuse_capture(type(self).__name__)
             self._check(*rows)
             given = {name: self._one_number(name, number, rows[0]) for name, number in numbers.items()}
-        except InputError as error:
+        except DDPLossError as error:
             handshake.raise_on_all_ranks(error, type(self).__name__, group=self._group)
         kinds = {name: _kind_of_number(number) for name, number in numbers.items()}
         value: Tensor = autograd_graph.run_full_precision(self, self._forward, (rows, given, kinds), {})

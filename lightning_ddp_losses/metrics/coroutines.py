@@ -14,6 +14,7 @@ import torch
 from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_ddp_losses.core import autograd_graph, precision
+from lightning_ddp_losses.core.graph_capture import refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match
 from lightning_ddp_losses.errors import InputError
@@ -62,6 +63,7 @@ def run(
     """
 
     def run_with_exchanges(*args: Any, **kwargs: Any) -> Any:
+        refuse_capture(title)
         steps = coroutine(*args, **kwargs)
         try:
             requests = next(steps)
