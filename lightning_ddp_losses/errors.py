@@ -7,7 +7,12 @@ decided by all ranks together is marked ``collective``: nobody needs to be told 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
+
+
+def explained_by(topic: str) -> str:
+    """Return the line that ends a message where the manual has a page: the command that shows it."""
+    return f"More: ddp-losses explain {topic}"
 
 
 class DDPLossError(RuntimeError):
@@ -23,7 +28,13 @@ class DDPLossError(RuntimeError):
         collective: True where every rank raises this error at the same place, so nothing is left to tell the peers.
 
     Attributes: the arguments, by name.
+
+    A class of error that a known fault leads to names its page: the traceback ends with the command that shows it (a note of the
+    exception, so that the text itself stays as it is; Python 3.10 shows none).
     """
+
+    page: ClassVar[str] = ""
+    """The topic of ``ddp-losses explain`` where there is one."""
 
     def __init__(
         self,
@@ -40,6 +51,8 @@ class DDPLossError(RuntimeError):
         self.what, self.expected, self.got, self.ranks, self.fix = what, expected, got, ranks, fix
         self.findings = list(findings)
         self.collective = collective
+        if self.page:
+            self.__notes__ = [explained_by(self.page)]
 
     def parts_as_text(self) -> dict[str, Any]:
         """Return what the text was made of, as arguments of ``format_error``, each as text."""
@@ -83,6 +96,8 @@ class ConfigurationError(DDPLossError):
 class HiddenLossError(ConfigurationError):
     """A trainable loss that is not a registered submodule: not moved, not synchronised, not saved."""
 
+    page = "F02"
+
 
 class InputError(DDPLossError):
     """Embeddings, labels or data that a loss or a data module cannot take."""
@@ -91,13 +106,19 @@ class InputError(DDPLossError):
 class LossCallError(DDPLossError):
     """A loss that ran, or that got a gradient, on some ranks only."""
 
+    page = "F37"
+
 
 class RankMismatchError(DDPLossError):
     """Ranks that met in one collective with different shapes, dtypes, names, or at different places of the program."""
 
+    page = "F47"
+
 
 class PeerError(DDPLossError):
     """Another rank failed; this rank stops with it instead of waiting for it."""
+
+    page = "F42"
 
 
 class AuditError(DDPLossError):

@@ -68,3 +68,11 @@ def test_text_of_an_error(arguments: dict[str, object], text: str) -> None:
     error = DDPLossError("loss.W", **arguments)  # type: ignore[arg-type]
     assert str(error) == text
     assert {name: getattr(error, name) for name in arguments} == arguments
+
+
+def test_an_error_of_a_known_fault_names_its_page_and_keeps_it_in_a_pickle() -> None:
+    error = errors.HiddenLossError("self.losses[0]", fix="Register it.")
+    assert error.__notes__ == ["More: ddp-losses explain F02"]
+    assert str(error) == "self.losses[0]\nRegister it."
+    assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__
+    assert not hasattr(DDPLossError("text"), "__notes__")

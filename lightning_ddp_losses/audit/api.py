@@ -39,7 +39,14 @@ from lightning_ddp_losses.audit.replay import AuditTarget, Run, plan_replay
 from lightning_ddp_losses.audit.report import AuditReport
 from lightning_ddp_losses.audit.worker import Failure, perform, run_processes
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.errors import AuditError, ConfigurationError, InputError, error_class, format_error
+from lightning_ddp_losses.errors import (
+    AuditError,
+    ConfigurationError,
+    InputError,
+    error_class,
+    explained_by,
+    format_error,
+)
 
 
 def audit(
@@ -444,7 +451,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     (
         r"[Ee]xpected to have finished reduction|were not used in producing the loss",
         "F38: a parameter without gradient on a step (idle or frozen after the wrap). "
-        "Take strategy='ddp_losses', or 'ddp_find_unused_parameters_true'.",
+        f"Take strategy='ddp_losses', or 'ddp_find_unused_parameters_true'. {explained_by('F38')}",
     ),
     (
         r"SyncBatchNorm expected input tensor to be on",
@@ -453,7 +460,8 @@ HINTS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"returning None in distributed training",
-        "F35: training_step returned None on a rank. Return a loss of zero that keeps the graph instead.",
+        "F35: training_step returned None on a rank. Return a loss of zero that keeps the graph instead. "
+        f"{explained_by('F35')}",
     ),
     (
         r"No CUDA|CUDA driver|not compiled with CUDA|NVIDIA driver|Torch not compiled with",

@@ -22,7 +22,7 @@ class Diagnosis:
     """Why the ranks differ from one process.
 
     Attributes:
-        fault: Its number in the catalogue of faults.
+        fault: Its id in the table of faults (``core.faults.FAULTS``); empty where it is none of them.
         title: What it is, in a few words.
         evidence: What was measured.
         fix: What to change.

@@ -22,6 +22,7 @@ from lightning_ddp_losses.audit.accumulation import AccumulationParity
 from lightning_ddp_losses.audit.compare import ComparedRow, Comparison, StepLoss
 from lightning_ddp_losses.audit.context import Diagnosis
 from lightning_ddp_losses.audit.figures import draw_audit
+from lightning_ddp_losses.errors import explained_by
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -206,6 +207,8 @@ def _diagnosis_texts(each: Diagnosis, head: str) -> list[Text]:
     if each.confirmed:
         texts.append(Text(f"Confirmed: {each.confirmed}."))
     texts.append(Text(f"Do: {each.fix}"))
+    if each.fault:
+        texts.append(Text(explained_by(each.fault), style="dim"))
     return texts
 
 
@@ -302,6 +305,8 @@ def _html_card(each: Diagnosis, number: str) -> str:
     if each.confirmed:
         text += f"<p><b>Confirmed:</b> {_escaped(each.confirmed)}.</p>"
     text += f"<p><b>Do:</b> {_escaped(each.fix)}</p>"
+    if each.fault:
+        text += f"<p><code>{_escaped(explained_by(each.fault))}</code></p>"
     return f'<div class="card {each.severity}">{text}</div>'
 
 

@@ -32,13 +32,12 @@ class Cause:
 
     def text(self) -> str:
         """Format the lead, and in a line what else it shows in."""
-        text = self.lead.text()
         if not self.followers:
-            return text
+            return self.lead.text()
         shown = "; ".join(f"{each.fault} {each.what}" for each in self.followers[:_MOST_FOLLOWERS])
         if len(self.followers) > _MOST_FOLLOWERS:
             shown += f" and {len(self.followers) - _MOST_FOLLOWERS} more"
-        return f"{text}\n  of the same cause: {shown}"
+        return self.lead.text(f"  of the same cause: {shown}")
 
 
 def group_by_cause(

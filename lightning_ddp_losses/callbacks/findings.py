@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from lightning_ddp_losses.callbacks.check_stage import place_of
 from lightning_ddp_losses.core.faults import FAULTS, Severity
 from lightning_ddp_losses.distributed.fingerprint import hash_text
-from lightning_ddp_losses.errors import ConfigurationError, format_error
+from lightning_ddp_losses.errors import ConfigurationError, explained_by, format_error
 
 _TEXT_FIELDS = ("fault", "what", "expected", "name", "fix")
 _UNEXPLAINED = "texts "  # how the name of a finding begins whose texts are still on other ranks
@@ -30,13 +30,13 @@ class Finding:
     """Records one finding of one check.
 
     Attributes:
-        fault: Id of the fault (``faults.FAULTS``; the README's troubleshooting table has a row for it).
+        fault: Id of the fault, in the one table of them (``faults.FAULTS``); ``ddp-losses explain`` shows its row.
         what: What is wrong, as the user knows it.
         expected: What it should have been.
         ranks: The ranks it concerns; empty where it concerns all alike.
         name: The parameter, buffer, loss or option.
         values: One entry per rank, where ranks differ.
-        fix: What to do, as a sentence.
+        fix: What to do, as a sentence; empty: what the table says.
         check: The check's class; filled in by the runner, like the next two.
         step: Optimizer steps before this one.
         moment: Where in the run: the value of a ``CheckStage`` (a column of ``ddp_checks.jsonl``, hence its name).
@@ -71,14 +71,20 @@ class Finding:
         """Identify the fault: findings of the same key are one fault seen again."""
         return self.check, self.fault, self.name
 
-    def text(self) -> str:
-        """Format the finding for an error or a warning: what, expected, one line per rank, what to do."""
+    def text(self, further: str = "") -> str:
+        """Format the finding for an error or a warning: what, expected, one line per rank, what to do, the command that explains it.
+
+        Args:
+            further: A line that comes before that command; empty: none.
+        """
         what = f"{self.check}, {self.fault}, {place_of(self.moment, self.step)}: {self.what}"
         if self.ranks:
             what += f" (rank {', '.join(map(str, self.ranks))})"
         if self.max_difference is not None:
             what += f", max difference {self.max_difference:.3g}"
-        return format_error(what, expected=self.expected or None, ranks=list(self.values) or None, fix=self.fix or None)
+        lines = [self.fix or FAULTS[self.fault].fix, further, explained_by(self.fault)]
+        fix = "\n".join(line for line in lines if line)
+        return format_error(what, expected=self.expected or None, ranks=list(self.values) or None, fix=fix)
 
     def record(self) -> dict[str, Any]:
         """Return the line of ``ddp_checks.jsonl``."""

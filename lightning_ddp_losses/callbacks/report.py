@@ -182,7 +182,7 @@ class Report:
                 rank_zero_info(cause.text())
         for finding, lead in late:
             self._keep(replace(finding, follows=lead.fault))
-            rank_zero_info(f"{finding.text()}\n  of the same cause as {lead.fault} of step {lead.step}: {lead.what}")
+            rank_zero_info(finding.text(f"  of the same cause as {lead.fault} of step {lead.step}: {lead.what}"))
 
     def _keep(self, finding: Finding, *, new: bool = True) -> None:
         """Count a finding that stands for itself; the first time, keep and write it."""

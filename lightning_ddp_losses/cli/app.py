@@ -1,5 +1,7 @@
 """The command line: `ddp-losses fit|validate|test|predict|audit --config X` trains any LightningModule with exact distributed losses.
 
+`ddp-losses explain` is the manual; it has no config and no parser of LightningCLI's.
+
 LightningCLI with our defaults, a progress bar for every kind of terminal, and the report at the end. What can be known to be
 wrong before training is found before anything is written.
 
@@ -16,7 +18,7 @@ import pydoc
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, List, Optional, Union  # noqa: UP035 - read by jsonargparse at run time on every Python
@@ -32,6 +34,7 @@ from rich.console import Console
 
 from lightning_ddp_losses.audit import AuditReport, audit
 from lightning_ddp_losses.cli.data import BatchedArrayDataModule
+from lightning_ddp_losses.cli.explain import run_explain
 from lightning_ddp_losses.cli.report import RunReport
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
@@ -43,6 +46,12 @@ QUIET = (
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # lightning 2.6 on torch 2.13; nothing a user can do
 )
 """Messages of warnings that the command line leaves out."""
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"explain": run_explain}
+"""What the command does beside training and auditing, by its first word."""
+
+MORE_COMMANDS = "The manual, known faults and what to do about them: ddp-losses explain"
+"""What the help says of them."""
 
 
 class LossCLI(LightningCLI):
@@ -368,13 +377,16 @@ def main() -> None:
     Exit status: 0 done (or an audit that found both sides equal), 1 an error (or an audit that found a difference), 2 a
     command line that cannot be read, or an audit that could not run.
     """
+    # commands that train nothing
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        sys.exit(COMMANDS[sys.argv[1]](sys.argv[2:]))
     # what a user can do nothing about is not shown
     for message in QUIET:
         warnings.filterwarnings("ignore", message)
     extend_module_path_(sys.path, sys.argv[1:])
     auditing = sys.argv[1:2] == ["audit"]
     try:
-        status = LossCLI(parser_kwargs={"prog": "ddp-losses"}).exit_status
+        status = LossCLI(parser_kwargs={"prog": "ddp-losses", "epilog": MORE_COMMANDS}).exit_status
     except SystemExit as stop:
         if stop.code == 2:  # a command line or a config that the parser refused
             sys.stderr.write(missing_class_path(sys.argv[1:]))
@@ -382,7 +394,7 @@ def main() -> None:
     except (DDPLossError, MisconfigurationException) as error:
         if getattr(error, "collective", False) and process_groups.rank() > 0:
             sys.exit(1)  # rank 0 says the same
-        message = f"ddp-losses: {type(error).__name__}: {error}"
+        message = "\n".join([f"ddp-losses: {type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         if not auditing:
             sys.exit(message)
         sys.stderr.write(f"{message}\n")

@@ -7,7 +7,7 @@
 * ``module_search``: modules that a module holds without having registered them
 * ``configuration``: a loss's configuration as text, to compare between ranks
 * ``random_state``: random generators, saved, seeded and put back
-* ``faults``: the one table of known faults; a new fault is one row there, in the check that finds it and in the README
+* ``faults``: the one table of known faults; a new fault is one row there, and the check that finds it
 * ``compat``: every read of a private name of torch, Lightning, torchmetrics and pytorch-metric-learning
 * ``former_paths``: where objects that earlier releases pickled find their classes; who moves or renames one adds a row
 """

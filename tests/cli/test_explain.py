@@ -1,0 +1,152 @@
+"""`ddp-losses explain`: every fault, every public name and every recipe has a page that a terminal can show."""
+
+from __future__ import annotations
+
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import lightning_ddp_losses
+from lightning_ddp_losses import AuditReport
+from lightning_ddp_losses.audit.context import Diagnosis
+from lightning_ddp_losses.callbacks import Finding
+from lightning_ddp_losses.callbacks.causes import Cause
+from lightning_ddp_losses.cli import main, manual
+from lightning_ddp_losses.cli.explain import find_page, run_explain
+from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
+
+
+def shown(*arguments: str, width: int = 80, status: int = 0) -> str:
+    """What the command shows, on a terminal without colours."""
+    file = StringIO()
+    assert run_explain(arguments, Console(file=file, width=width, color_system=None)) == status
+    text = file.getvalue()
+    assert all(len(line) <= width for line in text.splitlines())
+    return text
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_has_a_page(fault: str) -> None:
+    page = manual.fault_page(fault)
+    row = FAULTS[fault]
+    for part in (row.title, row.symptom, row.effect, row.fix, row.before, row.after, *row.links()[:1]):
+        assert part[1:].rstrip(".") in page
+    assert find_page([fault.lower()]) == page
+
+
+def test_the_page_of_a_fault_on_a_terminal() -> None:
+    text = shown("F24", width=200)
+    parts = [
+        "F24: a loss parameter's gradient W times too large",
+        "How it shows.",
+        "What it does to training.",
+        "Found by.",
+    ]
+    parts += [
+        "loss = DistributedLossWrapper(ArcFaceLoss(10, 32))",
+        "loss = GlobalBatchLoss(ArcFaceLoss(10, 32))",
+        "/issues/562",
+    ]
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+
+
+def test_the_table_is_by_symptom_and_whole() -> None:
+    text = shown("--all", width=110)
+    places = [text.index(heading[:60]) for heading in SYMPTOMS.values()]
+    assert places == sorted(places)
+    assert all(f" {fault} " in text for fault in FAULTS)
+
+
+def test_a_number_without_a_fault_says_so() -> None:
+    for fault in UNUSED:
+        assert "never given to a fault" in flat(shown(fault))
+
+
+@pytest.mark.parametrize("name", lightning_ddp_losses.__all__)
+def test_a_public_name_has_a_page(name: str) -> None:
+    text = flat(shown(name.lower(), width=110))
+    assert f"from lightning_ddp_losses import {name} {name}(" in text
+    # nothing of the docstring is lost
+    docstring = getattr(lightning_ddp_losses, name).__doc__
+    words = docstring.replace("`", "").replace("*", "").split()
+    missing = [word for word in words if word.lower().strip(".:,") not in text.lower().replace("*", "")]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "topic", ["collectives.all_gather_with_grad", "lightning_ddp_losses.strategies.register_loss_type"]
+)
+def test_names_below_the_top_level(topic: str) -> None:
+    module, _, name = topic.removeprefix("lightning_ddp_losses.").rpartition(".")
+    assert f"from lightning_ddp_losses.{module} import {name}" in shown(topic, width=110)
+
+
+def test_sections_of_a_docstring() -> None:
+    text = manual.docstring_as_markdown("""Add.
+
+    Args:
+        a: One, of
+            many words.
+        *more: Others.
+
+    Gradient: that of ``a``, and
+        of others.
+
+    Example:
+        >>> add(1,
+        ...     2)
+        3
+    """)
+    assert text == (
+        "Add.\n\n**Args.**\n\n* `a`: One, of\n  many words.\n* `*more`: Others.\n\n**Gradient.** That of `a`, and\nof others.\n\n"
+        "**Example.**\n\n```python\n>>> add(1,\n...     2)\n3\n```"
+    )
+
+
+@pytest.mark.parametrize(
+    ("topic", "near"),
+    [
+        ("GlobalBatchLos", "ddp-losses explain GlobalBatchLoss"),
+        ("gathr", "ddp-losses explain F20"),
+        ("hang backward", "ddp-losses explain F32"),
+        ("qqqqq", "ddp-losses explain --all"),
+    ],
+)
+def test_an_unknown_topic_names_what_is_near(topic: str, near: str) -> None:
+    text = shown(*topic.split(), width=110, status=1)
+    assert "No page for" in text
+    assert near in text
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["ddp-losses", "explain", "f24"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 0
+    assert "GlobalBatchLoss(ArcFaceLoss(10, 32))" in capsys.readouterr().out
+
+
+def test_findings_end_with_the_command_that_explains_them() -> None:
+    lead = Finding("F24", "gradient of `loss.W`", check="GradientFlowCheck")
+    lines = lead.text().splitlines()
+    assert lines[-2:] == [FAULTS["F24"].fix, "More: ddp-losses explain F24"]
+    followed = Cause(lead, [Finding("SYNC", "gradients")]).text().splitlines()
+    assert followed[-2:] == ["  of the same cause: SYNC gradients", "More: ddp-losses explain F24"]
+
+
+def test_diagnoses_end_with_the_command_that_explains_them(tmp_path: Path) -> None:
+    known = Diagnosis("F24", "a factor", "seen.", "Do this.")
+    report = AuditReport(False, [], [], [], [known, Diagnosis("", "unknown", "seen.", "Look.")], [])
+    lines = [line.strip() for line in str(report).splitlines()]
+    assert lines[lines.index("Do: Do this.") + 1] == "More: ddp-losses explain F24"
+    assert lines[-1] == "Do: Look."
+    report.to_html(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text().count("ddp-losses explain F24") == 1
