@@ -390,8 +390,8 @@ def _find_repeated_rows(local: LocalFindings, trainer: pl.Trainer) -> None:
                 "F54",
                 f"{rows} held-out rows count twice in validation",
                 f"validation loader {index}",
-                "Use a sampler that does not pad (Trainer(use_distributed_sampler=False) and your own slices), or a number "
-                "of rows that the ranks divide.",
+                'Use DDPLossStrategy(evaluation="exact"), which gives each row to one rank and every rank as many batches; around a '
+                "batch sampler of your own, or with a DistributedSampler of your own, GlobalBatchSampler.batches(sampler).",
             )
 
 

@@ -22,6 +22,8 @@ from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed.fingerprint import combine, hash_rows, hash_text
 from lightning_ddp_losses.distributed.raw_collectives import host_memory
+from lightning_ddp_losses.samplers.evaluation import EvaluationSampler
+from lightning_ddp_losses.samplers.global_batch import GlobalBatchSampler
 
 SKETCH = 64  # smallest hashes of an epoch's rows
 BUCKETS = 16  # of labels
@@ -312,8 +314,11 @@ def drawn_order(loader: DataLoader[Any]) -> int:
 
 def repeated_rows(loader: DataLoader[Any]) -> int:
     """Return the rows that a padding sampler hands out twice, all ranks together."""
-    sampler = loader.sampler
+    # a batch sampler of the user's is built around Lightning's sampler
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return 0
+    if isinstance(sampler, (EvaluationSampler, GlobalBatchSampler)):  # ranks may have different numbers of rows
         return 0
     handed_out = len(sampler) * sampler.num_replicas
     if not handed_out:

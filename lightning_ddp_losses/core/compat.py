@@ -365,6 +365,54 @@ def injects_distributed_sampler(trainer: Any) -> bool:
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
+def without_injected_sampler(trainer: Any, is_served: Callable[[Any], bool]) -> Callable[[], None]:
+    """Let the trainer inject no sampler into some loaders, and return what undoes that; it offers one switch for all loaders only.
+
+    Args:
+        trainer: The trainer.
+        is_served: Says of a loader that it needs none.
+    """
+    connector = trainer._data_connector
+    requires = connector._requires_distributed_sampler
+    connector._requires_distributed_sampler = lambda loader: requires(loader) and not is_served(loader)
+
+    def undo() -> None:
+        connector._requires_distributed_sampler = requires
+
+    return undo
+
+
+def inner_batch_sampler(loader: Any) -> Any:
+    """Return what makes a loader's batches, None where nothing does; in prediction Lightning wraps it to note the indices."""
+    batches = loader.batch_sampler
+    return getattr(batches, "_batch_sampler", batches)
+
+
+def set_samplers_(loader: Any, sampler: Any, batch_sampler: Any) -> None:
+    """Give a DataLoader that was copied other samplers; torch takes them in the constructor only, which a subclass may have changed.
+
+    Args:
+        loader: The copy; written to.
+        sampler: Its sampler.
+        batch_sampler: Its batch sampler, around it; None where the loader makes no batches.
+    """
+    from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+
+    if isinstance(loader.batch_sampler, _IndexBatchSamplerWrapper):
+        batch_sampler = _IndexBatchSamplerWrapper(batch_sampler)
+    # workers that persist have begun with the samplers before
+    vars(loader).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
+
+
+def collectives_started() -> int:
+    """Return how many collectives this rank has started in the default group, 0 where the backend does not count; no public reader."""
+    group = torch.distributed.group.WORLD
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):
+        return 0
+
+
 def unwrapped_optimizer(optimizer: Any) -> Any:
     """Return the torch optimizer inside a ``LightningOptimizer``, or the optimizer itself."""
     return getattr(optimizer, "_optimizer", optimizer)

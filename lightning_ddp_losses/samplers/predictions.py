@@ -22,6 +22,7 @@ from lightning_ddp_losses.core import compat, precision
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.samplers.evaluation import EvaluationBatches
 from lightning_ddp_losses.samplers.global_batch import GlobalBatches, GlobalBatchSampler
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
     # this rank's rows of each loader
     try:
         _refuse_rank(dst)
-        loaders = _current_loaders(trainer)
+        loaders = current_loaders(trainer)
         local_rows = [_local_rows(*each) for each in zip(loaders, _by_loader(predictions, loaders), strict=True)]
         payload = pickle.dumps(_offers(local_rows))
     except Exception as error:  # a rank must not leave its peers alone
@@ -144,7 +145,7 @@ def _refuse_rank(dst: int | None) -> None:
         raise ConfigurationError(f"{_TITLE}: dst", expected=f"a rank from 0 to {W - 1}, or None", got=repr(dst))
 
 
-def _current_loaders(trainer: Trainer) -> list[Any]:
+def current_loaders(trainer: Trainer) -> list[Any]:
     """Return the loaders of what the trainer does, or did last."""
     if trainer.validating or trainer.sanity_checking or trainer.training:
         found = compat.validation_loaders(trainer)
@@ -218,9 +219,11 @@ def _drawn_batches(loader: Any) -> list[list[Any]]:
     noted: list[list[Any]] | None = getattr(batch_sampler, "seen_batch_indices", None)
     if noted is not None:
         return noted
-    # ours remember the epoch that they drew
+    # ours remember the epoch that they drew, or draw it again
     if isinstance(batch_sampler, GlobalBatches):
         return batch_sampler.sampler.latest_batches()
+    if isinstance(batch_sampler, EvaluationBatches):
+        return list(batch_sampler)
     if type(batch_sampler) is BatchSampler:
         if isinstance(sampler, GlobalBatchSampler):
             indices = list(chain.from_iterable(sampler.latest_batches()))

@@ -322,7 +322,7 @@ class GlobalDraw:
             # a second look at the same epoch: a sampler that shuffles in place would not draw the same again
             return kept[2]
         everything = self._draw(offers[0][0] + epoch, epoch)
-        digest = _digest(everything)
+        digest = draw_digest(everything)
         self._compare(handshake.all_gather(f"{self.title}: indices", {"epoch": epoch}, digest), epoch)
         for number, batch in enumerate(everything):
             self._refuse_small(len(batch), number, collective=True)
@@ -403,7 +403,8 @@ def _plain(index: Any) -> Any:
         return index  # a key of a data set that is no sequence
 
 
-def _digest(batches: Batches) -> bytes:
+def draw_digest(batches: Batches) -> bytes:
+    """Return a hash of what was drawn."""
     seen = blake2b(digest_size=16)
     for batch in batches:
         try:

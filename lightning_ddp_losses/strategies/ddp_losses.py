@@ -35,6 +35,7 @@ from lightning_ddp_losses.strategies import ddp_setup
 from lightning_ddp_losses.strategies.adoption import Adoption
 from lightning_ddp_losses.strategies.advice import Advice
 from lightning_ddp_losses.strategies.call_check import CallCheck
+from lightning_ddp_losses.strategies.evaluation_loaders import EvaluationLoaders, refuse_evaluation
 from lightning_ddp_losses.strategies.global_batch_option import wrap_global
 from lightning_ddp_losses.strategies.global_sampler_option import GlobalSamplerOption
 from lightning_ddp_losses.strategies.launcher import WholeStateLauncher
@@ -76,6 +77,11 @@ class DDPLossStrategy(DDPStrategy):
         use_global_sampler: Give training loaders without a sampler of their own the batches of ``GlobalBatchSampler`` (G is ``batch_size``
             times W) in place of Lightning's ``DistributedSampler``: each row once per epoch, in the loader's order or shuffled (by another
             permutation than plain ``ddp``), and resumed at its place on any number of ranks with the same G. Also with ``devices=1``.
+        evaluation: ``"exact"``: validation, test and prediction see each row once. Where Lightning would inject a sampler that repeats
+            rows, every rank gets its contiguous part of each global batch, in the order of the data set: as many batches as the others,
+            some of which may have one row less. (With batches of one row some ranks may have one batch less; a step that exchanges
+            something is refused there, and so are fewer rows than ranks.) Samplers of the user's own, batch samplers too, and iterable data
+            sets are left alone. ``"padded"``: Lightning's way, in which some rows count twice.
         **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
             ``ddp_comm_hook`` (PowerSGD, fp16, bf16, ...) works on the model's DDP only: gradients of losses, of class shards, and those
             that global losses and metrics exchange in backward do not pass through it and stay exact. To halve the bytes of the losses'
@@ -85,7 +91,8 @@ class DDPLossStrategy(DDPStrategy):
         synchronising backward.
 
     Communication: per synchronising backward, beside the model's DDP: one handshake (``check_calls``), one all-reduce for
-        all small gradients of losses together, one for each gradient over 1 MiB. None in validation, test, predict.
+        all small gradients of losses together, one for each gradient over 1 MiB. None in a step of validation, test, predict; one handshake
+        when an evaluation loader is set up.
 
     Raises:
         ConfigurationError: options or names that cannot work.
@@ -118,6 +125,7 @@ class DDPLossStrategy(DDPStrategy):
         sharded_checkpoints: bool = False,
         accumulation: Literal["mean", "window"] = "mean",
         use_global_sampler: bool = False,
+        evaluation: Literal["exact", "padded"] = "exact",
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__(**ddp_kwargs)
@@ -134,6 +142,8 @@ class DDPLossStrategy(DDPStrategy):
         self._accumulation = accumulation
         ddp_setup.refuse_global_sampler(use_global_sampler, is_plain_ddp=self._is_plain_ddp)
         self._global_samplers = GlobalSamplerOption(enabled=use_global_sampler)
+        refuse_evaluation(evaluation)
+        self._evaluation = EvaluationLoaders(evaluation)
         self._check_calls = check_calls
         self._wire_dtype = ddp_setup.as_dtype(loss_reduce_dtype)
         self._global_batch = global_batch
@@ -202,6 +212,7 @@ class DDPLossStrategy(DDPStrategy):
             self._sharding.refuse_shards(module)
             super().setup(trainer)
             return
+        self._evaluation.setup(trainer)
         with self._raise_on_all_ranks("setup"):
             # 1. the losses, sharded before their values are remembered
             self._losses = find_losses(module, self._selection)
@@ -298,6 +309,8 @@ class DDPLossStrategy(DDPStrategy):
             ddp_setup.refuse_other_batches(dataloader)
             with self._raise_on_all_ranks("train_dataloader"):
                 self._places.place(trainer, dataloader)
+            with self._raise_on_all_ranks("evaluation loader"):
+                dataloader = self._evaluation.process(trainer, dataloader)
         return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:
@@ -326,6 +339,21 @@ class DDPLossStrategy(DDPStrategy):
                     return super().training_step(*args, **kwargs)
         finally:
             self._count_calls(False)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the module's validation step."""
+        with self._evaluation.step(self._module.trainer, self._wrapped_model, args):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the module's test step."""
+        with self._evaluation.step(self._module.trainer, self._wrapped_model, args):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's predict step."""
+        with self._evaluation.step(self._module.trainer, self._wrapped_model, args):
+            return super().predict_step(*args, **kwargs)
 
     @property
     def accumulation(self) -> str:
@@ -596,6 +624,7 @@ class DDPLossStrategy(DDPStrategy):
         self._sharding.remove()
         self._places.teardown()
         self._global_samplers.remove()
+        self._evaluation.teardown()
         super().teardown()
         self._reset()
 

@@ -17,6 +17,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
 )
@@ -228,6 +229,27 @@ class Padded(Loaded):
         pass
 
 
+class OwnBatches(BatchSampler):
+    """A batch sampler of the user's, which Lightning builds around a sampler that pads."""
+
+
+class PaddedInside(Padded):
+    """Held-out sets that the ranks do not divide, dealt without repeating; or batches that Lightning pads."""
+
+    def val_dataloader(self) -> Any:
+        held_out = dataset(4 * dist.get_world_size() + 1)
+        order = SequentialSampler(held_out)
+        exact = DataLoader(held_out, batch_size=2)
+        if self.sick:
+            exact = DataLoader(held_out, batch_sampler=OwnBatches(order, 2, False))
+        rows = dataset(7 * dist.get_world_size() - 1)
+        ours = GlobalBatchSampler(SequentialSampler(rows), 4)
+        return [exact, DataLoader(rows, batch_size=4, sampler=ours)]
+
+    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+        pass
+
+
 CUT = {"use_distributed_sampler": True}
 
 CASES = [
@@ -246,5 +268,8 @@ CASES = [
     Case(ForeignGather, "F28", "BatchCheck", "contrast", ranks=()),
     Case(Lonely, "F62", "BatchCheck", "last batch", ranks=()),
     Case(Padded, "F54", "BatchCheck", "validation loader 0", step=5, ranks=()),
+    Case(
+        PaddedInside, "F54", "BatchCheck", "validation loader 0", step=5, ranks=(), strategy="ddp_losses", options=CUT
+    ),
 ]
 HEALTHY = [Constant, Replacement]

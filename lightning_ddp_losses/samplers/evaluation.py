@@ -1,0 +1,170 @@
+"""The rows of an evaluation, each once: as many batches on every rank as on the others, none padded with rows that were there before.
+
+torch's ``DistributedSampler`` repeats rows until the ranks divide them, and every metric counts those twice. Without the padding ranks
+may have different numbers of batches, and a collective in the step (a global loss, a logged value, DDP's buffers) waits for ever. Both
+are avoided by cutting the order of one process into *global batches*, of which every rank gets its contiguous part:
+
+* Step ``k`` sees the rows ``k W B`` to ``(k + 1) W B``, rank after rank: what one process sees in a batch of ``W B`` rows.
+* The rows that are left for the last step are shared as evenly as they come.
+* Where they are fewer than the ranks, the batch before gives some of its own: there a rank's batch has one row less.
+* Only where it has none to give (``B = 1``) do the ranks ``rest`` and above have one batch less.
+
+Legend: ``W`` ranks, ``B`` rows of a rank's batch, ``N`` rows of the data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+
+from lightning_ddp_losses.core.random_state import NUMPY_SEEDS, global_generators, preserve_random_state
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.samplers.seeded_draw import draw_digest, generators_of, preserve_shuffled, share
+
+
+class EvaluationSampler(DistributedSampler[Any]):
+    """This rank's rows of what another sampler draws, each row on one rank.
+
+    The order is the sampler's own. One that is random draws epoch ``e`` from ``seed + e``, so that all ranks draw the same.
+    (Rank and world size are those at the time it is made.)
+
+    Args:
+        sampler: What one process would use, with a length.
+        batch_size: B; None where the loader makes no batches.
+        drop_last: Leave out a last global batch of fewer than ``W B`` rows.
+        seed: As ``DistributedSampler``'s.
+
+    Raises:
+        ConfigurationError: for a sampler without a length.
+        InputError: where it draws another number of rows than its length says.
+
+    Communication: none.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int | None, *, drop_last: bool = False, seed: int = 0) -> None:
+        rows = len_of(sampler)
+        W, rank = process_groups.world_size(), process_groups.rank()
+        super().__init__(sampler, num_replicas=W, rank=rank, shuffle=False, seed=seed, drop_last=drop_last)
+        self.source, self.batch_size, self.global_rows = sampler, batch_size or 1, rows
+        self._drawn: tuple[int, Sequence[Any]] | None = None  # the epoch that was drawn last, and its order
+
+    # ------------------------------------------------------------------ numbers
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of batches of each rank."""
+        rows_of_last = self._global_batch(self._steps - 1)[1] if self._steps else 0
+        return [self._steps - (0 < rows_of_last <= rank) for rank in range(self.num_replicas)]
+
+    def __len__(self) -> int:
+        sizes = [len(self._local_part(*self._global_batch(step))) for step in self._irregular_steps]
+        return (self._steps - len(sizes)) * self.batch_size + sum(sizes)
+
+    @property
+    def _steps(self) -> int:
+        """Return the number of global batches."""
+        full, rest = divmod(self.global_rows, self.num_replicas * self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    @property
+    def _irregular_steps(self) -> range:
+        """Return the last two steps, whose global batches may have other sizes."""
+        return range(max(0, self._steps - 2), self._steps)
+
+    def _global_batch(self, step: int) -> tuple[int, int]:
+        """Return the first row of a global batch, and its number of rows."""
+        W, size = self.num_replicas, self.num_replicas * self.batch_size
+        full, rest = divmod(self.global_rows, size)
+        start, rows = step * size, size
+        if step == full:
+            rows = rest
+        # too few rows for the last step: each rank gets one of them, or of those before
+        if 0 < rest < W and full and self.batch_size > 1 and not self.drop_last:
+            lent = W - rest
+            if step == full - 1:
+                rows -= lent
+            elif step == full:
+                start, rows = start - lent, rows + lent
+        return start, rows
+
+    def _local_part(self, start: int, rows: int) -> range:
+        """Return where this rank's part of a global batch lies in the order of all rows."""
+        return range(start, start + rows)[share(rows, self.num_replicas, self.rank)]
+
+    # ------------------------------------------------------------------ rows
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether rows come in the order of the data set, so that nothing has to be drawn."""
+        return type(self.source) is SequentialSampler
+
+    def order(self) -> Sequence[Any]:
+        """Return what one process draws in this epoch; the same on every rank."""
+        if self.is_sequential:
+            return range(self.global_rows)
+        if self._drawn is None or self._drawn[0] != self.epoch:
+            seed = (self.seed + self.epoch) % NUMPY_SEEDS
+            generators = [*global_generators(), *generators_of(self.source)]
+            with preserve_random_state(generators, seed=seed), preserve_shuffled(self.source):
+                drawn = list(self.source)
+            if len(drawn) != self.global_rows:
+                raise InputError(
+                    f"rows that {type(self.source).__name__} drew for an evaluation",
+                    expected=f"{self.global_rows}, its length when the loader was set up",
+                    got=len(drawn),
+                    fix="Let its __len__ say what it draws, in every epoch.",
+                )
+            self._drawn = (self.epoch, drawn)
+        return self._drawn[1]
+
+    def digest(self) -> str:
+        """Return a hash of the order of this epoch: ranks that draw differently would repeat rows and leave out others."""
+        return draw_digest([list(self.order())]).hex()
+
+    def batches(self) -> Iterator[list[Any]]:
+        """Yield this rank's batches."""
+        order = self.order()
+        for step in range(self.counts[self.rank]):
+            yield [order[place] for place in self._local_part(*self._global_batch(step))]
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches():
+            yield from batch
+
+
+def len_of(sampler: Any) -> int:
+    """Return how many rows a sampler draws.
+
+    Raises:
+        ConfigurationError: where it does not say.
+    """
+    try:
+        return len(sampler)
+    except TypeError:
+        raise ConfigurationError(
+            f"{type(sampler).__name__} in an evaluation that counts each row once",
+            expected="a sampler with a length",
+            got="none",
+            fix="Give it __len__, or set evaluation='padded'.",
+        ) from None
+
+
+class EvaluationBatches(BatchSampler):
+    """The batches of an ``EvaluationSampler``, as a DataLoader wants them.
+
+    Args:
+        sampler: It.
+    """
+
+    def __init__(self, sampler: EvaluationSampler) -> None:
+        super().__init__(sampler, sampler.batch_size, sampler.drop_last)
+        self.sampler: EvaluationSampler = sampler  # under this name Lightning looks for set_epoch
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.sampler.batches()
+
+    def __len__(self) -> int:
+        return self.sampler.counts[self.sampler.rank]
