@@ -52,12 +52,13 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
         (G, ...) in the place of each (B, ...), on its device, without graph; a list of such for several loaders; None on ranks other than
         ``dst``.
 
-    Communication: one handshake, and a handshake and a gather for each loader (with ``dst`` for every 64 MiB of all ranks).
+    Communication: one handshake, and a handshake and a gather for each loader (with ``dst`` for every 64 MiB of all ranks, and one
+        handshake more).
 
     Raises:
         ConfigurationError: where the processes that predicted are gone (``ddp_spawn``, ``ddp_fork``).
         InputError: on every rank, for entries that have not one row for each row of their batch, that are no tensors, or that differ
-            between ranks; for loaders whose order nobody can know.
+            between ranks; for loaders whose order nobody can know; for ranks that drew from different orders.
 
     Example:
         >>> import torch
@@ -100,10 +101,12 @@ class _LocalRows(NamedTuple):
     Attributes:
         nest: Of tensors (B, ...), all batches together; None where this rank has no batch.
         indices: (B,), the places of the rows in the data set.
+        rows_of_set: Rows of the data set, all of which the ranks together were to be given; 0 where that is not known.
     """
 
     nest: Any
     indices: Tensor
+    rows_of_set: int = 0
 
 
 class _RowsOffer(NamedTuple):
@@ -111,6 +114,8 @@ class _RowsOffer(NamedTuple):
 
     Attributes:
         rows: How many.
+        different: How many of them are different ones.
+        rows_of_set: As ``_LocalRows``.
         row_bytes: Of one row, its place included.
         form: The nest with dtypes, shapes and devices, as text.
         device: Of the tensors, its type.
@@ -118,6 +123,8 @@ class _RowsOffer(NamedTuple):
     """
 
     rows: int
+    different: int
+    rows_of_set: int
     row_bytes: int
     form: str
     device: str
@@ -207,7 +214,16 @@ def _local_rows(loader: Any, batches: Sequence[Any]) -> _LocalRows:
     places = list(chain.from_iterable(drawn[: len(batches)]))
     if not all(isinstance(place, int) for place in places):
         raise InputError(f"{_TITLE}: indices of the sampler", expected="whole numbers", got=type(places[0]).__name__)
-    return _LocalRows(nest, torch.tensor(places, dtype=torch.int64))
+    return _LocalRows(nest, torch.tensor(places, dtype=torch.int64), _rows_of_set(loader, len(batches)))
+
+
+def _rows_of_set(loader: Any, batches: int) -> int:
+    """Return the rows that the ranks together were to be given; 0 where nobody can say."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    # limits leave out some
+    if not isinstance(sampler, DistributedSampler) or isinstance(sampler, GlobalBatchSampler) or batches < len(loader):
+        return 0
+    return 0 if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
 
 
 def _drawn_batches(loader: Any) -> list[list[Any]]:
@@ -278,14 +294,16 @@ def _form_of(nest: Any) -> str:
 def _offers(local_rows: Sequence[_LocalRows]) -> list[_RowsOffer]:
     """Return what this rank has of each loader."""
     offers = []
-    for nest, indices in local_rows:
+    for nest, indices, rows_of_set in local_rows:
         if not len(indices):
-            offers.append(_RowsOffer(0, 0, "", "", None))
+            offers.append(_RowsOffer(0, 0, 0, 0, "", "", None))
             continue
+        different = len(torch.unique(indices))
         tensors = precision.tensors_in(nest)
         row_bytes = indices.itemsize + sum(t.nbytes for t in tensors) // len(indices)
         empty = precision.map_tensors(lambda tensor: tensor[:0].cpu(), nest)
-        offers.append(_RowsOffer(len(indices), row_bytes, _form_of(nest), tensors[0].device.type, empty))
+        form, device = _form_of(nest), tensors[0].device.type
+        offers.append(_RowsOffer(len(indices), different, rows_of_set, row_bytes, form, device, empty))
     return offers
 
 
@@ -322,12 +340,51 @@ def _gather_rows(trainer: Trainer, rows: _LocalRows, offers: Sequence[_RowsOffer
             gathered = gather_batch(f"{_TITLE}, {name}", part, {"start": start}).tensors
             if is_kept:
                 kept.append(gathered)
+    # each row once; a single rank that has them all tells the others whether that is so
+    failure = None
+    if is_kept:
+        places, *everything = [torch.cat(parts) for parts in zip(*kept, strict=True)]
+        order = _first_places(places)
+        failure = _other_draws(len(order), offers, name)
+    if dst is not None:
+        if failure is not None:
+            handshake.raise_on_all_ranks(failure, _TITLE)
+        handshake.all_gather(f"{_TITLE}, {name} joined", {})
+    elif failure is not None:
+        failure.collective = True
+        raise failure
     if not is_kept:
         return None
-    places, *everything = [torch.cat(parts) for parts in zip(*kept, strict=True)]
-    order = _first_places(places)
     ordered = iter([tensor[order] for tensor in everything])
     return precision.map_tensors(lambda _: next(ordered), nest)
+
+
+def _other_draws(different: int, offers: Sequence[_RowsOffer], name: str) -> InputError | None:
+    """Return an error for ranks that drew from different orders: some rows came to several ranks, and others to none.
+
+    Args:
+        different: How many different rows the ranks have together.
+        offers: What each rank has.
+        name: The loader, as errors name it.
+    """
+    counts = [offer.different for offer in offers]
+    repeated = sum(counts) - different
+    # drawn with replacement, a row may well come to several
+    with_replacement = any(offer.rows != offer.different for offer in offers)
+    is_all_on_each = all(count == different for count in counts)
+    if with_replacement or is_all_on_each or not repeated:
+        return None
+    rows_of_set = max(offer.rows_of_set for offer in offers)
+    # a sampler that pads repeats fewer rows than there are ranks, and leaves out none
+    if repeated < len(offers) and different >= rows_of_set:
+        return None
+    missing = f", and {rows_of_set - different} to none" if rows_of_set > different else ""
+    return InputError(
+        f"{_TITLE}: rows of {name}",
+        expected="each on one rank, cut from one order",
+        got=f"{repeated} that came to several ranks{missing}",
+        fix="Seed alike on every rank, or predict under DDPLossStrategy, whose ranks draw one order.",
+    )
 
 
 def _first_places(places: Tensor) -> Tensor:

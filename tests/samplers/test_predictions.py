@@ -100,8 +100,8 @@ LOADERS: dict[str, Callable[[], DataLoader]] = {
 }
 
 
-def predict(name: str, inject: bool = True, **options: Any) -> Any:
-    trainer = make_trainer("ddp", use_distributed_sampler=inject)
+def predict(name: str, inject: bool = True, strategy: str = "ddp", **options: Any) -> Any:
+    trainer = make_trainer(strategy, use_distributed_sampler=inject)
     torch.manual_seed(dist.get_rank())  # each rank shuffles in its own way
     found = trainer.predict(Model(), LOADERS[name]())
     return gather_predictions(trainer, found, **options)
@@ -210,6 +210,20 @@ def test_what_cannot_be_joined_is_the_same_error_everywhere(pool: RankPool, name
 def validate_shuffled() -> None:
     trainer = make_trainer("ddp", use_distributed_sampler=False)
     trainer.validate(Model(), LOADERS["shuffled"](), verbose=False)
+
+
+def predict_differently(**options: Any) -> None:
+    predict("shuffled", **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"dst": 0}])
+def test_ranks_that_draw_differently(pool: RankPool, options: dict[str, Any]) -> None:
+    for error in pool.errors(3, predict_differently, **options):
+        assert "rows of loader 0: expected each on one rank, cut from one order" in error.message
+        assert "that came to several ranks, and" in error.message
+    # under our strategy they draw one order
+    for found in pool.run(3, predict, "shuffled", strategy="ddp_losses"):
+        assert_same(found, ROWS)
 
 
 def keep_on_another() -> None:
