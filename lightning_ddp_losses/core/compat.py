@@ -365,7 +365,7 @@ def injects_distributed_sampler(trainer: Any) -> bool:
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
-def without_injected_sampler(trainer: Any, is_served: Callable[[Any], bool]) -> Callable[[], None]:
+def without_injected_sampler(trainer: Any, is_served: Callable[[Any], bool]) -> Callable[[], object]:
     """Let the trainer inject no sampler into some loaders, and return what undoes that; it offers one switch for all loaders only.
 
     Args:
@@ -375,11 +375,7 @@ def without_injected_sampler(trainer: Any, is_served: Callable[[Any], bool]) -> 
     connector = trainer._data_connector
     requires = connector._requires_distributed_sampler
     connector._requires_distributed_sampler = lambda loader: requires(loader) and not is_served(loader)
-
-    def undo() -> None:
-        connector._requires_distributed_sampler = requires
-
-    return undo
+    return lambda: vars(connector).pop("_requires_distributed_sampler", None)
 
 
 def inner_batch_sampler(loader: Any) -> Any:

@@ -49,6 +49,11 @@ class EvaluationSampler(DistributedSampler[Any]):
         W, rank = process_groups.world_size(), process_groups.rank()
         super().__init__(sampler, num_replicas=W, rank=rank, shuffle=False, seed=seed, drop_last=drop_last)
         self.source, self.batch_size, self.global_rows = sampler, batch_size or 1, rows
+        self.num_samples, self.total_size = (
+            len(self),
+            sum(self._global_batch(step)[1] for step in self._irregular_steps),
+        )
+        self.total_size += (self._steps - len(self._irregular_steps)) * W * self.batch_size
         self._drawn: tuple[int, Sequence[Any]] | None = None  # the epoch that was drawn last, and its order
 
     # ------------------------------------------------------------------ numbers

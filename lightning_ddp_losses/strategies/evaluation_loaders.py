@@ -43,7 +43,7 @@ class EvaluationLoaders:
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
-        self._undo: Callable[[], None] | None = None
+        self._undo: Callable[[], object] | None = None
         self._warned = False
 
     def setup(self, trainer: pl.Trainer) -> None:

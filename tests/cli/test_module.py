@@ -116,20 +116,20 @@ def test_held_out_rows_leave_a_memory_as_it_was() -> None:
     assert set(module.state_dict()) == {"loss.embedding_memory", "loss.label_memory"}
 
 
-def validate_padded(with_indices: bool) -> list[str]:
-    """Validate 13 rows on 2 ranks with the sampler that Lightning puts in."""
+def validate_padded(with_indices: bool, evaluation: Any = "padded") -> list[str]:
+    """Validate 13 rows on 2 ranks with the sampler that Lightning puts in, or with ours."""
     import warnings
 
     x, labels = torch.arange(13.0)[:, None].expand(13, 4).contiguous(), torch.arange(13) % 3
     dataset = TensorDataset(x, labels, *([torch.arange(13)] if with_indices else []))
     module = EmbeddingModule(MLPEncoder(4, 3), ArcFaceLoss(3, 3))
-    trainer = make_trainer("ddp_losses", use_distributed_sampler=True)
+    trainer = make_trainer(DDPLossStrategy(evaluation=evaluation), use_distributed_sampler=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.validate(module, DataLoader(dataset, batch_size=4), verbose=False)
     if trainer.is_global_zero:
         assert module.held_out is not None
-        assert len(module.held_out.labels) == (13 if with_indices else 14)
+        assert len(module.held_out.labels) == (13 if with_indices or evaluation == "exact" else 14)
         if with_indices:
             assert torch.equal(module.held_out.labels, labels)
     return [str(warning.message) for warning in caught if warning.category is not PossibleUserWarning]
@@ -139,6 +139,8 @@ def test_rows_that_a_foreign_sampler_repeats_are_dropped_or_reported(pool: RankP
     said, _ = pool.run(2, validate_padded, False)
     assert any("the distributed sampler repeats: expected 0, got 1" in message for message in said)
     silent, _ = pool.run(2, validate_padded, True)
+    assert not any("repeats" in message for message in silent)
+    silent, _ = pool.run(2, validate_padded, False, "exact")
     assert not any("repeats" in message for message in silent)
 
 

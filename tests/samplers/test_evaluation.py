@@ -19,7 +19,7 @@ def deal(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The batches of each of some ranks."""
 
     def on_ranks(W: int, source: Any, *args: Any, epoch: int = 0, **options: Any) -> list[list[list[int]]]:
-        dealt = []
+        dealt, totals = [], set()
         monkeypatch.setattr(process_groups, "world_size", lambda group=None: W)
         for rank in range(W):
             monkeypatch.setattr(process_groups, "rank", lambda group=None, rank=rank: rank)
@@ -30,7 +30,9 @@ def deal(monkeypatch: pytest.MonkeyPatch) -> Any:
             dealt.append(list(loader))
             assert len(loader) == len(dealt[-1]) == sampler.counts[rank]
             assert list(sampler) == list(itertools.chain.from_iterable(dealt[-1]))
-            assert len(sampler) == len(list(sampler))
+            assert len(sampler) == sampler.num_samples == len(list(sampler))
+            totals.add(sampler.total_size)
+        assert totals == {sum(len(batch) for batches in dealt for batch in batches)}
         return dealt
 
     return on_ranks
