@@ -31,8 +31,9 @@ from lightning_ddp_losses.callbacks.loss_observations import (
 )
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
+from lightning_ddp_losses.strategies import uneven_ends
+from lightning_ddp_losses.strategies.uneven_ends import batches_until_max_steps
 
-_UNBOUNDED = 1 << 40  # batches of a fit without max_steps
 _STEPS_WITHOUT_PAIRS = 3  # in a row
 _RANDOM_STEPS = 2  # steps whose random states are compared
 _MIN_SAME_BATCHES, _MIN_SAME_ROWS = 2, 8
@@ -289,7 +290,7 @@ class BatchCheck(LocalCheck, default=True):
         self._global_rows = tuple(row.rows for row in rows)
         # an epoch that ends on some ranks only
         is_last = [row.end & 1 for row in rows]
-        goes_on = _remaining_batches(trainer) > trainer.accumulate_grad_batches  # else the fit ends here anyway
+        goes_on = batches_until_max_steps(trainer) > trainer.accumulate_grad_batches  # else the fit ends here anyway
         if len(set(is_last)) > 1 and goes_on:
             texts = []
             for row in rows:
@@ -341,13 +342,6 @@ class BatchCheck(LocalCheck, default=True):
             "rows_max": float(max(self._global_rows)),
             "class_imbalance": self._imbalance,
         }
-
-
-def _remaining_batches(trainer: pl.Trainer) -> int:
-    """Return the batches until the fit ends by its number of steps; equal on every rank."""
-    if trainer.max_steps is None or trainer.max_steps < 0:
-        return _UNBOUNDED
-    return (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
 
 
 def _batch_sizes(trainer: pl.Trainer) -> tuple[int, int]:
@@ -523,7 +517,7 @@ def _judge_sizes(rows: Sequence[BatchEpochRow], trainer: pl.Trainer, module: pl.
     """Compare how many batches the ranks have, and of which sizes where a loss gathers equal numbers only."""
     found = []
     numbers = [row.batches for row in rows]
-    if min(numbers) >= 0 and len(set(numbers)) > 1 and min(numbers) < _remaining_batches(trainer):
+    if min(numbers) >= 0 and len(set(numbers)) > 1 and min(numbers) < batches_until_max_steps(trainer):
         found.append(_different_ends([f"{number} batches" for number in numbers], numbers))
     # sizes matter where a loss gathers without looking at them
     sizes = [(row.full_size, row.last_size) for row in rows]
@@ -547,10 +541,10 @@ def _different_ends(texts: Sequence[str], numbers: Sequence[int]) -> Finding:
     """Report ranks whose epochs end at different batches."""
     return Finding(
         "F36",
-        "training batches of this epoch",
-        "the same number on every rank, else the others wait for ever",
+        uneven_ends.WHAT,
+        uneven_ends.EXPECTED,
         odd_ranks(numbers),
         name="number of batches",
         values=tuple(texts),
-        fix="Give ranks equal parts of the data (drop_last=True, a DistributedSampler), or set limit_train_batches or max_steps.",
+        fix=uneven_ends.FIX,
     )

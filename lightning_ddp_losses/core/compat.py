@@ -303,6 +303,16 @@ def with_batch_sampler(dataloader: Any, batch_sampler: Any) -> Any:
     return twin
 
 
+def training_source(loop: Any) -> Any:
+    """Return what gives a fit its training loaders: the place where they come from the user, before Lightning reads their lengths."""
+    return loop._data_source
+
+
+def mode_iterator(combined: Any) -> Any:
+    """Return what combines the loaders of a combined loader; no public method puts anything between the two."""
+    return combined._iterator
+
+
 def cycles(combined: Any) -> bool:
     """Say whether a combined loader begins its shorter loaders again while the longest goes on; it keeps its mode in a private name."""
     return bool(combined._mode == "max_size_cycle")

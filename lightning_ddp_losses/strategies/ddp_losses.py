@@ -44,7 +44,8 @@ from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, Unreg
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
 from lightning_ddp_losses.strategies.sampler_places import SamplerPlaces
 from lightning_ddp_losses.strategies.sharded_ddp import ShardedDDP
-from lightning_ddp_losses.strategies.windows import LightningWindows
+from lightning_ddp_losses.strategies.uneven_ends import UnevenEnds, refuse_uneven
+from lightning_ddp_losses.strategies.windows import LightningWindows, corrected_parameters
 
 
 class DDPLossStrategy(DDPStrategy):
@@ -82,6 +83,9 @@ class DDPLossStrategy(DDPStrategy):
             some of which may have one row less. (With batches of one row some ranks may have one batch less; a step that exchanges
             something is refused there, and so are fewer rows than ranks.) Samplers of the user's own, batch samplers too, and iterable data
             sets are left alone. ``"padded"``: Lightning's way, in which some rows count twice.
+        uneven: What happens where ranks have different numbers of training batches. ``"error"``: the same error on every rank, before the
+            first batch where lengths are known, else one batch before a rank runs out. ``"stop"``: an epoch ends on every rank with the
+            first that runs out; rank 0 says once what is left out.
         **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
             ``ddp_comm_hook`` (PowerSGD, fp16, bf16, ...) works on the model's DDP only: gradients of losses, of class shards, and those
             that global losses and metrics exchange in backward do not pass through it and stay exact. To halve the bytes of the losses'
@@ -92,13 +96,15 @@ class DDPLossStrategy(DDPStrategy):
 
     Communication: per synchronising backward, beside the model's DDP: one handshake (``check_calls``), one all-reduce for
         all small gradients of losses together, one for each gradient over 1 MiB. None in a step of validation, test, predict; one handshake
-        when an evaluation loader is set up.
+        when an evaluation loader is set up. For ``uneven``: one handshake at the start of a training epoch; one per fetch where a training
+        loader has no length.
 
     Raises:
         ConfigurationError: options or names that cannot work.
         HiddenLossError: on every rank, for a trainable loss that is not registered.
         LossCallError: on every rank, for a loss that ran on some ranks only.
-        InputError: on every rank, for inputs that a loss on any rank cannot take, and for a checkpoint saved in an epoch of another
+        InputError: on every rank, for inputs that a loss on any rank cannot take, for numbers of training batches that differ
+            (``uneven``) or are not those that ``len()`` of a loader says, and for a checkpoint saved in an epoch of another
             ``GlobalBatchSampler`` (its seed, length or global batch too).
         RankMismatchError: on every rank, before anything is reduced, for a global loss or metric that ranks weigh differently (on an
             accelerator: at the next call).
@@ -126,6 +132,7 @@ class DDPLossStrategy(DDPStrategy):
         accumulation: Literal["mean", "window"] = "mean",
         use_global_sampler: bool = False,
         evaluation: Literal["exact", "padded"] = "exact",
+        uneven: Literal["error", "stop"] = "error",
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__(**ddp_kwargs)
@@ -139,11 +146,12 @@ class DDPLossStrategy(DDPStrategy):
             raise ConfigurationError("global_batch", expected="False or 'auto'", got=repr(global_batch))
         self._selection = losses if isinstance(losses, str) else list(losses)
         ddp_setup.refuse_accumulation(accumulation, is_plain_ddp=self._is_plain_ddp, ddp_kwargs=self._ddp_kwargs)
-        self._accumulation = accumulation
         ddp_setup.refuse_global_sampler(use_global_sampler, is_plain_ddp=self._is_plain_ddp)
         self._global_samplers = GlobalSamplerOption(enabled=use_global_sampler)
         refuse_evaluation(evaluation)
         self._evaluation = EvaluationLoaders(evaluation)
+        refuse_uneven(uneven, is_plain_ddp=self._is_plain_ddp)
+        self._accumulation, self._uneven = accumulation, uneven
         self._check_calls = check_calls
         self._wire_dtype = ddp_setup.as_dtype(loss_reduce_dtype)
         self._global_batch = global_batch
@@ -165,6 +173,7 @@ class DDPLossStrategy(DDPStrategy):
         self._sync_blocked = False
         self._in_training_step = False
         self._windows: LightningWindows | None = None
+        self._ends: UnevenEnds | None = None
         self._places = SamplerPlaces()
         self.closure_loss: Tensor | None = None  # while its backward runs: what an attached check may look at
 
@@ -223,6 +232,8 @@ class DDPLossStrategy(DDPStrategy):
             self._precision.remember([loss.module for loss in self._losses])
             # 2. Lightning moves, wraps and synchronises the rest
             fitting = trainer.state.fn == TrainerFn.FITTING
+            if fitting:  # before configure_optimizers, which may ask for the loaders
+                self._ends = UnevenEnds(trainer, self._uneven)
             with contextlib.nullcontext() if fitting else self._sharding.excluded(module):
                 super().setup(trainer)
             # 3. what needs the optimizers
@@ -234,7 +245,7 @@ class DDPLossStrategy(DDPStrategy):
             if fitting:
                 self._watch_losses()
                 if self._accumulation == "window":
-                    self._windows = LightningWindows(self._corrected_parameters)
+                    self._windows = LightningWindows(lambda: corrected_parameters(module, self.optimizers))
 
     def model_to_device(self) -> None:
         """Undo what the precision plugin halved in the losses, then move the module."""
@@ -366,15 +377,6 @@ class DDPLossStrategy(DDPStrategy):
             return contextlib.nullcontext()
         return self._windows.micro_batch(self._module.trainer, is_last=self.sync_gradients)
 
-    def _corrected_parameters(self) -> dict[str, Tensor]:
-        """Return what an accumulation window corrects: what the module trains, and what else its optimizers step."""
-        found: dict[str, Tensor] = dict(self._module.named_parameters())
-        known = set(map(id, found.values()))
-        for i, optimizer in enumerate(self.optimizers):
-            others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-            found.update({f"parameter {j} of optimizer {i}": p for j, p in enumerate(others)})
-        return found
-
     @contextlib.contextmanager
     def window(self, micro_batches: int = 1) -> Iterator[AccumulationWindow]:
         """Make the micro-batches inside the block one batch, in manual optimisation with ``accumulation="window"``.
@@ -480,16 +482,9 @@ class DDPLossStrategy(DDPStrategy):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as Lightning does, but not with gradients that an accumulation window has yet to correct."""
-        windows = self._windows
-        if windows is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-        def closed_window() -> Any:
-            result = closure()
-            windows.refuse_step(optimizer)
-            return result
-
-        return super().optimizer_step(optimizer, closed_window, model, **kwargs)
+        if self._windows is not None:
+            closure = self._windows.closed(closure, optimizer)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -625,6 +620,8 @@ class DDPLossStrategy(DDPStrategy):
         self._places.teardown()
         self._global_samplers.remove()
         self._evaluation.teardown()
+        if self._ends is not None:
+            self._ends.remove()
         super().teardown()
         self._reset()
 

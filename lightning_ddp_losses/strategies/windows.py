@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, active, step_inside_window
@@ -113,7 +114,23 @@ class LightningWindows:
         if window is not None and not window.is_single:
             window.correct_()
 
-    def refuse_step(self, optimizer: Any) -> None:
-        """Refuse a step of an optimizer while gradients wait to be corrected."""
-        if self._window is not None and self._window.is_open:
-            raise step_inside_window(type(optimizer).__name__)
+    def closed(self, closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
+        """Return a closure after which an optimizer may step: not while gradients wait to be corrected."""
+
+        def closed_window() -> Any:
+            result = closure()
+            if self._window is not None and self._window.is_open:
+                raise step_inside_window(type(optimizer).__name__)
+            return result
+
+        return closed_window
+
+
+def corrected_parameters(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """Return by name what an accumulation window corrects: what the module trains, and what else its optimizers step."""
+    found: dict[str, Tensor] = dict(module.named_parameters())
+    known = set(map(id, found.values()))
+    for i, optimizer in enumerate(optimizers):
+        others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        found.update({f"parameter {j} of optimizer {i}": p for j, p in enumerate(others)})
+    return found

@@ -258,7 +258,6 @@ CASES = [
     Case(SmallBatches, "F67", "BatchCheck", "batches", step=7, ranks=(0, 1)),
     Case(Undivided, "F71", "BatchCheck", "batches", step=1, ranks=(0, 1)),
     Case(ShortStream, "F36", "BatchCheck", "number of batches", step=2),
-    Case(ShortStream, "F36", "BatchCheck", "number of batches", step=2, strategy="ddp_losses"),
     Case(ShortLoader, "F36", "BatchCheck", "number of batches"),
     Case(OwnOrder, "F69", "BatchCheck", "rows", step=6, ranks=()),
     Case(Unseeded, "F69", "BatchCheck", "order", options=CUT),

@@ -1,0 +1,409 @@
+"""Uneven ends: what a fit does where ranks have different numbers of training batches.
+
+Under plain DDP the rank with more batches waits for ever, or until the time-out. Lightning decides before each step whether this is the
+last batch, whether the optimizer steps and whether validation runs, from what this rank's loader says. So the ends are agreed where
+batches are fetched: the combined loader of the fit is one whose length and whose end are the same on every rank, and all that Lightning
+derives from them is so too.
+
+| lengths | how the end is agreed | communication |
+|---|---|---|
+| known on every rank | compared when an iterator is made | one handshake per epoch |
+| unknown | each fetch says whether there was a batch; Lightning fetches one ahead | one handshake per fetch |
+
+Legend: ``W`` ranks. A *stream* is what one loader gives to one rank in one epoch; with ``uneven="error"`` it is what all loaders together
+give, as they are not to be changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.errors import ConfigurationError, InputError
+
+WHAT = "training batches of this epoch"
+EXPECTED = "the same number on every rank, else the others wait for ever"
+FIX = (
+    "Give ranks equal parts of the data (drop_last=True, a DistributedSampler), set limit_train_batches or max_steps, or let "
+    "DDPLossStrategy(uneven='stop') stop with the first rank that runs out."
+)
+MODES = ("error", "stop")
+N = TypeVar("N", int, float)
+_FETCH = "fetching a training batch"
+
+
+def refuse_uneven(uneven: object, *, is_plain_ddp: bool) -> None:
+    """Refuse a way to end epochs that is none, or cannot be.
+
+    Raises:
+        ConfigurationError: naming the option.
+    """
+    if uneven not in MODES:
+        raise ConfigurationError("uneven", expected="'error' or 'stop'", got=repr(uneven))
+    if is_plain_ddp and uneven != "error":
+        raise ConfigurationError(
+            f"uneven={uneven!r}", expected="losses that are looked after", got="losses=[], which is plain ddp"
+        )
+
+
+def batches_until_max_steps(trainer: pl.Trainer) -> float:
+    """Return the batches after which ``max_steps`` ends the fit; infinity where that is not known. Equal on every rank."""
+    is_automatic = trainer.lightning_module.automatic_optimization  # else a step may take any number of batches
+    if trainer.max_steps is None or trainer.max_steps < 0 or not is_automatic:
+        return math.inf
+    return (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+
+
+class UnevenEnds:
+    """The ends of one fit's epochs: makes them the same on every rank, or refuses them.
+
+    Args:
+        trainer: That fits; its training loaders will be replaced by ones with common ends, in a world of several ranks.
+        mode: One of ``MODES``.
+
+    Raises:
+        ConfigurationError: for ``training_step(dataloader_iter)``, which fetches by itself.
+    """
+
+    def __init__(self, trainer: pl.Trainer, mode: str) -> None:
+        self.mode = mode
+        self._trainer = trainer
+        self._said = False
+        self._refuse_own_fetching()
+        self._source: Any = None
+        if process_groups.world_size() > 1:
+            self._source = compat.training_source(trainer.fit_loop)
+            self._request = self._source.dataloader
+            self._source.dataloader = self._request_loader
+
+    def remove(self) -> None:
+        """Let the trainer's next fit have its own loader."""
+        if self._source is not None:
+            del self._source.dataloader
+
+    def _refuse_own_fetching(self) -> None:
+        if is_param_in_hook_signature(self._trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
+            raise ConfigurationError(
+                "training_step(dataloader_iter) under DDPLossStrategy",
+                expected="training_step(batch) or training_step(batch, batch_idx)",
+                got="a step that fetches by itself, of which the ranks cannot agree on an end",
+                fix="Take the batch as an argument, or use strategy='ddp'.",
+            )
+
+    # ------------------------------------------------------------------ the loader
+
+    def _request_loader(self) -> Any:
+        """Return what the user gives for training, as a loader with common ends. Communication: one handshake."""
+        try:
+            given = self._request()
+        except Exception as error:
+            handshake.raise_in_all_groups(error, "train_dataloader")
+        handshake.all_gather_between_steps(
+            "train_dataloader", {}
+        )  # Lightning waits here, for a rank that may have failed
+        # a copy: the user's own keeps its loaders, and its class says nothing of ours
+        loader = copy.copy(given) if isinstance(given, CombinedLoader) else CombinedLoader(given, "max_size_cycle")
+        kind = type(loader)
+        loader.__class__ = type(kind.__name__, (_CommonEnds, kind), {"ends": self})
+        return loader
+
+    def compare_loaders(self, loaders: Sequence[Any]) -> None:
+        """Refuse loaders of which only some ranks know the length, or only some have batches, before Lightning sums lengths over ranks.
+
+        Raises:
+            InputError: on every rank.
+            RankMismatchError: on every rank, for another number of loaders.
+
+        Communication: one handshake.
+        """
+        try:
+            own = [sized_len(loader) for loader in loaders]
+        except Exception as error:
+            handshake.raise_in_all_groups(error, "len() of a training loader")
+        payloads = handshake.all_gather_between_steps(
+            "training loaders", {"number": len(own)}, json.dumps(own).encode()
+        )
+        for loader, lengths in zip(loaders, zip(*map(json.loads, payloads), strict=True), strict=True):
+            title = f"length of the training loader ({type(loader).__name__})"
+            if None in lengths and set(lengths) != {None}:
+                ranks = ["unknown" if length is None else f"{length} batches" for length in lengths]
+                raise InputError(title, expected="known on every rank or on none", ranks=ranks, collective=True)
+            if 0 in lengths and any(lengths) and not self._allows_no_batches():
+                raise InputError(
+                    title,
+                    expected="a batch on every rank",
+                    ranks=[f"{length} batches" for length in lengths],
+                    fix="Divide the data such that each rank has some, or set allow_zero_length_dataloader_with_multiple_devices.",
+                    collective=True,
+                )
+
+    def _allows_no_batches(self) -> bool:
+        holders = self._trainer.lightning_module, getattr(self._trainer, "datamodule", None)
+        return any(getattr(holder, "allow_zero_length_dataloader_with_multiple_devices", False) for holder in holders)
+
+    # ------------------------------------------------------------------ the ends of one epoch
+
+    def common(self, numbers: Sequence[N]) -> N:
+        """Return the number of all ranks, of what each rank has."""
+        return max(numbers) if self.mode == "join" else min(numbers)
+
+    def trained_batches(self) -> int:
+        """Return how many batches of this epoch were trained on, before the first fetch: some, where a fit resumes inside it."""
+        return int(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+    def refuse_lengths(self, lengths: Sequence[float]) -> None:
+        """Refuse lengths by rank that differ, unless the fit ends before.
+
+        Raises:
+            InputError: on every rank.
+        """
+        trained = self.trained_batches() if self._trainer.fit_loop.restarting else 0
+        if len(set(lengths)) > 1 and min(lengths) < self._end_of_fit(trained):
+            self._refuse([f"{length} batches" for length in lengths])
+
+    def end_early(self, has_batch: Sequence[bool], fetched: int) -> None:
+        """Refuse an end on some ranks only, or say what it leaves out.
+
+        Args:
+            has_batch: Of each rank.
+            fetched: Batches of this epoch that every rank had.
+
+        Raises:
+            StopIteration: where the epoch ends here for all.
+            InputError: on every rank, where ends are not to differ and the fit goes on.
+        """
+        if self.mode == "stop":
+            self._say_left_out(["1 or more" if has else "none" for has in has_batch])
+            raise StopIteration
+        if fetched < self._end_of_fit(self.trained_batches()):
+            more, no_more = f"more than {fetched} batches", f"{fetched} batches"
+            self._refuse([more if has else no_more for has in has_batch])
+
+    def _end_of_fit(self, trained: int) -> float:
+        """Return the batch of this epoch at which ``max_steps`` ends the fit, given how many were trained on."""
+        return trained - trained % self._trainer.accumulate_grad_batches + batches_until_max_steps(self._trainer)
+
+    def _refuse(self, ranks: Sequence[str]) -> None:
+        raise InputError(WHAT, expected=EXPECTED, ranks=ranks, fix=FIX, collective=True)
+
+    def say_lengths(self, lengths: Sequence[int], common: int) -> None:
+        """Say what each rank leaves out of an epoch of so many batches."""
+        if max(lengths) > common:
+            self._say_left_out([str(max(length - common, 0)) for length in lengths])
+
+    def _say_left_out(self, left: Sequence[str]) -> None:
+        """Say once in a fit what each rank leaves out."""
+        if not self._said:
+            self._said = True
+            shown = ", ".join(f"rank {rank}: {batches}" for rank, batches in enumerate(left))
+            rank_zero_info(
+                f"uneven='stop': epochs end with the first rank that runs out. Batches left out of this one: {shown}."
+            )
+
+
+class _EpochSizes(NamedTuple):
+    """What one rank says of its loaders when it makes an iterator.
+
+    Attributes:
+        lengths: Of each loader; None where it is unknown.
+        limits: Lightning's limit of each loader.
+        together: Batches that they make together, within the limits; None where it is unknown.
+    """
+
+    lengths: list[int | None]
+    limits: list[float]
+    together: int | None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all lengths are; a limit alone does not say how many batches come."""
+        return self.together is not None and None not in self.lengths
+
+
+class _CommonEnds(CombinedLoader):
+    """A combined loader that ends on every rank at the same batch; the class of a fit's own is made of this one and the user's."""
+
+    ends: UnevenEnds
+    _common_length: int | None = None
+    _stream: _Stream | None = None
+
+    @property
+    def flattened(self) -> list[Any]:
+        """The loaders; Lightning sets them when it has put in its samplers, and then asks for their lengths."""
+        return super().flattened
+
+    @flattened.setter
+    def flattened(self, flattened: list[Any]) -> None:
+        CombinedLoader.flattened.fset(self, flattened)  # type: ignore[attr-defined]
+        self.ends.compare_loaders(flattened)
+
+    def __len__(self) -> int:
+        own = super().__len__()
+        return own if self._common_length is None else self._common_length
+
+    def __iter__(self) -> Any:
+        """Make the ranks' iterators and agree on their ends. Communication: one handshake."""
+        try:
+            super().__iter__()
+            own = self._own_sizes()
+        except Exception as error:
+            handshake.raise_in_all_groups(error, "the iterator of a training loader")
+        payloads = handshake.all_gather_between_steps(
+            "training epoch", {"uneven": self.ends.mode}, json.dumps(own).encode()
+        )
+        sizes = [_EpochSizes(*json.loads(payload)) for payload in payloads]
+        if self.ends.mode == "error":
+            self._agree_or_refuse(sizes)
+        else:
+            self._agree(sizes)
+        return self
+
+    def __next__(self) -> Any:
+        if self._stream is None:
+            return super().__next__()
+        return next(self._stream)
+
+    def _own_sizes(self) -> _EpochSizes:
+        self._common_length = None
+        lengths = [sized_len(loader) for loader in self.flattened]
+        limits = self.limits or [math.inf] * len(lengths)
+        return _EpochSizes(lengths, list(limits), sized_len(self))
+
+    def _agree_or_refuse(self, sizes: Sequence[_EpochSizes]) -> None:
+        """Let all loaders together be one stream, of the same length on every rank."""
+        lengths = None
+        if all(size.is_known for size in sizes):
+            lengths = [size.together or 0 for size in sizes]
+            self.ends.refuse_lengths(lengths)
+            self._common_length = min(lengths)  # the fit ends before
+        names = ", ".join(sorted({type(loader).__name__ for loader in self.flattened}))
+        self._stream = _Stream(self.ends, f"training loader ({names})", lengths).over(super().__next__)
+
+    def _agree(self, sizes: Sequence[_EpochSizes]) -> None:
+        """Let each loader be a stream that ends where the others' do; Lightning's modes combine those."""
+        iterator = compat.mode_iterator(self)
+        by_loader = list(zip(*(size.lengths for size in sizes), strict=True))
+        # 1. limits that are a fraction of a length differ as lengths do
+        iterator.limits = [self.ends.common(limits) for limits in zip(*(size.limits for size in sizes), strict=True)]
+        # 2. the streams, around the iterators that were made
+        streams = []
+        is_alone = len(by_loader) == 1
+        for loader, lengths in zip(self.flattened, by_loader, strict=True):
+            known = None if None in lengths else lengths
+            streams.append(
+                _Stream(self.ends, f"training loader ({type(loader).__name__})", known, loader, is_alone=is_alone)
+            )
+        iterator.iterables = streams
+        iterator.iterators = [
+            stream.over(own.__next__) for stream, own in zip(streams, iterator.iterators, strict=False)
+        ]
+        # 3. what the shortest rank leaves out
+        if all(size.is_known for size in sizes):
+            self.ends.say_lengths([size.together or 0 for size in sizes], len(self))
+
+
+class _Stream:
+    """Batches of this rank that end on every rank at the same place.
+
+    Args:
+        ends: The fit's.
+        title: How messages name what is iterated.
+        lengths: Of each rank; None where unknown.
+        loader: What is iterated anew where a shorter loader begins again; None: nothing.
+        is_alone: Whether no other stream belongs to the same batches.
+    """
+
+    def __init__(
+        self,
+        ends: UnevenEnds,
+        title: str,
+        lengths: Sequence[int] | None,
+        loader: Any = None,
+        *,
+        is_alone: bool = True,
+    ) -> None:
+        self._ends, self._title, self._loader, self._is_alone = ends, title, loader, is_alone
+        self._lengths = lengths
+        self._fetch: Callable[[], Any] | None = None
+        self._fetched = 0
+        self._trained: int | None = None  # batches before the first of this iterator; None until it is fetched
+        self._has_ended = False  # on this rank
+
+    def over(self, fetch: Callable[[], Any]) -> _Stream:
+        """Begin an epoch with what returns this rank's next batch, or raises StopIteration."""
+        self._fetch, self._fetched, self._trained, self._has_ended = fetch, 0, None, False
+        return self
+
+    def __iter__(self) -> _Stream:
+        """Begin again, as a shorter loader does while the longest goes on."""
+        self.over(iter(self._loader).__next__)
+        self._trained = 0
+        return self
+
+    def __len__(self) -> int:
+        if self._lengths is None:
+            raise TypeError("the length is not known")
+        return self._ends.common(self._lengths)
+
+    def __next__(self) -> Any:
+        if self._trained is None:
+            self._trained = self._ends.trained_batches()
+        # of several loaders that resume, nobody says where each of them stands
+        resumes_unknown = self._trained > 0 and not self._is_alone
+        if self._lengths is None or resumes_unknown:
+            batch = self._next_by_exchange()
+        else:
+            batch = self._next_by_length(self._lengths, self._trained + self._fetched)
+        self._fetched += 1
+        return batch
+
+    def _next_by_length(self, lengths: Sequence[int], place: int) -> Any:
+        """Return the batch at a place of the epoch, of which every rank knows who has one."""
+        if place >= len(self):
+            raise StopIteration
+        own = lengths[process_groups.rank()]
+        has_batch, batch = self._own_batch()
+        if not has_batch:
+            error = InputError(
+                self._title,
+                expected=f"{own} batches, as its len() says",
+                got=f"{place}",
+                fix="Let len() say what comes: of an iterable data set, the rows of this rank and this worker.",
+            )
+            handshake.raise_in_all_groups(error, _FETCH)
+        return batch
+
+    def _next_by_exchange(self) -> Any:
+        """Return a batch where every rank has one; each says so. Communication: one handshake."""
+        has_batch, batch = self._own_batch()
+        payloads = handshake.all_gather_between_steps(_FETCH, {}, bytes([has_batch]))
+        flags = [bool(payload[0]) for payload in payloads]
+        if all(flags):
+            return batch
+        if not any(flags):
+            raise StopIteration
+        self._ends.end_early(flags, self._fetched)
+        return batch if has_batch else (None, self._fetched, 0)  # fetched ahead by a fit that ends before
+
+    def _own_batch(self) -> tuple[bool, Any]:
+        """Return whether this rank has a batch, and the batch; what fails here fails on every rank."""
+        assert self._fetch is not None
+        if self._has_ended:
+            return False, None
+        try:
+            return True, self._fetch()
+        except StopIteration:
+            self._has_ended = True
+            return False, None
+        except Exception as error:
+            handshake.raise_in_all_groups(error, _FETCH)

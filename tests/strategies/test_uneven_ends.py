@@ -1,0 +1,368 @@
+"""Ranks with different numbers of training batches: the same error on all, an end with the first, or empty batches until the last.
+
+A *plan* says how many rows each batch of each rank has. The one process trains on the rows of all ranks, step by step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_ddp_losses import DDPChecks, DDPLossStrategy, GlobalBatchLoss
+from lightning_ddp_losses.errors import ConfigurationError
+from tests.lightning_ranks import make_trainer
+from tests.oracle import assert_close
+from tests.rank_pool import RankError, RankPool
+from tests.strategies.test_calls import assert_same_error
+
+Plan = Sequence[Sequence[int]]
+WIDTH, CLASSES = 3, 4
+UNEVEN: Plan = [(4, 4, 3, 2, 1), (3, 3, 5)]  # 5 and 3 batches
+
+
+def batches_of(plan: Plan) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
+    """The batches (ids, features, labels) of each rank; no two rows are the same."""
+    sizes = [size for of_rank in plan for size in of_rank]
+    ids = torch.arange(sum(sizes))
+    features = torch.sin(torch.arange(1.0, WIDTH * len(ids) + 1, dtype=torch.float64) ** 2).reshape(-1, WIDTH)
+    parts = [slice(*ends) for ends in pairwise([0, *accumulate(sizes)])]
+    cut = iter([(ids[part], features[part], ids[part] * 7 % CLASSES) for part in parts])
+    return [[next(cut) for _ in of_rank] for of_rank in plan]
+
+
+class Stream(IterableDataset[Any]):
+    """Batches without a length, or with one that is none of theirs."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class Claims(Stream):
+    def __init__(self, batches: Sequence[Any], claimed: int) -> None:
+        super().__init__(batches)
+        self.claimed = claimed
+
+    def __len__(self) -> int:
+        return self.claimed
+
+
+class Ends(RuntimeError):
+    pass
+
+
+class Fails(Stream):
+    """Gives one batch, and raises or dies at the next."""
+
+    def __init__(self, batches: Sequence[Any], *, dies: bool) -> None:
+        super().__init__(batches)
+        self.dies = dies
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.batches[0]
+        if self.dies:
+            os._exit(3)
+        raise Ends("no more disk")
+
+
+def stream(batches: Sequence[Any]) -> DataLoader[Any]:
+    return DataLoader(Stream(batches), batch_size=None)
+
+
+def listed(batches: Sequence[Any]) -> DataLoader[Any]:
+    return DataLoader(list(batches), batch_size=None)
+
+
+def with_worker(batches: Sequence[Any]) -> DataLoader[Any]:
+    return DataLoader(Stream(batches), batch_size=None, num_workers=1)
+
+
+LOADERS: dict[str, Callable[[Sequence[Any]], Any]] = {"known": listed, "unknown": stream}
+
+
+class Rows(LightningModule):
+    """An encoder and a loss over all rows; notes what it sees."""
+
+    def __init__(self, loss: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+        self.loss = GlobalBatchLoss(nn.CrossEntropyLoss()) if loss is None else loss
+        self.seen: list[list[int]] = []
+        self.ends: list[bool] = []
+        self.validated: list[int] = []
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        ids, features, labels = batch
+        self.seen.append(ids.tolist())
+        self.ends.append(self.trainer.is_last_batch)
+        return self.loss(self.encoder(features), labels)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader([0], batch_size=None)
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.validated.append(len(self.seen))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+
+
+def train(
+    make: Callable[[], Rows],
+    load: Callable[[int], Any],
+    uneven: str = "error",
+    *,
+    strategy: dict[str, Any] | None = None,
+    checks: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Fit on this rank's loader; returns what it saw, and the state."""
+    module = make()
+    callbacks = [DDPChecks()] if checks else []
+    options = {"limit_val_batches": 0} | options
+    trainer = make_trainer(DDPLossStrategy(uneven=uneven, **strategy or {}), callbacks=callbacks, **options)
+    trainer.fit(module, load(dist.get_rank()))
+    return {
+        "seen": module.seen,
+        "ends": module.ends,
+        "validated": module.validated,
+        "state": dict(module.state_dict()),
+        "steps": trainer.global_step,
+        "batches": trainer.num_training_batches,
+    }
+
+
+def part(plan: Plan, rank: int, kind: str = "known") -> Any:
+    return LOADERS[kind](batches_of(plan)[rank])
+
+
+def one_process(
+    plan: Plan,
+    steps: int,
+    *,
+    epochs: int = 1,
+    window: int = 1,
+    loss: nn.Module | None = None,
+    whole_window: bool = False,
+) -> dict[str, Tensor]:
+    """The parameters of a plain loop over the ranks' batches, joined step by step."""
+    module = Rows(nn.CrossEntropyLoss() if loss is None else loss)
+    optimizer = module.configure_optimizers()
+    by_rank = batches_of(plan)
+    joined = []
+    for step in range(steps):
+        of_ranks = [batches[step] for batches in by_rank if step < len(batches)]
+        joined.append([torch.cat(tensors) for tensors in zip(*of_ranks, strict=True)])
+    for _ in range(epochs):
+        for first in range(0, steps, window):
+            micro_batches = joined[first : first + window]
+            if whole_window:
+                micro_batches = [[torch.cat(tensors) for tensors in zip(*micro_batches, strict=True)]]
+            optimizer.zero_grad()
+            for _, features, labels in micro_batches:
+                divisor = 1 if whole_window else window
+                (module.loss(module.encoder(features), labels) / divisor).backward()
+            optimizer.step()
+    return dict(module.state_dict())
+
+
+def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The names of a plain loss for the one inside a global one."""
+    return {name.replace("loss.loss.", "loss."): value for name, value in state.items()}
+
+
+# ---------------------------------------------------------------------- error
+
+
+@pytest.mark.parametrize("checks", [False, True], ids=["alone", "with checks"])
+def test_different_numbers_are_an_error_on_every_rank_before_training(pool: RankPool, checks: bool) -> None:
+    errors = pool.errors(2, train, Rows, partial(part, UNEVEN), checks=checks)
+    assert_same_error(
+        errors, "training batches of this epoch", "rank 0: 5 batches", "rank 1: 3 batches", "uneven='stop'"
+    )
+
+
+@pytest.mark.parametrize("checks", [False, True], ids=["alone", "with checks"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_stream_that_ends_early_is_an_error_on_every_rank(pool: RankPool, world_size: int, checks: bool) -> None:
+    plan = [*UNEVEN, (2, 2, 2, 2)][:world_size]
+    errors = pool.errors(world_size, train, Rows, partial(part, plan, kind="unknown"), checks=checks)
+    assert_same_error(
+        errors, "training batches of this epoch", "rank 0: more than 3", "rank 1: 3 batches", "uneven='stop'"
+    )
+
+
+def test_it_takes_no_checks_of_calls(pool: RankPool) -> None:
+    errors = pool.errors(2, train, Rows, partial(part, UNEVEN), strategy={"check_calls": False})
+    assert_same_error(errors, "rank 0: 5 batches", "rank 1: 3 batches")
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(
+    "options",
+    [{"limit_train_batches": 3}, {"max_steps": 3, "max_epochs": -1}, {"max_steps": 1, "accumulate_grad_batches": 3}],
+    ids=str,
+)
+def test_ends_that_the_fit_does_not_reach_may_differ(pool: RankPool, kind: str, options: dict[str, Any]) -> None:
+    results = pool.run(2, train, Rows, partial(part, UNEVEN, kind=kind), **options)
+    window = options.get("accumulate_grad_batches", 1)
+    for result in results:
+        assert len(result["seen"]) == 3
+        assert_close(result["state"], one_process(UNEVEN, 3, window=window))
+
+
+class Grows(DataLoader[Any]):
+    """Has a batch less on rank 1 in its second epoch."""
+
+    epochs = 0
+
+    def __iter__(self) -> Any:
+        self.epochs += 1
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        return 4 - (self.epochs > 1 and dist.get_rank() == 1)
+
+
+def test_lengths_are_compared_in_each_epoch(pool: RankPool) -> None:
+    load = partial(loader_of_class, Grows, [(2, 2, 2, 2), (2, 2, 2, 2)])
+    errors = pool.errors(2, train, Rows, load, max_epochs=3)
+    assert_same_error(errors, "rank 0: 4 batches", "rank 1: 3 batches")
+
+
+def loader_of_class(kind: type[DataLoader[Any]], plan: Plan, rank: int) -> DataLoader[Any]:
+    return kind(batches_of(plan)[rank], batch_size=None)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- loaders that lie, and that fail
+
+
+def claiming(claims: Sequence[int], plan: Plan, rank: int) -> DataLoader[Any]:
+    return DataLoader(Claims(batches_of(plan)[rank], claims[rank]), batch_size=None)
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+@pytest.mark.parametrize("uneven", ["error", "stop"])
+@pytest.mark.parametrize("real", [[(2, 2, 2, 2), (2, 2)], [(2, 2), (2, 2)]], ids=["one lies", "all lie"])
+def test_a_loader_that_ends_before_its_length(pool: RankPool, real: Plan, uneven: str) -> None:
+    errors = pool.errors(2, train, Rows, partial(claiming, (4, 4), real), uneven)
+    assert_same_error(errors, "training loader", "expected 4 batches, as its len() says, got 2", "rank")
+
+
+def failing(dies: bool, rank: int) -> DataLoader[Any]:
+    batches = batches_of([(2,) * 4] * 3)[rank]
+    return DataLoader(
+        Fails(batches, dies=dies) if rank == 1 else Stream(batches), batch_size=None, num_workers=int(dies)
+    )
+
+
+@pytest.mark.parametrize("uneven", ["error", "stop"])
+def test_a_data_set_that_raises_on_one_rank(pool: RankPool, uneven: str) -> None:
+    errors = pool.errors(3, train, Rows, partial(failing, False), uneven)
+    assert errors[1].type == "Ends"
+    assert_told_of(errors, "no more disk")
+
+
+def test_a_worker_that_dies_on_one_rank(pool: RankPool) -> None:
+    errors = pool.errors(2, train, Rows, partial(failing, True))
+    assert_told_of(errors, "exited unexpectedly")
+
+
+def assert_told_of(errors: list[RankError], text: str) -> None:
+    """Rank 1 raised its own error, the others one that names it."""
+    assert text in errors[1].message
+    for error in errors:
+        assert not error.timed_out
+        if error.rank != 1:
+            assert error.is_a("DDPLossError"), error
+            assert text in error.message
+            assert "rank 1" in error.message
+            assert "fetching a training batch" in error.message
+
+
+def one_without_length(rank: int) -> Any:
+    return part([(2, 2), (2, 2)], rank, "known" if rank else "unknown")
+
+
+def test_a_length_on_some_ranks_only(pool: RankPool) -> None:
+    errors = pool.errors(2, train, Rows, one_without_length)
+    assert_same_error(errors, "length of the training loader (DataLoader)", "rank 0: unknown", "rank 1: 2 batches")
+
+
+@pytest.mark.parametrize("uneven", ["error", "stop"])
+def test_a_rank_without_batches(pool: RankPool, uneven: str) -> None:
+    errors = pool.errors(2, train, Rows, partial(part, [(2, 2), ()]), uneven)
+    assert_same_error(errors, "a batch on every rank", "rank 1: 0 batches")
+
+
+class BreaksItsLoader(Rows):
+    def train_dataloader(self) -> Any:
+        if dist.get_rank() == 1:
+            raise Ends("no such folder")
+        return part(UNEVEN, 0)
+
+
+def nothing(rank: int) -> None:
+    return None
+
+
+def test_a_train_dataloader_that_fails_on_one_rank(pool: RankPool) -> None:
+    errors = pool.errors(2, train, BreaksItsLoader, nothing)
+    assert errors[1].type == "Ends"
+    assert errors[0].is_a("DDPLossError")
+    assert "no such folder" in errors[0].message
+    assert not errors[0].timed_out
+
+
+class FetchesItself(Rows):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        raise AssertionError("never called")
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_that_fetches_by_itself_is_refused(pool: RankPool, world_size: int) -> None:
+    errors = pool.errors(world_size, train, FetchesItself, partial(part, [(2, 2), (2, 2)]))
+    assert_same_error(errors, "dataloader_iter")
+
+
+# ---------------------------------------------------------------------- the option
+
+
+@pytest.mark.parametrize("value", ["Join", "", True, None])
+def test_an_unknown_value_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="'error' or 'stop'"):
+        DDPLossStrategy(uneven=value)
+
+
+def test_plain_ddp_has_no_such_option() -> None:
+    with pytest.raises(ConfigurationError, match="plain ddp"):
+        DDPLossStrategy([], uneven="stop")
+
+
+# ---------------------------------------------------------------------- stop
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("window", [1, 2])
+def test_stop_ends_every_rank_with_the_first(pool: RankPool, kind: str, window: int) -> None:
+    options = {"max_epochs": 2, "limit_val_batches": 1, "accumulate_grad_batches": window}
+    results = pool.run(2, train, Rows, partial(part, UNEVEN, kind=kind), "stop", **options)
+    for result in results:
+        assert result["validated"] == [3, 6]
+        assert result["ends"] == [False, False, True] * 2
+        assert result["steps"] == 2 * -(-3 // window)
+        assert_close(result["state"], one_process(UNEVEN, 3, epochs=2, window=window))
