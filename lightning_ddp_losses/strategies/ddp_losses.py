@@ -223,6 +223,7 @@ class DDPLossStrategy(DDPStrategy):
             return
         self._evaluation.setup(trainer)
         with self._raise_on_all_ranks("setup"):
+            ddp_setup.refuse_sharded_parameters(module)
             # 1. the losses, sharded before their values are remembered
             self._losses = find_losses(module, self._selection)
             self._sharding.setup_shards(module)

@@ -24,6 +24,7 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -211,6 +212,23 @@ def compare_names(module: nn.Module) -> None:
         fix="Register submodules in a fixed order (sort names; no iteration over sets), with the same sizes on every rank.",
         collective=True,
     )
+
+
+def refuse_sharded_parameters(module: nn.Module) -> None:
+    """Refuse parameters of which each rank holds a part (``fully_shard``, tensor parallelism): DDP wants them whole.
+
+    Raises:
+        ConfigurationError: with their names.
+    """
+    parts = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    if parts:
+        more = f" and {len(parts) - _MAX_SHOWN} more" if len(parts) > _MAX_SHOWN else ""
+        raise ConfigurationError(
+            f"parameters {', '.join(parts[:_MAX_SHOWN])}{more}",
+            expected="whole parameters on every rank, which DDP averages",
+            got="DTensors, of which each rank holds a part (fully_shard or tensor parallelism)",
+            fix="Leave out fully_shard; an encoder that fits only in pieces of the batch runs in microbatched(encoder, rows).",
+        )
 
 
 def _describe_tensor(name: str, tensor: Tensor) -> str:
