@@ -100,7 +100,7 @@ class CallCheck:
         first_bucket: int = 0,
     ) -> None:
         self._parameters, self._reducer = parameters, reducer
-        self._counters, self._first_bucket = list(counters), first_bucket
+        self._counters = list(counters)
         self._attached: list[AttachedPayload] = []
         self._upstream_grads = UpstreamGradRecorder()
         self._prepared: _UnsentHandshake | None = None
@@ -109,10 +109,17 @@ class CallCheck:
         self._is_only_one, self._number_opened = True, handshake.number_opened()
         self._calls: Calls | None = None
         self._ready_bytes = 0
+        self._hooks: list[RemovableHandle] = []
+        self.watch_gradients(first_bucket)
+
+    def watch_gradients(self, first_bucket: int) -> None:
+        """Count the bytes of gradient that the model's DDP gets; to be said again where it reduces other parameters than before."""
+        self.remove()
+        self._first_bucket = first_bucket
         # a gradient reaches this hook before it reaches DDP
-        self._hooks: list[RemovableHandle] = [
+        self._hooks = [
             p.register_hook(partial(self._on_gradient, p.nbytes))  # type: ignore[no-untyped-call]
-            for p in parameters.elsewhere.values()
+            for p in self._parameters.elsewhere.values()
         ]
 
     def remove(self) -> None:

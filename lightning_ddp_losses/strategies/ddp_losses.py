@@ -335,6 +335,34 @@ class DDPLossStrategy(DDPStrategy):
         """Forget what was resumed from: the first batch is there."""
         self._places.on_first_batch()
         super().on_train_batch_start(batch, batch_idx)
+        if self._reducer is not None:
+            with self._raise_on_all_ranks("on_train_batch_start"):
+                self._leave_out_frozen()
+
+    def _leave_out_frozen(self) -> None:
+        """Wrap the model anew where some of what its DDP reduces was frozen: DDP would wait for those gradients.
+
+        (Lightning's ``BaseFinetuning`` and hooks freeze before this one, and outside ``no_sync``, whose state is the wrap's.)
+
+        Communication: where something was frozen, one handshake, and what DDP does when it is made.
+        """
+        parameters, wrapped = self._reduced_parameters, self._wrapped_model
+        if parameters is None or wrapped is None or all(p.requires_grad for p in parameters.elsewhere.values()):
+            return
+        ddp_setup.compare_frozen(self._module, parameters.elsewhere.values(), self._ddp_comm_state)
+        self.model, wrapped = self._module, None  # the old one leaves its hooks with its last reference
+        plan = ddp_setup.plan(self._module, self._losses)
+        # what was equal stays so: to broadcast it again would hide a difference
+        kwargs, self._ddp_kwargs = self._ddp_kwargs, {**self._ddp_kwargs, "init_sync": False}
+        try:
+            if plan.reduced:
+                with ddp_setup.ignoring(self._module, plan.ignored):
+                    super().configure_ddp()
+        finally:
+            self._ddp_kwargs = kwargs
+        parameters.leave_out(plan.reduced)
+        if self._call_check is not None:
+            self._call_check.watch_gradients(ddp_setup.first_bucket(plan.reduced, kwargs))
 
     # ------------------------------------------------------------------ steps
 

@@ -214,6 +214,27 @@ def compare_names(module: nn.Module) -> None:
     )
 
 
+def compare_frozen(module: nn.Module, reduced: Iterable[Tensor], comm_state: object) -> None:
+    """Compare between ranks which of the parameters that DDP reduces were frozen.
+
+    Raises:
+        ConfigurationError: where a communication hook keeps something of each bucket, as buckets will be others.
+        RankMismatchError: on every rank, where they differ.
+
+    Communication: one handshake.
+    """
+    places = {id(tensor) for tensor in reduced if not tensor.requires_grad}
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in places]
+    if comm_state is not None:
+        raise ConfigurationError(
+            f"parameters frozen during the fit: {', '.join(names[:_MAX_SHOWN])}",
+            expected="no ddp_comm_state, which is of the buckets that DDP had at the start",
+            got=type(comm_state).__name__,
+            fix="Set their learning rate to 0 instead, or take a hook without a state.",
+        )
+    handshake.all_gather_between_steps("parameters frozen since the model was wrapped", {"names": ", ".join(names)})
+
+
 def refuse_sharded_parameters(module: nn.Module) -> None:
     """Refuse parameters of which each rank holds a part (``fully_shard``, tensor parallelism): DDP wants them whole.
 

@@ -77,15 +77,19 @@ class ReducedParameters:
 
     def __init__(self, module: nn.Module, reduced_elsewhere: Sequence[Tensor], ignored: Sequence[str] = ()) -> None:
         self._module = module
-        # the tensors are kept, not only their ids: an id may be taken again
-        self.elsewhere = {id(p): p for p in reduced_elsewhere}
+        self.leave_out(reduced_elsewhere)
         self._ignored = frozenset(ignored)
         self._equal_on_all_ranks: dict[str, nn.Parameter] = {}
         self._losses: list[str] = []
-        self._module_parameters: list[Tensor] = []
         self._candidates: list[ReducedParameter] = []
         self._signature: tuple[object, ...] = ()
         self._description = ""
+
+    def leave_out(self, reduced_elsewhere: Sequence[Tensor]) -> None:
+        """Say what the model's DDP reduces from now on."""
+        # the tensors are kept, not only their ids: an id may be taken again
+        self.elsewhere = {id(p): p for p in reduced_elsewhere}
+        self._module_parameters: list[Tensor] = []
 
     def watch(self, losses: Sequence[str]) -> None:
         """Say what the losses are called; what exists now counts as synchronised."""

@@ -141,6 +141,19 @@ class FrozenLater(Job):
         self.loss.requires_grad_(index not in (1, 2))
 
 
+class PartOfEncoderFrozenLater(Job):
+    """Its first layer does not train in batches 1 and 2, then the second does not any more."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        self.encoder[0].requires_grad_(index not in (1, 2))
+        self.encoder[-1].requires_grad_(index < 3)
+
+
+class EncoderFrozenLater(Job):
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        self.encoder.requires_grad_(index not in (2, 3))
+
+
 class Replaced(Job):
     """The weight is another parameter from batch 2 on."""
 
@@ -228,5 +241,5 @@ class Unreduced(LightningModule):
 JOBS: list[type[Job]] = [
     Alternating, RarelyCalled, NeverCalled, NoLossAtAll, OrderByRank, SeveralCalls, TwoForwardsOfTheEncoder,
     SharedByTwoLosses, SharedWithTheModel, OneModuleTwoNames, WeightUsedDirectly, LinearProbe, PartlyFrozen,
-    UnfrozenLater, FrozenLater, Replaced, CreatedLater, BuiltInConfigureModel, NestedLosses, BigWeight,
+    UnfrozenLater, FrozenLater, PartOfEncoderFrozenLater, EncoderFrozenLater, Replaced, CreatedLater, BuiltInConfigureModel, NestedLosses, BigWeight,
 ]  # fmt: skip
