@@ -149,6 +149,11 @@ def ddp_ignoring(module: nn.Module, names: Collection[str], marked: Sequence[Ten
             setattr(module, attribute, before)
 
 
+def ddp_comm_state(strategy: Any) -> object:
+    """Return what the communication hook of Lightning's ``DDPStrategy`` keeps between steps; None where there is no such thing."""
+    return strategy._ddp_comm_state
+
+
 def ddp_ignored_names(module: nn.Module) -> set[str]:
     """Return the names that a user told DDP to leave alone, which it keeps in a private attribute of the module."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

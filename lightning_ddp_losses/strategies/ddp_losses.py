@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.compat import attached_trainer, injects_distributed_sampler
 from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.core.precision import PrecisionKeeper
@@ -53,7 +54,7 @@ class DDPLossStrategy(DDPStrategy):
 
     Equivalent to: ``Trainer(strategy="ddp")`` on a module whose losses are all called once on every rank, but right also
     where that is not so: losses that alternate, that are called several times or in another order per rank, parameters
-    that are created, replaced or unfrozen later, a frozen encoder, half precision.
+    that are created, replaced, frozen or unfrozen later, a frozen encoder, half precision.
 
     Args:
         losses: ``"auto"`` finds them by type (pytorch-metric-learning, torch.nn, metrics with trainable parameters,
@@ -349,7 +350,7 @@ class DDPLossStrategy(DDPStrategy):
         parameters, wrapped = self._reduced_parameters, self._wrapped_model
         if parameters is None or wrapped is None or all(p.requires_grad for p in parameters.elsewhere.values()):
             return
-        ddp_setup.compare_frozen(self._module, parameters.elsewhere.values(), self._ddp_comm_state)
+        ddp_setup.compare_frozen(self._module, parameters.elsewhere.values(), compat.ddp_comm_state(self))
         self.model, wrapped = self._module, None  # the old one leaves its hooks with its last reference
         plan = ddp_setup.plan(self._module, self._losses)
         # what was equal stays so: to broadcast it again would hide a difference

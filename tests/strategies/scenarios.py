@@ -241,5 +241,6 @@ class Unreduced(LightningModule):
 JOBS: list[type[Job]] = [
     Alternating, RarelyCalled, NeverCalled, NoLossAtAll, OrderByRank, SeveralCalls, TwoForwardsOfTheEncoder,
     SharedByTwoLosses, SharedWithTheModel, OneModuleTwoNames, WeightUsedDirectly, LinearProbe, PartlyFrozen,
-    UnfrozenLater, FrozenLater, PartOfEncoderFrozenLater, EncoderFrozenLater, Replaced, CreatedLater, BuiltInConfigureModel, NestedLosses, BigWeight,
+    UnfrozenLater, FrozenLater, PartOfEncoderFrozenLater, EncoderFrozenLater, Replaced, CreatedLater,
+    BuiltInConfigureModel, NestedLosses, BigWeight,
 ]  # fmt: skip
