@@ -53,6 +53,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def faults(session: nox.Session) -> None:
+    """Run the slow tests: processes that die, come back, or never come."""
+    install(session, "test", extras="[demo]")
+    session.run("python", "-m", "pytest", "tests/faults", *session.posargs)
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Compare randomised cases on ranks with one process: `--minutes 3 --seed 0`."""
     install(session, "test", extras="[demo]")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.modules import batchnorm, dropout, loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch, _pytree
@@ -234,6 +235,20 @@ def default_store() -> Any:
         return dist.distributed_c10d._get_default_store()
     except (AttributeError, RuntimeError, ValueError):
         return None
+
+
+@contextlib.contextmanager
+def world_store_prefixed(prefix: str) -> Iterator[None]:
+    """Let groups that are made inside the block write their keys under a prefix; ``new_group`` takes no store but the world's (2.13)."""
+    stores = dist.distributed_c10d._world.pg_map
+    world = dist.group.WORLD
+    assert world is not None
+    before = stores[world]
+    stores[world] = (before[0], PrefixStore(prefix, before[1]))
+    try:
+        yield
+    finally:
+        stores[world] = before
 
 
 def group_timeout(group: Any) -> timedelta | None:

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import copy
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed import rendezvous
 from lightning_ddp_losses.errors import ConfigurationError
 
 Group: TypeAlias = "dist.ProcessGroup | None"
@@ -126,17 +128,19 @@ def subgroup_of_size(size: int) -> Group:
     Communication: a rendezvous of the world for each group; every rank must take part.
     """
     mine: Group = None
-    for first in range(0, world_size(), size):
-        group = dist.new_group(list(range(first, first + size)), timeout=_timeout or _world_timeout())
-        if first <= rank() < first + size:
-            mine = group
+    with _new_groups(members()):
+        for first in range(0, world_size(), size):
+            group = dist.new_group(list(range(first, first + size)), timeout=_timeout or _world_timeout())
+            if first <= rank() < first + size:
+                mine = group
     return mine
 
 
 def internal_groups(group: Group = None) -> ProcessGroups:
     """Return our groups over the members of ``group``, which are made at first use.
 
-    Communication: at first use only, up to five rendezvous through the store; every member must take part. A gloo group that is a
+    Communication: at first use only, up to five rendezvous through the store; every member must take part. Where ``torchrun``'s agent holds
+        the store of a world that our strategy has not started, a roll call through it comes first (``rendezvous``). A gloo group that is a
         part of the world serves for everything itself.
     """
     global _close_registered  # noqa: PLW0603 - once per process
@@ -186,10 +190,11 @@ def replica_group(group: Group) -> Group:
                 collective=True,
             )
         # every rank makes all of the groups, and keeps its own
-        for replicas in zip(*parts, strict=True):
-            made = dist.new_group(list(replicas), timeout=_timeout or _world_timeout())
-            if rank() in replicas:
-                _replica_groups[ranks] = made
+        with _new_groups(members()):
+            for replicas in zip(*parts, strict=True):
+                made = dist.new_group(list(replicas), timeout=_timeout or _world_timeout())
+                if rank() in replicas:
+                    _replica_groups[ranks] = made
     return _replica_groups[ranks]
 
 
@@ -220,9 +225,17 @@ def _make(ranks: tuple[int, ...], group: Group) -> ProcessGroups:
         return made
 
     # every rank makes them in this order
-    handshakes, host, gradients, checks = new("gloo"), new("gloo"), new("gloo"), new("gloo")
-    device = host if only_gloo else new(None)
+    with _new_groups(ranks):
+        handshakes, host, gradients, checks = new("gloo"), new("gloo"), new("gloo"), new("gloo")
+        device = host if only_gloo else new(None)
     return ProcessGroups(handshakes, host, device, gradients, checks, ranks)
+
+
+@contextlib.contextmanager
+def _new_groups(ranks: Sequence[int]) -> Iterator[None]:
+    """Surround the making of groups to which all of these ranks come: keys of their own, and errors that say what to do."""
+    with rendezvous.own_keys(rank(), ranks, _timeout or _world_timeout()), rendezvous.interface_errors():
+        yield
 
 
 def _world_timeout() -> timedelta | None:

@@ -209,6 +209,13 @@ class DDPLossStrategy(DDPStrategy):
             atexit.register(process_groups.close, world=True)
         self._global_samplers.install(attached_trainer(self._module))
 
+    def setup_distributed(self) -> None:
+        """Start the world over keys that no former attempt has written; Lightning finds it started."""
+        self.set_world_ranks()
+        if not process_groups.is_distributed() and self.world_size > 1:
+            ddp_setup.start_world(self, self._timeout)
+        super().setup_distributed()
+
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Adopted losses are registered in ``setup``; a checkpoint that holds them must wait for that."""

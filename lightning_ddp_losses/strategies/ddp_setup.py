@@ -15,14 +15,18 @@ import difflib
 import hashlib
 import inspect
 import json
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +34,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.distributed import handshake, raw_collectives
+from lightning_ddp_losses.distributed import handshake, raw_collectives, rendezvous
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError, format_error
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
@@ -103,6 +107,28 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         expected = "a floating torch.dtype or its name, or None"
         raise ConfigurationError("loss_reduce_dtype", expected=expected, got=repr(dtype))
     return found
+
+
+# ---------------------------------------------------------------------- the world
+
+
+def start_world(strategy: DDPStrategy, timeout: timedelta | None) -> None:
+    """Start the default process group of a strategy's processes, as Lightning does, but over keys of its own (``rendezvous``)."""
+    environment, device = strategy.cluster_environment, strategy.root_device
+    assert environment is not None
+    address, port = environment.main_address, environment.main_port
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+    backend = strategy.process_group_backend or dist.get_default_backend_for_device(device)
+    rendezvous.start_world(
+        address,
+        port,
+        rank=strategy.global_rank,
+        world_size=strategy.world_size,
+        backend=backend,
+        timeout=timeout,
+        device=None if device.type == "cpu" else device,
+    )
+    rank_zero_info(f"All {strategy.world_size} ranks are here (backend {backend}).")
 
 
 # ---------------------------------------------------------------------- who reduces what

@@ -1,0 +1,216 @@
+"""Rendezvous: a world whose keys no former one has written, with an error that names what is wrong before anything waits for it.
+
+Under ``torchrun`` the store belongs to the agent and outlives its workers; ``init_process_group`` and ``new_group`` write the same keys in
+each attempt. So a restarted rank may read the address of a dead one, and gloo ends in "connectFullMesh ... Connection refused", or NCCL
+in a dead rank's id. (torch 2.13, 2026: of 8 restarts of 3 ranks that do nothing but ``init_process_group``, 7 ended so.) A world
+that this module starts lives under a prefix which its ranks have agreed on in a roll call; groups made later inherit that. For a world
+that somebody else has started under such an agent, our own groups get a prefix of theirs.
+
+Programs that call ``init_process_group`` themselves are safe with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in the environment of every
+agent: each attempt then has a store of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed.roll_call import Report, hold_roll_call
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, PeerError
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The environment variable that names gloo's network interface; of several, one each by a comma."""
+
+_LONGEST = timedelta(minutes=30)  # where nobody says how long to wait: torch's default for gloo
+
+_started: dist.ProcessGroup | None = None  # the world that lives under a prefix of its own
+
+
+def start_world(
+    address: str,
+    port: int,
+    *,
+    rank: int,
+    world_size: int,
+    backend: str,
+    timeout: timedelta | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Make the default process group, as ``init_process_group`` does, over keys of its own.
+
+    Args:
+        address: Of the host that holds the store: rank 0's, or under ``torchrun`` the agent's.
+        port: Of the store.
+        rank: This process's.
+        world_size: How many processes come.
+        backend: As ``init_process_group`` takes it.
+        timeout: How long to wait for a peer, here and in every collective; None: half an hour, torch's own for gloo.
+        device: That an accelerator's backend is bound to; None: to none.
+
+    Raises:
+        ConfigurationError: on every rank: a network interface that is none, two ranks on one device; on one rank: a port in use.
+        PeerError: on every rank that came, naming those that did not come in time.
+
+    Communication: a roll call through the store, then what ``init_process_group`` does.
+    """
+    global _started  # noqa: PLW0603 - one default process group per process
+    timeout = timeout or _LONGEST
+    store = _open_store(address, port, rank, timeout)
+    report = {"problem": gloo_problem(), "device": device_identity(backend, device)}
+    token = hold_roll_call(store, rank, world_size, timeout=timeout, report=report, judge=_judge)
+    with interface_errors():
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(token, store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device,
+        )
+    _started = dist.group.WORLD
+
+
+def _open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store:
+    """Return the store of the world; rank 0 holds it where no agent does."""
+    holds = rank == 0 and not _agent_holds_store()
+    try:
+        return TCPStore(
+            address,
+            port,
+            is_master=holds,
+            timeout=timeout,
+            wait_for_workers=False,  # the roll call says who is missing
+            multi_tenant=True,
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as torch's own rendezvous
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if holds:
+            raise ConfigurationError(
+                f"MASTER_PORT {port}",
+                expected="a free port on the host of rank 0, MASTER_ADDR",
+                got=reason,
+                fix="Choose another port, equal on all nodes; torchrun's --rdzv-endpoint, or --standalone on one node, finds one.",
+            ) from error
+        raise PeerError(
+            f"rendezvous at {address}:{port}",
+            expected=f"the store of rank 0 within {timeout.total_seconds():g} s",
+            got=reason,
+            fix="MASTER_ADDR and MASTER_PORT must name the host of rank 0, and be reachable from every node; look at the output of rank 0.",
+        ) from error
+
+
+def _agent_holds_store() -> bool:
+    """Say whether ``torchrun``'s agent holds the store, which then outlives this world."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+# ---------------------------------------------------------------------- what ranks report of themselves
+
+
+def gloo_problem() -> str | None:
+    """Return what is wrong with the network interface that gloo was told to use; None where nothing is."""
+    names = os.environ.get(GLOO_INTERFACE, "")
+    try:
+        for name in filter(None, names.split(",")):
+            dist.ProcessGroupGloo.create_device(interface=name)
+    except RuntimeError as error:
+        known = ", ".join(known_name for _, known_name in socket.if_nameindex())
+        reason = str(error).splitlines()[0].rpartition("] ")[2]
+        return f"{GLOO_INTERFACE}={names} on {socket.gethostname()}: {reason} (interfaces: {known})"
+    return None
+
+
+def device_identity(backend: str | None, device: torch.device | None) -> str | None:
+    """Return what no two ranks of NCCL may share; None where that does not matter."""
+    if device is None or device.type == "cpu" or "nccl" not in str(backend):
+        return None
+    properties = torch.get_device_module(device).get_device_properties(device)
+    # the number counts what CUDA_VISIBLE_DEVICES has left
+    uuid = getattr(properties, "uuid", None)
+    return f"{socket.gethostname()} {device}" if uuid is None else f"{socket.gethostname()} GPU {uuid}"
+
+
+def _judge(reports: Sequence[Report]) -> DDPLossError | None:
+    """Return the error that the reports of all ranks amount to."""
+    problems = {rank: report["problem"] for rank, report in enumerate(reports) if report["problem"]}
+    if problems:
+        return ConfigurationError(
+            "network interface of gloo, which carries our messages between hosts",
+            expected="one that has an address",
+            ranks=problems,
+            fix=f"Set {GLOO_INTERFACE} to an interface that reaches the other nodes, on each node, or leave it out.",
+        )
+    return shared_device_error([report["device"] for report in reports])
+
+
+def shared_device_error(devices: Sequence[str | None]) -> DDPLossError | None:
+    """Return the error for ranks that use one device, which NCCL takes for a fault or waits over; None where each has its own."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, device in enumerate(devices):
+        if device is not None:
+            ranks_of.setdefault(device, []).append(rank)
+    shared = {rank: device for device, ranks in ranks_of.items() if len(ranks) > 1 for rank in ranks}
+    if not shared:
+        return None
+    return ConfigurationError(
+        "devices of NCCL",
+        expected="one device per rank",
+        ranks=dict(sorted(shared.items())),
+        fix="Give each rank a device of its own (devices=, CUDA_VISIBLE_DEVICES, torch.cuda.set_device(local_rank)), or let ranks "
+        "share one with process_group_backend='gloo'.",
+    )
+
+
+@contextlib.contextmanager
+def interface_errors() -> Iterator[None]:
+    """Name gloo's interface where it reaches no peer, inside the block."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if isinstance(error, DDPLossError) or not any(mark in text for mark in ("connectFullMesh", "gloo/transport")):
+            raise
+        interface = os.environ.get(GLOO_INTERFACE)
+        chosen = (
+            f"{GLOO_INTERFACE}={interface}" if interface else f"the address that {socket.gethostname()} has by name"
+        )
+        raise ConfigurationError(
+            "network interface of gloo",
+            expected="one at which the other ranks can be reached",
+            got=f"{chosen} ({text.splitlines()[0]})",
+            fix=f"Set {GLOO_INTERFACE} on each node to the interface between the nodes (`ip -br address` lists them); where a rank "
+            "has died, its output says more.",
+        ) from error
+
+
+# ---------------------------------------------------------------------- groups in a world of somebody else
+
+
+@contextlib.contextmanager
+def own_keys(rank: int, ranks: Sequence[int], timeout: timedelta | None) -> Iterator[None]:
+    """Let groups that are made inside the block use keys of their own, where the world's store may hold those of a dead world.
+
+    Args:
+        rank: This process's, in the world.
+        ranks: Those of all that come here.
+        timeout: How long to wait for them.
+
+    Communication: none, or a roll call through the store where an agent holds the store of a world that somebody else has started.
+    """
+    store = compat.default_store()
+    if not _agent_holds_store() or dist.group.WORLD is _started or store is None or len(ranks) == 1:
+        yield
+        return
+    name = "groups/" + "-".join(map(str, ranks))
+    token = hold_roll_call(store, ranks.index(rank), len(ranks), timeout=timeout or _LONGEST, name=name)
+    with compat.world_store_prefixed(token):
+        yield

@@ -1,0 +1,1 @@
+"""Slow tests with real processes that die, stall and come back: `nox -s faults`."""

@@ -1,0 +1,114 @@
+"""Restarts under `torchrun`: each new world meets, whatever the dead ones have left in the agent's store."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, run_python
+
+SECONDS = 240
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def worlds(folder: Path, ranks: int) -> list[tuple[list[int], list[str]]]:
+    """Of each world: how often each rank's agent said that it had restarted, and what each rank gathered."""
+    found = []
+    while (folder / f"world-{len(found)}-rank-0").exists():
+        texts = [(folder / f"world-{len(found)}-rank-{rank}").read_text().split(" ", 1) for rank in range(ranks)]
+        found.append(([int(count) for count, _ in texts], [seen for _, seen in texts]))
+    return found
+
+
+def test_twenty_restarts_in_a_row(tmp_path: Path) -> None:
+    done = run_python(
+        *("-m", "tests.faults.agent", "groups", "--ranks", "3", "--kills", "20", "--folder", str(tmp_path)),
+        seconds=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = worlds(tmp_path, 3)
+    assert len(found) == 21
+    assert {seen for _, ranks in found for seen in ranks} == {"[0.0, 1.0, 2.0]"}
+    assert [counts for counts, _ in found] == [[number] * 3 for number in range(21)]
+
+
+def start_agent(folder: Path, port: int, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.faults.agent", "groups", "--nodes", "2", "--port", str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, "--folder", str(folder), *arguments], stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def test_ranks_of_either_node_die_and_both_nodes_start_again(tmp_path: Path) -> None:
+    port = free_port()
+    agents = [start_agent(tmp_path, port, "--ranks", "2", "--kills", "4") for _ in range(2)]
+    try:
+        outputs = [agent.communicate(timeout=SECONDS)[1] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], [output[-2000:] for output in outputs]
+    found = worlds(tmp_path, 4)
+    assert len(found) == 5
+    assert {seen for _, ranks in found for seen in ranks} == {"[0.0, 1.0, 2.0, 3.0]"}
+    # the value that the ranks agree on cannot be made of this: the nodes count their own dead
+    assert any(len(set(counts)) > 1 for counts, _ in found)
+
+
+TRAINING = """
+import os, signal, sys
+from datetime import timedelta
+import torch
+from torch import nn
+from lightning.pytorch import LightningModule, Trainer
+from pytorch_metric_learning.losses import ArcFaceLoss
+from lightning_ddp_losses import DDPLossStrategy
+
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.loss = nn.Linear(8, 4), ArcFaceLoss(5, 4)
+
+    def training_step(self, batch, number):
+        if number == 1 and attempt < 2 and self.global_rank == attempt:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.loss(self.encoder(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+data = torch.utils.data.TensorDataset(torch.ones(12, 8), torch.arange(12) % 5)
+trainer = Trainer(
+    accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False, strategy=DDPLossStrategy(timeout=timedelta(seconds=60)),
+)
+trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=2))
+print("done", attempt, trainer.global_rank, trainer.global_step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_fit_of_the_strategy_is_restarted_by_torchrun(tmp_path: Path, backend: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    where = ["--master-port", str(free_port())] if backend == "static" else ["--standalone"]
+    done = run_python(
+        *("-m", "torch.distributed.run", *where, "--nproc-per-node", "2", "--max-restarts", "2"),
+        *("--monitor-interval", "0.1", str(script)),
+        seconds=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("done")) == ["done 2 0 3", "done 2 1 3"]
