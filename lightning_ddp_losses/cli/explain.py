@@ -70,7 +70,8 @@ def find_page(topic: Sequence[str]) -> str | None:
     if first.lower() == "migrate" and len(topic) == 1:
         return manual.recipe_list()
     if first.lower() == "migrate":
-        return manual.recipes().get("_".join(topic[1:]).lower().replace("-", "_"))
+        peers = {_letters(name): text for name, text in manual.recipes().items()}
+        return peers.get(_letters(" ".join(topic[1:])))
     if len(topic) > 1:
         return None
     if first.upper() in FAULTS or first.upper() in UNUSED:
@@ -82,6 +83,11 @@ def find_page(topic: Sequence[str]) -> str | None:
         if wanted in (full, full.rpartition(".")[2]):
             return manual.name_page(dotted, value)
     return None
+
+
+def _letters(name: str) -> str:
+    """Return a peer's name however it is written: without hyphens, underscores and capitals."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def not_found(text: str) -> str:
