@@ -77,7 +77,7 @@ from lightning_ddp_losses.microbatch import microbatched
 from lightning_ddp_losses.samplers import GlobalBatchSampler, gather_predictions
 from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type, use_global_wrapper, use_layer_sync
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AuditError",

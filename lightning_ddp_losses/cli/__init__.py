@@ -6,6 +6,7 @@
 * ``evaluation``: retrieval metrics of the whole held-out set.
 * ``report``: the table and the pictures at the end of a run.
 * ``manual``, ``explain``: the manual's pages, and how the terminal shows them; ``pages/`` holds the recipes for those who come from a peer.
+* ``configs``, ``doctor``: the configs that come with the package; versions, and two ranks for a second.
 * ``demo``: the digits, two encoders and a regression to try it all on.
 
 What is exported here is named in configs by these paths, whatever file it lies in. A new config is ``configs/<name>.yaml`` with its

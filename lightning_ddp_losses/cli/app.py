@@ -1,6 +1,6 @@
 """The command line: `ddp-losses fit|validate|test|predict|audit --config X` trains any LightningModule with exact distributed losses.
 
-`ddp-losses explain` is the manual; it has no config and no parser of LightningCLI's.
+`ddp-losses explain` is the manual, `configs` lists the configs that come with the package, `doctor` looks at the installation.
 
 LightningCLI with our defaults, a progress bar for every kind of terminal, and the report at the end. What can be known to be
 wrong before training is found before anything is written.
@@ -33,7 +33,9 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from rich.console import Console
 
 from lightning_ddp_losses.audit import AuditReport, audit
+from lightning_ddp_losses.cli.configs import run_configs, with_shipped_configs
 from lightning_ddp_losses.cli.data import BatchedArrayDataModule
+from lightning_ddp_losses.cli.doctor import run_doctor, version_line
 from lightning_ddp_losses.cli.explain import run_explain
 from lightning_ddp_losses.cli.report import RunReport
 from lightning_ddp_losses.distributed import process_groups
@@ -47,10 +49,17 @@ QUIET = (
 )
 """Messages of warnings that the command line leaves out."""
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"explain": run_explain}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "explain": run_explain,
+    "configs": run_configs,
+    "doctor": run_doctor,
+}
 """What the command does beside training and auditing, by its first word."""
 
-MORE_COMMANDS = "The manual, known faults and what to do about them: ddp-losses explain"
+MORE_COMMANDS = (
+    "Besides: `ddp-losses explain` is the manual, with known faults and what to do about them; `ddp-losses configs` lists the configs that "
+    "come with the package; `ddp-losses doctor` looks at the installation; `ddp-losses --version`."
+)
 """What the help says of them."""
 
 
@@ -378,8 +387,16 @@ def main() -> None:
     command line that cannot be read, or an audit that could not run.
     """
     # commands that train nothing
+    if sys.argv[1:] == ["--version"]:
+        sys.stdout.write(f"{version_line()}\n")
+        return
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
-        sys.exit(COMMANDS[sys.argv[1]](sys.argv[2:]))
+        try:
+            sys.exit(COMMANDS[sys.argv[1]](sys.argv[2:]))
+        except ConfigurationError as error:
+            sys.exit(f"ddp-losses: {error}")
+    # a config that comes with the package goes by its name; ranks that are started get its path
+    sys.argv[1:] = with_shipped_configs(sys.argv[1:])
     # what a user can do nothing about is not shown
     for message in QUIET:
         warnings.filterwarnings("ignore", message)

@@ -1,0 +1,117 @@
+"""`ddp-losses configs`: the configs that come with the package, which `ddp-losses fit --config NAME` finds by name.
+
+They lie in the folder ``configs`` at the top of the repository; a wheel holds them inside the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_ddp_losses.errors import ConfigurationError
+
+_PACKAGE = Path(__file__).parents[1]
+# of an installed wheel, and of a checkout
+_FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
+_OPTIONS = ("--config", "-c")
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Return the configs that come with the package by name, without the ending."""
+    for folder in _FOLDERS:
+        found = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+        if found:
+            return found
+    return {}
+
+
+def summary_of(config: Path) -> str:
+    """Return the first sentence of a config's header."""
+    lines = []
+    for line in config.read_text().splitlines():
+        text = line.removeprefix("#").strip()
+        if not line.startswith("#") or not text:
+            break
+        lines.append(text)
+    return " ".join(lines).partition(". ")[0].rstrip(".") + "."
+
+
+def with_shipped_configs(arguments: Sequence[str]) -> list[str]:
+    """Return a command line whose configs that are no files here, and come with the package, are given by their full path.
+
+    A file of the user's goes first. ``digits_arcface``, ``digits_arcface.yaml`` and ``configs/digits_arcface.yaml`` name the same.
+
+    Args:
+        arguments: Of ``ddp-losses``.
+    """
+    shipped = shipped_configs()
+    found = []
+    before = ""
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if option in _OPTIONS and equals:
+            found.append(f"{option}={_full_path(value, shipped)}")
+        elif before in _OPTIONS:
+            found.append(_full_path(argument, shipped))
+        else:
+            found.append(argument)
+        before = argument
+    return found
+
+
+def _full_path(given: str, shipped: dict[str, Path]) -> str:
+    path = Path(given)
+    is_name = path.parent in (Path(), Path("configs")) and path.suffix in ("", ".yaml", ".yml")
+    if path.exists() or not is_name or path.stem not in shipped:
+        return given
+    return str(shipped[path.stem])
+
+
+def run_configs(arguments: Sequence[str], console: Console | None = None) -> int:
+    """List the configs, or copy them; return the exit status.
+
+    Args:
+        arguments: What follows ``ddp-losses configs``.
+        console: Where it is shown; None: standard output.
+
+    Raises:
+        ConfigurationError: A name that no config has, or a file that is there already.
+    """
+    parser = argparse.ArgumentParser(prog="ddp-losses configs", description="The configs that come with the package.")
+    parser.add_argument("name", nargs="*", help="which; none: all")
+    parser.add_argument("--copy", metavar="FOLDER", type=Path, help="copy them there, to change them")
+    given = parser.parse_args(arguments)
+    shipped, console = shipped_configs(), console or Console()
+    # which
+    names = [Path(name).stem for name in given.name] or list(shipped)
+    unknown = [name for name in names if name not in shipped]
+    if unknown:
+        raise ConfigurationError(
+            "ddp-losses configs", expected=f"names out of {', '.join(shipped)}", got=", ".join(unknown)
+        )
+    if given.copy is None:
+        table = Table("config", "what it trains")
+        for name in names:
+            table.add_row(name, summary_of(shipped[name]))
+        console.print(table, highlight=False)
+        console.print(
+            "ddp-losses fit --config NAME trains one, ddp-losses configs --copy FOLDER copies them.", highlight=False
+        )
+        return 0
+    # copied; nobody's file is overwritten
+    folder: Path = given.copy
+    there = [name for name in names if (folder / shipped[name].name).exists()]
+    if there:
+        raise ConfigurationError(
+            f"ddp-losses configs --copy {folder}", expected="a folder without them", got=f"{', '.join(there)} in it"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        shutil.copy(shipped[name], folder)
+        console.print(str(folder / shipped[name].name), soft_wrap=True, highlight=False, markup=False)
+    return 0

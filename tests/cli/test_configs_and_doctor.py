@@ -1,0 +1,160 @@
+"""The configs that come with the package go by their names; the doctor says what there is and tries two ranks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+import lightning_ddp_losses
+from lightning_ddp_losses.cli import configs, doctor, main
+from lightning_ddp_losses.cli.app import COMMANDS, MORE_COMMANDS
+from lightning_ddp_losses.errors import ConfigurationError
+from tests.processes import ROOT
+
+pytestmark = pytest.mark.usefixtures("empty_folder")
+ARCFACE = str(ROOT / "configs" / "digits_arcface.yaml")
+
+
+def run(*arguments: str) -> str:
+    """The console script, in this process; what it ends with."""
+    sys.argv[1:] = arguments
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return str(stop.value.code)
+
+
+def console() -> Console:
+    return Console(file=StringIO(), width=120, color_system=None)
+
+
+def text_of(shown: Console) -> str:
+    assert isinstance(shown.file, StringIO)
+    return shown.file.getvalue()
+
+
+# ---------------------------------------------------------------------- configs
+
+
+def test_all_configs_are_listed_with_what_they_train() -> None:
+    shown = console()
+    assert configs.run_configs([], shown) == 0
+    text = text_of(shown)
+    for path in (ROOT / "configs").glob("*.yaml"):
+        assert f" {path.stem} " in text
+        summary = configs.summary_of(path)
+        assert 20 < len(summary) < 200
+        assert "ddp-losses" not in summary
+
+
+def test_configs_are_copied_and_nobody_is_overwritten() -> None:
+    assert run("configs", "digits_arcface", "digits_cosface.yaml", "--copy", "new/folder") == "0"
+    copied = sorted(path.name for path in Path("new/folder").iterdir())
+    assert copied == ["digits_arcface.yaml", "digits_cosface.yaml"]
+    assert Path("new/folder/digits_arcface.yaml").read_text() == Path(ARCFACE).read_text()
+    Path("new/folder/digits_arcface.yaml").write_text("mine")
+    assert "expected a folder without them, got digits_arcface, digits_cosface in it" in run(
+        "configs", "--copy", "new/folder"
+    )
+    assert Path("new/folder/digits_arcface.yaml").read_text() == "mine"
+    with pytest.raises(ConfigurationError, match=r"expected names out of .*digits_arcface.*, got digits"):
+        configs.run_configs(["digits"], console())
+
+
+@pytest.mark.parametrize("name", ["digits_arcface", "digits_arcface.yaml", "configs/digits_arcface.yaml"])
+def test_a_config_goes_by_its_name(name: str) -> None:
+    given = configs.with_shipped_configs(["fit", "--config", name, f"-c={name}", "--trainer.devices", "1"])
+    assert given == ["fit", "--config", ARCFACE, f"-c={ARCFACE}", "--trainer.devices", "1"]
+
+
+def test_a_file_of_the_users_goes_first_and_others_stay_as_they_are() -> None:
+    Path("digits_arcface.yaml").write_text("seed_everything: 1")
+    line = [
+        "fit",
+        "--config",
+        "digits_arcface.yaml",
+        "--config",
+        "mine/digits_cosface.yaml",
+        "--config=unknown.yaml",
+        "-c",
+    ]
+    assert configs.with_shipped_configs(line) == line
+
+
+def test_a_config_by_its_name_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    sys.argv[1:] = ["fit", "--config", "digits_arcface.yaml", "--trainer.devices", "1", "--trainer.max_steps", "1"]
+    main()
+    assert "on the held-out set" in capsys.readouterr().out
+    saved = yaml.safe_load(Path("logs/digits_arcface/version_0/config.yaml").read_text())
+    assert saved["trainer"]["max_steps"] == 1
+
+
+# ---------------------------------------------------------------------- the package
+
+
+def test_the_wheel_holds_configs_and_pages() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert '[tool.hatch.build.targets.wheel.force-include]\nconfigs = "lightning_ddp_losses/configs"' in project
+    assert configs._FOLDERS[0] == Path(lightning_ddp_losses.__file__).parent / "configs"
+    assert (
+        'include = ["lightning_ddp_losses", "configs",' in project
+    )  # the source distribution, of which a wheel is built
+
+
+def test_the_help_names_what_does_not_train() -> None:
+    assert all(f"`ddp-losses {command}`" in MORE_COMMANDS for command in COMMANDS)
+
+
+# ---------------------------------------------------------------------- doctor
+
+
+def test_the_doctor_finds_two_ranks_equal_to_one_process() -> None:
+    shown = console()
+    assert doctor.run_doctor([], shown) == 0
+    text = text_of(shown)
+    assert "Everything works." in text
+    assert re.search(r"two ranks +. the gradient of one process, error \d\.\de-1\d, gloo", text)
+    for name in ("torch", "lightning", "torchmetrics", "pytorch-metric-learning"):
+        assert f"{name} " in text
+        assert importlib.metadata.version(name) in text
+    assert all(word in text for word in ("Python", "gloo", "interfaces", "ddp_losses_fork", "cores"))
+
+
+def test_the_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "run_two_ranks", lambda: doctor.TwoRanks(0.5, 1.0))
+    monkeypatch.setattr(
+        importlib.metadata, "requires", lambda name: ["torch>=99", "absent>=1", "other>=2; extra == 'demo'"]
+    )
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    shown = console()
+    assert doctor.run_doctor([], shown) == 1
+    text = text_of(shown)
+    assert "not the gradient of one process, error 5.0e-01" in text
+    assert "needs >=99" in text
+    assert "missing, needs >=1" in text
+    assert "other" not in text
+    assert "GLOO_SOCKET_IFNAME=eth7" in text
+    assert "Look at: torch, absent, two ranks." in text
+
+
+def test_ranks_that_cannot_start_are_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> doctor.TwoRanks:
+        raise OSError("no socket")
+
+    monkeypatch.setattr(doctor, "run_two_ranks", fail)
+    assert doctor.two_ranks_entry() == doctor.Entry("two ranks", "failed: OSError: no socket", is_fault=True)
+
+
+def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    sys.argv[1:] = ["--version"]
+    main()
+    line = capsys.readouterr().out
+    assert line.startswith(f"ddp-losses {lightning_ddp_losses.__version__} ")
+    assert line.count("\n") == 1
+    assert f"torch {importlib.metadata.version('torch')}" in line
