@@ -15,6 +15,14 @@ An audit from top to bottom:
 * `rules`, `rules_desync`: one small function for each fault; the second file for ranks that do not agree with each other.
 * `report`, `figures`: text, JSON and HTML; pictures.
 
+What counts as equal: each gradient's own rounding error is measured (parameters and inputs of the one process moved by one rounding
+unit), and a multiple of it is allowed, in half precision too, but never as much as a factor of two at the first step. Where a step
+accumulates, ``AuditReport.accumulation`` says whether the run equals the mean of its micro-batches, or one process on all their rows.
+What no rule knows is called *unknown*, with where activations or gradients first part.
+
+Limits: processes are forked (Linux, macOS; before CUDA is used), on one machine, with whole parameters on every rank (class shards are
+joined; FSDP and DeepSpeed are refused). A tensor as long as the batch counts as rows. Batches and gradients go through temporary files.
+
 A newcomer who adds a fault writes a function in `rules` (or `rules_desync`), gives it its place in ``STAGES`` (or
 ``DESYNC_RULES``), and one small module with the fault in ``tests/audit``. What a rule must know of a rank is a field of
 `RankRecord` that the `recorder` fills; what it must try is a field of `CounterfactualRuns`.

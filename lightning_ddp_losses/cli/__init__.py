@@ -9,6 +9,10 @@
 * ``configs``, ``doctor``: the configs that come with the package; versions, and two ranks for a second.
 * ``demo``: the digits, two encoders and a regression to try it all on.
 
+A script of one's own takes what ``LightningCLI`` takes, with our defaults and the audit (``python cli.py audit --config my.yaml``)::
+
+    sys.exit(LossCLI(MyModule, MyData).exit_status)
+
 What is exported here is named in configs by these paths, whatever file it lies in. A new config is ``configs/<name>.yaml`` with its
 command in the header.
 """

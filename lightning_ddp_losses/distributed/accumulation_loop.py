@@ -1,4 +1,14 @@
-"""`accumulation_window`: the accumulation window of a loop without Lightning; what a window is stands in ``accumulation``."""
+"""`accumulation_window`: the accumulation window of a loop without Lightning; what a window is stands in ``accumulation``.
+
+With the model's DistributedDataParallel, and ``cross_entropy`` a ``GlobalBatchLoss(CrossEntropyLoss())``::
+
+    optimizer.zero_grad()  # a window starts without gradients
+    with accumulation_window(model, micro_batches=4):
+        for i, (rows, labels) in enumerate(micro_batches):
+            model.require_backward_grad_sync = i == 3  # what model.no_sync() sets
+            cross_entropy(model(rows), labels).backward()
+    optimizer.step()
+"""
 
 from __future__ import annotations
 

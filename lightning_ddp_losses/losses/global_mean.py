@@ -2,6 +2,22 @@
 
 It replaces what detection and language models write by hand: ``num_boxes = all_reduce(n) / world_size``, ``num_items_in_batch``, the mean
 over the tokens of a rank.
+
+A token mean::
+
+    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), ignore_index=-100, reduction="sum")
+    loss = global_mean(total, (tokens != -100).sum())
+
+Boxes; a rank without boxes comes with sums that went through the model, and 0. Two means, one exchange::
+
+    corners = (boxes - targets).abs().sum()
+    overlaps = (1 - giou(boxes, targets)).sum()
+    corners, overlaps = global_mean(torch.stack([corners, overlaps]), len(targets))
+    loss = 5 * corners + 2 * overlaps
+
+A weighted error; the divisor is any number without a gradient::
+
+    loss = global_mean((weights * error.square()).sum(), weights.sum(), name="error")
 """
 
 from __future__ import annotations

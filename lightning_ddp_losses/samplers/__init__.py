@@ -6,6 +6,19 @@
 * ``epoch_place``: where an epoch goes on that was left in the middle, and what a saved place is compared with
 * ``evaluation``: each row of an evaluation on one rank, and as many batches on every rank
 * ``predictions``: ``gather_predictions``, the way back: rows of all ranks in the order of the data set
+
+To resume on another number of GPUs, keep the global batch; ``batch_size`` is the rows of one rank, and one device needs the strategy too::
+
+    def train(devices, ckpt_path=None):
+        loader = DataLoader(dataset, batch_size=256 // devices, shuffle=True, num_workers=4)
+        trainer = Trainer(strategy=DDPLossStrategy(use_global_sampler=True), devices=devices, max_epochs=10)
+        trainer.fit(model, loader, ckpt_path=ckpt_path)
+
+
+    train(devices=8)  # killed in an epoch
+    train(devices=4, ckpt_path="last.ckpt")  # goes on with the batch that would have come
+
+With a sampler of one's own, the loader gets ``batch_sampler=GlobalBatchSampler.batches(sampler, 256)``; the option leaves it alone.
 """
 
 from lightning_ddp_losses.samplers.global_batch import GlobalBatchSampler

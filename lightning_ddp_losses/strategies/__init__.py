@@ -12,6 +12,22 @@
 * ``sharded_ddp``: weights of which each rank holds its own classes, their norms and overflows (``sharded_parameters``) and checkpoints
   (``shard_files``; ``shard_folder`` for a file per rank, ``shard_records`` for what loading compares).
 * ``advice``: warnings, each once. ``fabric``: what Fabric is told that asks for our names.
+
+What it gets right, beside plain ``ddp``:
+
+| situation | plain ``ddp`` | ``ddp_losses`` |
+|---|---|---|
+| losses that alternate, also under accumulation | error, or unused parameters searched in every step | exact, idle losses cost nothing |
+| a loss called on some ranks only | hang, later a message about unused parameters | the same error on all ranks, naming loss and ranks |
+| a loss in a list, dict, closure or callback | each rank trains its own copy | error with its path, or ``adopt=True`` |
+| ``bf16-mixed``, ``bf16-true`` | crash, or a half-precision weight for good | the loss runs in float32; weight and state keep their dtype |
+| a zero loss on one rank (no positive pair) | hang | zero gradient from that rank |
+| parameters created, replaced or unfrozen after the wrap | silently local | reduced; must start equal, or error |
+| parameters registered in another order per rank | silently mixed up | error before the first broadcast |
+| labels out of range, wrong width, NaN or no rows on one rank | index error there, hang elsewhere | the same error on all ranks |
+| ranks with different numbers of rows | silently another gradient | one warning with both counts |
+| ranks with different numbers of batches | hang | the same error on all ranks, or ``uneven=`` |
+| samples that a padded validation repeats | counted twice | each counted once |
 """
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY

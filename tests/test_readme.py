@@ -1,0 +1,102 @@
+"""The README is short, its links lead somewhere, and its code and commands run."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_metric_learning.losses as pml
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning.samplers import MPerClassSampler
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ddp_losses.cli import main
+from tests.oracle import assert_close
+from tests.processes import ROOT, run_python
+from tests.rank_pool import RankPool
+
+README = (ROOT / "README.md").read_text()
+WORDS = 2000
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_it_is_short() -> None:
+    assert len(README.split()) <= WORDS
+
+
+def test_its_links_lead_somewhere() -> None:
+    for file, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", README):
+        text = (ROOT / file).read_text() if file else README
+        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        assert not anchor or anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, anchor
+
+
+def run_snippets() -> dict[str, Any]:
+    """Run all snippets in the order of the page, with what they take for granted; return the values of those that are losses."""
+    torch.manual_seed(dist.get_rank())
+    rows = 8 if dist.get_rank() else 5
+    encoder, text_encoder = (torch.nn.Linear(6, 32) for _ in range(2))
+    for number in (*encoder.parameters(), *text_encoder.parameters()):
+        torch.nn.init.normal_(number, generator=torch.Generator().manual_seed(number.dim()))
+    every_label = torch.arange(10).repeat(32)
+    given: dict[str, Any] = {
+        "pl": pl,
+        "torch": torch,
+        "losses": pml,
+        "MPerClassSampler": MPerClassSampler,
+        "DataLoader": DataLoader,
+        "dataset": TensorDataset(every_label),
+        "encoder": encoder,
+        "images": torch.randn(rows, 6),
+    }
+    given["embeddings"], given["text_embeddings"] = encoder(given["images"]), text_encoder(given["images"])
+    values = {}
+    for index, snippet in enumerate(SNIPPETS):
+        given["labels"] = every_label if "GlobalBatchSampler" in snippet else torch.arange(rows) % 3
+        given |= {"logits": given["embeddings"], "tokens": torch.randint(32, (rows,))}
+        given |= {"prediction": given["embeddings"].sum(1), "target": given["images"].sum(1)}
+        given.pop("value", None)
+        exec(snippet, given)
+        if "value" in given:
+            given["value"].backward(retain_graph=True)
+            values[str(index)] = given["value"].detach()
+    assert given["rows"].shape == given["embeddings"].shape
+    return values
+
+
+# a Trainer that is made and does not fit says which loggers are not installed
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0")
+def test_its_code_runs_and_gives_every_rank_the_same_loss(pool: RankPool) -> None:
+    first, second = pool.run(2, run_snippets)
+    assert len(first) == 3
+    assert_close(first, second)
+
+
+def test_the_three_changed_lines_train(tmp_path: Path) -> None:
+    (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    lines = diff.splitlines()
+    assert sum(line.startswith("+") for line in lines) == 3
+    (tmp_path / "train.py").write_text("\n".join(line[1:] for line in lines if not line.startswith("-")))
+    done = run_python("train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 processes" in done.stderr
+
+
+@pytest.mark.parametrize("topic", sorted(set(re.findall(r"`ddp-losses explain ([^`]+)`", README))))
+def test_what_it_says_to_explain_is_explained(
+    topic: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["ddp-losses", "explain", *topic.split()])
+    with contextlib.suppress(SystemExit):  # an exit with an error shows nothing on stdout
+        main()
+    assert capsys.readouterr().out
+
+
+def test_the_configs_of_its_commands_exist() -> None:
+    for config in re.findall(r"configs/\w+\.yaml", README):
+        assert (ROOT / config).is_file()
