@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pytorch_metric_learning.samplers import MPerClassSampler
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ddp_losses.cli import main
+from lightning_ddp_losses.cli.explain import run_explain
 from tests.oracle import assert_close
 from tests.processes import ROOT, run_python
 from tests.rank_pool import RankPool
@@ -87,11 +87,8 @@ def test_the_three_changed_lines_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("topic", sorted(set(re.findall(r"`ddp-losses explain ([^`]+)`", README))))
-def test_what_it_says_to_explain_is_explained(
-    topic: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["ddp-losses", "explain", *topic.split()])
-    assert not main()
+def test_what_it_says_to_explain_is_explained(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_explain(topic.split()) == 0
     assert capsys.readouterr().out
 
 
