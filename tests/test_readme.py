@@ -83,7 +83,7 @@ def test_the_three_changed_lines_train(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("\n".join(line[1:] for line in lines if not line.startswith("-")))
     done = run_python("train.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "2 processes" in done.stderr
+    assert "All 2 ranks are here" in done.stderr
 
 
 @pytest.mark.parametrize("topic", sorted(set(re.findall(r"`ddp-losses explain ([^`]+)`", README))))
