@@ -252,12 +252,15 @@ def world_store_prefixed(prefix: str) -> Iterator[None]:
 
 
 def group_timeout(group: Any) -> timedelta | None:
-    """Return how long a process group waits for peers; ``new_group`` does not take it over. None where this torch does not show it."""
-    try:
-        options = group._get_backend(torch.device("cpu")).options
-        return timedelta(seconds=options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):
-        return None
+    """Return how long a process group waits for peers; ``new_group`` does not take it over. None where this torch does not show it.
+
+    A group of NCCL alone has no backend for the CPU; it is asked for that of its own devices.
+    """
+    for device in (torch.device("cpu"), *getattr(group, "_device_types", ())):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            options = group._get_backend(device).options
+            return timedelta(seconds=options._timeout.total_seconds())
+    return None
 
 
 def ddp_logging_data(ddp: nn.parallel.DistributedDataParallel) -> dict[str, Any]:

@@ -3,6 +3,12 @@
 Ours never meet the model's collectives: a user's group (or the world) gets groups of ours, made together at first use, so that ranks
 at different places of the program still create the same ones. Without torch.distributed the world is one process of rank 0.
 
+What lies on an accelerator travels on the user's own group. Kernels of two communicators of NCCL that two ranks launch in another order
+wait for each other for ever; those of one communicator run in the order of their launches. That order is one on all ranks: forward and
+the reductions after backward launch from the user's thread, each after a handshake in which all ranks have said that they are at this
+place. Backward launches from autograd's thread of the device, one for DDP's buckets, which leave in their fixed order, and for ours,
+which leave in the order of the graph; both orders follow from the forward that the ranks have agreed on.
+
 Measured (torch 2.13, 2026): ``new_group`` does not inherit the world's time-out; a group made by its members alone is named by how
 many groups each of them knows, so members of parts that overlap may never meet; gloo's threads can abort an interpreter that ends
 before they do.
@@ -19,6 +25,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -54,7 +61,7 @@ class ProcessGroups:
     Attributes:
         handshakes: gloo on the CPU, for metadata on the host: every collective of losses, metrics and the strategy opens here.
         host: gloo, for CPU tensors that follow a handshake.
-        device: the backend of the user's group, for tensors on an accelerator; ``host`` itself where that is gloo.
+        device: the user's own group, for tensors on an accelerator; ``host`` where that is gloo.
         gradients: gloo, for the losses' gradients on the CPU alone: they may travel while other collectives run.
         checks: gloo, for checks alone, so that a check never meets a loss.
         ranks: the global ranks of the members, in group order.
@@ -68,6 +75,18 @@ class ProcessGroups:
     checks: dist.ProcessGroup
     ranks: tuple[int, ...]
     notes: dict[Any, Any] = field(default_factory=dict)
+
+    def warm_up(self, device: torch.device) -> None:
+        """Let all members meet once on the group that carries tensors of this device, before some of them send messages to each other.
+
+        NCCL wants every rank of a group in the group's first call, also where that is a batch of messages; a rank without rows sends none.
+
+        Communication: at first use on an accelerator, one all-reduce of one element; every member must take part.
+        """
+        key = "warm", device
+        if device.type != "cpu" and key not in self.notes:
+            self.notes[key] = True
+            dist.all_reduce(torch.zeros(1, device=device), group=self.device)
 
     def for_tensor(self, tensor: Tensor) -> dist.ProcessGroup:
         """Return the group that carries ``tensor``."""
@@ -139,9 +158,9 @@ def subgroup_of_size(size: int) -> Group:
 def internal_groups(group: Group = None) -> ProcessGroups:
     """Return our groups over the members of ``group``, which are made at first use.
 
-    Communication: at first use only, up to five rendezvous through the store; every member must take part. Where ``torchrun``'s agent holds
-        the store of a world that our strategy has not started, a roll call through it comes first (``rendezvous``). A gloo group that is a
-        part of the world serves for everything itself.
+    Communication: at first use only, four rendezvous through the store, and under NCCL a gather of small objects; every member must take
+        part. Where ``torchrun``'s agent holds the store of a world that our strategy has not started, a roll call through it comes first
+        (``rendezvous``). A gloo group that is a part of the world serves for everything itself.
     """
     global _close_registered  # noqa: PLW0603 - once per process
     _forget_former_world()
@@ -214,11 +233,13 @@ def _make(ranks: tuple[int, ...], group: Group) -> ProcessGroups:
         assert group is not None
         return ProcessGroups(group, group, group, group, group, ranks)
 
-    def new(backend: str | None) -> dist.ProcessGroup:
+    timeout = _timeout or compat.group_timeout(group if group is not None else dist.group.WORLD)
+
+    def new() -> dist.ProcessGroup:
         made: dist.ProcessGroup = dist.new_group(
             None if is_world else list(ranks),
-            timeout=_timeout or _world_timeout(),
-            backend=backend,
+            timeout=timeout,
+            backend="gloo",
             # members of a part of the world must not wait for the rest of it
             use_local_synchronization=not is_world,
         )
@@ -226,9 +247,33 @@ def _make(ranks: tuple[int, ...], group: Group) -> ProcessGroups:
 
     # every rank makes them in this order
     with _new_groups(ranks):
-        handshakes, host, gradients, checks = new("gloo"), new("gloo"), new("gloo"), new("gloo")
-        device = host if only_gloo else new(None)
-    return ProcessGroups(handshakes, host, device, gradients, checks, ranks)
+        handshakes, host, gradients, checks = new(), new(), new(), new()
+    device = group if group is not None else dist.group.WORLD
+    assert device is not None
+    if dist.get_backend(group) == "nccl":
+        _refuse_shared_device(handshakes, len(ranks))
+    return ProcessGroups(handshakes, host, host if only_gloo else device, gradients, checks, ranks)
+
+
+def _refuse_shared_device(handshakes: dist.ProcessGroup, world_size: int) -> None:
+    """Refuse two ranks of NCCL on one device, which it takes for a fault on those and waits over on the others.
+
+    Raises:
+        ConfigurationError: on every rank, naming them.
+
+    Communication: one gather of small objects on the host; none in a world that the strategy has started, which has been asked.
+    """
+    if rendezvous.is_started(dist.group.WORLD):
+        return
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    everyone: list[str | None] = [None] * world_size
+    dist.all_gather_object(everyone, rendezvous.device_identity("nccl", device), group=handshakes)
+    error = rendezvous.shared_device_error(everyone)
+    if error is not None:
+        error.collective = True
+        raise error
 
 
 @contextlib.contextmanager
@@ -266,9 +311,9 @@ def close(*, world: bool = False) -> None:
     global _world  # noqa: PLW0603
     if is_distributed() and dist.group.WORLD is _world:
         for ours in _groups_by_ranks.values():
-            made = {ours.handshakes, ours.host, ours.device, ours.gradients, ours.checks}
+            made = {ours.handshakes, ours.host, ours.gradients, ours.checks}
             if len(made) == 1:
-                continue  # the user's own
+                continue  # the user's own; that of devices always is
             for group in made:
                 # a peer that died before us has taken its side of the connection along
                 with contextlib.suppress(RuntimeError, ValueError, AssertionError):

@@ -336,8 +336,10 @@ class Ring:
     """
 
     def __init__(self, like: Tensor, group: Group) -> None:
-        ranks, rank = process_groups.internal_groups(group).ranks, process_groups.rank(group)
+        internal_groups = process_groups.internal_groups(group)
+        ranks, rank = internal_groups.ranks, process_groups.rank(group)
         self._carrier = group_for(like, group)
+        internal_groups.warm_up(like.device)  # a rank without rows sends nothing
         self._next, self._previous = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
 
     def send(self, tensor: Tensor, rows: int) -> Callable[[], Tensor]:

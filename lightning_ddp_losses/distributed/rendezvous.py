@@ -78,6 +78,11 @@ def start_world(
     _started = dist.group.WORLD
 
 
+def is_started(world: dist.ProcessGroup | None) -> bool:
+    """Say whether this world is one that ``start_world`` has made."""
+    return world is not None and world is _started
+
+
 def _open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store:
     """Return the store of the world; rank 0 holds it where no agent does."""
     holds = rank == 0 and not _agent_holds_store()
@@ -207,7 +212,7 @@ def own_keys(rank: int, ranks: Sequence[int], timeout: timedelta | None) -> Iter
     Communication: none, or a roll call through the store where an agent holds the store of a world that somebody else has started.
     """
     store = compat.default_store()
-    if not _agent_holds_store() or dist.group.WORLD is _started or store is None or len(ranks) == 1:
+    if not _agent_holds_store() or is_started(dist.group.WORLD) or store is None or len(ranks) == 1:
         yield
         return
     name = "groups/" + "-".join(map(str, ranks))

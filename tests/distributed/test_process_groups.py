@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed import process_groups, rendezvous
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
+from lightning_ddp_losses.distributed.raw_collectives import Ring
 from tests.processes import run_python
 from tests.rank_pool import RankPool
 
@@ -122,6 +126,81 @@ def test_a_peer_that_never_comes_is_an_error_within_the_time_out(pool: RankPool)
 
 def reset_timeout() -> None:
     process_groups.set_timeout(None)
+
+
+# ---------------------------------------------------------------------- a world of NCCL, as far as arguments can say
+
+
+class OnlyNccl:
+    """A process group without a backend for the CPU."""
+
+    _device_types = (torch.device("cuda"),)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type == "cpu":
+            raise RuntimeError("No backend type associated with device type cpu")
+        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=77)))
+
+
+def test_the_time_out_of_a_group_of_nccl_alone_is_known() -> None:
+    assert compat.group_timeout(OnlyNccl()) == timedelta(seconds=77)
+
+
+def make_groups_of_nccl(devices: list[str]) -> list[tuple[str, float]]:
+    """Make our groups as if the world's backend were NCCL, of ranks on these devices; return backend and time-out of each."""
+    made: list[tuple[str, float]] = []
+    new_group = dist.new_group
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        made.append((kwargs["backend"], kwargs["timeout"].total_seconds()))
+        return new_group(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", recorded)
+        patch.setattr(dist, "get_backend", lambda group=None: "nccl")
+        patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+        patch.setattr(rendezvous, "device_identity", lambda backend, device: devices[dist.get_rank()])
+        patch.setattr(compat, "group_timeout", lambda group: timedelta(seconds=33))
+        ours = process_groups.internal_groups()
+    assert ours.device is dist.group.WORLD, "what lies on a device shares the communicator of the model"
+    assert ours.for_tensor(torch.ones(1, device="meta")) is ours.device
+    process_groups.close()
+    dist.barrier()  # the user's group is the user's
+    return made
+
+
+def test_under_nccl_our_groups_are_gloos_with_its_time_out_and_devices_share_the_models(pool: RankPool) -> None:
+    assert pool.run(2, make_groups_of_nccl, ["GPU 0", "GPU 1"], fresh=True) == [[("gloo", 33.0)] * 4] * 2
+
+
+def test_two_ranks_of_nccl_on_one_device_are_an_error_on_every_rank(pool: RankPool) -> None:
+    errors = pool.errors(3, make_groups_of_nccl, ["GPU 0", "GPU 1", "GPU 0"], fresh=True)
+    (text,) = {error.message for error in errors}
+    assert {error.type for error in errors} == {"ConfigurationError"}
+    assert "rank 0: GPU 0\n  rank 2: GPU 0" in text
+    assert "rank 1" not in text
+
+
+def calls_of_rings() -> list[tuple[str, int]]:
+    """The device and size of each all-reduce before messages of rings of rows on an accelerator, of which rank 0 has none."""
+    calls: list[tuple[str, int]] = []
+    rows = torch.empty(dist.get_rank(), 4, device="meta")
+
+    def recorded(tensor: torch.Tensor, group: Any) -> None:
+        assert group is process_groups.internal_groups().device
+        calls.append((tensor.device.type, tensor.numel()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", recorded)
+        for _ in range(2):
+            Ring(rows, None)
+            Ring(torch.empty(0, 4), None)
+    return calls
+
+
+def test_all_ranks_meet_once_before_the_first_messages_of_an_accelerator(pool: RankPool) -> None:
+    assert pool.run(3, calls_of_rings, fresh=True) == [[("meta", 1)]] * 3
 
 
 # one process imports, the others are forked from it before anything of torch runs: each ends as a process of its own does
