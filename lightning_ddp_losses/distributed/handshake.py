@@ -29,6 +29,8 @@ from lightning_ddp_losses.distributed.header import (
     CALL,
     FAILURE,
     HEADER_BYTES,
+    OF_USER,
+    OURS,
     TEXT_BYTES,
     VERSION,
     Header,
@@ -36,6 +38,7 @@ from lightning_ddp_losses.distributed.header import (
     failure_report,
     hides_mismatch,
     mismatch_error,
+    refuse_long_payloads,
 )
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import start_gather, wait
@@ -81,16 +84,18 @@ def all_gather(
     group: Group = None,
     channel: ChannelName = "handshakes",
     handshake_bytes: int | None = None,
+    of_user: bool = False,
 ) -> list[bytes]:
     """Meet all ranks of ``group`` at this place and exchange payloads.
 
     Args:
         what: The operation, the same on every rank.
         must_match: What must be equal on every rank, by name; values are compared as text.
-        payload: This rank's own bytes, of any length.
+        payload: This rank's own bytes, at most ``header.LARGEST_PAYLOAD``.
         group: Process group; None is the world.
         channel: Which of our groups carries the handshake; the checks have one of their own.
         handshake_bytes: Size of this handshake, for a caller whose ranks have agreed on it before; None: the channel's.
+        of_user: The payload holds what the user's program made, and may be of any length.
 
     Returns:
         The payloads in rank order.
@@ -98,12 +103,16 @@ def all_gather(
     Raises:
         RankMismatchError: on every rank, when ``what`` or ``must_match`` differ.
         DDPLossError: on every rank, the error of a rank that came here through ``raise_on_all_ranks``.
+        PeerError: on every rank, for a rank that announces a longer payload.
 
     Communication:
         One gather of a handshake per rank; one more, of the longest payload, when a payload does not fit (the channel's next
         handshakes are then long enough for it). None in a world of one.
     """
-    return start(what, must_match, payload, group=group, channel=channel, handshake_bytes=handshake_bytes).finish()
+    pending = start(
+        what, must_match, payload, group=group, channel=channel, handshake_bytes=handshake_bytes, of_user=of_user
+    )
+    return pending.finish()
 
 
 def all_gather_between_steps(what: str, must_match: Mapping[str, object], payload: bytes = b"") -> list[bytes]:
@@ -122,6 +131,7 @@ def start(
     group: Group = None,
     channel: ChannelName = "handshakes",
     handshake_bytes: int | None = None,
+    of_user: bool = False,
 ) -> PendingHandshake:
     """As ``all_gather``, in two halves: the message leaves now, and ``finish`` waits for the others'."""
     if is_capturing():
@@ -129,7 +139,10 @@ def start(
     if process_groups.world_size(group) == 1:
         return _OwnHandshake(payload)
     text = "\n".join([what, *(f"{key}={value}" for key, value in must_match.items())])
-    return PendingHandshake(CALL, text, payload, Channel.of(group, channel), handshake_bytes=handshake_bytes)
+    origin = OF_USER if of_user else OURS
+    return PendingHandshake(
+        CALL, text, payload, Channel.of(group, channel), handshake_bytes=handshake_bytes, origin=origin
+    )
 
 
 # ---------------------------------------------------------------------- a handshake on its way
@@ -185,6 +198,7 @@ class PendingHandshake:
         channel: What carries it.
         handshake_bytes: Its size; None: the channel's.
         timeout: How long to wait for a handshake that is still pending on the channel; None: as long as the group does.
+        origin: ``header.OURS`` or ``header.OF_USER``.
 
     Attributes:
         sent_bytes: Bytes that this rank sends to each other.
@@ -199,6 +213,7 @@ class PendingHandshake:
         *,
         handshake_bytes: int | None = None,
         timeout: timedelta | None = None,
+        origin: int = OURS,
     ) -> None:
         self._text, self._payload, self._channel = text.encode(), payload, channel
         self._headers: list[Header] = []
@@ -210,7 +225,7 @@ class PendingHandshake:
         self._has_channel_size = handshake_bytes is None
         self._size = handshake_bytes or channel.handshake_bytes
         # 2. the header, the payload where it fits, zeros up to the agreed size
-        message = bytearray(WireHeader.pack(kind, self._text, len(payload)))
+        message = bytearray(WireHeader.pack(kind, self._text, len(payload), origin))
         self._is_inline = len(message) + len(payload) <= self._size
         if self._is_inline:
             message += payload
@@ -243,6 +258,8 @@ class PendingHandshake:
             self._channel.pending = None
             try:
                 self._headers = self._receive(timeout)
+            except DDPLossError:
+                raise
             except RuntimeError as error:  # gloo's own: a time-out, or a connection that was closed
                 raise self._missing_peers(error) from error
         return self._headers
@@ -261,6 +278,9 @@ class PendingHandshake:
         # 1. a message of the same size from each rank
         messages = _finish_gather_bytes(self._messages, self._work, self._size, timeout)
         wire_headers = [WireHeader.unpack(message) for message in messages]
+        if any(wire.version != VERSION for wire in wire_headers):  # nobody knows what stands where
+            return [Header(wire.version, wire.kind, wire.digest, "", b"") for wire in wire_headers]
+        refuse_long_payloads(wire_headers)
         # 2. every rank has seen how long the messages would have been, and derives the size of the next handshake from that
         if self._has_channel_size:
             self._channel.observe(max(wire.message_bytes for wire in wire_headers))

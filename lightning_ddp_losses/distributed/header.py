@@ -1,7 +1,7 @@
 """The header that each rank sends in a handshake: its form on the wire, and the error that headers which disagree amount to.
 
-On the wire: version, kind, bytes of text, bytes of payload, a digest of the whole text; then the text as far as ``TEXT_BYTES``
-go; then the payload where all of that fits into the handshake (it is *inline*); then zeros.
+On the wire: version, kind, bytes of text, whose payload it is, bytes of payload, a digest of the whole text; then the text as far as
+``TEXT_BYTES`` go; then the payload where all of that fits into the handshake (it is *inline*); then zeros.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ CALL, FAILURE = 0, 1
 TEXT_BYTES = 448
 """Of the text, at most, in a handshake; the rest is the payload's."""
 
-_WIRE = struct.Struct("<HHHxxI16s")
+LARGEST_PAYLOAD = 64 << 20
+"""Bytes of payload that a header may announce: a peer that is broken must not make all ranks allocate what it says."""
+
+OURS, OF_USER = 0, 0x5AFE
+"""Whose payload it is: one that holds what the user's program made may be of any length."""
+
+_WIRE = struct.Struct("<HHHHI16s")
 HEADER_BYTES = _WIRE.size
 
 _SHOWN_CHARACTERS = 200  # of a long value in a message
@@ -53,20 +59,26 @@ class WireHeader(NamedTuple):
     version: int
     kind: int
     text_bytes: int
+    origin: int
     payload_bytes: int
     digest: bytes
 
     @classmethod
-    def pack(cls, kind: int, text: bytes, payload_bytes: int) -> bytes:
+    def pack(cls, kind: int, text: bytes, payload_bytes: int, origin: int = OURS) -> bytes:
         """Return the beginning of a message: the header and as much of the text as is sent with it."""
         shown = text[:TEXT_BYTES]
         digest = hashlib.blake2b(text, digest_size=16).digest()
-        return _WIRE.pack(VERSION, kind, len(shown), payload_bytes, digest) + shown
+        return _WIRE.pack(VERSION, kind, len(shown), origin, payload_bytes, digest) + shown
 
     @classmethod
     def unpack(cls, message: bytes) -> WireHeader:
         """Read the header of a rank's message."""
         return cls._make(_WIRE.unpack_from(message))
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether it announces more than a payload of ours ever has."""
+        return self.payload_bytes > LARGEST_PAYLOAD and self.origin != OF_USER
 
     @property
     def message_bytes(self) -> int:
@@ -113,6 +125,23 @@ def failure_report(error: Exception, where: str) -> bytes:
     else:
         report["text"] = str(error)
     return json.dumps(report).encode()
+
+
+def refuse_long_payloads(headers: Sequence[WireHeader]) -> None:
+    """Refuse headers that announce more than ``LARGEST_PAYLOAD``, before anything is allocated for it.
+
+    Raises:
+        PeerError: on every rank that reads these headers, naming the ranks that sent them.
+    """
+    too_long = {rank: f"{h.payload_bytes:,} bytes" for rank, h in enumerate(headers) if h.is_too_long}
+    if too_long:
+        raise PeerError(
+            "handshake",
+            expected=f"payloads of at most {LARGEST_PAYLOAD:,} bytes",
+            ranks=too_long,
+            fix="Those ranks are broken, or run another release of lightning_ddp_losses: install the same one on every node.",
+            collective=True,
+        )
 
 
 class _Report(NamedTuple):

@@ -83,7 +83,7 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
     except Exception as error:  # a rank must not leave its peers alone
         handshake.raise_on_all_ranks(error, _TITLE)
     # what all ranks have, so that one without rows knows their form
-    payloads = handshake.all_gather(_TITLE, {"dst": dst, "loaders": len(loaders)}, payload)
+    payloads = handshake.all_gather(_TITLE, {"dst": dst, "loaders": len(loaders)}, payload, of_user=True)
     offers = [pickle.loads(payload) for payload in payloads]
     # rows of all ranks
     joined = []

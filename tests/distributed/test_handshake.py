@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch.distributed as dist
 
-from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed import handshake, header
 from lightning_ddp_losses.errors import DDPLossError, InputError, RankMismatchError
 from tests.counting import CountCollectives
 from tests.rank_pool import RankPool
@@ -294,3 +296,47 @@ def test_a_pending_handshake_that_met_another_ends_all_ranks(pool: RankPool, wor
     assert {error.type for error in errors} == {"RankMismatchError"}
     assert len({error.message for error in errors}) == 1
     assert not any(error.timed_out for error in errors)
+
+
+def announce_much(of_rank_1: int) -> None:
+    if dist.get_rank() == 1:
+        pack = header.WireHeader.pack
+        header.WireHeader.pack = lambda kind, text, payload_bytes, origin: pack(kind, text, of_rank_1, origin)
+    try:
+        # nothing is made ready for what it announces
+        with mock.patch.object(handshake.PendingHandshake, "_gather_more", side_effect=AssertionError("gathered")):
+            handshake.all_gather("this", {})
+    finally:
+        if dist.get_rank() == 1:
+            header.WireHeader.pack = pack
+
+
+def test_a_header_that_announces_more_than_64_mib_is_refused_on_every_rank(pool: RankPool) -> None:
+    errors = pool.errors(3, announce_much, (64 << 20) + 1)
+    (text,) = {error.message for error in errors}
+    assert {error.type for error in errors} == {"PeerError"}
+    assert "at most 67,108,864 bytes" in text
+    assert "  rank 1: 67,108,865 bytes\n" in text
+
+
+def send_much(of_user: bool) -> list[int]:
+    with mock.patch.object(header, "LARGEST_PAYLOAD", 4 << 10):
+        payload = bytes((dist.get_rank() + 1) * 10_000)
+        return list(map(len, handshake.all_gather("this", {}, payload, of_user=of_user)))
+
+
+def test_what_the_users_program_made_may_be_longer(pool: RankPool) -> None:
+    assert pool.run(2, send_much, True, fresh=True) == [[10_000, 20_000]] * 2
+    assert {error.type for error in pool.errors(2, send_much, False)} == {"PeerError"}
+
+
+def speak_another_version() -> None:
+    version = 1 + (dist.get_rank() == 1)
+    with mock.patch.object(header, "VERSION", version), mock.patch.object(handshake, "VERSION", version):
+        handshake.all_gather("this", {}, bytes(20_000))
+
+
+def test_of_another_version_nothing_is_read(pool: RankPool) -> None:
+    errors = pool.errors(2, speak_another_version, fresh=True)
+    assert {error.type for error in errors} == {"RankMismatchError"}
+    assert all("  rank 1: handshake version 2\n" in error.message for error in errors)
