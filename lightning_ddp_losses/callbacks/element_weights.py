@@ -93,8 +93,11 @@ def _global_reductions(node: Any, factor: float) -> list[ElementWeight]:
         if part.kind == "sum":
             found.append(ElementWeight(factor, 1.0, kind="global"))
         elif part.kind == "mean":
-            weight = factor / part.count if part.count else math.inf
-            found.append(ElementWeight(weight, part.count, kind="global"))
+            count = float(part.count)
+            weight = math.inf
+            if count:
+                weight = factor / count
+            found.append(ElementWeight(weight, count, kind="global"))
     return found
 
 

@@ -7,12 +7,15 @@ The losses of pytorch-metric-learning (PML) that hold one weight per class share
 from __future__ import annotations
 
 import math
+import weakref
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.errors import InputError
 
 # where a class weight keeps the embedding's dimension
@@ -22,18 +25,79 @@ _WIDTH_DIM = {"W": 0, "fc": 0, "proxies": 1}
 class ValueReading:
     """Decides when the values of a loss's inputs are looked at, which waits for the device.
 
-    On the CPU that is at every call, elsewhere at the first one.
+    On the CPU that is at every call. Elsewhere it is at the first one; from then on labels are clamped into their range, so that the
+    device survives a wrong one (an index out of range kills the process there), and their extremes are read one call later.
     """
+
+    _number = 0
+    _late: LateLabels | None = None
 
     def __init__(self) -> None:
         self._called = False
 
     def next_call(self, tree: Any) -> bool:
         """Note a call whose inputs are ``tree``, and say whether its values are looked at."""
+        self._number += 1
         if self._called:
             return on_host(tree)
         self._called = True
         return True
+
+    def clamp_labels(self, title: str, labels: Tensor, num_classes: int) -> Tensor:
+        """Return labels clamped to 0 ... C - 1, and look at what they were in ``raise_late``."""
+        if not labels.numel():
+            return labels
+        extremes = HostCopy(torch.stack(torch.aminmax(labels.detach())))
+        self._late = LateLabels(f"{title}: labels of call {self._number}", extremes, num_classes)
+        _with_late_labels.add(self)
+        return labels.clamp(0, num_classes - 1)
+
+    def raise_late(self) -> None:
+        """Refuse the labels of the call before this one, where they had to be clamped.
+
+        Raises:
+            InputError: naming that call.
+        """
+        late, self._late = self._late, None
+        if late is None:
+            return
+        low, high = late.extremes.read().tolist()
+        if low < 0 or high >= late.num_classes:
+            _refuse_range(late.what, low, high, late.num_classes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # what is on its way from a device cannot be pickled
+        return {**vars(self), "_late": None}
+
+
+@dataclass(frozen=True)
+class LateLabels:
+    """The smallest and the largest label of a call that were not looked at yet.
+
+    Attributes:
+        what: How the message names them.
+        extremes: Both.
+        num_classes: C.
+    """
+
+    what: str
+    extremes: HostCopy
+    num_classes: int
+
+
+_with_late_labels: weakref.WeakSet[ValueReading] = weakref.WeakSet()
+
+
+def raise_late_labels() -> None:
+    """Refuse labels that no later call has looked at: to be called when training ends.
+
+    Raises:
+        InputError: naming the loss and the call.
+    """
+    readings = list(_with_late_labels)
+    _with_late_labels.clear()
+    for reading in readings:
+        reading.raise_late()
 
 
 def on_host(tree: Any) -> bool:
@@ -96,13 +160,10 @@ def check_inputs(
             "Look for the first layer or sample that gives NaN; lower the learning rate or clip gradients.",
         )
     # 3. width, and labels, against a class weight of pytorch-metric-learning
-    weight = _class_weight(loss)
-    from_pml = any(cls.__module__.startswith("pytorch_metric_learning.") for cls in type(loss).__mro__)
-    if not from_pml or weight is None or not isinstance(getattr(loss, "num_classes", None), int):
+    weight, num_classes = _class_weight(loss), _classes_of_pml(loss)
+    if weight is None or num_classes is None:
         return
     name, parameter = weight
-    # some of PML's losses leave the attribute at 0
-    num_classes = int(loss.num_classes) or parameter.shape[1 - _WIDTH_DIM[name]]  # type: ignore[arg-type]
     width = parameter.shape[_WIDTH_DIM[name]]
     if embeddings.ndim != 2 or embeddings.shape[1] != width:
         _refuse(
@@ -114,6 +175,39 @@ def check_inputs(
     labels = _argument(args, kwargs, 1, "labels")
     if isinstance(labels, Tensor):
         check_labels(title, labels, embeddings.shape[0], num_classes, read_values=read_values)
+
+
+def clamp_labels(
+    loss: nn.Module, title: str, args: tuple[Any, ...], kwargs: dict[str, Any], reading: ValueReading
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with its labels in the range of the loss's classes; they are judged at the next call.
+
+    Args:
+        loss: The loss module.
+        title: How messages name it.
+        args: Positional arguments of the call, which ``check_inputs`` has seen.
+        kwargs: Keyword arguments, likewise.
+        reading: Of this loss.
+    """
+    classes = _classes_of_pml(loss)
+    labels = _argument(args, kwargs, 1, "labels")
+    if classes is None or not isinstance(labels, Tensor):
+        return args, kwargs
+    clamped = reading.clamp_labels(title, labels, classes)
+    if len(args) > 1:
+        return (args[0], clamped, *args[2:]), kwargs
+    return args, {**kwargs, "labels": clamped}
+
+
+def _classes_of_pml(loss: nn.Module) -> int | None:
+    """Return C of a loss of pytorch-metric-learning that holds a weight per class; None for another."""
+    weight = _class_weight(loss)
+    from_pml = any(cls.__module__.startswith("pytorch_metric_learning.") for cls in type(loss).__mro__)
+    if not from_pml or weight is None or not isinstance(getattr(loss, "num_classes", None), int):
+        return None
+    name, parameter = weight
+    # some of PML's losses leave the attribute at 0
+    return int(loss.num_classes) or parameter.shape[1 - _WIDTH_DIM[name]]  # type: ignore[arg-type]
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
@@ -166,12 +260,7 @@ def check_labels(title: str, labels: object, rows: int, num_classes: int, *, rea
     if read_values and labels.numel():
         low, high = (int(v) for v in torch.aminmax(labels))
         if low < 0 or high >= num_classes:
-            _refuse(
-                f"{title}: labels",
-                f"0 to {num_classes - 1} (num_classes={num_classes})",
-                f"{low} to {high}",
-                "Map labels to 0 ... num_classes - 1, or raise num_classes.",
-            )
+            _refuse_range(f"{title}: labels", low, high, num_classes)
 
 
 def _class_weight(loss: nn.Module) -> tuple[str, Tensor] | None:
@@ -180,6 +269,15 @@ def _class_weight(loss: nn.Module) -> tuple[str, Tensor] | None:
         if isinstance(parameter, Tensor) and parameter.ndim == 2:
             return name, parameter
     return None
+
+
+def _refuse_range(what: str, low: int, high: int, num_classes: int) -> NoReturn:
+    _refuse(
+        what,
+        f"0 to {num_classes - 1} (num_classes={num_classes})",
+        f"{low} to {high}",
+        "Map labels to 0 ... num_classes - 1, or raise num_classes.",
+    )
 
 
 def _refuse(what: str, expected: object, got: object, fix: str) -> NoReturn:

@@ -70,11 +70,11 @@ class WindowPart:
 
     Attributes:
         kind: As in the table above.
-        count: N_m over all ranks, of a mean.
+        count: N_m over all ranks, of a mean; outside a window perhaps still on its device.
     """
 
     kind: Literal["mean", "sum", "once"]
-    count: float = 0.0
+    count: Any = 0.0
 
 
 @dataclass
@@ -266,7 +266,7 @@ class AccumulationWindow:
             return 1.0
         if not part.count:
             return 0.0
-        return part.count / divisor.estimate_for(part.count, self._expected_micro_batches)
+        return float(part.count) / divisor.estimate_for(part.count, self._expected_micro_batches)
 
     def _weigh_once_(
         self, call: WindowCall, place: object, parts: Sequence[WindowPart], divisors: Sequence[_Divisor]

@@ -48,6 +48,15 @@ def wait(work: dist.Work) -> None:
     work.wait()
 
 
+def travels_on_device(tensor: Tensor, group: Group) -> bool:
+    """Say whether ranks gather this tensor without its host: not on the CPU, nor where gloo carries an accelerator's tensors."""
+    if tensor.device.type == "cpu":
+        return False
+    if process_groups.world_size(group) == 1:
+        return True
+    return dist.get_backend(group_for(tensor, group)) != dist.Backend.GLOO
+
+
 def gather(everyone: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
     """Gather (n,) of each rank into ``everyone``, (W * n,) in rank order."""
     if group.size() == 1:
@@ -58,6 +67,16 @@ def gather(everyone: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
         wait(work)
     else:
         work.wait()
+
+
+def gather_stacked(own: Tensor, group: Group) -> Tensor:
+    """Gather a tensor of one shape on all ranks into (W, ...). Communication: one gather; none in a world of one."""
+    world_size = process_groups.world_size(group)
+    if world_size == 1:
+        return own.unsqueeze(0)
+    everyone = own.new_empty((world_size, *own.shape))
+    gather(everyone.view(-1), own.reshape(-1), group=group_for(own, group))
+    return everyone
 
 
 def start_gather(own: Tensor, *, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:

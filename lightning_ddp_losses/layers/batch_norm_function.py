@@ -161,7 +161,11 @@ def _local_moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _merge_moments(counts: list[int], table: Tensor, x: Tensor, in_backward: BackwardExchange | None) -> Statistics:
     """Apply Chan's formula to all ranks at once, in float64."""
     means, squares = table.view(len(counts), 2, -1).double().unbind(1)
-    rows = torch.tensor(counts, dtype=torch.float64, device=table.device)[:, None]
+    # (W, 1); to fill is no transfer, and one that does not block waits for no accelerator
+    if len(set(counts)) == 1:
+        rows = table.new_full((len(counts), 1), counts[0], dtype=torch.float64)
+    else:
+        rows = torch.tensor(counts, dtype=torch.float64)[:, None].to(table.device, non_blocking=True)
     total = sum(counts)
     mean = (rows * means).sum(0) / max(1, total)
     squared = (squares + rows * (means - mean).square()).sum(0)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.losses.partial_sums import partial_sums_of
+from lightning_ddp_losses.losses.partial_sums import Number, partial_sums_of
 from lightning_ddp_losses.losses.pml_registry import (
     CLASS_REGULARIZERS,
     DISTANCES,
@@ -136,6 +136,11 @@ class Head:
             (n,).
         """
         raise NotImplementedError
+
+    @property
+    def collects_angles(self) -> bool:
+        """Whether PML keeps the mean angle of the rows that ``targets`` was given last."""
+        return bool(self._loss.collect_stats)
 
     def angle_sum(self, is_local: Tensor) -> float:
         """Return the sum of the angles, in degrees, between the rows marked and their targets; 0 unless the loss collects statistics."""
@@ -336,7 +341,7 @@ class ClassPenalty:
     def __init__(self, regularizer: Any, weight: float, per_class: int) -> None:
         self._regularizer, self._weight, self._per_class = regularizer, weight, per_class
 
-    def __call__(self, block: Tensor) -> tuple[Tensor, float]:
+    def __call__(self, block: Tensor) -> tuple[Tensor, Number]:
         """Return the summed terms of (c * K, D) weight rows, and what they add to the divisor."""
         is_of_centers = CLASS_REGULARIZERS[type(self._regularizer)] == "centers"
         evaluate = self._between_centers if is_of_centers else self._regularizer.compute_loss

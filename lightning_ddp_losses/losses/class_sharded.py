@@ -39,6 +39,7 @@ from lightning_ddp_losses.losses.partial_sums import global_loss, pack_partials,
 from lightning_ddp_losses.losses.pml_registry import is_separable
 from lightning_ddp_losses.losses.sharded_softmax import LocalClasses, RowLosses, ShardedSoftmax
 from lightning_ddp_losses.losses.sharded_weight import ShardedWeight, empty_loss, full_weight, refuse_joint_draws
+from lightning_ddp_losses.losses.tile_budget import tile_budget
 
 _NAMED = "rows named by the miner"  # how often
 _HELD_CLASSES = "held classes"  # what a state dict notes of the weight
@@ -59,7 +60,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     Args:
         loss: An instance; its weight is copied from the group's rank 0 and sliced. ``build`` never holds the whole.
-        chunk_size: Classes whose logits are alive at a time; None: as many as fit 2 MiB.
+        chunk_size: Classes whose logits are alive at a time; None: as many as fit 2 MiB, on an accelerator 256 MiB.
         sample_rate: Below 1, a step looks at the batch's own classes and random others, this share of the rank's classes
             (PartialFC's sampling). Rows not looked at, or whose gradient was dropped, keep weight and optimizer state: the optimizer must
             be attached (``attach``; the strategy does it). Its count of steps is the weight's as a whole.
@@ -85,7 +86,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     Raises:
         ConfigurationError: a loss, regulariser or distance that cannot be sharded; more ranks than classes; a bad chunk.
         InputError: on every rank, for labels out of range or a wrong width on any rank. Where the batch is on an accelerator the range is
-            read at the first call only, as that waits for it; from then on a label out of range makes the loss NaN on every rank.
+            read at once at the first call only, as that waits for it; from then on one call later, and labels out of it are clamped.
         RankMismatchError: on every rank, when configurations, dtypes or widths differ, or when all ranks hold the same rows.
 
     Example:
@@ -254,7 +255,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             indices_tuple: A miner's pairs or triplets of local rows; as in PML they weigh the rows.
         """
         self._check_embeddings(embeddings)
-        self._check_call(embeddings, labels)
+        labels = self._checked_labels(embeddings, labels)
         try:
             value: Tensor = autograd_graph.run_full_precision(
                 self, self._global_loss, (embeddings, labels, indices_tuple), {}
@@ -334,7 +335,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         shard, per_class = self.shard, self._head.per_class
         is_local = (labels >= shard.start) & (labels < shard.stop)
         local_labels = torch.where(is_local, labels - shard.start, -1)
-        chunk = self._chunk(len(labels), embeddings.element_size())
+        chunk = self._chunk(len(labels), embeddings.element_size(), embeddings.device)
         sampler = self._training_sampler()
         if sampler is None:
             classes = LocalClasses(local_labels, chunk, per_class)
@@ -352,9 +353,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             on_backward=self._note_sampled_gradient,
         )
 
-    def _chunk(self, rows: int, element_bytes: int) -> int:
+    def _chunk(self, rows: int, element_bytes: int, device: torch.device) -> int:
         class_bytes = max(rows, 1) * element_bytes * self._head.per_class
-        return self.chunk_size or max(_MIN_CHUNK, _CHUNK_BYTES // class_bytes)
+        return self.chunk_size or max(_MIN_CHUNK, tile_budget(device, _CHUNK_BYTES) // class_bytes)
 
     def _reduce(self, losses: Tensor, found: RowLosses, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Apply PML's own reducer to the losses of all rows, which every rank knows, and add its regularisers."""
@@ -389,10 +390,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         except DDPLossError as error:
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
 
-    def _check_call(self, embeddings: Tensor, labels: Tensor) -> None:
-        """Refuse labels out of range, and sampling whose optimizer is not attached, together with the peers."""
+    def _checked_labels(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Refuse labels out of range, and sampling whose optimizer is not attached, together with the peers; return the labels."""
         try:
             read_values = self._value_reading.next_call((embeddings, labels))
+            self._value_reading.raise_late()
             inputs.check_labels(self._title, labels, len(embeddings), self.num_classes, read_values=read_values)
             if self._training_sampler() is not None and self._row_optimizer is None:
                 raise ConfigurationError(
@@ -403,6 +405,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
                 )
         except DDPLossError as error:
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
+        if read_values:
+            return labels
+        return self._value_reading.clamp_labels(self._title, labels, self.num_classes)
 
     # ------------------------------------------------------------------ sharding, loading, saving
 
@@ -537,7 +542,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             self._sharded.rows(self.weight),
             rows,
             batch.counts[0],
-            self._chunk(len(rows), rows.element_size()),
+            self._chunk(len(rows), rows.element_size(), rows.device),
             self._group,
         )
 

@@ -29,7 +29,7 @@ from lightning_ddp_losses.losses.partial_sums import (
     scale_factors,
     unpack_partials,
 )
-from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss, is_not_positive
+from lightning_ddp_losses.losses.two_towers import TwoTowerLoss, is_not_positive
 
 
 class ClipLoss(TwoTowerLoss):
@@ -45,7 +45,7 @@ class ClipLoss(TwoTowerLoss):
         max_scale: The own scale is clamped to this; None: not at all.
         label_smoothing: As in ``torch.nn.CrossEntropyLoss``.
         normalize: Divide embeddings by their length; False where the model has done so.
-        tile_bytes: Of products alive at a time.
+        tile_bytes: Of products alive at a time; None: 2 MiB, on an accelerator 256 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``: ranks pass their texts on, so that beside its own rows a
             rank holds two ranks' texts at a time, and in backward the gradients of three.
         group: Process group; None is the world.
@@ -92,7 +92,7 @@ class ClipLoss(TwoTowerLoss):
         max_scale: float | None = 100.0,
         label_smoothing: float = 0.0,
         normalize: bool = True,
-        tile_bytes: int = TILE_BYTES,
+        tile_bytes: int | None = None,
         gather: Literal["all", "ring"] = "all",
         group: Group = None,
     ) -> None:
@@ -114,7 +114,10 @@ class ClipLoss(TwoTowerLoss):
     def _evaluate(
         self, columns: ColumnBlocks, images: Tensor, texts: Tensor, products: Tensor, given: dict[str, Tensor | None]
     ) -> Tensor:
-        call, scale = _ClipCall(columns, self.label_smoothing, self.tile_bytes), self._scale(given["logit_scale"])
+        call, scale = (
+            _ClipCall(columns, self.label_smoothing, self._bytes_of_a_tile(images)),
+            self._scale(given["logit_scale"]),
+        )
         value: Tensor = _Clip.apply(call, images, texts, scale, products)  # type: ignore[no-untyped-call]
         return value
 

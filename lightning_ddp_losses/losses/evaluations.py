@@ -26,22 +26,28 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import ring_rows
+from lightning_ddp_losses.distributed.raw_collectives import (
+    all_gather_rows,
+    gather_stacked,
+    ring_rows,
+)
 from lightning_ddp_losses.losses.gathered_call import PMLCall, TensorCall, same_draws
 from lightning_ddp_losses.losses.partial_sums import (
     ONE_ELEMENT,
-    PartialStats,
+    DeviceStats,
+    GlobalStats,
     PartialSum,
     element_losses,
+    exchange_partials,
     global_loss,
-    pack_partials,
+    number_of,
     partial_sums_of,
     scale_factors,
-    unpack_partials,
+    stays_on_device,
     value_with_grad,
 )
 from lightning_ddp_losses.losses.pml_registry import facts_of, is_pml_loss
-from lightning_ddp_losses.losses.recorded_stats import record_counts, record_norms
+from lightning_ddp_losses.losses.recorded_stats import collects_counts, record_counts, record_norms
 from lightning_ddp_losses.losses.row_chunks import RowChunks, chunks_of
 from lightning_ddp_losses.losses.tiled import TiledEvaluator, TiledPlan
 from lightning_ddp_losses.losses.torch_losses import torch_partial_sum
@@ -71,9 +77,15 @@ class StatsExchange:
         must_match = self.must_match(like)
         return handshake.all_gather(self.title, must_match, payload, handshake_bytes=handshake_bytes, group=self.group)
 
-    def reduce_partials(self, loss: Any, partials: list[PartialSum], like: Tensor) -> list[list[PartialStats]]:
+    def stays_on_device(self, loss: Any, like: Tensor) -> bool:
+        """Say whether numbers travel without the host: the same on all ranks."""
+        return not collects_counts(loss) and stays_on_device(like, self.group)
+
+    def reduce_partials(self, loss: Any, partials: list[PartialSum], like: Tensor) -> GlobalStats:
         """Return all ranks' numbers of the sub-losses, and record them on the loss as PML does."""
-        stats_by_rank = unpack_partials(self.all_gather(like, pack_partials(partials)))
+        stats_by_rank = exchange_partials(
+            partials, like, partial(self.all_gather, like), group=self.group, on_host=collects_counts(loss)
+        )
         record_counts(loss, [partial.name for partial in partials], stats_by_rank)
         return stats_by_rank
 
@@ -197,23 +209,41 @@ class Tiled:
             ring_rows=pass_rows,
             open_backward=open_backward,
         )
+        on_device = exchange.stays_on_device(self.loss, rows)
         # this rank's sums, divisors and statistics; peers wait for as many bytes if it fails
         handshake_bytes = handshake.HANDSHAKE_BYTES + tiled.payload_capacity()
         try:
-            payload = tiled.forward()
+            tiled.forward()
+            payload = b"" if on_device else tiled.pack()
         except Exception as error:
             handshake.raise_on_all_ranks(error, exchange.title, handshake_bytes=handshake_bytes, group=exchange.group)
         # those of all ranks: the number now, the gradient tile by tile in backward
         payloads = exchange.all_gather(rows, payload, handshake_bytes)
-        graph, value, stats_by_rank = tiled.value(payloads)
-        record_counts(self.loss, self.plan.pair_loss.sub_losses, stats_by_rank)
+        table: GlobalStats
+        if on_device:
+            table, column_stats = self._gather_on_device(tiled, call)
+        else:
+            table, column_stats = tiled.unpack(payloads)
+        graph, value = tiled.value(table, column_stats)
+        record_counts(self.loss, self.plan.pair_loss.sub_losses, table)
         if not self.ring:
             record_norms(self.loss.distance, call.arguments["embeddings"], call.references)
         # the embedding regulariser, which every rank computes in full
         if not _regularizes_embeddings(self.loss):
             return graph
         regularizer = _embedding_term(self.loss, self._rows_with_grad(call))
-        return value_with_grad(value + float(regularizer.detach()), graph + regularizer)
+        return value_with_grad(value + number_of(regularizer.detach()), graph + regularizer)
+
+    def _gather_on_device(self, tiled: TiledEvaluator, call: PMLCall) -> tuple[DeviceStats, Tensor | None]:
+        """Return sums and statistics of all ranks. Communication: two gathers, one where no statistics are needed."""
+        table, row_stats = tiled.device_stats()
+        names = self.plan.pair_loss.sub_losses
+        stats = DeviceStats(gather_stacked(table, self.exchange.group), tuple(False for _ in names))
+        if not self.symmetric:
+            return stats, None
+        if self.exchange.world > 1:
+            row_stats = all_gather_rows(row_stats, call.counts["embeddings"], self.exchange.group)
+        return stats, tiled.in_column_order(row_stats)
 
     def _rows_with_grad(self, call: PMLCall) -> Tensor:
         """Return all ranks' rows in the graph of this rank's; symmetric tiles leave the gathered ones without."""

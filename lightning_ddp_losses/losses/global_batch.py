@@ -97,8 +97,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     Raises:
         ConfigurationError: a mode that is not exact for the loss; a reduction that cannot be made global.
-        InputError: on every rank, for embeddings of a wrong width or labels out of range on any rank (the range is read at the first call
-            only where the batch is on an accelerator, as that waits for it).
+        InputError: on every rank, for embeddings of a wrong width or labels out of range on any rank; where the batch is on an accelerator
+            from the second call on one call later, naming it (such labels are clamped, so that the device survives them).
         RankMismatchError: on every rank, when widths, dtypes, arguments or configurations differ.
 
     Example:
@@ -184,7 +184,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 tensors are batches along dim 0, 0-dim tensors are not.
             kwargs: The same by name.
         """
-        self._validate(args, kwargs)
+        args, kwargs = self._validated(args, kwargs)
         value = autograd_graph.run_full_precision(self, self._evaluate, args, kwargs)
         autograd_graph.remember_global_value(value)
         name_value(value, self._title)
@@ -192,16 +192,20 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             return value
         return self._upstream_grad.watch(value, group=self._group)
 
-    def _validate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse inputs that this rank cannot take, together with the peers."""
+    def _validated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Refuse inputs that this rank cannot take, together with the peers; return them, as they may be used."""
         read = self._reading.next_call((args, kwargs))
         try:
             refuse_capture(self._title)
+            self._reading.raise_late()
             inputs.check_inputs(
                 self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True
             )
         except DDPLossError as error:
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
+        if read:
+            return args, kwargs
+        return inputs.clamp_labels(self.loss, self._title, args, kwargs, self._reading)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Choose an evaluation for this call, and run it."""

@@ -31,20 +31,23 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.accumulation import WindowPart, current_window, note_parts
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.losses.pml_registry import reducer_chain, reduction_of
+from lightning_ddp_losses.distributed.raw_collectives import gather_stacked, travels_on_device
+from lightning_ddp_losses.losses.pml_registry import Reduction, reducer_chain, reduction_of
 
 _STATS = struct.Struct("<dd?dddd")
 
 STATS_BYTES = _STATS.size
 
 Gradients = Sequence[Tensor | None]
+Number = float | Tensor
+"""A number of the host; or 0-dim on an accelerator, where to read it would wait for the device."""
 
 
 # ---------------------------------------------------------------------- what a rank holds, and what it sends
 
 
 class ElementCounts(NamedTuple):
-    """How many elements a sub-loss has.
+    """How many elements a sub-loss has; read only where numbers travel through the hosts.
 
     Attributes:
         elements: What the reducer got.
@@ -53,10 +56,10 @@ class ElementCounts(NamedTuple):
         pairs: What there was before pairs were averaged per anchor.
     """
 
-    elements: float = 0.0
-    passed: float = 0.0
-    above_low: float = 0.0
-    pairs: float = 0.0
+    elements: Any = 0.0
+    passed: Any = 0.0
+    above_low: Any = 0.0
+    pairs: Any = 0.0
 
 
 NO_COUNTS = ElementCounts()
@@ -77,7 +80,7 @@ class PartialSum:
     """
 
     total: Tensor
-    divisor: float
+    divisor: Number
     full: bool = False
     name: str = "loss"
     counts: ElementCounts = NO_COUNTS
@@ -85,12 +88,54 @@ class PartialSum:
 
 
 class PartialStats(NamedTuple):
-    """The numbers of one partial sum, as ranks exchange them."""
+    """The numbers of one partial sum: floats where ranks exchange them through their hosts."""
 
-    total: float
-    divisor: float
+    total: Any
+    divisor: Any
     full: bool
     counts: ElementCounts
+
+
+@dataclass(frozen=True)
+class DeviceStats:
+    """The numbers of all partial sums of all ranks, on the device: nobody waits for them.
+
+    Attributes:
+        table: (W, s, 2), totals and divisors of s sub-losses.
+        full: (s,), which of them every rank computes completely.
+    """
+
+    table: Tensor
+    full: tuple[bool, ...]
+
+    def total_divisors(self) -> Tensor:
+        """Return (s,), each sub-loss's divisor over all ranks."""
+        return self.table[..., 1].sum(0)
+
+
+GlobalStats = Sequence[Sequence[PartialStats]] | DeviceStats
+"""Every rank's numbers of the sub-losses."""
+
+
+def number_of(value: Tensor) -> Number:
+    """Return what a 0-dim tensor holds: a number of the host where that is free, else the tensor itself."""
+    return value.item() if value.device.type == "cpu" else value
+
+
+def device_table(numbers: Sequence[tuple[Number, Number]], like: Tensor) -> Tensor:
+    """Return (s, 2): this rank's totals and divisors, on the device of ``like`` and in its widest floating dtype."""
+    wide = wide_float(like.device)
+    flat = [value for pair in numbers for value in pair]
+    parts = []
+    for value in flat:
+        part = value.detach().to(wide) if isinstance(value, Tensor) else like.new_full((), value, dtype=wide)
+        parts.append(part)
+    return torch.stack(parts).view(-1, 2)
+
+
+def wide_float(device: torch.device) -> torch.dtype:
+    """Return float64, where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def pack_partials(partials: Sequence[PartialSum]) -> bytes:
@@ -98,13 +143,44 @@ def pack_partials(partials: Sequence[PartialSum]) -> bytes:
     packed = []
     for partial in partials:
         total = float(partial.total.detach())
-        packed.append(pack_stats(PartialStats(total, partial.divisor, partial.full, partial.counts)))
+        packed.append(pack_stats(PartialStats(total, float(partial.divisor), partial.full, partial.counts)))
     return b"".join(packed)
 
 
 def pack_stats(stats: PartialStats) -> bytes:
     """Return one sub-loss as ``STATS_BYTES`` bytes."""
     return _STATS.pack(stats.total, stats.divisor, stats.full, *stats.counts)
+
+
+def exchange_partials(
+    partials: Sequence[PartialSum],
+    like: Tensor,
+    handshake: Callable[[bytes], list[bytes]],
+    *,
+    group: Group,
+    on_host: bool = False,
+) -> GlobalStats:
+    """Return all ranks' numbers of the sub-losses.
+
+    Args:
+        partials: This rank's.
+        like: Rows of the call, on whose device the numbers stay where that can be.
+        handshake: This rank's payload -> those of all ranks; ranks that disagree learn it there.
+        group: Process group.
+        on_host: The numbers are needed on the host, which waits for them.
+
+    Communication: one handshake; one gather on the device.
+    """
+    if on_host or not stays_on_device(like, group):
+        return unpack_partials(handshake(pack_partials(partials)))
+    handshake(b"")
+    table = device_table([(partial.total, partial.divisor) for partial in partials], like)
+    return DeviceStats(gather_stacked(table, group), tuple(partial.full for partial in partials))
+
+
+def stays_on_device(like: Tensor, group: Group) -> bool:
+    """Say whether numbers travel without the host: the same on all ranks. An accumulation window counts them on the host."""
+    return current_window() is None and travels_on_device(like, group)
 
 
 def unpack_partials(payloads: Sequence[bytes]) -> list[list[PartialStats]]:
@@ -187,8 +263,8 @@ def _partial_sum(
     assert reduction is not None
     nothing = torch.sum(embeddings * 0)  # keeps the embeddings in the graph
     if not torch.is_tensor(losses):  # PML's zero loss is the number 0
-        divisor = undivided(parts) if reduction.plain_sum else 0.0
-        return PartialSum(nothing, divisor, name=name, is_sum=reduction.plain_sum)
+        share = undivided(parts) if reduction.plain_sum else 0.0
+        return PartialSum(nothing, share, name=name, is_sum=reduction.plain_sum)
     if kind == "already_reduced":
         return PartialSum(losses.sum() + nothing, 1.0, full=True, name=name, counts=ONE_ELEMENT)
     # pairs are averaged within their anchor first, if at all
@@ -203,18 +279,29 @@ def _partial_sum(
     if reduction.weights is not None:
         assert labels is not None
         losses = losses * reduction.weights.to(device=losses.device, dtype=losses.dtype)[labels[anchors]]
-    if reduction.selects:
-        if reduction.low is not None and reducer_chain(reducer, name)[-1].collect_stats:
-            above_low = float((losses > reduction.low).sum())
-        losses = losses[reduction.passes(losses)]
+    if reduction.low is not None and reducer_chain(reducer, name)[-1].collect_stats:
+        above_low = float((losses > reduction.low).sum())
+    losses, divisor = _what_passes(reduction, losses)
     # what the sum is to be divided by
-    divisor = float(losses.numel())
     if reduction.plain_sum:
         divisor = undivided(parts)
     elif reduction.given_divisor:
-        divisor = float(info["divisor"])
+        given = info["divisor"]
+        divisor = number_of(given) if isinstance(given, Tensor) else float(given)
     counts = ElementCounts(elements, divisor, above_low, pairs)
     return PartialSum(losses.sum() + nothing, divisor, name=name, counts=counts, is_sum=reduction.plain_sum)
+
+
+def _what_passes(reduction: Reduction, losses: Tensor) -> tuple[Tensor, Number]:
+    """Return the losses that pass, and how many they are."""
+    if not reduction.selects:
+        return losses, float(losses.numel())
+    passes = reduction.passes(losses)
+    if losses.device.type == "cpu":
+        selected = losses[passes]
+        return selected, float(selected.numel())
+    # to select them would wait for their number
+    return torch.where(passes, losses, 0), passes.sum()
 
 
 def _mean_per_anchor(losses: Tensor, anchors: Tensor, rows: int) -> Tensor:
@@ -229,7 +316,7 @@ def _mean_per_anchor(losses: Tensor, anchors: Tensor, rows: int) -> Tensor:
 
 def global_loss(
     partials: Sequence[PartialSum],
-    stats_by_rank: Sequence[Sequence[PartialStats]],
+    stats_by_rank: GlobalStats,
     *,
     empty: float = 0.0,
     window_source: tuple[object, str] | None = None,
@@ -238,7 +325,7 @@ def global_loss(
 
     Args:
         partials: This rank's.
-        stats_by_rank: Every rank's, from ``unpack_partials``.
+        stats_by_rank: Every rank's, as they were exchanged.
         empty: As in ``scale_factors``.
         window_source: The loss and its title, for one whose micro-batches an accumulation window may bring together.
 
@@ -254,7 +341,7 @@ def global_loss(
         factors = [factor * weight for factor, weight in zip(factors, call.weights, strict=True)]
     graph = partials[0].total.new_zeros(())
     for partial, factor in zip(partials, factors, strict=True):
-        graph = graph + partial.total * factor
+        graph = graph + partial.total * as_dtype(factor, graph.dtype)
     result = value_with_grad(value, graph)
     if call is not None:
         return call.mark(result)
@@ -263,28 +350,40 @@ def global_loss(
     return result
 
 
-def window_parts(partials: Sequence[PartialSum], stats_by_rank: Sequence[Sequence[PartialStats]]) -> list[WindowPart]:
+def as_dtype(number: Number, dtype: torch.dtype) -> Any:
+    """Return a number that does not widen what it is multiplied with."""
+    return number.to(dtype) if isinstance(number, Tensor) else number
+
+
+def window_parts(partials: Sequence[PartialSum], stats_by_rank: GlobalStats) -> list[WindowPart]:
     """Return how each sub-loss counts in an accumulation window."""
+    divisors: list[Number]
+    if isinstance(stats_by_rank, DeviceStats):
+        divisors = list(stats_by_rank.total_divisors().unbind())
+    else:
+        divisors = [sum(stats.divisor for stats in sub_loss) for sub_loss in zip(*stats_by_rank, strict=True)]
     parts = []
-    for partial, sub_loss in zip(partials, zip(*stats_by_rank, strict=True), strict=True):
+    for partial, divisor in zip(partials, divisors, strict=True):
         if partial.full:
             parts.append(WindowPart("once"))
         elif partial.is_sum:
             parts.append(WindowPart("sum"))
         else:
-            parts.append(WindowPart("mean", sum(stats.divisor for stats in sub_loss)))
+            parts.append(WindowPart("mean", divisor))
     return parts
 
 
-def scale_factors(stats_by_rank: Sequence[Sequence[PartialStats]], empty: float = 0.0) -> tuple[float, list[float]]:
+def scale_factors(stats_by_rank: GlobalStats, empty: float = 0.0) -> tuple[Number, list[Number]]:
     """Return the global loss, and what each rank multiplies its partial sums with before it back-propagates them.
 
     Args:
         stats_by_rank: Every rank's sub-losses.
         empty: What a mean over nothing on any rank is: 0 in pytorch-metric-learning, not a number in torch.
     """
+    if isinstance(stats_by_rank, DeviceStats):
+        return _scale_factors_on_device(stats_by_rank, empty)
     world = len(stats_by_rank)
-    value, factors = 0.0, []
+    value, factors = 0.0, list[Number]()
     for sub_loss in zip(*stats_by_rank, strict=True):
         if sub_loss[0].full:
             # the same on all ranks: DDP's mean leaves it as it is
@@ -302,13 +401,31 @@ def scale_factors(stats_by_rank: Sequence[Sequence[PartialStats]], empty: float 
     return value, factors
 
 
+def _scale_factors_on_device(stats: DeviceStats, empty: float) -> tuple[Tensor, list[Number]]:
+    """Do what ``scale_factors`` does with numbers that the host does not know."""
+    own = stats.table[0, :, 0]
+    totals, divisors = stats.table.sum(0).unbind(1)
+    has_elements = divisors != 0
+    values = torch.where(has_elements, totals / divisors, empty)
+    factors = torch.where(has_elements, len(stats.table) / divisors, 0)
+    chosen, scale = values.unbind(), list[Number](factors.unbind())
+    for index, full in enumerate(stats.full):
+        # the same on all ranks: DDP's mean leaves it as it is
+        if full:
+            chosen = (*chosen[:index], own[index], *chosen[index + 1 :])
+            scale[index] = 1.0
+    if len(chosen) == 1:
+        return chosen[0], scale
+    return torch.stack(chosen).sum(), scale
+
+
 def for_mean_over_ranks(share: Tensor, group: Group) -> Tensor:
     """Scale this rank's part of a sum over ranks such that DDP's mean over ranks leaves the sum."""
     return share * process_groups.world_size(group)
 
 
 def value_with_grad(
-    value: float | Tensor, *inputs: Tensor | None, vjp: Callable[[Sequence[bool]], Gradients] | None = None
+    value: Number, *inputs: Tensor | None, vjp: Callable[[Sequence[bool]], Gradients] | None = None
 ) -> Tensor:
     """Return a number whose gradient is computed apart from it.
 
@@ -327,13 +444,15 @@ def value_with_grad(
 class _ValueWithGrad(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, value: float | Tensor, vjp: Callable[[Sequence[bool]], Gradients] | None, *inputs: Tensor | None
+        ctx: Any, value: Number, vjp: Callable[[Sequence[bool]], Gradients] | None, *inputs: Tensor | None
     ) -> Tensor:
         ctx.vjp = vjp
         if vjp is not None:
             ctx.save_for_backward(*inputs)
         assert inputs[0] is not None
-        return value.clone() if isinstance(value, Tensor) else inputs[0].new_full((), value)
+        if isinstance(value, Tensor):
+            return value.to(inputs[0].dtype, copy=True)
+        return inputs[0].new_full((), value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -9,7 +9,7 @@ import torch
 from pytorch_metric_learning.reducers import BaseReducer
 from torch import Tensor
 
-from lightning_ddp_losses.losses.partial_sums import ElementCounts, PartialStats, total_counts
+from lightning_ddp_losses.losses.partial_sums import DeviceStats, ElementCounts, GlobalStats, total_counts
 from lightning_ddp_losses.losses.pml_registry import reducer_chain, reduction_of
 
 
@@ -23,9 +23,9 @@ def record_norms(distance: Any, embeddings: Tensor, references: Tensor) -> None:
         distance.set_default_stats(embeddings, references, *normalized)
 
 
-def record_counts(loss: Any, names: Sequence[str], stats_by_rank: Sequence[Sequence[PartialStats]]) -> None:
+def record_counts(loss: Any, names: Sequence[str], stats_by_rank: GlobalStats) -> None:
     """Record the numbers of elements of the sub-losses ``names`` over all ranks, on the loss's reducers."""
-    if not _collects(loss):
+    if not collects_counts(loss) or isinstance(stats_by_rank, DeviceStats):
         return
     for name, counts in zip(names, total_counts(stats_by_rank), strict=True):
         # reducers that average per anchor got the pairs, the last one what is left of them
@@ -36,8 +36,8 @@ def record_counts(loss: Any, names: Sequence[str], stats_by_rank: Sequence[Seque
         _record_passed(last, counts)
 
 
-def _collects(loss: Any) -> bool:
-    """Say whether a reducer of the loss records anything."""
+def collects_counts(loss: Any) -> bool:
+    """Say whether a reducer of the loss records anything; its numbers then travel through the hosts."""
     return any(module.collect_stats for module in loss.modules() if isinstance(module, BaseReducer))
 
 

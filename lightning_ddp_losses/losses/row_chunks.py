@@ -19,8 +19,10 @@ from lightning_ddp_losses.losses.anchor_tuples import enough_pairs
 from lightning_ddp_losses.losses.gathered_call import PMLCall
 from lightning_ddp_losses.losses.partial_sums import (
     ElementCounts,
+    Number,
     PartialSum,
     anchor_losses,
+    as_dtype,
     partial_sums_of,
     value_with_grad,
 )
@@ -106,7 +108,7 @@ class RowChunks:
         self._owner_of_full = [_first_full(partials) for partials in by_sub_loss]
         return [_added(partials, owner) for partials, owner in zip(by_sub_loss, self._owner_of_full, strict=True)]
 
-    def value(self, factors: list[float], value: float) -> Tensor:
+    def value(self, factors: list[Number], value: Number) -> Tensor:
         """Return the loss, whose gradient is computed chunk by chunk in backward.
 
         Args:
@@ -117,7 +119,7 @@ class RowChunks:
         inputs = (self._call.given["embeddings"], self._call.references, *parameters)
         return value_with_grad(value, *inputs, vjp=lambda wanted: self._gradients(factors, references=wanted[1]))
 
-    def _gradients(self, factors: list[float], *, references: bool) -> list[Tensor]:
+    def _gradients(self, factors: list[Number], *, references: bool) -> list[Tensor]:
         """Return the gradients of embeddings, references (zeros where not wanted) and parameters."""
         embeddings, all_references = self._call.given["embeddings"].detach(), self._call.references.detach()
         dtype, devices = embeddings.dtype, {embeddings.device.type}
@@ -145,13 +147,13 @@ class RowChunks:
                         gradient.add_(added)
         return gradients
 
-    def _weighted_total(self, number: int, anchors: Tensor, references: Tensor, factors: list[float]) -> Tensor:
+    def _weighted_total(self, number: int, anchors: Tensor, references: Tensor, factors: list[Number]) -> Tensor:
         """Return what one chunk adds to the global loss, with its graph."""
         partials = self._partials(self._chunks[number], anchors, references)
         total = anchors.new_zeros(())
         for partial, factor, owner in zip(partials, factors, self._owner_of_full, strict=True):
             if owner is None or owner == number:
-                total = total + partial.total * factor
+                total = total + partial.total * as_dtype(factor, total.dtype)
         return total
 
     def _partials(self, chunk: slice | None, anchors: Tensor, references: Tensor) -> list[PartialSum]:

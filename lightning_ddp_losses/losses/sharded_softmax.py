@@ -24,10 +24,10 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, reduce_mean_
 from lightning_ddp_losses.losses.class_heads import Head
 from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
-from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
+from lightning_ddp_losses.losses.partial_sums import Number, for_mean_over_ranks
 from lightning_ddp_losses.losses.sharded_weight import rows_of_classes
 
-Penalty = Callable[[Tensor], tuple[Tensor, float]]
+Penalty = Callable[[Tensor], tuple[Tensor, Number]]
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,96 @@ class LocalClasses:
             return slice(start * self.per_class, stop * self.per_class)
         return rows_of_classes(self.sampled[start:stop], self.per_class)
 
-    def target_rows(self) -> Tensor:
-        """Return the index (n * K,) of the weight rows of the target classes that are on this rank."""
-        targets = self.labels[self.labels >= 0]
-        if self.sampled is not None:
-            targets = self.sampled[targets]
-        return rows_of_classes(targets, self.per_class)
+    def local_targets(self, *, listed: bool = False) -> LocalTargets:
+        """Find the rows whose class is on this rank.
 
-    def targets_in(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return the rows whose class lies in a chunk, and where in it."""
-        found = ((self.labels >= start) & (self.labels < stop)).nonzero().squeeze(1)
-        return found, self.labels[found] - start
+        Args:
+            listed: They must be listed: nothing may be computed of the other rows.
+        """
+        is_local = self.labels >= 0
+        # to list them would wait for an accelerator; samples are drawn on the host and wait anyway
+        if self.labels.device.type != "cpu" and self.sampled is None and not listed:
+            return LocalTargets(is_local, None)
+        return LocalTargets(is_local, is_local.nonzero().squeeze(1))
+
+    def target_rows(self, targets: LocalTargets) -> Tensor:
+        """Return the index (n * K,) of the weight rows of these targets' classes."""
+        labels = targets.of(self.labels)
+        if targets.listed is None:
+            labels = labels.clamp(min=0)
+        if self.sampled is not None:
+            labels = self.sampled[labels]
+        return rows_of_classes(labels, self.per_class)
+
+    def targets_in(self, start: int, stop: int) -> ChunkTargets:
+        """Find the targets that lie in a chunk."""
+        is_inside = (self.labels >= start) & (self.labels < stop)
+        return ChunkTargets(is_inside, (self.labels - start).clamp(0, stop - start - 1).unsqueeze(1))
+
+
+@dataclass(frozen=True)
+class LocalTargets:
+    """The rows whose class is on this rank.
+
+    Attributes:
+        is_local: (G,), which they are.
+        listed: (n,), their places; None: all G rows are computed, and those of others count 0.
+    """
+
+    is_local: Tensor
+    listed: Tensor | None
+
+    @property
+    def are_none(self) -> bool:
+        """Whether there are none, as far as the host knows."""
+        return self.listed is not None and not len(self.listed)
+
+    def of(self, values: Tensor) -> Tensor:
+        """Take these rows of (G, ...) values."""
+        return values if self.listed is None else values[self.listed]
+
+    def add_to_(self, whole: Tensor, values: Tensor) -> Tensor:
+        """Add these rows' values to (G, ...); return it."""
+        if self.listed is None:
+            return whole.add_(self.silence(values))
+        return whole.index_add_(0, self.listed, values)
+
+    def silence(self, values: Tensor) -> Tensor:
+        """Return these rows' values, 0 for those that only stand beside them."""
+        if self.listed is None:
+            return torch.where(_like_rows(self.is_local, values), values, 0)
+        return values
+
+
+def _like_rows(mask: Tensor, values: Tensor) -> Tensor:
+    return mask.view(-1, *[1] * (values.ndim - 1))
+
+
+@dataclass(frozen=True)
+class ChunkTargets:
+    """The targets in a chunk of logits, of which each row has one entry or none; nothing is listed, which would wait for its length.
+
+    Attributes:
+        is_inside: (G,), whether a row's target is in the chunk.
+        columns: (G, 1), where; of the others any column.
+    """
+
+    is_inside: Tensor
+    columns: Tensor
+
+    def entries(self, logits: Tensor) -> Tensor:
+        """Return each row's entry, (G,)."""
+        return logits.gather(1, self.columns).squeeze(1)
+
+    def put_(self, logits: Tensor, values: Tensor | float) -> None:
+        """Write (G,) values to the targets, or one to all of them."""
+        new = torch.where(self.is_inside, values, self.entries(logits))
+        logits.scatter_(1, self.columns, new.unsqueeze(1))
+
+    def add_(self, logits: Tensor, value: float) -> None:
+        """Add a number to the targets."""
+        added = self.is_inside.to(logits.dtype).mul_(value)
+        logits.scatter_add_(1, self.columns, added.unsqueeze(1))
 
 
 class RowLosses(NamedTuple):
@@ -139,15 +218,17 @@ class ShardedSoftmax:
         """
         return RowLosses(*_SoftmaxFunction.apply(self, rows, scale, weight))  # type: ignore[no-untyped-call]
 
-    def target_logits(self, operands: Operands, is_local: Tensor) -> Tensor:
-        """Compute the logits (n,) of the targets on this rank, with their margin."""
-        if not bool(is_local.any()):
-            return operands.rows.new_zeros(0)
+    def target_logits(self, operands: Operands, targets: LocalTargets) -> Tensor:
+        """Compute the logits (G,) of the targets on this rank, with their margin; 0 where another rank has the class."""
         rows, scale, weight = operands
+        if targets.are_none:
+            return rows.new_zeros(len(rows))
+        picked_scale = scale
         if self.head.has_row_scale:
-            scale = scale[is_local]
-        picked = weight[self.classes.target_rows()].view(-1, self.head.per_class, rows.shape[1])
-        return self.head.targets(rows[is_local], scale, picked)
+            picked_scale = targets.of(scale)
+        picked = weight[self.classes.target_rows(targets)].view(-1, self.head.per_class, rows.shape[1])
+        logits = self.head.targets(targets.of(rows), picked_scale, picked)
+        return targets.add_to_(rows.new_zeros(len(rows)), logits)
 
 
 class _SoftmaxFunction(torch.autograd.Function):
@@ -156,24 +237,24 @@ class _SoftmaxFunction(torch.autograd.Function):
         ctx: Any, call: ShardedSoftmax, rows: Tensor, scale: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         head, classes = call.head, call.classes
-        is_local = classes.labels >= 0
+        targets = classes.local_targets(listed=head.collects_angles)
         # 1. the target's logit where its class is here, 0 elsewhere: a sum over ranks will know it
         target = rows.new_zeros(len(rows))
         extra = rows.new_zeros(4)  # penalty, its number of terms, rows whose class is here, their angles
         if head.has_margin:
-            target[is_local] = call.target_logits(Operands(rows, scale, weight), is_local)
-            extra[3] = head.angle_sum(is_local)
-        extra[2] = is_local.sum()
+            target = call.target_logits(Operands(rows, scale, weight), targets)
+            extra[3] = head.angle_sum(targets.of(targets.is_local))
+        extra[2] = targets.is_local.sum()
         # 2. maximum and sum of exponentials over this rank's classes, chunk by chunk
         local_lse = RunningLogSumExp.empty(len(rows), rows)
         for start, stop, block in classes.chunks(weight):
             logits = head.logits(rows, scale, block)
-            where = classes.targets_in(start, stop)
+            inside = classes.targets_in(start, stop)
             if head.has_margin:
-                logits[where] = target[where[0]]
+                inside.put_(logits, target)
             else:
-                logits[where] += head.target_offset
-                target[where[0]] = logits[where]
+                inside.add_(logits, head.target_offset)
+                target = torch.where(inside.is_inside, inside.entries(logits), target)
             if call.log_weight is not None:
                 logits += call.log_weight[start:stop]
             local_lse.accumulate_(logits)
@@ -185,7 +266,7 @@ class _SoftmaxFunction(torch.autograd.Function):
         global_lse, target, extra = _combine_ranks(local_lse, target, extra, call.group)
         # 4. the loss: relative to the maximum, so that one far below its logits keeps its digits
         losses = (global_lse.maximum - target) + global_lse.above_maximum()
-        ctx.call, ctx.is_local = call, is_local
+        ctx.call, ctx.targets = call, targets
         ctx.save_for_backward(rows, scale, weight, global_lse.finalize(), losses)
         penalty, divisor, found_rows, angle_sum = extra.unbind()
         penalty, divisor, angle_sum = penalty.clone(), divisor.clone(), angle_sum.clone()
@@ -211,9 +292,9 @@ class _SoftmaxFunction(torch.autograd.Function):
         else:
             _add_chunk_grads_(grads, call, operands, lse, grad, grad_penalty)
         # 3. through the targets' logits, margin included
-        if head.has_margin and bool(ctx.is_local.any()):
+        if head.has_margin and not ctx.targets.are_none:
             grad_target = grad * torch.expm1(-losses)  # the target's probability, less 1
-            _add_target_grads_(grads, call, operands, grad_target, ctx.is_local)
+            _add_target_grads_(grads, call, operands, grad_target, ctx.targets)
         # 4. replicas saw other rows
         if call.replica_group is not None and wants_weight:
             reduce_mean_(grads.weight, group=call.replica_group)
@@ -231,16 +312,16 @@ def _softmax_(logits: Tensor, call: ShardedSoftmax, lse: Tensor, start: int, sto
 
     A target with a margin counts 0: its gradient takes its own way.
     """
-    where = call.classes.targets_in(start, stop)
+    inside = call.classes.targets_in(start, stop)
     if call.head.has_margin:
-        logits[where] = -torch.inf
+        inside.put_(logits, -torch.inf)
     else:
-        logits[where] += call.head.target_offset
+        inside.add_(logits, call.head.target_offset)
     if call.log_weight is not None:
         logits += call.log_weight[start:stop]
     logits.sub_(lse.unsqueeze(1)).exp_()
     if not call.head.has_margin:
-        logits[where] -= 1
+        inside.add_(logits, -1.0)
     return logits
 
 
@@ -304,23 +385,24 @@ def _with_penalty_grad(grad_block: Tensor, penalty: Penalty | None, block: Tenso
 
 
 def _add_target_grads_(
-    grads: Operands, call: ShardedSoftmax, operands: Operands, grad_target: Tensor, is_local: Tensor
+    grads: Operands, call: ShardedSoftmax, operands: Operands, grad_target: Tensor, targets: LocalTargets
 ) -> None:
     """Add the gradients through the targets' logits, margin included, for the rows whose class is on this rank."""
     rows, scale, weight = operands
     with_scale = call.head.has_row_scale
-    index = call.classes.target_rows()
+    index = call.classes.target_rows(targets)
     picked = weight[index].view(-1, call.head.per_class, rows.shape[1])
-    leaves = [rows[is_local].detach().requires_grad_(), picked.detach().requires_grad_()]
+    leaves = [targets.of(rows).detach().requires_grad_(), picked.detach().requires_grad_()]
     if with_scale:
-        leaves.append(scale[is_local].detach().requires_grad_())
+        leaves.append(targets.of(scale).detach().requires_grad_())
     with own_graph():
         logits = call.head.targets(leaves[0], leaves[2] if with_scale else scale, leaves[1])
-    grad_rows, grad_picked, *grad_scale = torch.autograd.grad(logits, leaves, grad_target[is_local])
-    grads.rows[is_local] += grad_rows
+    grad_logits = targets.silence(targets.of(grad_target))
+    grad_rows, grad_picked, *grad_scale = torch.autograd.grad(logits, leaves, grad_logits)
+    targets.add_to_(grads.rows, grad_rows)
     if with_scale:
-        grads.scale[is_local] += grad_scale[0]
-    grads.weight.index_add_(0, index, grad_picked.reshape(-1, rows.shape[1]))
+        targets.add_to_(grads.scale, grad_scale[0])
+    grads.weight.index_add_(0, index, targets.silence(grad_picked).reshape(-1, rows.shape[1]))
 
 
 def _combine_ranks(

@@ -18,8 +18,8 @@ from lightning_ddp_losses.distributed.collectives import once_differentiable_str
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.column_blocks import ColumnBlock, ColumnBlocks, Products, ProductTile
-from lightning_ddp_losses.losses.partial_sums import PartialSum, global_loss, pack_partials, unpack_partials
-from lightning_ddp_losses.losses.two_towers import TILE_BYTES, TwoTowerLoss, is_not_positive
+from lightning_ddp_losses.losses.partial_sums import PartialSum, exchange_partials, global_loss
+from lightning_ddp_losses.losses.two_towers import TwoTowerLoss, is_not_positive
 
 
 class SigLipLoss(TwoTowerLoss):
@@ -34,7 +34,7 @@ class SigLipLoss(TwoTowerLoss):
         init_bias: ``logit_bias`` starts here: most pairs are negative. None: each call gives ``logit_bias=``.
         max_scale: The own scale is clamped to this; None: not at all.
         normalize: Divide embeddings by their length; False where the model has done so.
-        tile_bytes: Of products alive at a time.
+        tile_bytes: Of products alive at a time; None: 2 MiB, on an accelerator 256 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``, as in the paper: ranks pass their texts on, so that beside
             its own rows a rank holds two ranks' texts at a time, and in backward the gradients of three.
         group: Process group; None is the world.
@@ -70,7 +70,7 @@ class SigLipLoss(TwoTowerLoss):
         *,
         max_scale: float | None = None,
         normalize: bool = True,
-        tile_bytes: int = TILE_BYTES,
+        tile_bytes: int | None = None,
         gather: Literal["all", "ring"] = "all",
         group: Group = None,
     ) -> None:
@@ -114,12 +114,15 @@ class SigLipLoss(TwoTowerLoss):
         if bias is None:
             bias = self.logit_bias
         # this rank's share of the sum over pairs
-        inputs = (columns, self.tile_bytes, images, texts, scale, bias)
+        inputs = (columns, self._bytes_of_a_tile(images), images, texts, scale, bias)
         total: Tensor = _PairSum.apply(*inputs)  # type: ignore[no-untyped-call]
         # over all ranks, divided by the number of images
         partials = [PartialSum(total, float(len(images)))]
-        payloads = handshake.all_gather("SigLipLoss: sum", {}, pack_partials(partials), group=self._group)
-        return global_loss(partials, unpack_partials(payloads))
+
+        def agree(payload: bytes) -> list[bytes]:
+            return handshake.all_gather("SigLipLoss: sum", {}, payload, group=self._group)
+
+        return global_loss(partials, exchange_partials(partials, images, agree, group=self._group))
 
 
 class _PairSum(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses.partial_sums import PartialSum, undivided
+from lightning_ddp_losses.losses.partial_sums import Number, PartialSum, undivided
 
 # divided by the weights of the targets that count; LinearCrossEntropyLoss is new in torch 2.13
 _CLASS_INDEX = (nn.CrossEntropyLoss, nn.NLLLoss, getattr(nn, "LinearCrossEntropyLoss", nn.CrossEntropyLoss))
@@ -42,7 +42,7 @@ def torch_partial_sum(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return PartialSum(losses.sum(), divisor, is_sum=loss.reduction == "sum")
 
 
-def _divisor(loss: Any, losses: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> float:
+def _divisor(loss: Any, losses: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> Number:
     """Return what torch divides the sum of these elements by; see ``partial_sums`` for a sum."""
     if loss.reduction == "sum":
         return undivided(parts)
@@ -69,10 +69,16 @@ def _refuse_broadcast(loss: Any, batches: list[Tensor], losses: Tensor) -> None:
         )
 
 
-def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int | None) -> float:
+def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int | None) -> Number:
     """Return the sum of the class weights of the targets that count."""
     if ignore_index is None:
         ignore_index = -100  # torch's default
+    if target.device.type != "cpu":
+        # to select them would wait for their number
+        counts = target != ignore_index
+        if weight is None:
+            return counts.sum()
+        return torch.where(counts, weight[torch.where(counts, target, 0)], 0).sum()
     counted = target[target != ignore_index]
     if weight is None:
         return float(counted.numel())

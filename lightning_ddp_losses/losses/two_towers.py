@@ -27,8 +27,9 @@ from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses.column_blocks import ColumnBlocks, GatheredColumns, RingColumns
 from lightning_ddp_losses.losses.global_batch import refuse_gather
+from lightning_ddp_losses.losses.tile_budget import tile_budget
 
-TILE_BYTES = 2 << 20
+_HOST_TILE_BYTES = 2 << 20
 
 # own parameters that the caller may give instead, and the option without which the loss has them not
 _OPTION_OF = {"logit_scale": "init_temperature", "logit_bias": "init_bias"}
@@ -41,17 +42,20 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
 
     Args:
         normalize: Divide embeddings by their length.
-        tile_bytes: Of products alive at a time.
+        tile_bytes: Of products alive at a time; None: 2 MiB, on an accelerator 256 MiB.
         gather: Whether every rank holds all columns, or they go round a ring.
         group: Process group; None is the world.
     """
 
     sees_global_batch = True
 
-    def __init__(self, *, normalize: bool, tile_bytes: int, gather: Literal["all", "ring"], group: Group) -> None:
+    def __init__(
+        self, *, normalize: bool, tile_bytes: int | None, gather: Literal["all", "ring"], group: Group
+    ) -> None:
         super().__init__()
-        if not isinstance(tile_bytes, int) or tile_bytes < 64:
-            raise ConfigurationError(f"{type(self).__name__}: tile_bytes", expected="at least 64", got=repr(tile_bytes))
+        if tile_bytes is not None and (not isinstance(tile_bytes, int) or tile_bytes < 64):
+            expected = "at least 64, or None"
+            raise ConfigurationError(f"{type(self).__name__}: tile_bytes", expected=expected, got=repr(tile_bytes))
         refuse_gather(type(self).__name__, gather)
         self.normalize, self.tile_bytes, self.gather = normalize, tile_bytes, gather
         self._group = group
@@ -116,6 +120,12 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         name_value(value, type(self).__name__)
         watched: Tensor = self._upstream_grads.watch(value, group=self._group)
         return watched
+
+    def _bytes_of_a_tile(self, images: Tensor) -> int:
+        """Chooses how many bytes of products are alive at a time."""
+        if self.tile_bytes is not None:
+            return self.tile_bytes
+        return tile_budget(images.device, _HOST_TILE_BYTES)
 
     def _one_number(self, name: str, number: Tensor | float | None, images: Tensor) -> Tensor | None:
         """Checks one number that the caller gives instead of an own parameter; makes it a 0-dim tensor."""

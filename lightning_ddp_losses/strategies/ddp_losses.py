@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import compat, inputs
 from lightning_ddp_losses.core.compat import attached_trainer, injects_distributed_sampler
 from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.core.precision import PrecisionKeeper
@@ -634,6 +634,15 @@ class DDPLossStrategy(DDPStrategy):
         super().load_optimizer_state_dict(checkpoint)
 
     # ------------------------------------------------------------------ end
+
+    def on_train_end(self) -> None:
+        """Look at what the last step left on an accelerator. Communication: there one handshake."""
+        super().on_train_end()
+        if self._is_plain_ddp or inputs.on_host(torch.empty(0, device=self.root_device)):
+            return
+        with self._raise_on_all_ranks("the end of training"):
+            inputs.raise_late_labels()
+        handshake.all_gather("the end of training", {})
 
     def on_exception(self, exception: BaseException) -> None:
         """End the peers too, where one rank fails between two steps (a callback, an optimizer, Lightning itself)."""

@@ -57,6 +57,7 @@ class LossForwardPatch(ForwardPatch):
             self.rows += inputs.num_rows(args, kwargs)
         # 2. check the inputs; to look at values on an accelerator waits for it
         read = self._reading.next_call((args, kwargs))
+        self._reading.raise_late()
         inputs.check_inputs(
             self._inner,
             self._title,
@@ -68,6 +69,8 @@ class LossForwardPatch(ForwardPatch):
         )
         # 3. evaluate
         if self._global_loss is None:
+            if not read:
+                args, kwargs = inputs.clamp_labels(self._inner, self._title, args, kwargs, self._reading)
             return autograd_graph.run_full_precision(self.module, self.original, args, kwargs)
         self._in_global_loss = True
         try:

@@ -14,7 +14,7 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners, reducers
 from torch import Tensor, nn
 
-from lightning_ddp_losses import ClassShardedLoss
+from lightning_ddp_losses import ClassShardedLoss, InputError
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.losses import GlobalBatchLoss, check_separable, register_element_wise, register_row_separable
@@ -299,15 +299,36 @@ def labels_on_an_accelerator(divided: bool, bad_at: int) -> list[float]:
 
 @pytest.mark.parametrize("divided", [False, True])
 def test_labels_out_of_range_on_an_accelerator(pool: RankPool, divided: bool) -> None:
-    """An error on every rank at the first call; later, divided classes say NaN on every rank."""
+    """An error on every rank: at the first call at once, later at the next call, which names the one with the labels."""
     first, second = pool.errors(2, labels_on_an_accelerator, divided, 0)
     assert first.message == second.message
     assert "0 to 3 (num_classes=4), got 1 to 4" in first.message
-    if divided:
-        for one, two, three in pool.run(2, labels_on_an_accelerator, divided, 1):
-            assert one > 0
-            assert two != two
-            assert three > 0
+    first, second = pool.errors(2, labels_on_an_accelerator, divided, 1)
+    assert first.message == second.message
+    assert "labels of call 2" in first.message
+    assert "0 to 3 (num_classes=4), got 1 to 4" in first.message
+    for values in pool.run(2, labels_on_an_accelerator, divided, 2):
+        assert all(value > 0 for value in values)
+
+
+def labels_of_the_last_call(divided: bool) -> str:
+    plain = pml.ArcFaceLoss(num_classes=4, embedding_size=3)
+    loss = ClassShardedLoss(plain) if divided else GlobalBatchLoss(plain)
+    with mock.patch.object(inputs, "on_host", return_value=False):
+        for step in range(3):
+            loss(torch.randn(2, 3), torch.tensor([0, 3]) + (step == 2) * dist.get_rank())
+    try:
+        inputs.raise_late_labels()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_labels_of_the_last_call_are_read_at_the_end(pool: RankPool, divided: bool) -> None:
+    first, second = pool.run(2, labels_of_the_last_call, divided)
+    assert not first
+    assert "labels of call 3" in second
 
 
 class Noisy(pml.SupConLoss):

@@ -10,10 +10,12 @@ or 0 without a miner).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.losses.partial_sums import Number, number_of
 from lightning_ddp_losses.losses.pml_registry import Reduction
 from lightning_ddp_losses.losses.tiled.tiles import Tile
 
@@ -31,12 +33,12 @@ class LocalTotal:
         pairs: How many pairs there are.
     """
 
-    total: float
-    divisor: float | None
-    passed: float
-    elements: float
-    above_low: float
-    pairs: float
+    total: Number
+    divisor: Number | None
+    passed: Any
+    elements: Any
+    above_low: Any
+    pairs: Any
 
 
 def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> tuple[LocalTotal, Tensor]:
@@ -51,17 +53,18 @@ def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> 
         The total, and (B,) how much each row's loss counts in S_r.
     """
     counts, number = torch.ones_like(losses), float(losses.numel())
-    above = number
+    passed: Number = number
+    above: Number = number
     if reduction.selects:
         counts = reduction.passing(losses)
+        passed = number_of(counts.sum())
         if reduction.low is not None:
-            above = float((losses > reduction.low).sum())
-    passed = float(counts.sum())
+            above = number_of((losses > reduction.low).sum())
     if reduction.weights is not None:
         # class weights weigh the sum and leave the divisor alone, as PML does
         assert labels is not None
         counts = reduction.weights.to(losses)[labels]
-    total = float((losses * counts).sum(dtype=torch.float64))
+    total = number_of((losses * counts).sum(dtype=torch.float64))
     divisor = None if reduction.plain_sum else passed
     return LocalTotal(total, divisor, passed, number, above, number), counts
 
@@ -123,7 +126,8 @@ class PairSums:
             losses.mul_(tile.negative_counts)
         total = losses.sum(1)
         self._sum[rows] += total
-        if not bool(total.any()):
+        # on an accelerator a pass more is cheaper than to wait
+        if total.device.type == "cpu" and not bool(total.any()):
             return False
         # from losses to how often they count
         losses.sign_()
@@ -159,15 +163,15 @@ class PairSums:
         if reduction.per_anchor:
             number = self._all.clamp(min=1)
             anchors, counts = reduce_rows(reduction, self._sum / number, labels)
-            return replace(anchors, pairs=float(self._all.sum(dtype=torch.float64))), counts / number
+            return replace(anchors, pairs=number_of(self._all.sum(dtype=torch.float64))), counts / number
         counts = torch.ones_like(self._sum)
         if reduction.weights is not None and labels is not None:
             counts = reduction.weights.to(counts)[labels]
-        elements = float(self._all.sum(dtype=torch.float64))
+        elements = number_of(self._all.sum(dtype=torch.float64))
         passed = above = elements
         if self._by_pair:
-            passed = float(self._passed.sum(dtype=torch.float64))
-            above = float(self._above.sum(dtype=torch.float64))
-        total = float((self._sum * counts).sum(dtype=torch.float64))
+            passed = number_of(self._passed.sum(dtype=torch.float64))
+            above = number_of(self._above.sum(dtype=torch.float64))
+        total = number_of((self._sum * counts).sum(dtype=torch.float64))
         divisor = None if reduction.plain_sum else passed
         return LocalTotal(total, divisor, passed, elements, above, elements), counts

@@ -24,7 +24,11 @@ from lightning_ddp_losses.losses.gathered_call import PMLCall
 from lightning_ddp_losses.losses.partial_sums import (
     STATS_BYTES,
     ElementCounts,
+    GlobalStats,
+    Number,
     PartialStats,
+    as_dtype,
+    device_table,
     pack_stats,
     scale_factors,
     undivided,
@@ -32,6 +36,7 @@ from lightning_ddp_losses.losses.partial_sums import (
     value_with_grad,
 )
 from lightning_ddp_losses.losses.pml_registry import DISTANCES, Reduction, facts_of, pair_loss_of, reduction_of
+from lightning_ddp_losses.losses.tile_budget import tile_budget
 from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
 from lightning_ddp_losses.losses.tiled.tiles import (
@@ -46,10 +51,8 @@ from lightning_ddp_losses.losses.tiled.tiles import (
 
 _REFERENCES = (("ref_emb", "embeddings"), ("ref_labels", "labels"))
 
-# Few rows have few classes, hence few columns with positives; too few read the columns too often, and small tiles are all overhead. On a
-# GPU tiles must be large to be worth a launch.
-_HOST_ROWS, _HOST_BYTES = 64, 512 << 10
-_DEVICE_BYTES, _DEVICE_TILES = 256 << 20, 8
+# Few rows have few classes, hence few columns with positives; too few read the columns too often, and small tiles are all overhead.
+_FEWEST_ROWS, _HOST_BYTES = 64, 512 << 10
 _MOST_STATS = 3  # the largest k of any pair loss
 
 RingRows = Callable[[Tensor], Iterator[tuple[int, Tensor]]]
@@ -155,6 +158,7 @@ class TiledEvaluator:
         self._buffers: list[Tensor] = []
         self._kept_tile: Tile | None = None
         self._sub_loss_grads: list[Tensor] = []
+        self._global_pairs: tuple[int, int] | None = None  # positive, negative; None: not known yet
 
     def payload_capacity(self) -> int:
         """Computes bytes that any rank's payload fits in; the same on all ranks."""
@@ -166,12 +170,8 @@ class TiledEvaluator:
 
     # ------------------------------------------------------------------ there
 
-    def forward(self) -> bytes:
-        """Goes over the tiles.
-
-        Returns:
-            This rank's payload: its sub-losses, and if ``symmetric`` its rows' statistics.
-        """
+    def forward(self) -> None:
+        """Goes over the tiles; the other ranks then need what ``pack`` or ``device_stats`` returns."""
         loss, call, plan = self._loss, self._call, self._plan
         # this rank's rows as the distance compares them, with their graph
         embeddings = match_requires_grad(call.given["embeddings"], call.arguments["embeddings"].requires_grad)
@@ -186,28 +186,44 @@ class TiledEvaluator:
         self._sorted_rows = _sorted(self._rows.detach(), self._row_order)
         # sums over each row's entries
         backward_comes = torch.is_grad_enabled() and (self._rows.requires_grad or self._columns is not None)
-        totals, self._row_stats = self._accumulate_tiles(backward_comes=backward_comes)
+        self._totals, self._row_stats = self._accumulate_tiles(backward_comes=backward_comes)
         self._buffers.clear()  # no tile is alive between forward and backward
-        # what the other ranks need of them
-        packed = self._pack_totals(totals)
+
+    def pack(self) -> bytes:
+        """Packs what the other ranks need of this one: its sub-losses, and if ``symmetric`` its rows' statistics."""
+        packed = b"".join(pack_stats(stats) for stats in self._partial_stats())
         if self._symmetric:
             packed += self._row_stats.cpu().numpy().tobytes()
         return packed
 
-    def value(self, payloads: Sequence[bytes]) -> tuple[Tensor, float, list[list[PartialStats]]]:
-        """Computes what follows from all ranks' payloads.
-
-        Returns:
-            The loss with its graph, as a number, and each rank's sub-losses.
-        """
-        # the sub-losses of all ranks
+    def unpack(self, payloads: Sequence[bytes]) -> tuple[list[list[PartialStats]], Tensor | None]:
+        """Reads all ranks' payloads: their sub-losses, and if ``symmetric`` the statistics of all columns' rows."""
         size = len(self._plan.pair_loss.sub_losses) * STATS_BYTES
         table = unpack_partials([payload[:size] for payload in payloads])
+        if not self._symmetric:
+            return table, None
+        return table, self._unpack_stats([payload[size:] for payload in payloads])
+
+    def device_stats(self) -> tuple[Tensor, Tensor]:
+        """Makes what ``pack`` packs where it stays on the device: (s, 2) totals and divisors, (B, k) statistics."""
+        numbers = [(stats.total, stats.divisor) for stats in self._partial_stats()]
+        return device_table(numbers, self._row_stats), self._row_stats
+
+    def in_column_order(self, stats: Tensor) -> Tensor:
+        """Takes (G, k) statistics of all ranks' rows in the order of the columns."""
+        return _sorted(stats, self._column_order)
+
+    def value(self, table: GlobalStats, column_stats: Tensor | None) -> tuple[Tensor, Number]:
+        """Computes what follows from the numbers of all ranks.
+
+        Args:
+            table: Each rank's sub-losses.
+            column_stats: (G, k), if ``symmetric``.
+
+        Returns:
+            The loss with its graph, and as a number.
+        """
         value, factors = scale_factors(table)
-        # the statistics of all columns' rows
-        column_stats: Tensor | None = None
-        if self._symmetric:
-            column_stats = self._unpack_stats([payload[size:] for payload in payloads])
 
         def vjp(wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
             rows_wanted, columns_wanted = wanted
@@ -223,7 +239,7 @@ class TiledEvaluator:
                 return None, columns_grad
             return rows_grad, columns_grad
 
-        return value_with_grad(value, self._rows, self._columns, vjp=vjp), value, table
+        return value_with_grad(value, self._rows, self._columns, vjp=vjp), value
 
     @torch.no_grad()
     def _accumulate_tiles(self, *, backward_comes: bool) -> tuple[list[LocalTotal], Tensor]:
@@ -279,7 +295,7 @@ class TiledEvaluator:
 
     @torch.no_grad()
     def _backward_tiles(
-        self, column_stats: Tensor | None, factors: Sequence[float], columns_grad: Tensor | None
+        self, column_stats: Tensor | None, factors: Sequence[Number], columns_grad: Tensor | None
     ) -> Tensor:
         """Computes the gradient of the rows, (B, D).
 
@@ -293,7 +309,10 @@ class TiledEvaluator:
         if self._sub_loss_grads:
             # known since forward, but for the factors; transposed entries have the same gradient
             for sub_loss_grad, factor in zip(self._sub_loss_grads, factors, strict=True):
-                grad.add_(sub_loss_grad, alpha=2 * factor)
+                if isinstance(factor, Tensor):
+                    grad.addcmul_(sub_loss_grad, as_dtype(2 * factor, grad.dtype))
+                else:
+                    grad.add_(sub_loss_grad, alpha=2 * factor)
             return _unsorted(grad, self._row_order)
         pair_loss.prepare_backward(_sorted(self._row_stats, self._row_order), column_stats, factors)
         for block in self._blocks():
@@ -360,8 +379,15 @@ class TiledEvaluator:
         assert reference_labels is not None
         if "indices_tuple" not in call.arguments:
             kind = torch.promote_types(labels.dtype, reference_labels.dtype)
-            first = call.bound[0] if reference_labels is call.arguments["labels"] else None
-            return LabelPairs(labels.to(kind), reference_labels.to(kind), first)
+            all_labels, first = call.arguments["labels"], None
+            if reference_labels is all_labels:
+                first = call.bound[0]
+            label_pairs = LabelPairs(labels.to(kind), reference_labels.to(kind), first, all_labels.to(kind))
+            # the rows themselves match too
+            itself = len(all_labels) * (first is not None)
+            total = len(all_labels) * len(reference_labels)
+            self._global_pairs = label_pairs.matching - itself, total - label_pairs.matching
+            return label_pairs
         tuples = call.local_tuples()
         if len(tuples) == 3 and facts_of(self._loss).compares_triplets:
             return TripletTuples(tuples, labels.shape[0])
@@ -389,11 +415,9 @@ class TiledEvaluator:
             yield slice(start, min(start + size, total))
 
     def _rows_that_fit(self, block: Block) -> int:
-        row_bytes, total = self._distance.row_bytes(block.columns), self._sorted_rows.shape[0]
+        row_bytes = self._distance.row_bytes(block.columns)
         if self._tile_bytes is None:
-            if self._rows.device.type == "cpu":
-                return max(_HOST_ROWS, _HOST_BYTES // row_bytes)
-            return max(_HOST_ROWS, min(_DEVICE_BYTES // row_bytes, -(-total // _DEVICE_TILES)))
+            return max(_FEWEST_ROWS, tile_budget(self._rows.device, _HOST_BYTES) // row_bytes)
         size: int = self._tile_bytes // row_bytes
         if size == 0:
             raise InputError(
@@ -429,6 +453,7 @@ class TiledEvaluator:
             pairs.negative_counts(part),
             slice(positive_columns.start - start, positive_columns.stop - start),
             pairs.triplets(part),
+            pairs.most_positives(part),
         )
 
     def _buffer(self, index: int, shape: torch.Size) -> Tensor:
@@ -441,16 +466,18 @@ class TiledEvaluator:
 
     # ------------------------------------------------------------------ payloads
 
-    def _pack_totals(self, totals: Sequence[LocalTotal]) -> bytes:
-        stats = [PartialStats(0.0, 0.0, False, ElementCounts())] * len(totals)
-        if not self._is_zero_loss():
-            stats = [self._partial_stats(total) for total in totals]
-        return b"".join(pack_stats(partial) for partial in stats)
-
-    def _partial_stats(self, total: LocalTotal) -> PartialStats:
-        divisor = undivided(self._world) if total.divisor is None else total.divisor
-        counts = ElementCounts(total.elements, total.passed, total.above_low, total.pairs)
-        return PartialStats(total.total, divisor, False, counts)
+    def _partial_stats(self) -> list[PartialStats]:
+        """Lists this rank's sub-losses."""
+        if self._is_zero_loss():
+            return [PartialStats(0.0, 0.0, False, ElementCounts())] * len(self._totals)
+        found = []
+        for total in self._totals:
+            divisor = total.divisor
+            if divisor is None:
+                divisor = undivided(self._world)
+            counts = ElementCounts(total.elements, total.passed, total.above_low, total.pairs)
+            found.append(PartialStats(total.total, divisor, False, counts))
+        return found
 
     def _is_zero_loss(self) -> bool:
         """Tells whether PML returns a zero at once, for want of pairs; the same on all ranks."""
@@ -458,7 +485,7 @@ class TiledEvaluator:
             return False  # without triplets all totals are 0
         tuples = self._call.arguments.get("indices_tuple")
         if tuples is None:
-            positive, negative = self._call.global_pair_counts()
+            positive, negative = self._global_pairs or self._call.global_pair_counts()
         else:
             positive, negative = len(tuples[1]), len(tuples[-1])
         if self._plan.pair_loss.needs_both_kinds and not (positive and negative):
@@ -471,7 +498,7 @@ class TiledEvaluator:
         if not data:
             return own.new_empty((self._call.total_rows, own.shape[1]))
         stats = torch.frombuffer(data, dtype=own.dtype).view(-1, own.shape[1])
-        return _sorted(stats.to(own.device), self._column_order)
+        return self.in_column_order(stats.to(own.device))
 
 
 def _sorted(values: Tensor, order: Tensor | None) -> Tensor:

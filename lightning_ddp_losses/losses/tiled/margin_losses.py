@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.losses.partial_sums import Number
 from lightning_ddp_losses.losses.pml_registry import Reduction
 from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal, PairSums
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss, add_transposed
@@ -71,7 +72,7 @@ class Contrastive(PairLoss):
         stats = torch.stack([positive_counts, negative_counts], 1)
         return [positive_total, negative_total], stats[:, : self.width]
 
-    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[float]) -> None:
+    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]) -> None:
         self._factors, self._column_stats = factors, column_stats
         self._row_stats = row_stats
         if self._uniform:
@@ -103,7 +104,7 @@ class Contrastive(PairLoss):
         """Writes the losses of all pairs as negatives to ``out``; returns it."""
         if self.sign < 0:
             return torch.sub(matrix, self.loss.neg_margin, out=out).clamp_min_(0)
-        margin = torch.tensor(self.loss.neg_margin, dtype=matrix.dtype, device=matrix.device)
+        margin = matrix.new_full((), self.loss.neg_margin)
         return torch.sub(margin, matrix, out=out).clamp_min_(0)
 
 
@@ -148,7 +149,7 @@ class Triplets(PairLoss):
         self._counts = counts
         return [total], counts.unsqueeze(1)[:, :0]
 
-    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[float]) -> None:
+    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]) -> None:
         self._row_counts = self._counts * factors[0]
 
     def grad_(self, tile: Tile) -> None:
@@ -235,9 +236,12 @@ class Triplets(PairLoss):
 def _positives_by_row(tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
     """Makes (T, K) each: entries of the positives, their weights (0 where a row has fewer); (n,) places in there of the tile's list."""
     owners, rows = tile.positives.rows, tile.matrix.shape[0]
-    number = torch.bincount(owners, minlength=rows)
-    width = int(number.max()) if rows else 0
-    starts = number.cumsum(0) - number
+    width = tile.most_positives
+    if width is None:
+        number = torch.bincount(owners, minlength=rows)
+        width = int(number.max()) if rows else 0
+    # each row's begin where they are listed, in ascending order of rows
+    starts = torch.searchsorted(owners, torch.arange(rows, device=owners.device))
     places = owners * width + torch.arange(len(owners), device=owners.device) - starts[owners]
     entries, weights = tile.matrix.new_zeros(2, rows, width)
     entries.view(-1)[places] = tile.positive_entries()

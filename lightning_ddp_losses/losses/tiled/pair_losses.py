@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
+from lightning_ddp_losses.losses.partial_sums import Number
 from lightning_ddp_losses.losses.pml_registry import Reduction
 from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal, PairSums, reduce_rows
 from lightning_ddp_losses.losses.tiled.tiles import PairList, Tile
@@ -104,7 +105,7 @@ class PairLoss:
         """
         raise NotImplementedError
 
-    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[float]) -> None:
+    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]) -> None:
         """Takes in what ``grad_`` needs of all rows and columns.
 
         Args:
@@ -140,13 +141,13 @@ class SoftmaxPairLoss(PairLoss):
 
     width = 3
 
-    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[float]) -> None:
-        factor = row_stats.new_tensor(self._stat_factors(factors[0]))
+    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]) -> None:
+        factor = _in_one(self._stat_factors(factors[0]), row_stats)
         self._row_stats = row_stats * factor
         self._column_stats = None if column_stats is None else column_stats * factor
         self._softmax_grad = SoftmaxGrad(self._row_stats, self._column_stats)
 
-    def _stat_factors(self, factor: float) -> list[float]:
+    def _stat_factors(self, factor: Number) -> list[Number]:
         """Lists what each statistic is multiplied with: those that are weights, by the factor of the sum."""
         return [1.0, factor, factor]
 
@@ -299,12 +300,20 @@ class MultiSimilarity(SoftmaxPairLoss):
         self._softmax_grad.apply_(tile)
         tile.add_at_positives_(add_transposed(positive_grad, tile, self._row_stats, self._column_stats))
 
-    def _stat_factors(self, factor: float) -> list[float]:
+    def _stat_factors(self, factor: Number) -> list[Number]:
         return [1.0, factor / self.loss.beta, 1.0]
 
     def _exponents_(self, entries: Tensor) -> Tensor:
         """Overwrites entries of the matrix with ``alpha (base - s)``; returns them."""
         return entries.sub_(self._base).mul_(self._ratio)
+
+
+def _in_one(numbers: Sequence[Number], like: Tensor) -> Tensor:
+    """Makes one tensor of numbers; those of a device stay there."""
+    if like.device.type == "cpu":
+        return like.new_tensor(numbers)
+    parts = [n.to(like.dtype) if isinstance(n, Tensor) else like.new_full((), n) for n in numbers]
+    return torch.stack(parts)
 
 
 class SoftmaxGrad:
@@ -327,6 +336,9 @@ class SoftmaxGrad:
         self._column_lse, self._column_count = _without_silent_rows(column_lse, column_count), column_count
         # One exponential instead of two, exp(m - shift) (c_i exp(shift - l_i) + c_j exp(shift - l_j)), where the log-sum-exps lie close
         # enough for it. No entry is larger than the log-sum-exps of its row and of its column.
+        # (To know that an accelerator would have to be waited for.)
+        if lse.device.type != "cpu":
+            return
         extremes = torch.cat([lse, column_lse, self._row_lse.neg(), self._column_lse.neg()])
         if not extremes.numel():
             highest = lowest = 0.0

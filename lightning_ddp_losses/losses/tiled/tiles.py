@@ -52,6 +52,7 @@ class Tile(NamedTuple):
         negative_counts: (T, C) how often each entry counts as a negative; None: see above.
         positive_columns: The columns that may have positives, counted in the tile.
         triplets: (anchor, positive, negative) where a miner names them: anchors count the tile's rows; all else then means nothing.
+        most_positives: How many positives the row with the most has; None: not known on the host.
     """
 
     matrix: Tensor
@@ -62,6 +63,7 @@ class Tile(NamedTuple):
     negative_counts: Tensor | None
     positive_columns: slice
     triplets: tuple[Tensor, Tensor, Tensor] | None = None
+    most_positives: int | None = None
 
     def positive_entries(self) -> Tensor:
         """Copies the entries of the positives, (n,)."""
@@ -136,6 +138,10 @@ class Pairs(Protocol):
         """Lists (n,) each: row, counted from the first and ascending, and column of each positive, as often as it counts."""
         ...
 
+    def most_positives(self, rows: slice) -> int | None:
+        """Counts the positives of the row with the most; None: they would have to be looked at."""
+        ...
+
     def self_pairs(self, rows: slice) -> Tensor | None:
         """Lists (T,) the columns of the rows themselves, which are neither positives nor negatives; None: they are not there."""
         ...
@@ -157,11 +163,18 @@ class LabelPairs:
         column_labels: (C,).
         first: The column that is this rank's first row, where rows and columns are the same samples (a row is not its own positive);
             None where they are not.
+        all_labels: (G,) of all ranks' rows; None: ``matching`` is not wanted.
+
+    Attributes:
+        matching: How many of all ranks' rows and columns have the same label, each with itself too.
     """
 
-    def __init__(self, labels: Tensor, column_labels: Tensor, first: int | None) -> None:
+    def __init__(
+        self, labels: Tensor, column_labels: Tensor, first: int | None, all_labels: Tensor | None = None
+    ) -> None:
+        all_labels = labels[:0] if all_labels is None else all_labels
         if labels.dtype == torch.bool:  # which torch does not search
-            labels, column_labels = labels.byte(), column_labels.byte()
+            labels, column_labels, all_labels = labels.byte(), column_labels.byte(), all_labels.byte()
         # sorted by label, the positives of a row are the columns from the first to the last of its label
         labels, self.row_order = torch.sort(labels, stable=True)
         columns, self.column_order = torch.sort(column_labels, stable=True)
@@ -174,8 +187,11 @@ class LabelPairs:
             places[self.column_order] = torch.arange(len(places), device=places.device)
             self._own_columns = places[first : first + len(labels)][self.row_order]
         self._number = stops - self._starts - int(first is not None)
-        self._begin: list[int] = self._starts.tolist()
-        self._end: list[int] = stops.tolist()
+        matching = torch.searchsorted(columns, all_labels, right=True) - torch.searchsorted(columns, all_labels)
+        # the sizes of all lists to come: what the host has to know, in one transfer
+        on_host: list[int] = torch.cat([self._starts, stops, matching.sum().view(1)]).tolist()
+        self._begin, self._end = on_host[: len(labels)], on_host[len(labels) : -1]
+        self.matching = on_host[-1]
 
     def positive_columns(self, rows: slice) -> slice:
         return slice(self._begin[rows.start], self._end[rows.stop - 1])
@@ -190,6 +206,10 @@ class LabelPairs:
         if self._own_columns is not None:  # leave it out
             columns += columns >= self._own_columns[rows][owners]
         return owners, columns
+
+    def most_positives(self, rows: slice) -> int:
+        longest = max(end - begin for begin, end in zip(self._begin[rows], self._end[rows], strict=True))
+        return longest - (self._own_columns is not None)
 
     def self_pairs(self, rows: slice) -> Tensor | None:
         return None if self._own_columns is None else self._own_columns[rows]
@@ -236,6 +256,9 @@ class TuplePairs:
     def positives(self, rows: slice) -> tuple[Tensor, Tensor]:
         places = self._places_in(rows, 0)
         return places // self._columns, places % self._columns
+
+    def most_positives(self, rows: slice) -> None:
+        return None
 
     def self_pairs(self, rows: slice) -> None:
         return None
@@ -284,6 +307,9 @@ class TripletTuples:
 
     def positives(self, rows: slice) -> tuple[Tensor, Tensor]:
         return self._anchors[:0], self._anchors[:0]
+
+    def most_positives(self, rows: slice) -> None:
+        return None
 
     def self_pairs(self, rows: slice) -> None:
         return None

@@ -1,0 +1,16 @@
+"""How many bytes of intermediate results a loss keeps at a time where nobody says: what fits a core's cache, or what fills a GPU.
+
+On a CPU small pieces stay in the cache. On an accelerator a piece must be large to be worth its launches: with 256 MiB, 65,536 rows
+against as many columns are 64 tiles of float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+DEVICE_BYTES = 256 << 20
+
+
+def tile_budget(device: torch.device, host_bytes: int) -> int:
+    """Return the bytes for a device: ``host_bytes`` on the CPU, ``DEVICE_BYTES`` elsewhere."""
+    return host_bytes if device.type == "cpu" else DEVICE_BYTES
