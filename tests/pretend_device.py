@@ -164,6 +164,13 @@ class PretendTensor(torch.Tensor):
         # a list in an index becomes a tensor without the dispatcher
         return super().__getitem__(_uploaded_lists(index))
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self._host.untyped_storage()
+
+    def set_(self, storage: Any, *place: Any) -> Tensor:  # type: ignore[override]
+        # the size of a wrapper is fixed: another one takes its place
+        return PretendTensor(self._host.set_(storage, *place))
+
     def tolist(self) -> Any:
         _counts["wait tolist"] += 1
         return self._host.tolist()

@@ -6,6 +6,8 @@ The device is pretended (``pretend_device``) and needs a process of its own; one
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +77,24 @@ def test_numbers_of_the_cpu(results: Results, kind: str) -> None:
 def test_every_case_ran(results: Results) -> None:
     names = [*pretend_runs.LOSSES, *pretend_runs.MINERS, *pretend_runs.CLASS_SHARDED, *pretend_runs.metric_cases()]
     assert set(names) <= set(results)
+
+
+def test_two_ranks_on_the_device(tmp_path: Path) -> None:
+    """Collectives, losses, batch norm, a metric and the reduction of gradients, over gloo: the numbers of the CPU."""
+
+    def run(rank: int) -> str:
+        program = PROGRAM.format("from tests.pretend_ranks import main\nmain(int(sys.argv[1]), Path(sys.argv[2]))")
+        done = run_python("-c", program, str(rank), str(tmp_path), seconds=300)
+        return "" if done.returncode == 0 else done.stderr[-3000:]
+
+    with ThreadPoolExecutor(2) as threads:
+        errors = list(threads.map(run, range(2)))
+    assert errors == ["", ""]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        problems = [f"{name}: {off}" for name, off in found.items() if not isinstance(off, float) or not off < ROUNDED]
+        assert not problems, "\n".join(problems)
+        assert set(found) >= {"tiles, symmetric", "reduction", "batch norm"}
 
 
 def test_device_itself() -> None:

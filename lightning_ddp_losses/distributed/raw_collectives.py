@@ -4,6 +4,9 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ), ``G`` their sum. Each
 cheapest there: gloo's reduce-scatter moves as much as an all-reduce, its small gather is faster than its small all-reduce. gloo lacks an
 ``all_gather`` list of uneven tensors (it can return garbage on one rank while the other aborts) and reductions of int16 and uint64
 (torch 2.13; measured 2026): rows travel padded and as bytes, halves and small integers are added wide.
+
+gloo carries an accelerator's tensors in some collectives only. Where it is the group's backend (two ranks on one GPU, which NCCL refuses;
+a device that no backend knows), they travel through host memory (``is_staged``), as they would on the CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 
@@ -52,15 +56,30 @@ def travels_on_device(tensor: Tensor, group: Group) -> bool:
     """Say whether ranks gather this tensor without its host: not on the CPU, nor where gloo carries an accelerator's tensors."""
     if tensor.device.type == "cpu":
         return False
-    if process_groups.world_size(group) == 1:
-        return True
-    return dist.get_backend(group_for(tensor, group)) != dist.Backend.GLOO
+    return not is_staged(tensor, group)
+
+
+def is_staged(tensor: Tensor, group: Group) -> bool:
+    """Say whether this tensor travels through host memory: it is on an accelerator, and gloo carries it to other ranks."""
+    if tensor.device.type == "cpu" or process_groups.world_size(group) == 1:
+        return False
+    return dist.get_backend(group_for(tensor, group)) == dist.Backend.GLOO
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory, pinned where the device knows that."""
+    return HostCopy(tensor).read()
 
 
 def gather(everyone: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
     """Gather (n,) of each rank into ``everyone``, (W * n,) in rank order."""
     if group.size() == 1:
         everyone.copy_(own)
+        return
+    if own.device.type != "cpu" and dist.get_backend(group) == dist.Backend.GLOO:
+        gathered = torch.empty(everyone.shape, dtype=everyone.dtype)
+        gather(gathered, _on_host(own), group=group)
+        everyone.copy_(gathered)
         return
     work = _gather_into(everyone, own, group=group, async_op=True)
     if own.device.type == "cpu":
@@ -113,6 +132,9 @@ def start_mean(tensor: Tensor, *, group: Group = None) -> Callable[[], Tensor]:
     world_size = process_groups.world_size(group)
     if world_size == 1:
         return lambda: tensor
+    if is_staged(tensor, group):
+        finish = start_mean(_on_host(tensor), group=group)
+        return lambda: tensor.copy_(finish())
     internal_groups = process_groups.internal_groups(group)
     is_on_host = tensor.device.type == "cpu"
     carrier = internal_groups.gradients if is_on_host else internal_groups.device
@@ -161,9 +183,12 @@ def broadcast_(tensors: Sequence[Tensor], *, group: Group = None) -> None:
 
 def _broadcast_bytes_(tensors: list[Tensor], group: Group) -> None:
     packed = torch.cat([as_bytes(tensor) for tensor in tensors])
+    device = packed.device
+    if is_staged(packed, group):
+        packed = _on_host(packed)
     source = process_groups.internal_groups(group).ranks[0]
     dist.broadcast(packed, src=source, group=group_for(packed, group))
-    offset = 0
+    packed, offset = packed.to(device), 0
     for tensor in tensors:
         # a slice may start at any byte; a view of another dtype needs an aligned start
         received = packed[offset : offset + tensor.nbytes].clone()
@@ -200,6 +225,11 @@ def all_gather_slices_(everyone: Tensor, group: Group) -> None:
 
     Communication: one all-reduce; for few bytes on the CPU one gather.
     """
+    if is_staged(everyone, group):
+        on_host = _on_host(everyone)
+        all_gather_slices_(on_host, group)
+        everyone.copy_(on_host)
+        return
     words = everyone.view(torch.int64)
     carrier = group_for(everyone, group)
     is_on_host = everyone.device.type == "cpu"
@@ -225,6 +255,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def reduce_scatter_rows(tensor: Tensor, counts: list[int], group: Group) -> Tensor:
     """Return this rank's rows of the sum of (G, ...) over ranks, added in rank order and in at least float32."""
+    if is_staged(tensor, group):
+        return reduce_scatter_rows(_on_host(tensor), counts, group).to(tensor.device)
     rank = process_groups.rank(group)
     row_shape = tensor.shape[1:]
     wide = wide_dtype(tensor.dtype)
@@ -259,14 +291,19 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:
     """Give rank i the i-th part (1-D, one dtype); return what each rank gave, of these sizes. Communication: one exchange."""
     packed = torch.cat(list(parts)).contiguous()
+    device = packed.device
+    if is_staged(packed, group):
+        packed = _on_host(packed)
     received = packed.new_empty(sum(sizes))
     sent_sizes = [part.numel() for part in parts]
     dist.all_to_all_single(received, packed, list(sizes), sent_sizes, group=group_for(packed, group))
-    return list(torch.split(received, list(sizes)))
+    return list(torch.split(received.to(device), list(sizes)))
 
 
 def sum_over_ranks(tensor: Tensor, group: Group) -> Tensor:
     """Return the sum in the tensor's dtype, added in its ``wide_dtype``. Communication: one all-reduce."""
+    if is_staged(tensor, group):
+        return sum_over_ranks(_on_host(tensor), group).to(tensor.device)
     plain = tensor.detach().resolve_conj().resolve_neg()
     total = plain.to(wide_dtype(tensor.dtype), copy=True).contiguous()
     dist.all_reduce(total, group=group_for(total, group))
@@ -357,6 +394,7 @@ class Ring:
     def __init__(self, like: Tensor, group: Group) -> None:
         internal_groups = process_groups.internal_groups(group)
         ranks, rank = internal_groups.ranks, process_groups.rank(group)
+        self._is_staged = is_staged(like, group)
         self._carrier = group_for(like, group)
         internal_groups.warm_up(like.device)  # a rank without rows sends nothing
         self._next, self._previous = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
@@ -369,6 +407,9 @@ class Ring:
         Returns:
             A function that waits for both and returns what was received.
         """
+        device = tensor.device
+        if self._is_staged:
+            tensor = _on_host(tensor)
         received = tensor.new_empty((rows, *tensor.shape[1:]))
         messages = []
         if tensor.numel():
@@ -380,7 +421,7 @@ class Ring:
         def receive() -> Tensor:
             for work in works:
                 work.wait()
-            return received
+            return received.to(device)
 
         return receive
 
@@ -388,11 +429,15 @@ class Ring:
 def send(tensor: Tensor, to: int) -> None:
     """Send a tensor to one rank of the world, which calls ``receive``."""
     own = tensor.detach().contiguous()
+    if is_staged(own, None):
+        own = _on_host(own)
     dist.send(own, to, group=group_for(own, None))
 
 
 def receive(shape: Sequence[int], like: Tensor, source: int) -> Tensor:
     """Return the tensor of this shape that one rank of the world sends, in the dtype and on the device of ``like``."""
     out = like.new_empty(tuple(shape))
+    if is_staged(out, None):
+        out = torch.empty(tuple(shape), dtype=like.dtype)
     dist.recv(out, source, group=group_for(out, None))
-    return out
+    return out.to(like.device)

@@ -27,7 +27,12 @@ from torch import Tensor
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import all_gather_slices_, as_bytes, host_bytes
+from lightning_ddp_losses.distributed.raw_collectives import (
+    all_gather_slices_,
+    as_bytes,
+    host_bytes,
+    travels_on_device,
+)
 from lightning_ddp_losses.metrics.buffer_plan import BufferPlan, Entry, Region, pack_contents, plan_buffer
 from lightning_ddp_losses.metrics.state_mismatch import adapt_states
 from lightning_ddp_losses.metrics.travelling_state import Kind, State
@@ -89,6 +94,8 @@ def exchange_states(
     contents = pack_contents(kinds, tensors).encode()
     own_bytes = sum(tensor.nbytes for tensor in own)
     is_inline = _HEAD.size + len(contents) + len(weights) + own_bytes <= handshake.inline_capacity(group)
+    if own and travels_on_device(own[0], group):
+        is_inline = False  # to bring them to the host would wait for the device
     payload = _HEAD.pack(digest, is_inline, len(contents)) + contents + weights
     if is_inline:
         payload += _joined_bytes(own, device)

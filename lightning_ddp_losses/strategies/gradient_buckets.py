@@ -193,7 +193,7 @@ def launch_in_place(grad: Tensor, wire_dtype: torch.dtype | None) -> Callable[[]
 
     def finish() -> None:
         mean = wait()
-        if mean.data_ptr() != own.data_ptr():
+        if mean is not own and mean.data_ptr() != own.data_ptr():
             own.copy_(mean)
 
     return finish
