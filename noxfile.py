@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
@@ -14,10 +16,10 @@ nox.options.reuse_venv = "yes"
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 
-def install(session: nox.Session, *groups: str, extras: str = "") -> None:
-    """Install the project and dependency groups under the constraints of pyproject.toml."""
+def install(session: nox.Session, *groups: str, extras: str = "", further: Sequence[str] = ()) -> None:
+    """Install the project and dependency groups under the constraints of pyproject.toml, and further ones."""
     constraints = Path(session.create_tmp()) / "constraints.txt"
-    pins = PROJECT["tool"]["lightning-ddp-losses"]["constraints"]
+    pins = [*PROJECT["tool"]["lightning-ddp-losses"]["constraints"], *further]
     constraints.write_text("\n".join(pins) + "\n")
     # torch first and alone: a resolver that sees an open range may download a build with gigabytes of CUDA
     session.install("-c", str(constraints), *(pin for pin in pins if pin.startswith("torch==")))
@@ -57,6 +59,22 @@ def faults(session: nox.Session) -> None:
     """Run the slow tests: processes that die, come back, or never come."""
     install(session, "test", extras="[demo]")
     session.run("python", "-m", "pytest", "tests/faults", *session.posargs)
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """Run the tests with the oldest releases that are promised; torch stays as it is (several GB for each other)."""
+    lower = [re.sub(r"\[.*\]", "", d).split(",")[0].replace(">=", "==") for d in PROJECT["project"]["dependencies"]]
+    install(session, "test", extras="[demo]", further=[pin for pin in lower if not pin.startswith("torch==")])
+    session.run("python", "-m", *PYTEST, *session.posargs)
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """Run the tests with the newest releases of everything, torch too: several GB, which CI does not load."""
+    dependencies = nox.project.dependency_groups(PROJECT, "test")
+    session.install("--upgrade", "-e", ".[demo]", *dependencies)
+    session.run("python", "-m", *PYTEST, *session.posargs)
 
 
 @nox.session
