@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import textwrap
 import warnings
 from itertools import chain
 from pathlib import Path
@@ -24,14 +25,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_ddp_losses import DDPLossStrategy
+from lightning_ddp_losses import DDPLossStrategy, samplers
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.samplers.global_batch import draw_of
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
-from tests.processes import ROOT
 from tests.rank_pool import RankPool
 from tests.samplers.test_global_batch import together
 from tests.strategies.test_resuming import AFTER, BATCHES, EPOCHS, ROWS, G, Kill, Killed, Line, X, rows
@@ -232,9 +232,8 @@ def test_what_cannot_be_sampled_is_refused_by_name(pool: RankPool, name: str) ->
 
 
 def recipe(devices: int, load: str | None, folder: str) -> list[list[int]]:
-    """The README's function, on the ranks that there are; the first run is killed after 3 batches."""
-    section = (ROOT / "README.md").read_text().split("**Resume on another number of GPUs.**")[1]
-    code = section.split("```python\n")[1].split("train(devices=8)")[0]
+    """The documentation's function, on the ranks that there are; the first run is killed after 3 batches."""
+    code = textwrap.dedent((samplers.__doc__ or "").split("::\n\n")[1].split("    train(devices=8)")[0])
     module = Line(devices)
     kill = [] if load else [Kill(AFTER, 3, f"{folder}/last.ckpt")]
     given: dict[str, Any] = {
@@ -252,7 +251,7 @@ def recipe(devices: int, load: str | None, folder: str) -> list[list[int]]:
     return module.seen
 
 
-def test_the_recipe_of_the_readme(pool: RankPool, tmp_path: Path) -> None:
+def test_the_recipe_of_the_documentation(pool: RankPool, tmp_path: Path) -> None:
     first = pool.run(2, recipe, 2, None, str(tmp_path))
     second = pool.run(1, recipe, 1, str(tmp_path / "last.ckpt"), str(tmp_path))
     batches = [*together([[seen] for seen in first])[0], *second[0]]
