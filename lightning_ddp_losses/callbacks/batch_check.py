@@ -29,6 +29,7 @@ from lightning_ddp_losses.callbacks.loss_observations import (
     local_contrastive_losses,
     pml_gather,
 )
+from lightning_ddp_losses.callbacks.resumed_rows import ResumedRows
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.strategies import uneven_ends
@@ -94,7 +95,7 @@ class BatchEpochRow(NamedTuple):
 class BatchCheck(LocalCheck, default=True):
     """The data of each rank: different rows, equal numbers of batches, batches that belong together, positive pairs.
 
-    Covers F18, F28, F29, F31, F33, F36, F54, F62, F67-F72.
+    Covers F18, F28, F29, F31, F33, F36, F54, F62, F67-F72, F83.
 
     Batches on the host are looked at in every step (up to 64 rows, of wide ones 32 numbers); those on an accelerator in the first 16
     of an epoch and in every 50th. A finding needs evidence: batches are *the same* after two of them with 8 different rows
@@ -103,7 +104,7 @@ class BatchCheck(LocalCheck, default=True):
     Args:
         **options: As ``RankCheck``.
 
-    Communication: 64 bytes in the handshake before backward; at the start of an epoch and at the end 0.7 KiB.
+    Communication: 64 bytes in the handshake before backward; at the start of an epoch, at the end and for each checkpoint 0.7 KiB.
     """
 
     stages = (
@@ -111,15 +112,18 @@ class BatchCheck(LocalCheck, default=True):
         CheckStage.EPOCH_START,
         CheckStage.BEFORE_BACKWARD,
         CheckStage.VALIDATION_START,
+        CheckStage.SAVE,
+        CheckStage.LOAD,
         CheckStage.TRAIN_END,
     )
     needs_peers = False
-    faults = ("F18", "F28", "F29", "F31", "F33", "F36", "F54", "F62", "F67", "F68", "F69", "F70", "F71", "F72")
+    faults = ("F18", "F28", "F29", "F31", "F33", "F36", "F54", "F62", "F67", "F68", "F69", "F70", "F71", "F72", "F83")
 
     def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self._pairs: PositivePairs | None = None
         self._norm_handles: list[Any] = []
+        self._resumed = ResumedRows()  # a checkpoint is loaded before training starts
         self._forget()
 
     def _forget(self) -> None:
@@ -158,10 +162,12 @@ class BatchCheck(LocalCheck, default=True):
             self._pairs.remove()
         for handle in self._norm_handles:
             handle.remove()
+        self._resumed = ResumedRows()
 
     def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Read the batch."""
         self._batch_idx = batch_idx
+        self._resumed.see_batch(trainer.current_epoch, batch_idx)
         self._batches.see(batch, batch_idx)
 
     @property
@@ -179,6 +185,11 @@ class BatchCheck(LocalCheck, default=True):
         if stage == CheckStage.VALIDATION_START:
             _find_repeated_rows(self.local, trainer)
             return [*self.local.row()]
+        if stage == CheckStage.LOAD:
+            self._resumed.load(self.runner.checkpoint or {})
+            return [*self.local.row()]
+        if stage == CheckStage.SAVE:
+            return [*self.local.row(), *self._batches.sketch()]
         if stage == CheckStage.BEFORE_BACKWARD:
             step_row = self._step_row(trainer)
             return [*self.local.row(), *step_row]
@@ -273,13 +284,19 @@ class BatchCheck(LocalCheck, default=True):
         """Compare the ranks' data."""
         local_size = len(LocalRow._fields)
         found = self.local.judge([LocalRow(*row[:local_size]) for row in table])
-        if stage in (CheckStage.TRAIN_START, CheckStage.VALIDATION_START):
+        if stage in (CheckStage.TRAIN_START, CheckStage.VALIDATION_START, CheckStage.LOAD):
             return found
         rest = [row[local_size:] for row in table]
         if stage == CheckStage.BEFORE_BACKWARD:
             return found + self._judge_step([BatchStepRow(*row) for row in rest], trainer)
+        if stage == CheckStage.SAVE:
+            checkpoint = self.runner.checkpoint
+            if checkpoint is not None:
+                self._resumed.save_(checkpoint, self._batches.epoch, self._batch_idx + 1, rest)
+            return found
         epochs = [BatchEpochRow.unpack(row) for row in rest]
         found += find_overlap([row.sketch for row in epochs])
+        found += self._resumed.judge([row.sketch for row in epochs], self._batch_idx + 1)
         self._imbalance = label_imbalance([row.labels for row in epochs])
         if stage == CheckStage.EPOCH_START:
             found += _judge_sizes(epochs, trainer, module)

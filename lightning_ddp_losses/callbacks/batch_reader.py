@@ -53,6 +53,7 @@ class BatchReader:
         distinct: Different rows in it.
         first: Of each epoch, the content of its first batch.
         counts: Labels of this epoch by bucket, of the first rows of each batch.
+        epoch: The epoch of the latest batch; -1 before the first.
         seen: Rows read in this epoch.
         total_rows: Rows of the fit.
         number: Batches of the fit.
@@ -63,7 +64,7 @@ class BatchReader:
         self._last: tuple[int, int] | None = None
         self.rows = self.samples = self.content = self.distinct = self.total_rows = self.number = 0
         self.first: dict[int, int] = {}
-        self._epoch = -1
+        self.epoch = -1
         self._start_epoch()
 
     def _start_epoch(self) -> None:
@@ -78,8 +79,8 @@ class BatchReader:
         if self._last == (epoch, index):
             return
         self._last = (epoch, index)
-        if epoch != self._epoch:
-            self._epoch = epoch
+        if epoch != self.epoch:
+            self.epoch = epoch
             self._start_epoch()
         # rows are those of the first tensor
         tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]

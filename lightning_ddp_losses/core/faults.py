@@ -1120,6 +1120,16 @@ FAULTS: dict[str, Fault] = {
         'self.log("val_loss", loss, sync_dist=True, batch_size=len(rows))',
         'self.mean_loss.update(loss, len(rows))  # torchmetrics.MeanMetric\nself.log("val_loss", self.mean_loss)',
     ),
+    "F83": Fault(
+        "warning",
+        "resumed",
+        "a resumed epoch that repeats rows",
+        "After a resume in the middle of an epoch the training loss drops at once, and other runs differ.",
+        "Lightning restores the number of batches and the sampler begins its epoch again: first rows come twice, and the last ones never.",
+        "`BatchCheck`, at the end of an epoch that was resumed in its middle, where batches come back as they were.",
+        "Take `GlobalBatchSampler`, or `DDPLossStrategy(use_global_sampler=True)`, which resume at their place.",
+        ("Lightning-AI/pytorch-lightning#19764", "Lightning-AI/pytorch-lightning#18780"),
+    ),
     # ------------------------------------------------------------------ without a number: what has several causes, or is no fault
     "SYNC": Fault(
         "error",

@@ -39,8 +39,8 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
     (``limit_predict_batches``), those that are there, in ascending order.
 
     After ``trainer.predict`` it takes what that returned. In ``on_validation_epoch_end`` and ``on_test_epoch_end`` it takes one entry for
-    each batch that the step has seen, for loaders whose order is known: those that do not shuffle, ``DistributedSampler``, and
-    ``GlobalBatchSampler``.
+    each batch that the step has seen, for loaders whose order is known: those that do not shuffle, ``DistributedSampler``,
+    ``GlobalBatchSampler``, and all that ``DDPLossStrategy(evaluation="exact")`` deals.
 
     Args:
         trainer: The one that made the predictions; it knows which rows they are of.

@@ -408,6 +408,11 @@ class DDPLossStrategy(DDPStrategy):
         """What the micro-batches of a window make: the ``"mean"`` of their losses, or the loss of the whole ``"window"``."""
         return self._accumulation
 
+    @property
+    def evaluation(self) -> str:
+        """How rows are dealt in validation, test and prediction: ``"exact"`` or ``"padded"``."""
+        return self._evaluation.mode
+
     def _micro_batch(self) -> AbstractContextManager[None]:
         """Return what a training step runs in: the next micro-batch of an accumulation window, where there are windows."""
         if self._windows is None or not self._module.automatic_optimization:

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
+import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
@@ -258,6 +260,8 @@ def several(kind: str) -> dict[str, list[list[int]]]:
     loaders: Any = DataLoader(rows(13), batch_size=2, sampler=SubsetRandomSampler(range(0, 13, 2)))
     if kind == "combined":
         loaders = CombinedLoader({"first": DataLoader(rows(13), batch_size=2), "other": loaders}, "min_size")
+    if kind == "no batches":
+        loaders = DataLoader([[torch.arange(k, k + 2), ROWS[k : k + 2]] for k in range(0, 10, 2)], batch_size=None)
     if kind == "half":
         loaders = DataLoader(rows(24), batch_size=2)
     torch.manual_seed(dist.get_rank())  # each rank would shuffle in its own way
@@ -269,6 +273,7 @@ def test_subsets_combined_loaders_and_limits(pool: RankPool) -> None:
     assert sorted(together(pool.run(2, several, "subset"), "val 0")) == list(range(0, 13, 2))
     assert together(pool.run(2, several, "combined"), "val 0") == list(range(8))
     assert together(pool.run(2, several, "half"), "val 0") == list(range(12))
+    assert together(pool.run(2, several, "no batches"), "val 0") == list(range(10))
 
 
 # ---------------------------------------------------------------------- refused
@@ -316,6 +321,20 @@ def test_loaders_that_differ_between_ranks(pool: RankPool) -> None:
     for error in pool.errors(2, validate_own_number):
         assert "rows=5" in error.message
         assert "rows=6" in error.message
+
+
+def test_a_config_names_the_option() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(DDPLossStrategy, "strategy")
+
+    def parsed(value: str) -> Any:
+        text = f"class_path: lightning_ddp_losses.DDPLossStrategy\ninit_args:\n  evaluation: {value}\n"
+        return parser.instantiate_classes(parser.parse_object({"strategy": yaml.safe_load(text)})).strategy
+
+    assert parsed("padded").evaluation == "padded"
+    assert parsed("exact").evaluation == "exact"
+    with pytest.raises(Exception, match="evaluation"):
+        parsed("once")
 
 
 def test_an_option_that_is_none() -> None:

@@ -1,0 +1,124 @@
+"""A run that is resumed in an epoch and repeats its rows is found; one that goes on at its place, or repeats rows on purpose, is silent."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
+
+from lightning_ddp_losses import BatchCheck, DDPChecks
+from lightning_ddp_losses.samplers import GlobalBatchSampler
+from tests.lightning_ranks import make_trainer
+from tests.rank_pool import RankPool
+
+pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+
+ROWS, G = 120, 6  # 20 batches of all ranks
+DATA = TensorDataset(torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(7)))
+
+
+class Line(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(Callback):
+    """Saves after so many batches, and ends the run."""
+
+    def __init__(self, batches: int, path: str) -> None:
+        self.batches, self.path = batches, path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.batches:
+            trainer.save_checkpoint(self.path)
+            raise Killed
+
+
+def local_batch() -> int:
+    return G // dist.get_world_size()
+
+
+def drawn_with_replacement() -> DataLoader:
+    torch.manual_seed(dist.get_rank() + torch.initial_seed())
+    return DataLoader(DATA, batch_size=local_batch(), sampler=RandomSampler(DATA, replacement=True, num_samples=60))
+
+
+LOADERS: dict[str, Callable[[], DataLoader]] = {
+    "in order": lambda: DataLoader(DATA, batch_size=local_batch(), sampler=DistributedSampler(DATA, shuffle=False)),
+    "shuffled": lambda: DataLoader(DATA, batch_size=local_batch(), sampler=DistributedSampler(DATA)),
+    "ours": lambda: DataLoader(DATA, batch_sampler=GlobalBatchSampler.batches(RandomSampler(DATA), G, seed=3)),
+    "ours in order": lambda: DataLoader(
+        DATA, batch_sampler=GlobalBatchSampler.batches(SequentialSampler(DATA), G, seed=3)
+    ),
+    "replacement": drawn_with_replacement,
+}
+
+
+def leg(strategy: str, name: str, kill: int | None, save: str, load: str | None, window: int = 1) -> list[str]:
+    """Train until it is killed, or for two epochs; returns what the check found."""
+    checks = DDPChecks(checks=[BatchCheck()], action="log", summary=False, file=False)
+    callbacks = [checks] if kill is None else [checks, Kill(kill, save)]
+    trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=2, accumulate_grad_batches=window)
+    with contextlib.suppress(Killed):
+        trainer.fit(Line(), LOADERS[name](), ckpt_path=load)
+    return [finding.what for finding in checks.findings if finding.fault == "F83"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "batches", "sick"),
+    [
+        ("ddp", "in order", 8, True),
+        ("ddp", "shuffled", 13, True),
+        ("ddp_losses", "in order", 28, True),  # in the second epoch
+        ("ddp", "in order", 20, False),  # at the end of an epoch
+        ("ddp_losses", "ours", 8, False),
+        ("ddp", "replacement", 8, False),
+    ],
+)
+def test_rows_that_come_twice_after_a_resume(
+    pool: RankPool, tmp_path: Path, strategy: str, name: str, batches: int, sick: bool
+) -> None:
+    path = str(tmp_path / "killed.ckpt")
+    assert pool.run(2, leg, strategy, name, batches, path, None) == [[], []]
+    for found in pool.run(2, leg, strategy, name, None, "", path):
+        assert bool(found) == sick
+        if sick:
+            share = min(1.0, batches % 20 / (20 - batches % 20))
+            assert abs(float(found[0].split("%")[0].split()[-1]) / 100 - share) < 0.1, found
+            assert f"at batch {batches % 20} of epoch {batches // 20}" in found[0]
+
+
+def test_a_window_that_is_done_again_and_a_second_resume_by_other_ranks(pool: RankPool, tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{number}.ckpt") for number in range(2)]
+    # 11 batches, of which 8 have stepped; then 4 more; then the rest
+    assert pool.run(2, leg, "ddp_losses", "ours in order", 11, paths[0], None, 4) == [[], []]
+    assert pool.run(3, leg, "ddp_losses", "ours in order", 14, paths[1], paths[0], 4) == [[], [], []]
+    assert pool.run(1, leg, "ddp_losses", "ours in order", None, "", paths[1], 4) == [[]]
+
+
+def test_rows_of_both_runs_before_a_second_resume_count(pool: RankPool, tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{number}.ckpt") for number in range(2)]
+    # the second run goes on at its place, the third does not: its rows are those of the first
+    pool.run(2, leg, "ddp_losses", "ours in order", 8, paths[0], None)
+    pool.run(2, leg, "ddp_losses", "ours in order", 13, paths[1], paths[0])
+    for found in pool.run(2, leg, "ddp", "in order", None, "", paths[1]):
+        assert "about 100% of the rows after the resume, at batch 13 of epoch 0" in found[0]
