@@ -329,7 +329,7 @@ def test_a_config_names_the_option() -> None:
 
     def parsed(value: str) -> Any:
         text = f"class_path: lightning_ddp_losses.DDPLossStrategy\ninit_args:\n  evaluation: {value}\n"
-        return parser.instantiate_classes(parser.parse_object({"strategy": yaml.safe_load(text)})).strategy
+        return parser.instantiate(parser.parse_object({"strategy": yaml.safe_load(text)})).strategy
 
     assert parsed("padded").evaluation == "padded"
     assert parsed("exact").evaluation == "exact"
