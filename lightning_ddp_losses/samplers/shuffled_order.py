@@ -25,7 +25,8 @@ from lightning_ddp_losses.samplers.epoch_place import EpochPlace, batches_behind
 from lightning_ddp_losses.samplers.seeded_draw import GlobalDraw, share
 
 _ROUNDS = 8  # even, so that both halves come back to their places
-_PIECE = 1 << 14  # about so many numbers are computed at once
+_TABLE_BITS = 16  # halves of up to 2**32 rows: tables of 4 MiB in all at most
+_PIECE = 1 << 16  # about so many numbers are computed at once
 _EPOCH_BITS = 29  # of a key; the seed has 32, and each round a number of its own
 _WORD = (1 << 64) - 1
 
@@ -36,6 +37,8 @@ class ShuffledOrder(Sampler[int]):
     Args:
         length: n.
     """
+
+    _tables: tuple[int, list[Tensor]] | None = None  # of the key that was asked for last
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -60,23 +63,44 @@ class ShuffledOrder(Sampler[int]):
         Returns:
             int64, of the shape of ``positions``.
         """
-        keys = [_signed(_mixed_word(key * _ROUNDS + number)) for number in range(_ROUNDS)]
-        numbers = self._permuted(positions, keys)
+        rounds = self._rounds(key)
+        numbers = self._permuted(positions, rounds)
         # what is no row goes on until it is one
         outside = (numbers >= self.length).nonzero()[:, 0]
         while len(outside):
-            again = self._permuted(numbers[outside], keys)
+            again = self._permuted(numbers[outside], rounds)
             numbers[outside] = again
             outside = outside[again >= self.length]
         return numbers
 
-    def _permuted(self, numbers: Tensor, keys: list[int]) -> Tensor:
+    def _rounds(self, key: int) -> list[Tensor]:
+        """Return what each round adds: a table of all halves, or, where there are too many of them, a key to compute it by."""
+        if self._tables is not None and self._tables[0] == key:
+            return self._tables[1]
+        rounds = [torch.tensor(_signed(_mixed_word(key * _ROUNDS + number))) for number in range(_ROUNDS)]
+        if self._right_bits <= _TABLE_BITS:
+            # the halves swap places, and with them their sizes: the other one is what is hashed
+            bits = [self._right_bits, self._left_bits]
+            rounds = [
+                (_mix_bits(torch.arange(1 << bits[number % 2]) ^ own) & ((1 << bits[1 - number % 2]) - 1)).int()
+                for number, own in enumerate(rounds)
+            ]
+        self._tables = (key, rounds)
+        return rounds
+
+    def _permuted(self, numbers: Tensor, rounds: list[Tensor]) -> Tensor:
         """Return numbers of the network's bits as other such numbers, each from exactly one."""
         left_bits, right_bits = self._left_bits, self._right_bits
         left, right = numbers >> right_bits, numbers & ((1 << right_bits) - 1)
-        for key in keys:
+        if rounds[0].dim() > 0:
+            # halves are small: half the memory is twice as fast
+            left, right = left.int(), right.int()
+            for table in rounds:
+                left, right = right, table.index_select(0, right).bitwise_xor_(left)
+            return (left.long() << right_bits).bitwise_or_(right)
+        for own in rounds:
             # the halves swap places, and with them their sizes
-            left, right = right, (left ^ _mix_bits(right ^ key)) & ((1 << left_bits) - 1)
+            left, right = right, (left ^ _mix_bits(right ^ own)) & ((1 << left_bits) - 1)
             left_bits, right_bits = right_bits, left_bits
         return (left << right_bits) | right
 
@@ -160,14 +184,20 @@ class OwnBatches(Sequence[list[int]]):
 
     def _compute(self, first: int) -> None:
         """Compute the batches from one on, all their rows in one call."""
-        G, parts = self._global_batch_size, []
-        for number in range(first, min(first + self._together, self._count)):
-            batch = range(number * G, min((number + 1) * G, self._rows))
-            own = batch[share(len(batch), self._world_size, self._rank)]
-            parts.append(torch.arange(own.start, own.stop))
-        numbers = self._order.at(torch.cat(parts), self._key)
+        G, W, rank = self._global_batch_size, self._world_size, self._rank
+        last = min(first + self._together, self._count)
+        # 1. full batches are all cut at the same places
+        full = min(last, self._rows // G) - first
+        own = range(G)[share(G, W, rank)]
+        starts = torch.arange(first * G, (first + full) * G, G)
+        positions = (starts[:, None] + torch.arange(own.start, own.stop)).flatten()
         self._first = first
-        self._computed = [part.tolist() for part in torch.split(numbers, [len(part) for part in parts])]
+        self._computed = self._order.at(positions, self._key).view(full, len(own)).tolist()
+        # 2. the last one may be shorter
+        if last - first > full:
+            batch = range((first + full) * G, self._rows)
+            own = batch[share(len(batch), W, rank)]
+            self._computed.append(self._order.at(torch.arange(own.start, own.stop), self._key).tolist())
 
 
 class ShuffledDraw(GlobalDraw):

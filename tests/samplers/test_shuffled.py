@@ -16,6 +16,12 @@ from tests.counting import CountCollectives
 from tests.rank_pool import RankPool
 from tests.samplers.test_global_batch import together
 
+ORDERS = [
+    [6, 5, 9, 0, 2, 4, 8, 7, 3, 1],
+    [492, 207, 58, 742, 218, 152],
+    [24162, 32938, 46432, 58061, 34206, 3127],
+]
+
 
 def order(length: int, key: int) -> list[int]:
     return ShuffledOrder(length).at(torch.arange(length), key).tolist()
@@ -26,6 +32,15 @@ def test_every_length_is_permuted(lengths: Any) -> None:
     for length in lengths:
         for key in (0, 1, 2**61 - 1):
             assert sorted(order(length, key)) == list(range(length))
+
+
+def test_orders_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint names a place in an order: a release that draws another one resumes elsewhere, without a word."""
+    first = [order(10, 3), order(1000, 2**61 - 1)[:6], order(70_000, 12 << 29 | 1)[:6]]
+    assert first == ORDERS
+    # tables and what they are computed by are the same
+    monkeypatch.setattr("lightning_ddp_losses.samplers.shuffled_order._TABLE_BITS", 0)
+    assert [order(10, 3), order(1000, 2**61 - 1)[:6], order(70_000, 12 << 29 | 1)[:6]] == first
 
 
 def test_it_is_shuffled() -> None:
@@ -52,7 +67,7 @@ def test_a_place_in_the_middle_of_100_million_rows_costs_the_rows_asked_for() ->
     key = sampler.sampler._offer() << 29 | 3
     assert first == ShuffledOrder(100_000_000).at(torch.arange(60_000_000, 60_000_004), key).tolist()
     # nothing but the rows of one piece is held
-    assert len(sampler.sampler._kept[2]._computed) * 4 <= 1 << 14
+    assert len(sampler.sampler._kept[2]._computed) * 4 <= 1 << 16
 
 
 def leg(batches: int, state: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any], int]:
@@ -81,6 +96,14 @@ def test_any_number_of_ranks_goes_on(pool: RankPool) -> None:
         state = replies[0][1]
         assert {count for _, _, count in replies} == {int(world_size > 1)}
     assert joined == expected[0]
+
+
+def test_every_place_is_one_to_go_on_from() -> None:
+    whole = list(GlobalBatchSampler.shuffled(53, 12, seed=9))
+    for place in range(len(whole)):
+        sampler: Any = GlobalBatchSampler.shuffled(53, 12, seed=9)
+        sampler.load_state_dict(sampler.state_dict() | {"rows": 12 * place})
+        assert list(sampler) == whole[place:]
 
 
 def other_seed() -> None:
