@@ -19,6 +19,9 @@ To resume on another number of GPUs, keep the global batch; ``batch_size`` is th
     train(devices=4, ckpt_path="last.ckpt")  # goes on with the batch that would have come
 
 With a sampler of one's own, the loader gets ``batch_sampler=GlobalBatchSampler.batches(sampler, 256)``; the option leaves it alone.
+Under ``DDPLossStrategy`` checkpoints also hold every rank's random numbers (torch, numpy, Python, device): on as many ranks dropout goes
+on with the masks that would have come; on another number they are drawn anew from the run's seed, the step and the rank, and the log says
+so. What workers draw is not restored inside an epoch, nor are the numbers of an accumulation window's first micro-batches.
 """
 
 from lightning_ddp_losses.samplers.global_batch import GlobalBatchSampler

@@ -59,7 +59,8 @@ class GlobalBatchSampler(DistributedSampler[Any]):
 
     A run that is resumed under ``DDPLossStrategy`` goes on with the global batch that would have come, also in the middle of an epoch, with
     workers, and on another number of ranks (also ``devices=1``) with the same global batch; inside an accumulation window with its first
-    micro-batch. Random numbers of training (dropout, augmentation) are not restored.
+    micro-batch. Random numbers of training (dropout) go on too, on as many ranks; those of workers (augmentation) do
+    not in the middle of an epoch.
 
     Communication: two handshakes per epoch, when the first batch is asked for. All ranks iterate together, or none.
 

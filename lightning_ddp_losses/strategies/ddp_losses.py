@@ -43,6 +43,7 @@ from lightning_ddp_losses.strategies.launcher import WholeStateLauncher
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
+from lightning_ddp_losses.strategies.random_states import RandomStates
 from lightning_ddp_losses.strategies.sampler_places import SamplerPlaces
 from lightning_ddp_losses.strategies.sharded_ddp import ShardedDDP
 from lightning_ddp_losses.strategies.uneven_ends import UnevenEnds, refuse_uneven
@@ -176,6 +177,7 @@ class DDPLossStrategy(DDPStrategy):
         self._windows: LightningWindows | None = None
         self._ends: UnevenEnds | None = None
         self._places = SamplerPlaces()
+        self._random_states = RandomStates()
         self.closure_loss: Tensor | None = None  # while its backward runs: what an attached check may look at
 
     @classmethod
@@ -334,10 +336,11 @@ class DDPLossStrategy(DDPStrategy):
         return super().process_dataloader(dataloader)
 
     def on_train_start(self) -> None:
-        """Make sure that all samplers stand where the checkpoint says."""
+        """Make sure that all samplers stand where the checkpoint says, and random numbers go on."""
         super().on_train_start()
         with self._raise_on_all_ranks("on_train_start"):
             self._places.start(self._module.trainer)
+            self._random_states.restore(self._module.trainer, self.root_device)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Forget what was resumed from: the first batch is there."""
@@ -607,12 +610,14 @@ class DDPLossStrategy(DDPStrategy):
         return self._sharding.optimizer_state(self._module, optimizer, self.optimizers, state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a file, or a folder of shards, with the places of global samplers."""
+        """Write a file, or a folder of shards, with the places of global samplers and the random states of all ranks."""
         write = super().save_checkpoint
         if self._is_plain_ddp:
             write(checkpoint, filepath, storage_options)
             return
-        checkpoint = self._places.with_places(self._module.trainer, checkpoint)
+        trainer = self._module.trainer
+        checkpoint = self._places.with_places(trainer, checkpoint)
+        checkpoint = self._random_states.with_states(trainer, checkpoint, filepath, self.root_device)
         self._sharding.save(self._module, checkpoint, filepath, lambda rest, path: write(rest, path, storage_options))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -621,7 +626,10 @@ class DDPLossStrategy(DDPStrategy):
         checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
         self._sharding.compare_wholes(checkpoint)
         trainer = attached_trainer(self._module)
-        return checkpoint if self._is_plain_ddp or trainer is None else self._places.loaded(trainer, checkpoint)
+        if self._is_plain_ddp or trainer is None:
+            return checkpoint
+        self._random_states.loaded(trainer, checkpoint)
+        return self._places.loaded(trainer, checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of what is sharded, and no adopted losses where none are registered."""
