@@ -32,7 +32,7 @@ from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.accumulation import AccumulationWindow
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies import ddp_setup
+from lightning_ddp_losses.strategies import ddp_setup, same_setup
 from lightning_ddp_losses.strategies.adoption import Adoption
 from lightning_ddp_losses.strategies.advice import Advice
 from lightning_ddp_losses.strategies.call_check import CallCheck
@@ -137,6 +137,8 @@ class DDPLossStrategy(DDPStrategy):
         uneven: Literal["error", "stop"] = "error",
         **ddp_kwargs: Any,
     ) -> None:
+        given = {**locals(), **ddp_setup.without_defaults(ddp_kwargs)}
+        self._options = same_setup.options_of(given)
         super().__init__(**ddp_kwargs)
         self._ddp_kwargs = ddp_setup.without_defaults(self._ddp_kwargs)
         ddp_setup.refuse_unknown_options(type(self), self._ddp_kwargs)
@@ -269,7 +271,9 @@ class DDPLossStrategy(DDPStrategy):
             super().configure_ddp()
             return
         module = self._module
-        ddp_setup.compare_names(module)
+        precision, trainer = self.precision_plugin.precision, attached_trainer(module)
+        facts = same_setup.facts_of(self._losses, self._options, precision=precision, trainer=trainer)
+        ddp_setup.compare_names(module, facts)
         plan = ddp_setup.plan(module, self._losses)
         if plan.reduced:  # else DDP would refuse the module
             with ddp_setup.ignoring(module, plan.ignored):

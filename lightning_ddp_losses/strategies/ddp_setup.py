@@ -37,6 +37,7 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, raw_collectives, rendezvous
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError, format_error
+from lightning_ddp_losses.strategies import same_setup
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
 
 _FIRST_BUCKET_BYTES = 1 << 20  # DDP's own (torch 2.13)
@@ -209,8 +210,12 @@ def broadcast_buffers(module: nn.Module, losses: Iterable[FoundLoss], ddp_kwargs
 # ---------------------------------------------------------------------- equal names
 
 
-def compare_names(module: nn.Module) -> None:
-    """Compare names, shapes, dtypes and order of parameters and buffers between ranks.
+def compare_names(module: nn.Module, facts: Mapping[str, str]) -> None:
+    """Compare what must be the same on every rank: names, shapes, dtypes and order of parameters and buffers, and what else is given.
+
+    Args:
+        module: That is trained.
+        facts: Of releases and options (``same_setup``).
 
     Raises:
         RankMismatchError: on every rank, with the first names that differ.
@@ -219,7 +224,9 @@ def compare_names(module: nn.Module) -> None:
     """
     own = [_describe_tensor(name, tensor) for name, tensor in named_tensors(module)]
     digest = hashlib.sha256("\n".join(own).encode()).digest()
-    if len(set(handshake.all_gather("names", {}, digest))) == 1:
+    received = handshake.all_gather("set-up", facts, digest + same_setup.pack_notes())
+    same_setup.note_differences([payload[len(digest) :] for payload in received])
+    if len({payload[: len(digest)] for payload in received}) == 1:
         return
     # swap all names, and show the first that differ
     payloads = handshake.all_gather("all names", {}, json.dumps(own).encode())
