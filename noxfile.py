@@ -116,6 +116,33 @@ def bench(session: nox.Session) -> None:
     session.run("python", "-m", "benchmarks", *session.posargs)
 
 
+# where public names lie (below a package that lists its names pdoc looks no further), and the pages that belong to no name
+PLACES = (
+    *(
+        "",
+        ".collectives",
+        ".sharding",
+        ".errors",
+        ".losses",
+        ".metrics",
+        ".layers",
+        ".samplers",
+        ".strategies",
+        ".callbacks",
+    ),
+    *(".audit", ".cli", ".cli.pages.faults", ".cli.pages.recipes"),
+)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the manual as HTML, with a search: site/index.html."""
+    install(session, "docs", extras="[demo]")
+    modules = [f"lightning_ddp_losses{place}" for place in PLACES]
+    session.run("pdoc", "--docformat", "google", "--no-show-source", "-o", "site", *modules, *session.posargs)
+    session.log("The manual is site/index.html.")
+
+
 @nox.session
 def build(session: nox.Session) -> None:
     """Build the wheel and the source distribution."""

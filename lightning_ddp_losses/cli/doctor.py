@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import logging
 import os
 import platform
 import socket
@@ -67,9 +68,13 @@ def run_doctor(arguments: Sequence[str], console: Console | None = None) -> int:
         prog="ddp-losses doctor", description="Versions, and two ranks against one process."
     )
     parser.parse_args(arguments)
+    variables = [
+        f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ
+    ]  # before our ranks set theirs
+    environment = Entry("environment", " ".join(variables) or "nothing that ranks read")
     # the ranks first: what looks at a GPU may come after a fork only
-    entries = [two_ranks_entry()]
-    entries = [*version_entries(), *machine_entries(), *entries]
+    ranks = two_ranks_entry()
+    entries = [*version_entries(), *machine_entries(), environment, ranks]
     table = Table(show_header=False)
     for entry in entries:
         table.add_row(entry.what, entry.value, style="red" if entry.is_fault else "")
@@ -119,17 +124,16 @@ def _version(distribution: str) -> str:
 
 
 def machine_entries() -> list[Entry]:
-    """Return devices, backends, how this host is called on the network, and variables that ranks read."""
+    """Return devices, backends, how this host is called on the network, and the names of our strategies."""
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
-    entries = [
+    strategies = [name for name in StrategyRegistry if name.startswith("ddp_losses") and "find" not in name]
+    return [
         Entry("processor", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"),
         Entry("accelerators", ", ".join(_accelerators()) or "none"),
         Entry("backends", ", ".join(backends) or "none", is_fault=not backends),
         Entry("network", _network()),
-        Entry("strategies", ", ".join(sorted(name for name in StrategyRegistry if name.startswith("ddp_losses")))),
+        Entry("strategies", ", ".join(sorted(strategies))),
     ]
-    variables = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
-    return [*entries, Entry("environment", " ".join(variables) or "nothing that ranks read")]
 
 
 def _accelerators() -> list[str]:
@@ -171,6 +175,9 @@ def two_ranks_entry() -> Entry:
 def run_two_ranks() -> TwoRanks:
     """Start two processes under gloo and compare a loss over all rows with one process, in float64."""
     start = time.monotonic()
+    logging.getLogger("lightning.fabric.utilities.rank_zero").setLevel(
+        logging.WARNING
+    )  # who has started, and what devices there are
     strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", timeout=_TIMEOUT)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     error = fabric.launch(_largest_error)

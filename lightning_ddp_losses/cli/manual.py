@@ -72,6 +72,27 @@ def fault_table() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def all_faults() -> str:
+    """Return one page with the table and every fault, for the HTML manual."""
+    table = _one_deeper(fault_table()).removeprefix("#")
+    parts = [re.sub(r"^\| ([A-Z]\w+) \|", r"| [\1](#\1) |", table, flags=re.MULTILINE)]
+    # each with an anchor of its own, to which the table leads
+    for fault in FAULTS:
+        parts += [f'<a id="{fault}"></a>', _one_deeper(fault_page(fault))]
+    return "\n\n".join(parts)
+
+
+def _one_deeper(page: str) -> str:
+    """Return a page whose headings are a level deeper, outside of code."""
+    lines = []
+    in_code = False
+    for line in page.splitlines():
+        in_code ^= line.startswith("```")
+        is_heading = line.startswith("#") and not in_code
+        lines.append(f"#{line}" if is_heading else line)
+    return "\n".join(lines)
+
+
 def sentence(text: str) -> str:
     """Begin with a capital letter and end with a full stop."""
     return text[:1].upper() + text[1:].rstrip(".") + "."
@@ -110,6 +131,11 @@ def recipe_list() -> str:
     ]
     rows = [f"| `{name}` | {title_of(text)} |" for name, text in recipes().items()]
     return "\n\n".join([*lines, "\n".join(["| name | coming from |", "|---|---|", *rows])]) + "\n"
+
+
+def all_recipes() -> str:
+    """Return one page with the list and every recipe, for the HTML manual."""
+    return "\n\n".join([recipe_list(), *(_one_deeper(text) for text in recipes().values())])
 
 
 # ---------------------------------------------------------------------- names

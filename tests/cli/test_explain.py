@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from io import StringIO
 from pathlib import Path
@@ -16,7 +17,9 @@ from lightning_ddp_losses.callbacks import Finding
 from lightning_ddp_losses.callbacks.causes import Cause
 from lightning_ddp_losses.cli import main, manual
 from lightning_ddp_losses.cli.explain import find_page, run_explain
+from lightning_ddp_losses.cli.pages import faults, recipes
 from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
+from tests.processes import ROOT, run_python
 
 
 def shown(*arguments: str, width: int = 80, status: int = 0) -> str:
@@ -150,3 +153,41 @@ def test_diagnoses_end_with_the_command_that_explains_them(tmp_path: Path) -> No
     assert lines[-1] == "Do: Look."
     report.to_html(tmp_path / "report.html")
     assert (tmp_path / "report.html").read_text().count("ddp-losses explain F24") == 1
+
+
+# ---------------------------------------------------------------------- the HTML manual
+
+
+def test_one_page_has_every_fault_and_the_table_leads_to_it() -> None:
+    text = faults.__doc__
+    assert text is not None
+    linked, anchors = re.findall(r"^\| \[\w+\]\(#(\w+)\)", text, re.MULTILINE), re.findall(r'<a id="(\w+)"></a>', text)
+    assert sorted(linked) == sorted(anchors) == sorted(FAULTS)
+    headings = re.findall(r"^## (\w+): ", text, re.MULTILINE)
+    assert headings == list(FAULTS)
+
+
+def test_one_page_has_every_recipe() -> None:
+    text = recipes.__doc__
+    assert text is not None
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [manual.title_of(page) for page in manual.recipes().values()]
+    # a comment in code is no heading
+    assert "\n#SBATCH --nodes=2" in text
+
+
+def test_the_html_manual_has_every_place_of_a_public_name() -> None:
+    code = (ROOT / "noxfile.py").read_text()
+    places = re.findall(r'"(\.[\w.]+|)"', code.partition("PLACES = (")[2].partition("\n)")[0])
+    assert {f"lightning_ddp_losses{place}" for place in places} == {*manual.PLACES, faults.__name__, recipes.__name__}
+    assert lightning_ddp_losses.__doc__ is not None
+    assert all(f"``lightning_ddp_losses{place}``" in lightning_ddp_losses.__doc__ for place in places if place)
+
+
+def test_importing_the_package_brings_little_that_lightning_does_not() -> None:
+    """Time is not compared here; with bytecode at hand it is 1.04 of `import lightning.pytorch`."""
+    code = "import sys, lightning.pytorch; before = set(sys.modules); import lightning_ddp_losses; print(*set(sys.modules) - before)"
+    brought = run_python("-c", code).stdout.split()
+    packages = {name.partition(".")[0] for name in brought} - set(sys.stdlib_module_names)
+    assert packages <= {"lightning_ddp_losses", "pytorch_metric_learning", "torch", "torchmetrics", "xxhash"}
+    # what a command needs alone
+    assert not [name for name in brought if name.startswith("lightning_ddp_losses.cli")]
