@@ -493,8 +493,8 @@ def _traced_error(
     """Compare one call on all ranks with that in one process; 0 where the two cannot be compared."""
     if not file or not all(files) or any(each.name != call.name for each in column):
         return 0.0
-    ours = torch.cat([torch.load(each) for each in files]) / divisor
-    theirs = torch.load(file)
+    ours = torch.cat([torch.load(each, weights_only=True) for each in files]) / divisor
+    theirs = torch.load(file, weights_only=True)
     if ours.shape != theirs.shape:
         return 0.0  # not rows: a loss has one value on each rank
     return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-300))

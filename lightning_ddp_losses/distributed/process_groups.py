@@ -9,6 +9,9 @@ the reductions after backward launch from the user's thread, each after a handsh
 place. Backward launches from autograd's thread of the device, one for DDP's buckets, which leave in their fixed order, and for ours,
 which leave in the order of the graph; both orders follow from the forward that the ranks have agreed on.
 
+Each of our four gloo groups keeps a connection to every other rank: 4 (W - 1) open files per rank beside the world's own, 252 at W = 64
+and 4,092 at W = 1024, where ``ulimit -n`` must allow for that.
+
 Measured (torch 2.13, 2026): ``new_group`` does not inherit the world's time-out; a group made by its members alone is named by how
 many groups each of them knows, so members of parts that overlap may never meet; gloo's threads can abort an interpreter that ends
 before they do.

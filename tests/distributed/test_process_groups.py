@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,6 +128,28 @@ def test_a_peer_that_never_comes_is_an_error_within_the_time_out(pool: RankPool)
 
 def reset_timeout() -> None:
     process_groups.set_timeout(None)
+
+
+def connections_of_ours() -> int:
+    """How many sockets of this process our groups have opened."""
+
+    def sockets() -> int:
+        opened = Path("/proc/self/fd").iterdir()
+        return sum(link.is_symlink() and os.readlink(link).startswith("socket:") for link in opened)
+
+    dist.barrier()  # the world has its own
+    before = sockets()
+    process_groups.internal_groups()
+    all_gather_with_grad(torch.ones(1))
+    dist.barrier()
+    return sockets() - before
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_our_groups_keep_four_connections_to_each_peer(pool: RankPool, world_size: int) -> None:
+    counts = pool.run(world_size, connections_of_ours, fresh=True)
+    # and each group a socket at which it listens
+    assert max(counts) <= 4 * (world_size - 1) + 4, counts
 
 
 # ---------------------------------------------------------------------- a world of NCCL, as far as arguments can say
