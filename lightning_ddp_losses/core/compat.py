@@ -331,6 +331,11 @@ def training_source(loop: Any) -> Any:
     return loop._data_source
 
 
+def prefetched_batches(loop: Any) -> int:
+    """Return how many batches a fit has fetched ahead of the one that it trains on; its fetcher has no public name."""
+    return len(getattr(loop._data_fetcher, "batches", ()))
+
+
 def mode_iterator(combined: Any) -> Any:
     """Return what combines the loaders of a combined loader; no public method puts anything between the two."""
     return combined._iterator

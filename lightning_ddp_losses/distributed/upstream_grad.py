@@ -23,6 +23,13 @@ from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 
+_GLOBAL = "lightning_ddp_losses: global value"  # a key of a graph node's metadata
+
+
+def is_global_value(node: Any) -> bool:
+    """Say whether a graph node made a value over the rows of all ranks."""
+    return _GLOBAL in node.metadata
+
 
 class _PendingValue:
     """A value over all ranks that may still be back-propagated; lives as long as the value's graph."""
@@ -82,8 +89,12 @@ class UpstreamGradWatch:
             pending = _PendingValue()
             _pending_values.add(pending)
         if value.is_leaf:  # a parameter, on which a hook would stay
-            return _Note.apply(value, self, pending)  # type: ignore[no-any-return, no-untyped-call]
-        value.register_hook(partial(self.note, pending=pending))  # type: ignore[no-untyped-call]
+            value = _Note.apply(value, self, pending)  # type: ignore[no-untyped-call]
+        else:
+            value.register_hook(partial(self.note, pending=pending))  # type: ignore[no-untyped-call]
+        if everywhere:
+            notes: Any = value.grad_fn.metadata  # type: ignore[union-attr]
+            notes[_GLOBAL] = True
         return value
 
     def take(self) -> str:

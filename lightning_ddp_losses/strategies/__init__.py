@@ -7,7 +7,7 @@
 * ``ddp_setup``: DDP's options, who reduces what, equal names, data loaders, batch norm.
 * ``loss_forward``: what surrounds each call of a loss.
 * ``call_check``: the handshake in each backward. ``loss_reducer``, ``gradient_buckets``: the mean of the losses' gradients after it.
-* ``uneven_ends``: training epochs that end on every rank at the same batch.
+* ``uneven_ends``: training epochs that end on every rank at the same batch. ``empty_batches``: what a rank that ran out goes on with.
 * ``windows``: accumulation windows as Lightning's loops go.
 * ``sharded_ddp``: weights of which each rank holds its own classes, their norms and overflows (``sharded_parameters``) and checkpoints
   (``shard_files``; ``shard_folder`` for a file per rank, ``shard_records`` for what loading compares).

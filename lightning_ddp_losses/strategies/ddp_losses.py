@@ -87,7 +87,9 @@ class DDPLossStrategy(DDPStrategy):
             sets are left alone. ``"padded"``: Lightning's way, in which some rows count twice.
         uneven: What happens where ranks have different numbers of training batches. ``"error"``: the same error on every rank, before the
             first batch where lengths are known, else one batch before a rank runs out. ``"stop"``: an epoch ends on every rank with the
-            first that runs out; rank 0 says once what is left out.
+            first that runs out; rank 0 says once what is left out. ``"join"``: ranks that ran out go on with batches of 0 rows until all
+            are done, which is exact where every loss is over the rows of all ranks; any other loss, and plain batch norm, is an
+            error on every rank at the first empty batch, before its gradient is reduced.
         **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
             ``ddp_comm_hook`` (PowerSGD, fp16, bf16, ...) works on the model's DDP only: gradients of losses, of class shards, and those
             that global losses and metrics exchange in backward do not pass through it and stay exact. To halve the bytes of the losses'
@@ -134,7 +136,7 @@ class DDPLossStrategy(DDPStrategy):
         accumulation: Literal["mean", "window"] = "mean",
         use_global_sampler: bool = False,
         evaluation: Literal["exact", "padded"] = "exact",
-        uneven: Literal["error", "stop"] = "error",
+        uneven: Literal["error", "join", "stop"] = "error",
         **ddp_kwargs: Any,
     ) -> None:
         given = {**locals(), **ddp_setup.without_defaults(ddp_kwargs)}
@@ -390,6 +392,8 @@ class DDPLossStrategy(DDPStrategy):
             with self._raise_on_all_ranks("training_step"):
                 if self._wrapped_model is None and self.sync_gradients:  # what DDP's forward does
                     ddp_setup.broadcast_buffers(self._module, self._losses, self._ddp_kwargs)
+                if self._ends is not None:
+                    self._ends.before_step()
                 with self._micro_batch():
                     return super().training_step(*args, **kwargs)
         finally:
@@ -492,6 +496,8 @@ class DDPLossStrategy(DDPStrategy):
         (Lightning 2.6 calls those hooks in the precision plugin's ``post_backward``, before the strategy's.)
         """
         plugin, module = self.precision_plugin, self._module
+        if self._ends is not None:
+            self._ends.before_backward(closure_loss)
         if self._windows is not None:
             divided_by = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
             closure_loss = self._windows.before_backward(closure_loss, divided_by)
@@ -706,7 +712,8 @@ class DDPLossStrategy(DDPStrategy):
         try:
             yield
         except Exception as error:
-            if where == "training_step" and not self._check_calls:
+            meet_in_backward = self._check_calls or (self._ends is not None and self._ends.lacks_rows)
+            if where == "training_step" and not meet_in_backward:
                 handshake.notify_subgroups(error, where)
                 raise  # the world opens no handshake in which it could be told
             handshake.raise_in_all_groups(error, where)

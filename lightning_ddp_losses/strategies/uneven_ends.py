@@ -11,7 +11,8 @@ derives from them is so too.
 | unknown | each fetch says whether there was a batch; Lightning fetches one ahead | one handshake per fetch |
 
 Legend: ``W`` ranks. A *stream* is what one loader gives to one rank in one epoch; with ``uneven="error"`` it is what all loaders together
-give, as they are not to be changed.
+give, as they are not to be changed. A rank *lacks rows* in a step for which its stream has none left: with ``uneven="join"`` it gets an
+empty batch (``empty_batches``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import pickle
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,19 +29,22 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.strategies import empty_batches
 
 WHAT = "training batches of this epoch"
 EXPECTED = "the same number on every rank, else the others wait for ever"
 FIX = (
     "Give ranks equal parts of the data (drop_last=True, a DistributedSampler), set limit_train_batches or max_steps, or let "
-    "DDPLossStrategy(uneven='stop') stop with the first rank that runs out."
+    "DDPLossStrategy(uneven='stop') stop with the first rank that runs out, or uneven='join' go on to the last."
 )
-MODES = ("error", "stop")
+MODES = ("error", "join", "stop")
 N = TypeVar("N", int, float)
+_REMEMBERED = 8  # batches: more than Lightning fetches ahead
 _FETCH = "fetching a training batch"
 
 
@@ -49,7 +55,7 @@ def refuse_uneven(uneven: object, *, is_plain_ddp: bool) -> None:
         ConfigurationError: naming the option.
     """
     if uneven not in MODES:
-        raise ConfigurationError("uneven", expected="'error' or 'stop'", got=repr(uneven))
+        raise ConfigurationError("uneven", expected="'error', 'join' or 'stop'", got=repr(uneven))
     if is_plain_ddp and uneven != "error":
         raise ConfigurationError(
             f"uneven={uneven!r}", expected="losses that are looked after", got="losses=[], which is plain ddp"
@@ -71,6 +77,9 @@ class UnevenEnds:
         trainer: That fits; its training loaders will be replaced by ones with common ends, in a world of several ranks.
         mode: One of ``MODES``.
 
+    Attributes:
+        lacks_rows: Whether some rank has no rows in this step; then all ranks meet before its backward.
+
     Raises:
         ConfigurationError: for ``training_step(dataloader_iter)``, which fetches by itself.
     """
@@ -79,6 +88,7 @@ class UnevenEnds:
         self.mode = mode
         self._trainer = trainer
         self._said = False
+        self.lacks_rows = False
         self._refuse_own_fetching()
         self._source: Any = None
         if process_groups.world_size() > 1:
@@ -100,6 +110,33 @@ class UnevenEnds:
                 fix="Take the batch as an argument, or use strategy='ddp'.",
             )
 
+    # ------------------------------------------------------------------ the step
+
+    def before_step(self) -> None:
+        """Refuse, where some rank lacks rows in this step, layers that would need some; before each ``training_step``.
+
+        Raises:
+            InputError: naming them.
+        """
+        self.lacks_rows = False
+        if self.mode == "join" and self._source is not None:
+            loop = self._trainer.fit_loop
+            loader: _CommonEnds = compat.combined_loader(loop)
+            self.lacks_rows = loader.lacks_rows[-1 - compat.prefetched_batches(loop)]
+        if self.lacks_rows:
+            empty_batches.refuse_plain_norms(self._trainer.lightning_module)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Refuse, where some rank lacks rows in this step, to back-propagate what is not over the rows of all ranks.
+
+        Raises:
+            InputError: on every rank.
+
+        Communication: one handshake in such a step.
+        """
+        if self.lacks_rows:
+            empty_batches.refuse_local_losses(loss, self._trainer.lightning_module)
+
     # ------------------------------------------------------------------ the loader
 
     def _request_loader(self) -> Any:
@@ -111,11 +148,7 @@ class UnevenEnds:
         handshake.all_gather_between_steps(
             "train_dataloader", {}
         )  # Lightning waits here, for a rank that may have failed
-        # a copy: the user's own keeps its loaders, and its class says nothing of ours
-        loader = copy.copy(given) if isinstance(given, CombinedLoader) else CombinedLoader(given, "max_size_cycle")
-        kind = type(loader)
-        loader.__class__ = type(kind.__name__, (_CommonEnds, kind), {"ends": self})
-        return loader
+        return with_common_ends(given, self)
 
     def compare_loaders(self, loaders: Sequence[Any]) -> None:
         """Refuse loaders of which only some ranks know the length, or only some have batches, before Lightning sums lengths over ranks.
@@ -211,6 +244,15 @@ class UnevenEnds:
             )
 
 
+def with_common_ends(given: Any, ends: UnevenEnds) -> CombinedLoader:
+    """Return what a user gives for training as a combined loader with common ends."""
+    # a copy: the user's own keeps its loaders, and its class says nothing of ours
+    loader = copy.copy(given) if isinstance(given, CombinedLoader) else CombinedLoader(given, "max_size_cycle")
+    kind = type(loader)
+    loader.__class__ = type(kind.__name__, (_CommonEnds, kind), {"ends": ends})
+    return loader
+
+
 class _EpochSizes(NamedTuple):
     """What one rank says of its loaders when it makes an iterator.
 
@@ -231,11 +273,17 @@ class _EpochSizes(NamedTuple):
 
 
 class _CommonEnds(CombinedLoader):
-    """A combined loader that ends on every rank at the same batch; the class of a fit's own is made of this one and the user's."""
+    """A combined loader that ends on every rank at the same batch; the class of a fit's own is made of this one and the user's.
+
+    Attributes:
+        lacks_rows: Of the latest batches, whether some rank lacks rows.
+    """
 
     ends: UnevenEnds
+    lacks_rows: deque[bool]
     _common_length: int | None = None
-    _stream: _Stream | None = None
+    _together: _Stream | None = None
+    _streams: Sequence[_Stream] = ()
 
     @property
     def flattened(self) -> list[Any]:
@@ -269,12 +317,17 @@ class _CommonEnds(CombinedLoader):
         return self
 
     def __next__(self) -> Any:
-        if self._stream is None:
-            return super().__next__()
-        return next(self._stream)
+        if self._together is not None:
+            return next(self._together)
+        for stream in self._streams:
+            stream.lacks_rows = False
+        batch = super().__next__()
+        self.lacks_rows.append(any(stream.lacks_rows for stream in self._streams))
+        return batch
 
     def _own_sizes(self) -> _EpochSizes:
         self._common_length = None
+        self.lacks_rows = deque(maxlen=_REMEMBERED)
         lengths = [sized_len(loader) for loader in self.flattened]
         limits = self.limits or [math.inf] * len(lengths)
         return _EpochSizes(lengths, list(limits), sized_len(self))
@@ -287,7 +340,7 @@ class _CommonEnds(CombinedLoader):
             self.ends.refuse_lengths(lengths)
             self._common_length = min(lengths)  # the fit ends before
         names = ", ".join(sorted({type(loader).__name__ for loader in self.flattened}))
-        self._stream = _Stream(self.ends, f"training loader ({names})", lengths).over(super().__next__)
+        self._together = _Stream(self.ends, f"training loader ({names})", lengths).over(super().__next__)
 
     def _agree(self, sizes: Sequence[_EpochSizes]) -> None:
         """Let each loader be a stream that ends where the others' do; Lightning's modes combine those."""
@@ -303,7 +356,7 @@ class _CommonEnds(CombinedLoader):
             streams.append(
                 _Stream(self.ends, f"training loader ({type(loader).__name__})", known, loader, is_alone=is_alone)
             )
-        iterator.iterables = streams
+        self._streams = iterator.iterables = streams
         iterator.iterators = [
             stream.over(own.__next__) for stream, own in zip(streams, iterator.iterators, strict=False)
         ]
@@ -321,6 +374,9 @@ class _Stream:
         lengths: Of each rank; None where unknown.
         loader: What is iterated anew where a shorter loader begins again; None: nothing.
         is_alone: Whether no other stream belongs to the same batches.
+
+    Attributes:
+        lacks_rows: Whether some rank has none in the latest batch.
     """
 
     def __init__(
@@ -338,6 +394,8 @@ class _Stream:
         self._fetched = 0
         self._trained: int | None = None  # batches before the first of this iterator; None until it is fetched
         self._has_ended = False  # on this rank
+        self._empty: Any = None  # a batch of 0 rows, or why there cannot be one
+        self._has_empty = self._is_shared = self.lacks_rows = False
 
     def over(self, fetch: Callable[[], Any]) -> _Stream:
         """Begin an epoch with what returns this rank's next batch, or raises StopIteration."""
@@ -372,6 +430,11 @@ class _Stream:
         if place >= len(self):
             raise StopIteration
         own = lengths[process_groups.rank()]
+        self.lacks_rows = place >= min(lengths)
+        # at the first fetch of a rank that has none: nothing it could go on with
+        must_share = self.lacks_rows and self._fetched == 0 and not self._is_shared
+        if place >= own:
+            return self._share_structure(None) if must_share else self._empty_batch()
         has_batch, batch = self._own_batch()
         if not has_batch:
             error = InputError(
@@ -381,19 +444,62 @@ class _Stream:
                 fix="Let len() say what comes: of an iterable data set, the rows of this rank and this worker.",
             )
             handshake.raise_in_all_groups(error, _FETCH)
+        if place + 1 == own < len(self):
+            self._keep_structure(batch)
+        if must_share:
+            self._share_structure(batch)
         return batch
 
     def _next_by_exchange(self) -> Any:
         """Return a batch where every rank has one; each says so. Communication: one handshake."""
         has_batch, batch = self._own_batch()
-        payloads = handshake.all_gather_between_steps(_FETCH, {}, bytes([has_batch]))
+        is_joining = self._ends.mode == "join"
+        if has_batch and is_joining:
+            self._keep_structure(batch)  # now: the step may change the batch
+        payloads = handshake.all_gather_between_steps(_FETCH, {}, bytes([has_batch, self._has_empty]))
         flags = [bool(payload[0]) for payload in payloads]
         if all(flags):
             return batch
         if not any(flags):
             raise StopIteration
-        self._ends.end_early(flags, self._fetched)
-        return batch if has_batch else (None, self._fetched, 0)  # fetched ahead by a fit that ends before
+        if not is_joining:
+            self._ends.end_early(flags, self._fetched)
+            return batch if has_batch else (None, self._fetched, 0)  # fetched ahead by a fit that ends before
+        self.lacks_rows = True
+        if not all(payload[1] for payload in payloads):  # a rank that never had a batch
+            shared = self._share_structure(batch if has_batch else None)
+            return batch if has_batch else shared
+        return batch if has_batch else self._empty_batch()
+
+    def _keep_structure(self, batch: Any) -> None:
+        """Remember a batch of 0 rows, for when this rank has run out; a batch of which there is none is an error then."""
+        self._has_empty = True
+        try:
+            self._empty = empty_batches.without_rows(batch)
+        except InputError as error:
+            self._empty = error
+
+    def _empty_batch(self) -> Any:
+        """Return a batch of 0 rows, a new one each time: a step may change it."""
+        if isinstance(self._empty, InputError):
+            handshake.raise_in_all_groups(self._empty, _FETCH)
+        return copy.deepcopy(self._empty)
+
+    def _share_structure(self, batch: Any) -> Any:
+        """Give a rank that never had a batch the structure of the peers'; every rank comes here, with its batch or None.
+
+        Communication: one handshake, with a batch of 0 rows.
+        """
+        self._is_shared = True
+        own = b""
+        if batch is not None:
+            self._keep_structure(batch)
+            own = pickle.dumps(self._empty_batch())
+        payloads = handshake.all_gather_between_steps("structure of a batch", {}, own)
+        if batch is None and not self._has_empty:
+            self._empty = pickle.loads(next(payload for payload in payloads if payload))
+            self._has_empty = True
+        return self._empty_batch()
 
     def _own_batch(self) -> tuple[bool, Any]:
         """Return whether this rank has a batch, and the batch; what fails here fails on every rank."""

@@ -1,25 +1,33 @@
-"""Ranks with different numbers of training batches: the same error on all, an end with the first, or empty batches until the last.
+"""Ranks with different numbers of training batches: the same error on all, or an end with the first (``test_joined_ends``: with the last).
 
 A *plan* says how many rows each batch of each rank has. The one process trains on the rows of all ranks, step by step.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_losses import DDPChecks, DDPLossStrategy, GlobalBatchLoss
+from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.strategies.uneven_ends import UnevenEnds, with_common_ends
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.rank_pool import RankError, RankPool
@@ -149,6 +157,16 @@ def part(plan: Plan, rank: int, kind: str = "known") -> Any:
     return LOADERS[kind](batches_of(plan)[rank])
 
 
+def joined(plan: Plan) -> list[tuple[Tensor, ...]]:
+    """The batches of one process."""
+    by_rank = batches_of(plan)
+    steps = []
+    for step in range(max(map(len, plan))):
+        of_ranks = [batches[step] for batches in by_rank if step < len(batches)]
+        steps.append(tuple(torch.cat(tensors) for tensors in zip(*of_ranks, strict=True)))
+    return steps
+
+
 def one_process(
     plan: Plan,
     steps: int,
@@ -161,16 +179,12 @@ def one_process(
     """The parameters of a plain loop over the ranks' batches, joined step by step."""
     module = Rows(nn.CrossEntropyLoss() if loss is None else loss)
     optimizer = module.configure_optimizers()
-    by_rank = batches_of(plan)
-    joined = []
-    for step in range(steps):
-        of_ranks = [batches[step] for batches in by_rank if step < len(batches)]
-        joined.append([torch.cat(tensors) for tensors in zip(*of_ranks, strict=True)])
+    batches = joined(plan)[:steps]
     for _ in range(epochs):
         for first in range(0, steps, window):
-            micro_batches = joined[first : first + window]
+            micro_batches = batches[first : first + window]
             if whole_window:
-                micro_batches = [[torch.cat(tensors) for tensors in zip(*micro_batches, strict=True)]]
+                micro_batches = [tuple(map(torch.cat, zip(*micro_batches, strict=True)))]
             optimizer.zero_grad()
             for _, features, labels in micro_batches:
                 divisor = 1 if whole_window else window
@@ -344,13 +358,22 @@ def test_a_step_that_fetches_by_itself_is_refused(pool: RankPool, world_size: in
 
 @pytest.mark.parametrize("value", ["Join", "", True, None])
 def test_an_unknown_value_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match="'error' or 'stop'"):
+    with pytest.raises(ConfigurationError, match="'error', 'join' or 'stop'"):
         DDPLossStrategy(uneven=value)
 
 
 def test_plain_ddp_has_no_such_option() -> None:
     with pytest.raises(ConfigurationError, match="plain ddp"):
-        DDPLossStrategy([], uneven="stop")
+        DDPLossStrategy([], uneven="join")
+
+
+def test_the_command_line_knows_its_values() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(DDPLossStrategy, "strategy")
+    assert "uneven: error" in parser.dump(parser.get_defaults())
+    assert parser.parse_args(["--strategy.uneven=join"]).strategy.uneven == "join"
+    with pytest.raises(ArgumentError, match="uneven"):
+        parser.parse_args(["--strategy.uneven=both"])
 
 
 # ---------------------------------------------------------------------- stop
@@ -366,3 +389,54 @@ def test_stop_ends_every_rank_with_the_first(pool: RankPool, kind: str, window: 
         assert result["ends"] == [False, False, True] * 2
         assert result["steps"] == 2 * -(-3 // window)
         assert_close(result["state"], one_process(UNEVEN, 3, epochs=2, window=window))
+
+
+# ---------------------------------------------------------------------- many splits, without processes
+
+
+class Meeting:
+    """Ranks that are threads: what they hand in meets, in rank order."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size, timeout=30)
+        self.payloads = [b""] * world_size
+        self.own = threading.local()
+
+    def all_gather(self, what: str, must_match: Any, payload: bytes = b"") -> list[bytes]:
+        self.payloads[self.own.rank] = payload
+        self.barrier.wait()
+        payloads = list(self.payloads)
+        self.barrier.wait()
+        return payloads
+
+
+def steps_of(meeting: Meeting, rank: int, plan: Plan, kind: str, mode: str) -> list[int]:
+    """How many rows each batch has that a rank trains on."""
+    meeting.own.rank = rank
+    progress = SimpleNamespace(current=SimpleNamespace(ready=0))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress), restarting=False)
+    module = SimpleNamespace(training_step=Rows.training_step, allow_zero_length_dataloader_with_multiple_devices=True)
+    ends = UnevenEnds(SimpleNamespace(fit_loop=loop, lightning_module=module), mode)  # type: ignore[arg-type]
+    batches = [torch.zeros(size, 1) for size in plan[rank]]
+    loader = with_common_ends(listed(batches) if kind == "known" else Stream(batches), ends)
+    loader.limits = math.inf
+    return [len(batch) for batch, _, _ in loader]
+
+
+@pytest.mark.parametrize("mode", ["join", "stop"])
+def test_a_thousand_splits_end_together(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    draw = random.Random(5)
+    for number in range(500):  # in each of two modes
+        world_size = draw.randint(2, 6)
+        plan = [[draw.randint(1, 3) for _ in range(draw.randint(0, 6))] for _ in range(world_size)]
+        plan[draw.randrange(world_size)].append(1)  # else there is nothing to train on
+        meeting = Meeting(world_size)
+        monkeypatch.setattr(handshake, "all_gather_between_steps", meeting.all_gather)
+        monkeypatch.setattr(process_groups, "rank", lambda meeting=meeting: meeting.own.rank)
+        kind = "known" if number % 2 else "unknown"
+        run = partial(steps_of, meeting, plan=plan, kind=kind, mode=mode)
+        with ThreadPoolExecutor(world_size) as threads:
+            trained = list(threads.map(run, range(world_size)))
+        common = max(map(len, plan)) if mode == "join" else min(map(len, plan))
+        expected = [(sizes + [0] * common)[:common] for sizes in plan]
+        assert trained == expected, (plan, kind)

@@ -1,0 +1,194 @@
+"""Empty batches: what a rank goes on with that ran out of training batches, and when that leaves the gradients exact.
+
+A batch of 0 rows adds nothing to a loss over the rows of all ranks. Any other loss would be wrong without a word: the mean of no rows is
+not a number, and a mean over one rank's rows is divided by W though fewer ranks have some. So the graph of what is back-propagated is
+looked at on every rank, whenever some rank has no rows: each path to a parameter must pass a value over all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad
+from lightning_ddp_losses.core.forward_patch import synchronises
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.upstream_grad import is_global_value
+from lightning_ddp_losses.errors import InputError
+
+_TITLE = "uneven='join': a batch of 0 rows"
+_FIX_STRUCTURE = "Let collate give tensors whose first axis are the rows, or use uneven='stop'."
+_OF_A_ROW = (str, bytes, int, float)  # in a list of as many as there are rows
+_KEPT = (str, bytes, bool, type(None))
+
+# ---------------------------------------------------------------------- the batch
+
+
+def without_rows(batch: Any) -> Any:
+    """Return a batch of the same structure with 0 rows; strings, bools and None stay, of rows that are a list of them none.
+
+    Raises:
+        InputError: naming what has no axis of rows, of as many rows as the rest of the batch.
+    """
+    sizes = dict(_first_axes(batch, "batch"))
+    rows = set(sizes.values())
+    if len(rows) != 1:
+        shown = ", ".join(f"{path}: {size}" for path, size in sizes.items())
+        got = f"different lengths ({shown})" if sizes else f"no tensor in a {type(batch).__name__}"
+        raise InputError(_TITLE, expected="tensors whose first axis are the rows", got=got, fix=_FIX_STRUCTURE)
+    return _emptied(batch, "batch", rows.pop())
+
+
+def _first_axes(part: Any, path: str) -> Iterator[tuple[str, int]]:
+    """Yield path and length of the first axis of each tensor and array."""
+    if isinstance(part, Tensor) or _is_array(part):
+        is_plain = not isinstance(part, Tensor) or (part.layout == torch.strided and not part.is_nested)
+        if not part.ndim or not is_plain:
+            raise _no_rows(
+                path, "a tensor of no dimension" if is_plain else f"a {type(part).__name__} that is not dense"
+            )
+        yield path, part.shape[0]
+    elif isinstance(part, PackedSequence):
+        raise _no_rows(path, "a PackedSequence")
+    else:
+        for child_path, child in _children(part, path):
+            yield from _first_axes(child, child_path)
+
+
+def _is_array(part: Any) -> bool:
+    """Say whether this is an array of numpy, which this layer does not import."""
+    return any(kind.__module__ == "numpy" and kind.__name__ == "ndarray" for kind in type(part).__mro__)
+
+
+def _children(part: Any, path: str) -> list[tuple[str, Any]]:
+    """Return the parts of a container with their paths."""
+    if isinstance(part, Mapping):
+        return [(f"{path}[{key!r}]", part[key]) for key in part]
+    if isinstance(part, (tuple, list)):
+        return [(f"{path}[{i}]", item) for i, item in enumerate(part)]
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        return [(f"{path}.{field.name}", getattr(part, field.name)) for field in dataclasses.fields(part)]
+    return []
+
+
+def _emptied(part: Any, path: str, rows: int) -> Any:
+    if isinstance(part, Tensor):
+        return part.detach()[:0].clone()  # a slice alone would keep the memory of the whole
+    if _is_array(part):
+        return part[:0].copy()
+    if isinstance(part, _KEPT):
+        return part
+    if isinstance(part, (tuple, list)) and len(part) == rows and all(isinstance(item, _OF_A_ROW) for item in part):
+        return type(part)()  # one for each row, as collate leaves texts
+    return _rebuilt(part, path, [_emptied(child, name, rows) for name, child in _children(part, path)])
+
+
+def _rebuilt(part: Any, path: str, children: Sequence[Any]) -> Any:
+    """Return a container of the same type with other parts."""
+    new: Any = copy.copy(part)
+    if isinstance(part, MutableMapping):
+        new.update(zip(part, children, strict=True))
+        return new
+    if isinstance(part, tuple) and hasattr(part, "_fields"):
+        return type(part)(*children)
+    if isinstance(part, (tuple, list)):
+        return type(part)(children)
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        for field, value in zip(dataclasses.fields(part), children, strict=True):
+            object.__setattr__(new, field.name, value)  # frozen ones too
+        return new
+    raise _no_rows(path, f"{part!r} ({type(part).__name__})")
+
+
+def _no_rows(path: str, got: str) -> InputError:
+    return InputError(f"{_TITLE}: {path}", expected="rows along a first axis", got=got, fix=_FIX_STRUCTURE)
+
+
+# ---------------------------------------------------------------------- the module and its loss
+
+
+def refuse_plain_norms(module: nn.Module) -> None:
+    """Refuse layers that would take their statistics from no rows, before the forward in which they would.
+
+    Raises:
+        InputError: naming them.
+    """
+    plain = []
+    for name, layer in module.named_modules():
+        is_synced = isinstance(layer, nn.SyncBatchNorm) or synchronises(layer)
+        is_batch_norm = isinstance(layer, compat.BATCH_NORM_TYPES)
+        uses_rows = is_batch_norm or getattr(layer, "track_running_stats", False)
+        if isinstance(layer, compat.NORM_TYPES) and layer.training and uses_rows and not is_synced:
+            plain.append(f"`{name}` ({type(layer).__name__})")
+    if plain:
+        raise InputError(
+            "uneven='join', a step in which some rank has no rows",
+            expected="norms over the rows of all ranks",
+            got=", ".join(plain),
+            fix="Set Trainer(sync_batchnorm=True), or use uneven='stop'.",
+        )
+
+
+def refuse_local_losses(loss: Tensor, module: nn.Module) -> None:
+    """Refuse to back-propagate what is not over the rows of all ranks, on any rank.
+
+    Args:
+        loss: What will be back-propagated.
+        module: Names the parameters.
+
+    Raises:
+        InputError: on every rank, naming a term on each rank that has one.
+
+    Communication: one handshake.
+    """
+    payloads = handshake.all_gather_between_steps(
+        "backward without rows on some rank", {}, json.dumps(_local_term(loss, module)).encode()
+    )
+    terms: list[str] = [json.loads(payload) for payload in payloads]
+    if any(terms):
+        raise InputError(
+            "uneven='join', a step in which some rank has no rows",
+            expected="losses over the rows of all ranks",
+            ranks=[term or "nothing else" for term in terms],
+            fix="Wrap the loss in GlobalBatchLoss, write global_mean(total, count) (of a term without rows: global_mean(term, 1)), wrap a "
+            "metric in differentiable, or use uneven='stop'.",
+            collective=True,
+        )
+
+
+def _local_term(loss: Tensor, module: nn.Module) -> str:
+    """Return a term of a loss that reaches a parameter and passes no value over all ranks; empty where there is none."""
+    above: dict[Any, Any] = {}
+    queue: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    for node in queue:
+        if is_global_value(node):
+            continue
+        children = node.next_functions
+        if not children and hasattr(node, "variable"):
+            return _describe(node, above, module)
+        if attaches_zero_grad(node):  # its other children get nothing but zeros
+            children = children[:1]
+        for child, _ in children:
+            if child is not None and child not in above:
+                above[child] = node
+                queue.append(child)
+    return ""
+
+
+def _describe(leaf: Any, above: Mapping[Any, Any], module: nn.Module) -> str:
+    """Return how a message names a term, by the operations next to the loss."""
+    path = [leaf]
+    while path[-1] in above:
+        path.append(above[path[-1]])
+    names = {id(parameter): f"`{name}`" for name, parameter in module.named_parameters()}
+    reached = names.get(id(leaf.variable), f"a parameter of shape {tuple(leaf.variable.shape)}")
+    operations = [node.name() for node in reversed(path[1:])]
+    return f"{' of '.join(operations[:3])}, which reaches {reached}"
