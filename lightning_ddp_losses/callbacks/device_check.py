@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings, LocalRow
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
+from lightning_ddp_losses.distributed.rendezvous import device_identity
 
 
 class DeviceRow(NamedTuple):
@@ -45,17 +45,6 @@ class UseRow(NamedTuple):
     batches: float
     seconds: float
     peak_bytes: float
-
-
-def device_identity(device: torch.device) -> str:
-    """Return what tells devices of one type apart, over all nodes; empty for the CPU, which ranks share."""
-    if device.type == "cpu":
-        return ""
-    uuid = ""
-    properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
-    if properties_of is not None:
-        uuid = getattr(properties_of(device), "uuid", "")
-    return f"{socket.gethostname()} {uuid or device}"
 
 
 def visible_devices() -> int:

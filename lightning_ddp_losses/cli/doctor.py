@@ -42,7 +42,7 @@ _TIMEOUT = timedelta(seconds=60)
 _LARGEST_ERROR = 1e-9  # relative, in float64
 
 
-class Entry(NamedTuple):
+class ReportLine(NamedTuple):
     """Holds one line of the report: what, its value, and whether that is a fault."""
 
     what: str
@@ -71,7 +71,7 @@ def run_doctor(arguments: Sequence[str], console: Console | None = None) -> int:
     variables = [
         f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ
     ]  # before our ranks set theirs
-    environment = Entry("environment", " ".join(variables) or "nothing that ranks read")
+    environment = ReportLine("environment", " ".join(variables) or "nothing that ranks read")
     # the ranks first: what looks at a GPU may come after a fork only
     ranks = two_ranks_entry()
     entries = [*version_entries(), *machine_entries(), environment, ranks]
@@ -91,31 +91,31 @@ def run_doctor(arguments: Sequence[str], console: Console | None = None) -> int:
 def version_line() -> str:
     """Return our version and those of what we stand on, in one line."""
     names = ("torch", "lightning", "torchmetrics", "pytorch-metric-learning")
-    others = ", ".join(f"{name} {_version(name)}" for name in names)
+    others = ", ".join(f"{name} {_installed_version(name)}" for name in names)
     return f"ddp-losses {__version__} ({others}, Python {platform.python_version()})"
 
 
-def version_entries() -> list[Entry]:
+def version_entries() -> list[ReportLine]:
     """Return the versions of this package and of all that it asks for, with what it asks for where that is not met."""
     entries = [
-        Entry("ddp-losses", __version__),
-        Entry("Python", f"{platform.python_version()}, {platform.platform()}"),
+        ReportLine("ddp-losses", __version__),
+        ReportLine("Python", f"{platform.python_version()}, {platform.platform()}"),
     ]
     for text in importlib.metadata.requires(_DISTRIBUTION) or ():
         wanted = Requirement(text)
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
-        version = _version(wanted.name)
+        version = _installed_version(wanted.name)
         is_met = version != "" and wanted.specifier.contains(version, prereleases=True)
         if is_met:
-            entries.append(Entry(wanted.name, version))
+            entries.append(ReportLine(wanted.name, version))
         else:
-            entries.append(Entry(wanted.name, f"{version or 'missing'}, needs {wanted.specifier}", is_fault=True))
-    entries += [Entry(name, version) for name in _ALSO if (version := _version(name))]
+            entries.append(ReportLine(wanted.name, f"{version or 'missing'}, needs {wanted.specifier}", is_fault=True))
+    entries += [ReportLine(name, version) for name in _ALSO if (version := _installed_version(name))]
     return entries
 
 
-def _version(distribution: str) -> str:
+def _installed_version(distribution: str) -> str:
     """Return the version of an installed distribution; empty where there is none."""
     try:
         return importlib.metadata.version(distribution)
@@ -123,16 +123,16 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def machine_entries() -> list[Entry]:
+def machine_entries() -> list[ReportLine]:
     """Return devices, backends, how this host is called on the network, and the names of our strategies."""
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
     strategies = [name for name in StrategyRegistry if name.startswith("ddp_losses") and "find" not in name]
     return [
-        Entry("processor", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"),
-        Entry("accelerators", ", ".join(_accelerators()) or "none"),
-        Entry("backends", ", ".join(backends) or "none", is_fault=not backends),
-        Entry("network", _network()),
-        Entry("strategies", ", ".join(sorted(strategies))),
+        ReportLine("processor", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"),
+        ReportLine("accelerators", ", ".join(_accelerators()) or "none"),
+        ReportLine("backends", ", ".join(backends) or "none", is_fault=not backends),
+        ReportLine("network", _network()),
+        ReportLine("strategies", ", ".join(sorted(strategies))),
     ]
 
 
@@ -161,15 +161,17 @@ def _network() -> str:
     return f"{host} is {address}; interfaces {interfaces}"
 
 
-def two_ranks_entry() -> Entry:
+def two_ranks_entry() -> ReportLine:
     """Start two ranks, and say whether their gradient is that of one process."""
     try:
         found = run_two_ranks()
     except Exception as error:  # whatever the installation does not have
-        return Entry("two ranks", f"failed: {type(error).__name__}: {str(error).strip()[-400:]}", is_fault=True)
+        return ReportLine("two ranks", f"failed: {type(error).__name__}: {str(error).strip()[-400:]}", is_fault=True)
     is_fault = not found.error <= _LARGEST_ERROR
     verdict = "not the gradient of one process" if is_fault else "the gradient of one process"
-    return Entry("two ranks", f"{verdict}, error {found.error:.1e}, gloo, {found.seconds:.1f} s", is_fault=is_fault)
+    return ReportLine(
+        "two ranks", f"{verdict}, error {found.error:.1e}, gloo, {found.seconds:.1f} s", is_fault=is_fault
+    )
 
 
 def run_two_ranks() -> TwoRanks:

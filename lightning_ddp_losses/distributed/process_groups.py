@@ -272,7 +272,7 @@ def _refuse_shared_device(handshakes: dist.ProcessGroup, world_size: int) -> Non
     assert accelerator is not None
     device = torch.device(accelerator.type, torch.accelerator.current_device_index())
     everyone: list[str | None] = [None] * world_size
-    dist.all_gather_object(everyone, rendezvous.device_identity("nccl", device), group=handshakes)
+    dist.all_gather_object(everyone, rendezvous.nccl_device("nccl", device), group=handshakes)
     error = rendezvous.shared_device_error(everyone)
     if error is not None:
         error.collective = True

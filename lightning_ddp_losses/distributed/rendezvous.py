@@ -64,8 +64,8 @@ def start_world(
     global _started  # noqa: PLW0603 - one default process group per process
     timeout = timeout or _LONGEST
     store = _open_store(address, port, rank, timeout)
-    report = {"problem": gloo_problem(), "device": device_identity(backend, device)}
-    token = hold_roll_call(store, rank, world_size, timeout=timeout, report=report, judge=_judge)
+    report = {"problem": gloo_problem(), "device": nccl_device(backend, device)}
+    token = hold_roll_call(store, rank, world_size, timeout=timeout, report=report, judge=_judge_reports)
     with interface_errors():
         dist.init_process_group(
             backend,
@@ -134,17 +134,26 @@ def gloo_problem() -> str | None:
     return None
 
 
-def device_identity(backend: str | None, device: torch.device | None) -> str | None:
+def device_identity(device: torch.device) -> str:
+    """Return what tells devices of one type apart, over all nodes; empty for the CPU, which ranks share."""
+    if device.type == "cpu":
+        return ""
+    uuid = ""
+    # the device's number counts what CUDA_VISIBLE_DEVICES has left
+    properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
+    if properties_of is not None:
+        uuid = getattr(properties_of(device), "uuid", "")
+    return f"{socket.gethostname()} {uuid or device}"
+
+
+def nccl_device(backend: str | None, device: torch.device | None) -> str | None:
     """Return what no two ranks of NCCL may share; None where that does not matter."""
-    if device is None or device.type == "cpu" or "nccl" not in str(backend):
+    if device is None or "nccl" not in str(backend):
         return None
-    properties = torch.get_device_module(device).get_device_properties(device)
-    # the number counts what CUDA_VISIBLE_DEVICES has left
-    uuid = getattr(properties, "uuid", None)
-    return f"{socket.gethostname()} {device}" if uuid is None else f"{socket.gethostname()} GPU {uuid}"
+    return device_identity(device) or None
 
 
-def _judge(reports: Sequence[Report]) -> DDPLossError | None:
+def _judge_reports(reports: Sequence[Report]) -> DDPLossError | None:
     """Return the error that the reports of all ranks amount to."""
     problems = {rank: report["problem"] for rank, report in enumerate(reports) if report["problem"]}
     if problems:

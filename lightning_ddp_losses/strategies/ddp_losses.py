@@ -219,7 +219,7 @@ class DDPLossStrategy(DDPStrategy):
         """Start the world over keys that no former attempt has written; Lightning finds it started."""
         self.set_world_ranks()
         if not process_groups.is_distributed() and self.world_size > 1:
-            ddp_setup.start_world(self, self._timeout)
+            ddp_setup.start_strategy_world(self, self._timeout)
         super().setup_distributed()
 
     @property
@@ -274,7 +274,7 @@ class DDPLossStrategy(DDPStrategy):
             return
         module = self._module
         precision, trainer = self.precision_plugin.precision, attached_trainer(module)
-        facts = same_setup.facts_of(self._losses, self._options, precision=precision, trainer=trainer)
+        facts = same_setup.setup_facts(self._losses, self._options, precision=precision, trainer=trainer)
         ddp_setup.compare_names(module, facts)
         plan = ddp_setup.plan(module, self._losses)
         if plan.reduced:  # else DDP would refuse the module

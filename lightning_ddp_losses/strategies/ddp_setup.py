@@ -113,7 +113,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 # ---------------------------------------------------------------------- the world
 
 
-def start_world(strategy: DDPStrategy, timeout: timedelta | None) -> None:
+def start_strategy_world(strategy: DDPStrategy, timeout: timedelta | None) -> None:
     """Start the default process group of a strategy's processes, as Lightning does, but over keys of its own (``rendezvous``)."""
     environment, device = strategy.cluster_environment, strategy.root_device
     assert environment is not None

@@ -173,7 +173,7 @@ def _local_term(loss: Tensor, module: nn.Module) -> str:
             continue
         children = node.next_functions
         if not children and hasattr(node, "variable"):
-            return _describe(node, above, module)
+            return _describe_leaf(node, above, module)
         if attaches_zero_grad(node):  # its other children get nothing but zeros
             children = children[:1]
         for child, _ in children:
@@ -183,7 +183,7 @@ def _local_term(loss: Tensor, module: nn.Module) -> str:
     return ""
 
 
-def _describe(leaf: Any, above: Mapping[Any, Any], module: nn.Module) -> str:
+def _describe_leaf(leaf: Any, above: Mapping[Any, Any], module: nn.Module) -> str:
     """Return how a message names a term, by the operations next to the loss."""
     path = [leaf]
     while path[-1] in above:

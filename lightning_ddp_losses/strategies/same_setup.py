@@ -41,12 +41,12 @@ def options_of(arguments: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name, value in sorted(arguments.items()):
         is_default = name in defaults and value == defaults[name].default
-        if name not in _MAY_DIFFER and not is_default and _is_plain(value):
+        if name not in _MAY_DIFFER and not is_default and _is_setting(value):
             found[name] = repr(value)
     return found
 
 
-def facts_of(
+def setup_facts(
     losses: Sequence[FoundLoss], options: Mapping[str, str], *, precision: object, trainer: Any
 ) -> dict[str, str]:
     """Return what must match on every rank, by name.
@@ -65,23 +65,23 @@ def facts_of(
     facts.update({f"strategy option {name}": value for name, value in options.items()})
     facts.update({f"Trainer({name})": repr(getattr(trainer, name, None)) for name in _TRAINER_OPTIONS})
     for loss in losses:
-        facts[f"loss {loss.name}"] = _describe(loss.module)
+        facts[f"loss {loss.name}"] = _describe_loss(loss.module)
     return {name: " ".join(value.split()) for name, value in facts.items()}
 
 
-def _describe(module: nn.Module) -> str:
+def _describe_loss(module: nn.Module) -> str:
     """Return a loss's class, and the options with which a known library has made it; a user's own class may keep what differs by rank."""
     kind = type(module)
     known = kind.__module__.startswith(_LIBRARIES_OF_LOSSES)
     names = inspect.signature(kind.__init__).parameters if known else ()
     # a library keeps most of its arguments under their names; what it makes of the others is an object
-    shown = [f"{name}={getattr(module, name)!r}" for name in names if _is_plain(getattr(module, name, module))]
+    shown = [f"{name}={getattr(module, name)!r}" for name in names if _is_setting(getattr(module, name, module))]
     return f"{kind.__qualname__}({', '.join(shown)})"
 
 
-def _is_plain(value: object) -> bool:
+def _is_setting(value: object) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
+        return all(map(_is_setting, value))
     return isinstance(value, (bool, int, float, str, torch.dtype, timedelta))
 
 

@@ -148,7 +148,7 @@ def test_ranks_that_cannot_start_are_an_entry(monkeypatch: pytest.MonkeyPatch) -
         raise OSError("no socket")
 
     monkeypatch.setattr(doctor, "run_two_ranks", fail)
-    assert doctor.two_ranks_entry() == doctor.Entry("two ranks", "failed: OSError: no socket", is_fault=True)
+    assert doctor.two_ranks_entry() == doctor.ReportLine("two ranks", "failed: OSError: no socket", is_fault=True)
 
 
 def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,7 +184,7 @@ def make_groups_of_nccl(devices: list[str]) -> list[tuple[str, float]]:
         patch.setattr(dist, "get_backend", lambda group=None: "nccl")
         patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
         patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-        patch.setattr(rendezvous, "device_identity", lambda backend, device: devices[dist.get_rank()])
+        patch.setattr(rendezvous, "nccl_device", lambda backend, device: devices[dist.get_rank()])
         patch.setattr(compat, "group_timeout", lambda group: timedelta(seconds=33))
         ours = process_groups.internal_groups()
     assert ours.device is dist.group.WORLD, "what lies on a device shares the communicator of the model"

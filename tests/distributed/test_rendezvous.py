@@ -112,12 +112,12 @@ class Properties:
 
 def test_a_device_is_known_by_what_it_is_and_not_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
-    numbers = [rendezvous.device_identity("cpu:gloo,cuda:nccl", torch.device("cuda", number)) for number in (0, 1)]
-    assert numbers == [f"{socket.gethostname()} GPU 1234"] * 2
-    assert rendezvous.device_identity("gloo", torch.device("cuda", 0)) is None, "gloo takes two ranks on a device"
-    assert rendezvous.device_identity("nccl", torch.device("cpu")) is None
+    numbers = [rendezvous.nccl_device("cpu:gloo,cuda:nccl", torch.device("cuda", number)) for number in (0, 1)]
+    assert numbers == [f"{socket.gethostname()} 1234"] * 2
+    assert rendezvous.nccl_device("gloo", torch.device("cuda", 0)) is None, "gloo takes two ranks on a device"
+    assert rendezvous.nccl_device("nccl", torch.device("cpu")) is None
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
-    assert rendezvous.device_identity("nccl", torch.device("cuda", 3)) == f"{socket.gethostname()} cuda:3"
+    assert rendezvous.nccl_device("nccl", torch.device("cuda", 3)) == f"{socket.gethostname()} cuda:3"
 
 
 # ---------------------------------------------------------------------- a world of somebody else under an agent
