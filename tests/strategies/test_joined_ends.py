@@ -151,7 +151,9 @@ def rows_with(make_loss: Callable[[], nn.Module]) -> Rows:
     return Rows(make_loss())
 
 
-@pytest.mark.parametrize("make", [Twins, Totals, Metric, partial(rows_with, sharded_arcface)], ids=str)
+@pytest.mark.parametrize(
+    "make", [Twins, Totals, Metric, partial(rows_with, sharded_arcface)], ids=["twins", "totals", "metric", "shards"]
+)
 def test_join_with_other_global_values(pool: RankPool, make: Callable[[], Rows]) -> None:
     """The one rank of a world of one has each step's rows together."""
     plan = [(4, 4, 3, 2), (3, 3)]
@@ -426,7 +428,7 @@ def test_an_empty_batch_keeps_its_structure() -> None:
         ((torch.ones(3), torch.ones(3, 2).to_sparse()), "not dense"),
         (nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)]), "PackedSequence"),
     ],
-    ids=str,
+    ids=["number", "0-dim", "lengths", "text", "object", "sparse", "packed"],
 )
 def test_what_has_no_rows_is_refused_by_name(batch: Any, words: str) -> None:
     with pytest.raises(InputError, match=re.escape(words)):
