@@ -59,11 +59,10 @@ class Sparse(Job):
 
     def build(self, loss: str) -> None:
         super().build(loss)
-        self.centres = nn.Embedding(10, 2, sparse=self.on_rank_one(), dtype=torch.float64)
+        self.centres = nn.Embedding(10, 2, dtype=torch.float64)
 
-    @staticmethod
-    def on_rank_one() -> bool:
-        return torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+    def on_train_start(self) -> None:
+        self.centres.sparse = self.global_rank == 1  # before the set-up it would be another option of a loss
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         return self.loss(self.encoder(features), labels) + self.centres(labels).sum()
