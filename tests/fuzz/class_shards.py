@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -146,13 +147,15 @@ def called(loss: Any, miner: Any, x: Tensor, labels: Tensor) -> Tensor:
     return value
 
 
-def classes_drawn(classes: int, world: int, rate: float, labels: Tensor, call: int) -> list[int]:
-    """The classes that the ranks draw in a call: each rank's share, filled up from its own seed."""
+def classes_drawn(
+    classes: int, world: int, rate: float, labels: Tensor, call: int, seeds: Sequence[int] | None = None
+) -> list[int]:
+    """The classes that the ranks draw in a call: each rank's share, filled up from torch's seed, which is 3 or given by rank."""
     drawn: list[int] = []
-    for rank in range(world):
+    for rank, seed in enumerate(seeds or [3] * world):
         shard = ClassShard.of_rank(classes, world, rank)
         own = range(shard.start, shard.stop)
-        text = f"3 {shard.start} {call}"
+        text = f"{seed} {shard.start} {call}"
         generator = torch.Generator().manual_seed(
             int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
         )

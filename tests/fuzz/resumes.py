@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss, GlobalBatchSampler, SyncBatchNorm
+from lightning_ddp_losses.core.saved_random_state import derived_seed
 from lightning_ddp_losses.sharding import ClassShard
 from tests.fuzz.class_shards import SAMPLED, classes_drawn
 from tests.fuzz.data import options
@@ -266,6 +267,17 @@ def shards_of(case: Case, weight: Tensor, world: int) -> list[ClassShard]:
     return [ClassShard.of_rank(case.classes, world, rank, dim=dim, per_class=per_class) for rank in range(world)]
 
 
+def torchs_seeds(case: Case, leg: int) -> list[int]:
+    """What torch's generator was seeded with on each rank: under Lightning, another number of ranks than saved gets seeds of its own."""
+    world = case.legs[leg].world_size
+    if not leg or case.through != "trainer":
+        return [3] * world
+    if world == case.legs[leg - 1].world_size:
+        return torchs_seeds(case, leg - 1)
+    trained = sum(len(before.steps) for before in case.legs[:leg])
+    return [derived_seed(3 >> 1, trained, rank) for rank in range(world)]
+
+
 def sampled_step(
     case: Case,
     leg: int,
@@ -278,7 +290,8 @@ def sampled_step(
 ) -> Tensor:
     """A step on the classes that the ranks of a leg draw; other rows of the weight and of its state stay as they are."""
     (weight,) = loss.parameters()
-    drawn = classes_drawn(case.classes, case.legs[leg].world_size, case.sample_rate, labels, call)
+    world, seeds = case.legs[leg].world_size, torchs_seeds(case, leg)
+    drawn = classes_drawn(case.classes, world, case.sample_rate, labels, call, seeds)
     shard = shards_of(case, weight, 1)[0]
     columns = torch.tensor([label * shard.per_class + i for label in drawn for i in range(shard.per_class)])
     # the same loss with fewer classes
