@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -9,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import Strategy
 
-__all__ = ["QUIET", "RankEnvironment", "make_trainer"]
+__all__ = ["QUIET", "RankEnvironment", "make_trainer", "said_on_rank_zero"]
 
 # one epoch: no logger, no checkpoints, no bars, no summary
 QUIET: dict[str, Any] = {
@@ -66,3 +69,20 @@ def make_trainer(strategy: str | Strategy, **options: Any) -> Trainer:
     options = QUIET | {"barebones": False} | options
     plugins = [RankEnvironment(), *options.pop("plugins", [])]
     return Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=plugins, **options)
+
+
+@contextlib.contextmanager
+def said_on_rank_zero() -> Iterator[list[str]]:
+    """Yield what Lightning's `rank_zero_info` says inside the block; nothing on other ranks."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -88,10 +88,10 @@ def _emptied(part: Any, path: str, rows: int) -> Any:
         return part
     if isinstance(part, (tuple, list)) and len(part) == rows and all(isinstance(item, _OF_A_ROW) for item in part):
         return type(part)()  # one for each row, as collate leaves texts
-    return _rebuilt(part, path, [_emptied(child, name, rows) for name, child in _children(part, path)])
+    return _rebuilt_container(part, path, [_emptied(child, name, rows) for name, child in _children(part, path)])
 
 
-def _rebuilt(part: Any, path: str, children: Sequence[Any]) -> Any:
+def _rebuilt_container(part: Any, path: str, children: Sequence[Any]) -> Any:
     """Return a container of the same type with other parts."""
     new: Any = copy.copy(part)
     if isinstance(part, MutableMapping):

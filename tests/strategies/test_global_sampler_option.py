@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import textwrap
 import warnings
@@ -30,7 +29,7 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.samplers.global_batch import draw_of
-from tests.lightning_ranks import make_trainer
+from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 from tests.samplers.test_global_batch import together
@@ -343,20 +342,9 @@ class Kinds(Plain):
 
 def look_at_kinds() -> tuple[list[str], list[str]]:
     """Train, and return what was said and warned of."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fit(kind=Kinds, max_epochs=1)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    with said_on_rank_zero() as said, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(kind=Kinds, max_epochs=1)
     warned = [str(warning.message) for warning in caught]
     return [text for text in said if "use_global" in text], [text for text in warned if "use_global" in text]
 

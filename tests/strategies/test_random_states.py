@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.core.saved_random_state import derived_seed, read_random_states, seed_generators_
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.strategies.random_states import RANDOM_STATES
-from tests.lightning_ranks import make_trainer
+from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.rank_pool import RankPool
 from tests.strategies.test_resuming import AFTER, BATCHES, EPOCHS, ROWS, SEED, G, Kill, Killed, Line, X, rows
 
@@ -134,18 +133,8 @@ def test_an_iterable_data_set_is_not_asked_twice(pool: RankPool, tmp_path: Path)
 
 
 def said_by(run: Any) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with said_on_rank_zero() as said:
         run()
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     return [text for text in said if "andom numbers" in text]
 
 
