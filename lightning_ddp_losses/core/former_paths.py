@@ -196,19 +196,35 @@ def _restart_from_options(cls: Any) -> None:
 
 
 def _restart_strategy(cls: Any) -> None:
-    """Let the strategy take a state from before it had parts: its options, and what Lightning's own class keeps."""
+    """Let the strategy take a state from before its losses had a part of their own: its options, and what Lightning's own class keeps."""
 
     def __setstate__(self: Any, state: dict[str, Any]) -> None:  # noqa: N807 - what pickle calls
-        if type(self) is cls and "_adopt" in state:
-            fresh = cls(
-                state["_selection"],
-                adopt=state["_adopt"],
-                check_calls=state["_check_calls"],
-                loss_reduce_dtype=state["_reduce_dtype"],
-                global_batch=state["_global_batch"],
-                sharded_checkpoints=state["_sharded_checkpoints"],
-            )
-            state = {name: state.get(name, value) for name, value in vars(fresh).items()}
+        if type(self) is cls and "_selection" in state:
+            fresh = cls(state["_selection"], **_former_options(state))
+            fresh._losses.serve(self)
+            state = {name: state.get(name, value) for name, value in vars(fresh).items()} | {"_losses": fresh._losses}
         self.__dict__.update(state)
 
     cls.__setstate__ = __setstate__
+
+
+def _former_options(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a pickled strategy: as release 0.1 kept them, or as the parts of a later one did."""
+    same = {name: state[f"_{name}"] for name in ("check_calls", "global_batch")}
+    if "_adopt" in state:
+        return {
+            **same,
+            "adopt": state["_adopt"],
+            "loss_reduce_dtype": state["_reduce_dtype"],
+            "sharded_checkpoints": state["_sharded_checkpoints"],
+        }
+    return {
+        **same,
+        "adopt": state["_adoption"].enabled,
+        "loss_reduce_dtype": state["_wire_dtype"],
+        "sharded_checkpoints": vars(state["_sharding"])["_sharded_checkpoints"],
+        "accumulation": state["_accumulation"],
+        "use_global_sampler": vars(state["_global_samplers"])["_enabled"],
+        "evaluation": state["_evaluation"].mode,
+        "uneven": state["_uneven"],
+    }

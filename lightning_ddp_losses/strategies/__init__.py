@@ -1,7 +1,8 @@
 """The Lightning strategy that gives learnable losses distributed data parallelism of their own.
 
-* ``ddp_losses``: the strategy, Lightning's hooks in the order of a fit. A new option is one keyword here, and its use in the part that it
-  concerns.
+* ``ddp_losses``: the strategy; what is particular to DDP. A new option is one keyword here, and its use in the part that it concerns.
+* ``loss_parallelism``: what any strategy does for losses: the options, the parts of one fit, their order. ``loss_hooks``: Lightning's
+  hooks, in the order of a fit, which ask it.
 * ``loss_discovery``: which submodules are losses. ``adoption``: losses that nobody registered. ``global_batch_option``: losses made
   global.
 * ``ddp_setup``: DDP's options, who reduces what, equal names, data loaders, batch norm.

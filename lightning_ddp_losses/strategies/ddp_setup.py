@@ -16,7 +16,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -205,6 +205,13 @@ def broadcast_buffers(module: nn.Module, losses: Iterable[FoundLoss], ddp_kwargs
     buffers = [buffer for name, buffer in module.named_buffers() if not name.startswith(prefixes)]
     if buffers:
         raw_collectives.broadcast_(buffers)
+
+
+def broadcast_unsynchronised(tensors: Sequence[Tensor], ddp_kwargs: Mapping[str, Any]) -> None:
+    """Give all ranks rank 0's values of what DDP does not broadcast, unless its options say that nothing shall be."""
+    if ddp_kwargs.get("init_sync", True):
+        buffers = ddp_kwargs.get("broadcast_buffers", True) is not False
+        raw_collectives.broadcast_([t for t in tensors if buffers or isinstance(t, nn.Parameter)])
 
 
 # ---------------------------------------------------------------------- equal names

@@ -67,9 +67,12 @@ def yaml_strategy(arguments: dict[str, Any]) -> DDPLossStrategy:
 def compare_yaml_and_python(arguments: dict[str, Any], python: dict[str, Any]) -> None:
     ours, theirs = yaml_strategy(arguments), strategy_of(python)
     make_trainer(theirs).fit(Job(), loader(dist.get_world_size(), dist.get_rank()))
-    private = ("_selection", "_check_calls", "_wire_dtype", "_ddp_kwargs", "_timeout", "_start_method")
+    private = ("_ddp_kwargs", "_timeout", "_start_method")
     assert {name: getattr(ours, name) for name in private} == {name: getattr(theirs, name) for name in private}
-    assert ours._adoption.enabled == theirs._adoption.enabled
+    of_losses = ("selection", "check_calls", "_wire_dtype")
+    ours_of, theirs_of = vars(ours._losses), vars(theirs._losses)
+    assert {name: ours_of[name] for name in of_losses} == {name: theirs_of[name] for name in of_losses}
+    assert ours._losses.adoption.enabled == theirs._losses.adoption.enabled
 
 
 # Lightning's CLI calls jsonargparse by names that jsonargparse deprecates
@@ -254,5 +257,6 @@ def test_the_yaml_of_the_readme_needs_no_import_of_the_package() -> None:
 def test_an_option_by_position_still_works_and_warns() -> None:
     with pytest.warns(DeprecationWarning, match=r"DDPLossStrategy\(adopt=\.\.\., check_calls=\.\.\.\)"):
         strategy = DDPLossStrategy(["loss"], True, False)
-    assert (strategy._selection, strategy._adoption.enabled, strategy._check_calls) == (["loss"], True, False)
-    assert DDPLossStrategy(["loss"])._selection == ["loss"]
+    losses = strategy._losses
+    assert (losses.selection, losses.adoption.enabled, losses.check_calls) == (["loss"], True, False)
+    assert DDPLossStrategy(["loss"])._losses.selection == ["loss"]

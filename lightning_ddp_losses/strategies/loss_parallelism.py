@@ -1,0 +1,441 @@
+"""`LossParallelism`: what a strategy does for learnable losses beside the model, whatever parallelises the model.
+
+A strategy has one and asks it from Lightning's hooks (``loss_hooks``). It holds the options, the parts of one fit, and what needs
+several of them: the order of the set-up, one reduction after backward, errors on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_ddp_losses.core import inputs
+from lightning_ddp_losses.core.compat import attached_trainer, injects_distributed_sampler
+from lightning_ddp_losses.core.precision import PrecisionKeeper
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.strategies import ddp_setup, same_setup
+from lightning_ddp_losses.strategies.adoption import Adoption
+from lightning_ddp_losses.strategies.advice import Advice
+from lightning_ddp_losses.strategies.call_check import CallCheck
+from lightning_ddp_losses.strategies.evaluation_loaders import EvaluationLoaders, refuse_evaluation
+from lightning_ddp_losses.strategies.global_batch_option import wrap_global
+from lightning_ddp_losses.strategies.global_sampler_option import GlobalSamplerOption
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss
+from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
+from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
+from lightning_ddp_losses.strategies.random_states import RandomStates
+from lightning_ddp_losses.strategies.sampler_places import SamplerPlaces
+from lightning_ddp_losses.strategies.sharded_ddp import ShardedDDP
+from lightning_ddp_losses.strategies.uneven_ends import UnevenEnds, refuse_uneven
+from lightning_ddp_losses.strategies.windows import LightningWindows, corrected_parameters
+
+
+class HostStrategy(Protocol):
+    """What the losses need of the strategy that parallelises the model."""
+
+    @property
+    def lightning_module(self) -> pl.LightningModule | None:
+        """The module as the user sees it."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's precision plugin."""
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Of the fit."""
+
+    @property
+    def wrapped_model(self) -> Any:
+        """The model's DDP; None without one."""
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the next backward reduces gradients."""
+
+
+class LossParallelism:
+    """Finds, synchronises, checks and saves the learnable losses of a strategy's module.
+
+    Args:
+        strategy: Parallelises the model.
+        options: Of the strategy, which all ranks must have in common.
+        others: See ``DDPLossStrategy``.
+
+    Attributes:
+        found: The losses of this fit.
+        reducer: Means their gradients; None outside of a fit.
+        accumulation: ``"mean"`` or ``"window"``.
+        is_plain: Whether the strategy shall do nothing of its own (``losses=[]``).
+
+    Raises:
+        ConfigurationError: for options that cannot work.
+    """
+
+    def __init__(
+        self,
+        strategy: HostStrategy,
+        options: Mapping[str, str],
+        *,
+        losses: str | Sequence[str],
+        adopt: bool,
+        check_calls: bool,
+        loss_reduce_dtype: torch.dtype | str | None,
+        global_batch: bool | str,
+        sharded_checkpoints: bool,
+        accumulation: str,
+        use_global_sampler: bool,
+        evaluation: str,
+        uneven: str,
+        ddp_kwargs: Mapping[str, Any],
+    ) -> None:
+        names_only = isinstance(losses, Sequence) and all(isinstance(name, str) for name in losses)
+        if not names_only:  # a string is a sequence of strings too
+            expected = "'auto', a list of names, or a regular expression"
+            raise ConfigurationError("losses", expected=expected, got=repr(losses))
+        if global_batch not in (False, "auto"):
+            raise ConfigurationError("global_batch", expected="False or 'auto'", got=repr(global_batch))
+        self.serve(strategy)
+        self._options = dict(options)
+        self.selection = losses if isinstance(losses, str) else list(losses)
+        ddp_setup.refuse_accumulation(accumulation, is_plain_ddp=self.is_plain, ddp_kwargs=ddp_kwargs)
+        ddp_setup.refuse_global_sampler(use_global_sampler, is_plain_ddp=self.is_plain)
+        self.global_samplers = GlobalSamplerOption(enabled=use_global_sampler)
+        refuse_evaluation(evaluation)
+        self.evaluation = EvaluationLoaders(evaluation)
+        refuse_uneven(uneven, is_plain_ddp=self.is_plain)
+        self.accumulation, self._uneven = accumulation, uneven
+        self.check_calls = check_calls
+        self._wire_dtype = ddp_setup.as_dtype(loss_reduce_dtype)
+        self._global_batch = global_batch
+        self.adoption = Adoption(enabled=adopt)
+        self.sharding = ShardedDDP(self.adoption.parameters_with_adopted, sharded_checkpoints=sharded_checkpoints)
+        self._reset()
+
+    def serve(self, strategy: HostStrategy) -> None:
+        """Say whose losses these are."""
+        self._strategy = strategy
+
+    def _reset(self) -> None:
+        """Forget what belongs to one fit."""
+        self.found: list[FoundLoss] = []
+        self._loss_patches: list[LossForwardPatch] = []
+        self._unregistered_patches: list[UnregisteredLossPatch] = []
+        self.parameters: ReducedParameters | None = None
+        self.reducer: LossReducer | None = None
+        self.call_check: CallCheck | None = None
+        self.windows: LightningWindows | None = None
+        self._precision = PrecisionKeeper()
+        self.advice = Advice()
+        self._first_bucket_bytes = 0
+        self._in_training_step = False
+        self._ends: UnevenEnds | None = None
+        self._places = SamplerPlaces()
+        self._random_states = RandomStates()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the strategy shall do nothing of its own."""
+        return self.selection == []
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The LightningModule."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        return module
+
+    # ------------------------------------------------------------------ set-up
+
+    def setup(
+        self, trainer: pl.Trainer, setup_model: Callable[[pl.Trainer], None], refuse: Callable[[nn.Module], None]
+    ) -> None:
+        """Find the losses, let Lightning set up the model, synchronise both.
+
+        Args:
+            trainer: The trainer.
+            setup_model: Lightning's set-up, in which the strategy calls ``start_reducing``.
+            refuse: Raises for a module that the strategy cannot train.
+        """
+        module = self.module
+        self.evaluation.setup(trainer)
+        with self.raise_on_all_ranks("setup"):
+            refuse(module)
+            # 1. the losses, sharded before their values are remembered
+            self.found = find_losses(module, self.selection)
+            self.sharding.setup_shards(module)
+            for inner in module.modules():
+                if isinstance(inner, process_groups.WithProcessGroup):
+                    inner.create_internal_groups()  # a rank may fail before it has ever used it
+            self._precision.remember([loss.module for loss in self.found])
+            # 2. Lightning moves, wraps and synchronises the rest
+            fitting = trainer.state.fn == TrainerFn.FITTING
+            if fitting:  # before configure_optimizers, which may ask for the loaders
+                self._ends = UnevenEnds(trainer, self._uneven)
+            with contextlib.nullcontext() if fitting else self.sharding.excluded(module):
+                setup_model(trainer)
+            # 3. what needs the optimizers
+            if fitting:
+                self.sharding.install(self._strategy.optimizers, self._strategy.precision_plugin)
+                self._handle_hidden_losses(trainer)
+            # 4. what surrounds each call of a loss
+            self._install_patches()
+            if fitting:
+                self._watch_losses()
+                if self.accumulation == "window":
+                    self.windows = LightningWindows(lambda: corrected_parameters(module, self._strategy.optimizers))
+
+    def restore_precision(self) -> None:
+        """Undo what the precision plugin halved in the losses."""
+        self._precision.restore()
+
+    def compare_ranks(self) -> None:
+        """Compare names, shapes and options between the ranks. Communication: one handshake.
+
+        Raises:
+            RankMismatchError: on every rank.
+        """
+        precision, trainer = self._strategy.precision_plugin.precision, attached_trainer(self.module)
+        facts = same_setup.setup_facts(self.found, self._options, precision=precision, trainer=trainer)
+        ddp_setup.compare_names(self.module, facts)
+
+    def start_reducing(
+        self, reduced_elsewhere: Sequence[Tensor], ignored: Sequence[str] = (), *, first_bucket: int = 0
+    ) -> None:
+        """Take over the gradients of what nobody else reduces.
+
+        Args:
+            reduced_elsewhere: Parameters that the model's own parallelism reduces.
+            ignored: Names of parameters that the user told it to leave alone.
+            first_bucket: Bytes of gradient of which it sends nothing before all are ready.
+        """
+        self._first_bucket_bytes = first_bucket
+        self.parameters = ReducedParameters(self.module, reduced_elsewhere, sorted(ignored))
+        self.reducer = LossReducer(self.parameters, self._wire_dtype)
+
+    def note_unusual(self) -> None:
+        """Say of which losses something else than usual is true."""
+        for loss in self.found:
+            if loss.learnable and not loss.owned:
+                rank_zero_info(f"{loss.title} shares a parameter with the model and stays in the model's DDP.")
+            if not loss.learnable and self.selection != "auto":
+                rank_zero_info(
+                    f"{loss.title}, named in `losses`, has no parameters: there is nothing to synchronise in it."
+                )
+
+    def _handle_hidden_losses(self, trainer: pl.Trainer) -> None:
+        """Adopt or refuse trainable losses that are not registered; watch those that no optimizer holds."""
+        module, host = self.module, self._strategy
+        hidden = self.adoption.find(trainer, module, host.optimizers)
+        self._unregistered_patches = [
+            UnregisteredLossPatch(idle, path, lambda: self._in_training_step)
+            for path, idle in hidden.idle.items()
+            if is_loss(idle)
+        ]
+        if hidden.optimised:
+            self.found += self.adoption.adopt(
+                module, hidden, host.precision_plugin, host.root_device, host.wrapped_model
+            )
+            self.sharding.setup_new_shards(module, host.optimizers, host.precision_plugin)
+
+    def _install_patches(self) -> None:
+        # where a scaler looks for overflow, NaN is its business
+        refuse_nan = getattr(self._strategy.precision_plugin, "scaler", None) is None
+        for loss in self.found:
+            global_loss = wrap_global(loss, self.module) if self._global_batch else None
+            self._loss_patches.append(LossForwardPatch(loss, refuse_nan=refuse_nan, global_loss=global_loss))
+        for patch in (*self._loss_patches, *self._unregistered_patches):
+            patch.install()
+
+    def _watch_losses(self) -> None:
+        """Start the call check; what exists now counts as synchronised."""
+        parameters, reducer = self.parameters, self.reducer
+        assert parameters is not None
+        assert reducer is not None
+        parameters.watch([loss.name for loss in self.found])
+        if self.check_calls:
+            self.call_check = CallCheck(parameters, reducer, self._loss_patches, self._first_bucket_bytes)
+
+    # ------------------------------------------------------------------ data
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return a loader as this rank shall have it: structured samplers kept, a saved place found again, evaluation exact."""
+        trainer = attached_trainer(self.module)
+        if self.is_plain or trainer is None:
+            return dataloader
+        ddp_setup.warn_of_reshuffle(dataloader, injecting=injects_distributed_sampler(trainer))
+        ddp_setup.refuse_other_batches(dataloader)
+        with self.raise_on_all_ranks("train_dataloader"):
+            self._places.place(trainer, dataloader)
+        with self.raise_on_all_ranks("evaluation loader"):
+            return self.evaluation.process(trainer, dataloader)
+
+    def on_train_start(self) -> None:
+        """Make sure that all samplers stand where the checkpoint says, and random numbers go on."""
+        with self.raise_on_all_ranks("on_train_start"):
+            self._places.start(self.module.trainer)
+            self._random_states.restore(self.module.trainer, self._strategy.root_device)
+
+    def on_first_batch(self) -> None:
+        """Forget what was resumed from: the first batch is there."""
+        self._places.on_first_batch()
+
+    # ------------------------------------------------------------------ steps
+
+    @contextlib.contextmanager
+    def training_step(self, broadcast_buffers: Callable[[], None]) -> Iterator[None]:
+        """Run a training step inside the block; what fails on one rank ends all of them at the peers' next handshake.
+
+        Args:
+            broadcast_buffers: Gives all ranks rank 0's, where nothing around the model does.
+        """
+        self._count_calls(True)
+        try:
+            with self.raise_on_all_ranks("training_step"):
+                broadcast_buffers()
+                if self._ends is not None:
+                    self._ends.before_step()
+                with self._micro_batch():
+                    yield
+        finally:
+            self._count_calls(False)
+
+    def _count_calls(self, on: bool) -> None:
+        self._in_training_step = on
+        for patch in self._loss_patches:
+            patch.counting = on
+
+    def _micro_batch(self) -> AbstractContextManager[None]:
+        """Return what a training step runs in: the next micro-batch of an accumulation window, where there are windows."""
+        if self.windows is None or not self.module.automatic_optimization:
+            return contextlib.nullcontext()
+        return self.windows.micro_batch(self.module.trainer, is_last=self._strategy.sync_gradients)
+
+    def evaluation_step(self, args: tuple[Any, ...]) -> AbstractContextManager[None]:
+        """Return what a step of validation, test or prediction runs in."""
+        return self.evaluation.step(self.module.trainer, self._strategy.wrapped_model, args)
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Return what is back-propagated: Lightning's division undone in an accumulation window; refused where a rank lacks rows."""
+        module = self.module
+        if self._ends is not None:
+            self._ends.before_backward(loss)
+        if self.windows is not None:
+            divided_by = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+            loss = self.windows.before_backward(loss, divided_by)
+        return loss
+
+    def start_call_check(self) -> None:
+        """Prepare the call check of a synchronising backward; backward exchanges it before its first gradients leave."""
+        if self.call_check is not None and self._strategy.sync_gradients:
+            self.call_check.start(self.module.global_step)
+
+    def reduce_gradients(self) -> None:
+        """Mean the losses' gradients over ranks, where this backward synchronises.
+
+        Raises:
+            LossCallError: on every rank, for a gradient on some ranks only.
+        """
+        if self.reducer is None or not self._strategy.sync_gradients:
+            return
+        calls = None if self.call_check is None else self.call_check.finish()
+        if calls is None:
+            self.reducer.reduce()
+        else:
+            self.reducer.reduce(calls.parameters, calls.expected)
+            self.advice.uneven_rows(calls.uneven)
+        if self.call_check is not None:
+            self.call_check.end()
+        if self.windows is not None and self.module.automatic_optimization:
+            self.windows.close()
+
+    def after_backward(self) -> None:
+        """Let a shard's gradient that overflowed on one rank count on all."""
+        if self._strategy.sync_gradients:
+            self.sharding.share_overflow(self._strategy.precision_plugin)
+
+    def closed(self, closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
+        """Return a closure after which an optimizer may step."""
+        return closure if self.windows is None else self.windows.closed(closure, optimizer)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def with_run_states(self, checkpoint: dict[str, Any], path: Any) -> dict[str, Any]:
+        """Return a checkpoint with the places of global samplers and the random states of all ranks."""
+        trainer = self.module.trainer
+        checkpoint = self._places.with_places(trainer, checkpoint)
+        return self._random_states.with_states(trainer, checkpoint, path, self._strategy.root_device)
+
+    def loaded(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Remember the places and random states of a loaded checkpoint, and return it as Lightning shall see it."""
+        trainer = attached_trainer(self.module)
+        if self.is_plain or trainer is None:
+            return checkpoint
+        self._random_states.loaded(trainer, checkpoint)
+        return self._places.loaded(trainer, checkpoint)
+
+    # ------------------------------------------------------------------ end
+
+    def on_train_end(self) -> None:
+        """Look at what the last step left on an accelerator. Communication: there one handshake."""
+        if self.is_plain or inputs.on_host(torch.empty(0, device=self._strategy.root_device)):
+            return
+        with self.raise_on_all_ranks("the end of training"):
+            inputs.raise_late_labels()
+        handshake.all_gather("the end of training", {})
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End the peers too, where one rank fails between two steps (a callback, an optimizer, Lightning itself)."""
+        module = self._strategy.lightning_module
+        trainer = attached_trainer(module) if module is not None else None
+        training = trainer is not None and trainer.training
+        # in validation, and without check_calls, the peers open no handshake in which they could be told
+        if training and self.call_check is not None and isinstance(exception, Exception):
+            with contextlib.suppress(Exception):  # Lightning goes on with the exception itself
+                if not getattr(exception, "collective", False):
+                    handshake.raise_in_all_groups(exception, "training")
+
+    def teardown(self) -> None:
+        """Give the module back as it came."""
+        for patch in (*self._loss_patches, *self._unregistered_patches):
+            patch.remove()
+        if self.call_check is not None:
+            self.call_check.remove()
+        self.adoption.remove(self._strategy.lightning_module)
+        self.sharding.remove()
+        self._places.teardown()
+        self.global_samplers.remove()
+        self.evaluation.teardown()
+        if self._ends is not None:
+            self._ends.remove()
+
+    def forget(self) -> None:
+        """Forget the fit, when Lightning has torn down its own part."""
+        self._reset()
+
+    # ------------------------------------------------------------------ help
+
+    @contextlib.contextmanager
+    def raise_on_all_ranks(self, where: str) -> Iterator[None]:
+        """Raise on every rank what fails on one inside the block."""
+        try:
+            yield
+        except Exception as error:
+            meet_in_backward = self.check_calls or (self._ends is not None and self._ends.lacks_rows)
+            if where == "training_step" and not meet_in_backward:
+                handshake.notify_subgroups(error, where)
+                raise  # the world opens no handshake in which it could be told
+            handshake.raise_in_all_groups(error, where)
