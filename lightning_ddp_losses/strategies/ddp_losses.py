@@ -16,17 +16,20 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.compat import attached_trainer
 from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.strategies import ddp_setup, same_setup
+from lightning_ddp_losses.strategies import checkpoint_files, ddp_setup, same_setup
 from lightning_ddp_losses.strategies.launcher import WholeStateLauncher
 from lightning_ddp_losses.strategies.loss_hooks import LossHooks
 from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
+from lightning_ddp_losses.strategies.random_states import saves_together
 
 
 class DDPLossStrategy(LossHooks, DDPStrategy):
@@ -120,6 +123,8 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     ) -> None:
         given = {**locals(), **ddp_setup.without_defaults(ddp_kwargs)}
         super().__init__(**ddp_kwargs)
+        self.checkpoint_io = checkpoint_files.use_whole_files(ddp_kwargs.get("checkpoint_io"))
+        self._loaded_from: Any = None  # the checkpoint, for what there is to say of it
         self._ddp_kwargs = ddp_setup.without_defaults(self._ddp_kwargs)
         ddp_setup.refuse_unknown_options(type(self), self._ddp_kwargs)
         self._losses = LossParallelism(
@@ -298,33 +303,63 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             return state
         return self._losses.sharding.optimizer_state(self._losses.module, optimizer, self.optimizers, state)
 
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads files: Lightning's default writes whole files or none here, a plugin of the user's stays."""
+        plugin: CheckpointIO = super().checkpoint_io
+        return plugin
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        DDPStrategy.checkpoint_io.fset(self, checkpoint_files.use_whole_files(io))  # type: ignore[attr-defined]
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a file, or a folder of shards, with the places of global samplers and the random states of all ranks."""
         write, losses = super().save_checkpoint, self._losses
         if losses.is_plain:
             write(checkpoint, filepath, storage_options)
             return
-        checkpoint = losses.with_run_states(checkpoint, filepath)
-        losses.sharding.save(losses.module, checkpoint, filepath, lambda rest, path: write(rest, path, storage_options))
+        together = saves_together(losses.module.trainer, filepath)
+        with checkpoint_files.saved_on_all_ranks(filepath, is_collective=together):
+            checkpoint = losses.with_run_states(checkpoint, filepath)
+            losses.sharding.save(
+                losses.module, checkpoint, filepath, lambda rest, path: write(rest, path, storage_options)
+            )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file, or what is not sharded of a folder of shards."""
-        path = self._losses.sharding.file_to_load(checkpoint_path)
-        checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
+        """Load a file, or what is not sharded of a folder of shards; what one rank cannot read is an error on every rank."""
+        path, load = self._losses.sharding.file_to_load(checkpoint_path), super().load_checkpoint
+        if self._losses.is_plain:
+            plain: dict[str, Any] = load(path, weights_only=weights_only)
+            return plain
+        checkpoint = checkpoint_files.load_on_all_ranks(
+            path, lambda: load(path, weights_only=weights_only), checks_bits=self.local_rank == 0
+        )
+        self._loaded_from = checkpoint_path
         self._losses.sharding.compare_wholes(checkpoint)
         return self._losses.loaded(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of what is sharded, and no adopted losses where none are registered."""
-        state = self._losses.adoption.state_for(self.lightning_module, checkpoint["state_dict"])
-        if not self._losses.is_plain:
-            state = self._losses.sharding.own_module_state(self._losses.module, state)
-        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
+        losses = self._losses
+        state = losses.adoption.state_for(self.lightning_module, checkpoint["state_dict"])
+        if losses.is_plain:
+            super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
+            return
+        state = losses.sharding.own_module_state(losses.module, state)
+        if losses.module.trainer.state.fn == TrainerFn.FITTING:
+            saved_kinds = checkpoint.get(checkpoint_files.LOSS_KINDS)
+            checkpoint_files.refuse_other_losses(self._loaded_from, saved_kinds, losses.kinds())
+        with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "parameters and buffers"):
+            super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of what belongs to sharded weights."""
-        if not self._losses.is_plain:
-            saved = checkpoint["optimizer_states"]
-            states = self._losses.sharding.own_optimizer_states(self._losses.module, self.optimizers, saved)
-            checkpoint = {**checkpoint, "optimizer_states": states}
-        super().load_optimizer_state_dict(checkpoint)
+        losses = self._losses
+        if losses.is_plain:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        saved = checkpoint["optimizer_states"]
+        states = losses.sharding.own_optimizer_states(losses.module, self.optimizers, saved)
+        with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "states of optimizers"):
+            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})

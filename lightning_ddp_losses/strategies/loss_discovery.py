@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from lightning_ddp_losses.errors import ConfigurationError
 
 Selection = str | Sequence[str]
 T = TypeVar("T", bound=type)
+_PACKAGE = __name__.partition(".")[0]
 
 _loss_types: list[type] = [
     BaseMetricLossFunction,
@@ -165,3 +166,16 @@ def _no_match(root: nn.Module, got: str) -> ConfigurationError:
         got=f"{got}, which matches none",
         fix=f"Learnable losses that exist: {', '.join(exist) or 'none'}. Children with parameters: {', '.join(others) or 'none'}.",
     )
+
+
+def loss_kinds(losses: Iterable[FoundLoss]) -> list[str]:
+    """Return ``name: class`` of each loss; of one that only evaluates another over all ranks or divides its classes, that one's class."""
+    found = []
+    for loss in losses:
+        module = uncompiled(loss.module)
+        # a checkpoint moves between a loss and what wraps it where their parameters have the same names
+        inner = getattr(module, "loss", None)
+        while type(module).__module__.partition(".")[0] == _PACKAGE and isinstance(inner, nn.Module):
+            module, inner = inner, getattr(inner, "loss", None)
+        found.append(f"{loss.name}: {type(module).__qualname__}")
+    return found

@@ -26,10 +26,11 @@ from lightning_ddp_losses.strategies import ddp_setup, same_setup
 from lightning_ddp_losses.strategies.adoption import Adoption
 from lightning_ddp_losses.strategies.advice import Advice
 from lightning_ddp_losses.strategies.call_check import CallCheck
+from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
 from lightning_ddp_losses.strategies.evaluation_loaders import EvaluationLoaders, refuse_evaluation
 from lightning_ddp_losses.strategies.global_batch_option import wrap_global
 from lightning_ddp_losses.strategies.global_sampler_option import GlobalSamplerOption
-from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss, loss_kinds
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
 from lightning_ddp_losses.strategies.random_states import RandomStates
@@ -374,10 +375,15 @@ class LossParallelism:
     # ------------------------------------------------------------------ checkpoints
 
     def with_run_states(self, checkpoint: dict[str, Any], path: Any) -> dict[str, Any]:
-        """Return a checkpoint with the places of global samplers and the random states of all ranks."""
+        """Return a checkpoint with the places of global samplers, the random states of all ranks, and of which class each loss is."""
         trainer = self.module.trainer
+        checkpoint = {**checkpoint, LOSS_KINDS: self.kinds()}
         checkpoint = self._places.with_places(trainer, checkpoint)
         return self._random_states.with_states(trainer, checkpoint, path, self._strategy.root_device)
+
+    def kinds(self) -> list[str]:
+        """Return of which class each loss is; before set-up and after teardown too."""
+        return loss_kinds(find_losses(self.module, self.selection))
 
     def loaded(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Remember the places and random states of a loaded checkpoint, and return it as Lightning shall see it."""

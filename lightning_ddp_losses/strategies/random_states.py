@@ -40,6 +40,11 @@ RANDOM_STATES = "random_states"
 _REQUEUED = "hpc_ckpt_"  # how Lightning names what it saves in SLURM's signal
 
 
+def saves_together(trainer: pl.Trainer, path: object) -> bool:
+    """Say whether every rank comes to save at the same place: not after an error, nor in a signal, where ranks may be anywhere."""
+    return not trainer.interrupted and not PurePath(str(path)).name.startswith(_REQUEUED)
+
+
 class RandomStates:
     """Random states of all ranks, on their way into a checkpoint and out of it."""
 
@@ -58,9 +63,7 @@ class RandomStates:
         if "optimizer_states" not in checkpoint or trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         seed = torch.initial_seed() >> 1 if self._seed is None else self._seed
-        states: dict[str, Tensor] = {}
-        if not trainer.interrupted and not PurePath(str(path)).name.startswith(_REQUEUED):
-            states = gathered_states(device)
+        states = gathered_states(device) if saves_together(trainer, path) else {}
         saved = {
             "world_size": process_groups.world_size(),
             "seed": seed,

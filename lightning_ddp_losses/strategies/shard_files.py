@@ -8,6 +8,7 @@ is a folder: ``rest.ckpt``, and the shards as ``shard_folder`` writes them, whic
 from __future__ import annotations
 
 import json
+import secrets
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.strategies.checkpoint_files import first_line, remove_folder, sync_folder
 from lightning_ddp_losses.strategies.shard_folder import METADATA, PlacedBlock, ShardFolder, write_blocks
 from lightning_ddp_losses.strategies.shard_records import (
     SavedBlock,
@@ -32,12 +34,31 @@ from lightning_ddp_losses.strategies.shard_records import (
 from lightning_ddp_losses.strategies.sharded_parameters import Owners, ShardedParameters
 
 REST = "rest.ckpt"
+BLOCKS = "ddp_losses_blocks"
+"""Key of the rest that names the folder of the blocks."""
+_BLOCKS_PREFIX = "blocks-"
 _MARK = "class shard"
 
 
 def is_sharded(path: Any) -> bool:
     """Say whether a checkpoint is a folder that a sharded save has written."""
     return (Path(path) / REST).is_file()
+
+
+def folder_of_blocks(path: Any, rest: Mapping[str, Any]) -> Path:
+    """Return where the blocks of a sharded checkpoint are: in the folder that the rest names, or, of an earlier release, beside it."""
+    name = str(rest.get(BLOCKS, ""))
+    # a name that leads elsewhere is no name of ours
+    return Path(path) / Path(name).name
+
+
+def _remove_former_blocks(folder: Path, kept: str) -> None:
+    """Remove the blocks that the rest does not name any more: of a former checkpoint, of an earlier release, of a run that was killed."""
+    for found in folder.iterdir():
+        if found.name.startswith(_BLOCKS_PREFIX) and found.name != kept:
+            remove_folder(found)
+        elif found.name == METADATA or found.suffix == ".distcp":
+            found.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -84,6 +105,7 @@ class ShardFiles:
 
     def __init__(self, shards: ShardedParameters, *, sharded: bool) -> None:
         self._shards, self._sharded = shards, sharded
+        self._blocks = ""
         self._saved: dict[str, _Saved] = {}
 
     # ------------------------------------------------------------------ out
@@ -174,8 +196,10 @@ class ShardFiles:
         """
         # 1. what each rank gave, as it looked on that rank
         own = {key: saved.taken_fingerprint() for key, saved in self._saved.items()}
-        payloads = handshake.all_gather("saving a checkpoint", {}, json.dumps(own).encode())
-        of_ranks = [json.loads(payload) for payload in payloads]
+        payloads = handshake.all_gather("saving a checkpoint", {}, json.dumps([self._blocks, own]).encode())
+        names_and_marks = [json.loads(payload) for payload in payloads]
+        self._blocks = names_and_marks[0][0]
+        of_ranks = [marks for _, marks in names_and_marks]
         # 2. of what the checkpoint holds, who had which classes
         found: dict[str, Any] = {}
         for key, value in sharded_entries(checkpoint):
@@ -194,24 +218,39 @@ class ShardFiles:
         return found
 
     def make_folder(self, path: Any) -> None:
-        """Make the folder of a sharded checkpoint; what names the blocks of one that is written again goes first, on rank 0."""
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        if process_groups.rank() == 0:
-            # a job that ends in the middle leaves a folder that nobody takes for a checkpoint
-            (folder / REST).unlink(missing_ok=True)
-            (folder / METADATA).unlink(missing_ok=True)
+        """Make the folder of a sharded checkpoint; rank 0 chooses where in it the blocks will be, and ``records`` tells the others."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        self._blocks = f"{_BLOCKS_PREFIX}{secrets.token_hex(4)}"
 
-    def write(self, path: Any, write_rest: Callable[[Any], None]) -> None:
-        """Write a sharded checkpoint; every rank comes here."""
-        rank = process_groups.rank()
+    def write(self, path: Any, checkpoint: dict[str, Any], write_rest: Callable[[dict[str, Any], Any], None]) -> None:
+        """Write a sharded checkpoint; every rank comes here.
+
+        Blocks go to a folder of their own, and the rest, which names that, comes last and at once: until then the name holds the
+        checkpoint that it held before.
+
+        Args:
+            path: Of the folder.
+            checkpoint: The rest.
+            write_rest: Writes it to a file.
+        """
+        rank, folder = process_groups.rank(), Path(path)
         blocks = [
             PlacedBlock(key, saved.shard, saved.part)
             for key, saved in self._saved.items()
             if saved.part is not None and (rank, saved.shard) in self._shards.owners[saved.name]
         ]
-        write_blocks(Path(path), blocks)
-        write_rest(Path(path) / REST)
+        try:
+            write_blocks(folder / self._blocks, blocks)
+            if rank == 0:
+                sync_folder(folder / self._blocks)
+                sync_folder(folder)
+            write_rest({**checkpoint, BLOCKS: self._blocks}, folder / REST)
+        except Exception:
+            if rank == 0:
+                remove_folder(folder / self._blocks)
+            raise
+        if rank == 0:
+            _remove_former_blocks(folder, self._blocks)
 
     def forget_saved(self) -> None:
         """Let go of what was given to a checkpoint that is written."""
@@ -239,7 +278,7 @@ class ShardFiles:
         try:
             folder = ShardFolder(Path(path))
         except Exception as error:  # whatever damage does to it
-            return dict(tree), [f"{path}: its metadata cannot be read ({_first_line(error)})"]
+            return dict(tree), [f"{path}: its metadata cannot be read ({first_line(error)})"]
         parts: dict[str, Tensor] = {}
         problems: list[str] = []
         for name, mark in marks.items():
@@ -248,7 +287,7 @@ class ShardFiles:
             try:
                 parts[name], wrong = _read_part(folder, mark, parameter, record)
             except Exception as error:  # a missing file, one that is cut off, bytes that make no sense
-                wrong = [f"{mark[_MARK]}: cannot be read ({_first_line(error)})"]
+                wrong = [f"{mark[_MARK]}: cannot be read ({first_line(error)})"]
             problems += wrong
         return {**tree, **parts}, problems
 
@@ -369,11 +408,6 @@ def refuse_other_sizes(module: nn.Module, state: Mapping[str, Any], records: Map
                 got=f"{record.num_classes} classes of {record.per_class}",
                 fix=fix,
             )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _indexed(optimizer: Any) -> list[tuple[int, nn.Parameter]]:

@@ -19,7 +19,13 @@ from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.shard import Shardable
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.strategies import ddp_setup
-from lightning_ddp_losses.strategies.shard_files import REST, ShardFiles, is_sharded, refuse_other_sizes
+from lightning_ddp_losses.strategies.shard_files import (
+    REST,
+    ShardFiles,
+    folder_of_blocks,
+    is_sharded,
+    refuse_other_sizes,
+)
 from lightning_ddp_losses.strategies.shard_records import RECORDS, ShardRecord, problems_of_wholes, read_records
 from lightning_ddp_losses.strategies.sharded_parameters import ShardedParameters, excluding_shards, shard_losses
 
@@ -146,7 +152,7 @@ class ShardedDDP:
         checkpoint = {**checkpoint, "state_dict": files.completed(checkpoint["state_dict"])}
         checkpoint[RECORDS] = files.records(checkpoint)
         if self._sharded_checkpoints:
-            files.write(path, lambda rest: write(checkpoint, rest))
+            files.write(path, checkpoint, write)
         else:
             write(checkpoint, path)
         files.forget_saved()
@@ -160,6 +166,8 @@ class ShardedDDP:
 
     def compare_wholes(self, checkpoint: Mapping[str, Any]) -> None:
         """Compare a loaded checkpoint with its records of shards, before any hook changes it; ``own_module_state`` raises."""
+        if self._loaded_from is not None:
+            self._loaded_from = folder_of_blocks(self._loaded_from, checkpoint)
         self._records, self._problems = read_records(checkpoint)
         self._problems += problems_of_wholes(checkpoint, self._records)
 

@@ -62,7 +62,7 @@ def test_keys_are_those_of_the_plain_module(pool: RankPool, tmp_path: Path) -> N
     at(pool, "one process", 1, None, plain)
     one, other = (torch.load(file, weights_only=False) for file in (ours, plain))
     assert list(one["state_dict"]) == list(other["state_dict"])
-    assert list(one) == [*other, "random_states"]
+    assert list(one) == [*other, "ddp_losses_kinds", "random_states"]
     states = [checkpoint["optimizer_states"][0] for checkpoint in (one, other)]
     assert states[0]["param_groups"] == states[1]["param_groups"]
     assert sorted(states[0]["state"]) == sorted(states[1]["state"])

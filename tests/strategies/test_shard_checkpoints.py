@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_ddp_losses import ClassShardedLoss
-from lightning_ddp_losses.strategies.shard_files import REST
+from lightning_ddp_losses.strategies.shard_files import BLOCKS, REST
 from lightning_ddp_losses.strategies.shard_records import RECORDS
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
@@ -76,10 +76,20 @@ def test_shards_with_replicas_are_saved_by_one_rank_each(pool: RankPool, tmp_pat
 # ---------------------------------------------------------------------- what earlier releases saved
 
 
+def blocks_of(folder: Path) -> Path:
+    """Where a sharded checkpoint has its blocks."""
+    (found,) = folder.glob("blocks-*")
+    return found
+
+
 def without_records(path: str) -> None:
     file = Path(path, REST) if Path(path).is_dir() else Path(path)
     checkpoint = torch.load(file)
     del checkpoint[RECORDS]
+    checkpoint.pop(BLOCKS, None)
+    if file.name == REST:  # earlier releases had blocks and rest in one folder
+        for block in blocks_of(Path(path)).iterdir():
+            block.rename(Path(path, block.name))
     torch.save(checkpoint, file)
 
 
@@ -142,15 +152,18 @@ def spoil(path: Path) -> None:
 
 
 DAMAGE: dict[str, Any] = {
-    "a block that is cut off": lambda folder, other: cut_off(folder / "__1_0.distcp"),
-    "a block that is missing": lambda folder, other: (folder / "__1_0.distcp").unlink(),
-    "one bit": lambda folder, other: spoil(folder / "__1_0.distcp"),
-    "a block of another checkpoint": lambda folder, other: shutil.copy(other / "__1_0.distcp", folder),
+    "a block that is cut off": lambda folder, other: cut_off(blocks_of(folder) / "__1_0.distcp"),
+    "a block that is missing": lambda folder, other: (blocks_of(folder) / "__1_0.distcp").unlink(),
+    "one bit": lambda folder, other: spoil(blocks_of(folder) / "__1_0.distcp"),
+    "a block of another checkpoint": lambda folder, other: shutil.copy(
+        blocks_of(other) / "__1_0.distcp", blocks_of(folder)
+    ),
     "all blocks of another checkpoint": lambda folder, other: [
-        shutil.copy(other / name, folder) for name in ("__0_0.distcp", "__1_0.distcp", ".metadata")
+        shutil.copy(blocks_of(other) / name, blocks_of(folder))
+        for name in ("__0_0.distcp", "__1_0.distcp", ".metadata")
     ],
     "the rest of another checkpoint": lambda folder, other: shutil.copy(other / REST, folder),
-    "no metadata": lambda folder, other: (folder / ".metadata").unlink(),
+    "no metadata": lambda folder, other: (blocks_of(folder) / ".metadata").unlink(),
 }
 
 

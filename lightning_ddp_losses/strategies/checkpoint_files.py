@@ -1,0 +1,337 @@
+"""Checkpoint files that are whole or not there, and what is wrong with one that is not, said on every rank.
+
+A checkpoint is written to a temporary name in its own folder, brought to the disk and renamed: whatever ends the run in between (a signal,
+a full disk, a machine without power), the name holds what it held before. (Lightning 2.6 writes to the folder of temporary files, and
+where that is another file system, copies from there to the last name.) Paths that are not of this machine's file system stay with
+Lightning.
+
+What a rank that was killed while it wrote has left behind (``.partial-*``) goes with the next save into that folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
+
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.errors import DDPLossError, InputError
+
+SAVING, LOADING = "saving a checkpoint", "loading a checkpoint"
+
+_PARTIAL = ".partial-"
+_OWNER = re.compile(re.escape(_PARTIAL) + r"(?P<host>.*)-(?P<pid>\d+)-[0-9a-f]+")
+_SHOWN_CHARACTERS = 600  # of what a library says; torch's advice about weights_only is long
+
+
+class WholeFileIO(TorchCheckpointIO):
+    """Lightning's default way of saving and loading, by which a file of this machine is whole or not there."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint; remote paths, and options that only others know, are Lightning's."""
+        if storage_options is not None or not is_local(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        write_whole(local_path(path), lambda file: torch.save(checkpoint, file))
+
+
+def use_whole_files(plugin: CheckpointIO | None) -> CheckpointIO:
+    """Return the checkpoint plugin to use: what would be Lightning's default is ours, also below a plugin that wraps it."""
+    if plugin is None or type(plugin) is TorchCheckpointIO:
+        return WholeFileIO()
+    innermost: Any = plugin
+    while isinstance(getattr(innermost, "checkpoint_io", None), CheckpointIO):
+        innermost = innermost.checkpoint_io
+    if getattr(innermost, "checkpoint_io", innermost) is None:  # wraps what is yet to be chosen
+        innermost.checkpoint_io = WholeFileIO()
+    return plugin
+
+
+def is_local(path: Any) -> bool:
+    """Say whether a path is of this machine's file system, and not of one that ``fsspec`` reaches."""
+    protocol = get_filesystem(path).protocol
+    return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+
+def local_path(path: Any) -> Path:
+    """Return a local path without the scheme that it may have."""
+    return Path(str(path).removeprefix("file://"))
+
+
+# ---------------------------------------------------------------------- out
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Write a file of which the name never holds a part.
+
+    Args:
+        path: Of the file; its folder is made.
+        write: Writes the content to an open file.
+
+    Raises:
+        OSError: where the file system refuses; nothing is left behind then, and a former file stays.
+    """
+    folder = path.absolute().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_partials_of_dead(folder)
+    partial = folder / f"{_PARTIAL}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        # 1. the content, on the disk; no other process writes to this name
+        with partial.open("xb") as file:
+            checked = _CheckedFile(file)
+            try:
+                write(checked)  # type: ignore[arg-type]
+                file.flush()
+                os.fsync(file.fileno())
+            except Exception as error:
+                # torch's writer says only that a write failed
+                raise (checked.error or error) from error
+        # 2. the name, and that the folder has it
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+    sync_folder(folder)
+
+
+class _CheckedFile:
+    """A file that remembers why it could not be written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk, where the system lets one open a folder."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _remove_partials_of_dead(folder: Path) -> None:
+    """Remove what processes of this machine that are no more have left in a folder."""
+    with contextlib.suppress(OSError):
+        for found in folder.glob(f"{_PARTIAL}*"):
+            owner = _OWNER.fullmatch(found.name)
+            if owner is not None and owner["host"] == socket.gethostname() and not _is_running(int(owner["pid"])):
+                found.unlink(missing_ok=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def saved_on_all_ranks(path: Any, *, is_collective: bool) -> Iterator[None]:
+    """Let a checkpoint that one rank cannot write be an error on every rank.
+
+    Args:
+        path: Of the checkpoint, as the user knows it.
+        is_collective: Every rank comes here; else (after an error, in a signal) only this rank hears of it.
+
+    Raises:
+        DDPLossError: on every rank, naming the rank and the file.
+
+    Communication: one handshake where ``is_collective``.
+    """
+    try:
+        yield
+    except Exception as error:
+        failed = _saving_error(path, error)
+        if failed is None or not is_collective:
+            raise (failed or error) from error
+        try:
+            handshake.raise_on_all_ranks(failed, SAVING)
+        except DDPLossError as told:
+            raise told from error
+    if is_collective:
+        handshake.all_gather_between_steps(SAVING, {"written": True})
+
+
+def _saving_error(path: Any, error: Exception) -> DDPLossError | None:
+    """Return what to say of a checkpoint that could not be written; None where the error says enough."""
+    # torch's writer of folders collects the errors of all ranks
+    of_ranks = getattr(error, "failures", None)
+    if not isinstance(error, OSError) and not of_ranks:
+        return None
+    failures = {process_groups.rank(): error}
+    if of_ranks:
+        failures = {rank: wrapped[0] if isinstance(wrapped, tuple) else wrapped for rank, wrapped in of_ranks.items()}
+    return DDPLossError(
+        f"checkpoint {path}",
+        expected="a file that can be written",
+        ranks={rank: first_line(own) for rank, own in failures.items()},
+        fix="Make room there, or save somewhere else; former checkpoints are as they were, and nothing of this one is left.",
+        collective=bool(of_ranks),
+    )
+
+
+# ---------------------------------------------------------------------- in
+
+
+def load_on_all_ranks(path: Any, load: Callable[[], dict[str, Any]], *, checks_bits: bool) -> dict[str, Any]:
+    """Load a checkpoint; one that any rank cannot read is an error on every rank, and so are ranks that read different ones.
+
+    Args:
+        path: Of the file.
+        load: Reads it.
+        checks_bits: This rank compares the file with the checksums in it, which torch does not.
+
+    Returns:
+        What ``load`` returned.
+
+    Raises:
+        InputError: on every rank, naming the file and the ranks that cannot read it.
+        RankMismatchError: on every rank, for checkpoints of different steps.
+
+    Communication: one handshake.
+    """
+    checkpoint: dict[str, Any] = {}
+    cause: Exception | None = None
+    try:
+        if checks_bits and is_local(path):
+            _refuse_damage(local_path(path))
+        checkpoint = load()
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise ValueError("it holds no 'state_dict': it is no checkpoint of Lightning")
+    except Exception as error:
+        cause = error
+    problem = "" if cause is None else _shown(cause)
+    payloads = handshake.all_gather_between_steps(LOADING, {}, problem.encode())
+    problems = [payload.decode() for payload in payloads]
+    if any(problems):
+        is_one = len(set(problems)) == 1
+        raise InputError(
+            f"checkpoint {path}",
+            expected="a whole file, readable on every rank",
+            got=problems[0] if is_one else None,
+            ranks=None if is_one else [problem or "nothing wrong" for problem in problems],
+            fix="Load another checkpoint. This one is damaged, was cut off, is not there, or holds other objects than tensors and plain "
+            "values.",
+            collective=True,
+        ) from cause
+    places = {name: checkpoint.get(name) for name in ("epoch", "global_step")}
+    handshake.all_gather_between_steps(f"{LOADING}: what each rank read", places)
+    return checkpoint
+
+
+def _refuse_damage(path: Path) -> None:
+    """Refuse a file that is not what its own checksums say.
+
+    Raises:
+        ValueError: naming the part.
+    """
+    if not zipfile.is_zipfile(path):
+        return  # torch.load says what it thinks of it
+    with zipfile.ZipFile(path) as file:
+        damaged = file.testzip()
+    if damaged is not None:
+        raise ValueError(f"{damaged} in it is not what was written (checksum)")
+
+
+@contextlib.contextmanager
+def loaded_on_all_ranks(path: Any, what: str) -> Iterator[None]:
+    """Say on every rank what of a checkpoint does not fit this module.
+
+    Args:
+        path: Of the checkpoint.
+        what: Is being loaded.
+
+    Raises:
+        InputError: on every rank.
+
+    Communication: none, or one handshake that meets the peers' next one.
+    """
+    try:
+        yield
+    except DDPLossError:
+        raise
+    except Exception as error:
+        refused = InputError(
+            f"checkpoint {path}: {what}",
+            expected="what this module has",
+            got=_shown(error, lines=12),
+            fix="Load a checkpoint of the same module: its losses, numbers of classes, sizes and optimizers.",
+        )
+        try:
+            handshake.raise_on_all_ranks(refused, LOADING)
+        except DDPLossError as told:
+            raise told from error
+
+
+def refuse_other_losses(path: Any, saved: Sequence[str] | None, own: Sequence[str]) -> None:
+    """Refuse to go on with another loss than the one that was trained, where both would take the same weights.
+
+    Args:
+        path: Of the checkpoint.
+        saved: ``name: class`` of each loss that the checkpoint was saved with; None where it does not say.
+        own: Of this module.
+
+    Raises:
+        InputError: the same on every rank.
+    """
+    if saved is None:
+        return
+    saved_kinds, own_kinds = (dict(entry.split(": ", 1) for entry in entries) for entries in (saved, own))
+    different = {name for name in saved_kinds.keys() & own_kinds.keys() if saved_kinds[name] != own_kinds[name]}
+    if different:
+        raise InputError(
+            f"checkpoint {path}",
+            expected=", ".join(f"{name}: {own_kinds[name]}" for name in sorted(different)),
+            got=", ".join(f"{name}: {saved_kinds[name]}" for name in sorted(different)),
+            fix="Go on with the loss that was trained. To begin another one from these weights, load the state_dict alone, or delete "
+            f"checkpoint['{LOSS_KINDS}'] in on_load_checkpoint.",
+            collective=True,
+        )
+
+
+LOSS_KINDS = "ddp_losses_kinds"
+"""Key of a checkpoint that says of which class each loss was."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's class and the first line of what it says."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _shown(error: Exception, lines: int = 1) -> str:
+    shown = "\n".join(str(error).strip().splitlines()[:lines])[:_SHOWN_CHARACTERS]
+    return f"{type(error).__name__}: {shown}"
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder as far as that can be done."""
+    shutil.rmtree(folder, ignore_errors=True)
