@@ -39,6 +39,7 @@ _STEPS_WITHOUT_PAIRS = 3  # in a row
 _RANDOM_STEPS = 2  # steps whose random states are compared
 _MIN_SAME_BATCHES, _MIN_SAME_ROWS = 2, 8
 _MIN_SHARED_ROWS = 4
+_CHANCE = 1e-4  # that rows drawn with replacement look like ranks with orders of their own
 _COUNT_BITS = 3  # the low bits of a hash hold how often it came
 
 
@@ -484,14 +485,15 @@ class SameBatches:
 def find_overlap(sketches: Sequence[Sequence[int]]) -> list[Finding]:
     """Find ranks that share rows of an epoch while none repeats its own: each draws from the whole data set in an order of its own.
 
-    Drawing with replacement, and data that hold the same row twice, repeat rows within a rank as often as between ranks.
+    Drawing with replacement, and data that hold the same row twice, repeat rows within a rank too: of the pairs of equal rows, 1 in W has
+    both on one rank. Fewer than chance allows are evidence.
 
     Args:
         sketches: By rank: rows read, and the smallest of their hashes with how often each came in the low two bits, padded with zeros.
     """
     rows_read = sum(sketch[0] for sketch in sketches)
     counts_by_rank: list[dict[int, int]] = []
-    edge = 1 << 62  # up to this hash every rank's list is complete
+    edge = 1 << 63  # up to this hash every rank's list is complete
     for sketch in sketches:
         counts = {value & ~_COUNT_BITS: value & _COUNT_BITS for value in sketch[1:] if value}
         if not counts:
@@ -507,11 +509,25 @@ def find_overlap(sketches: Sequence[Sequence[int]]) -> list[Finding]:
         repeated.update(value for value, count in counts.items() if value <= edge and count > 1)
     shared = sum(number > 1 for number in ranks_with.values())
     padding = 2 * len(sketches) * len(ranks_with) / max(rows_read, 1)  # rows that an even division repeats
-    if shared < _MIN_SHARED_ROWS + padding or shared <= 4 * len(repeated):
+    evidence = shared - math.ceil(padding)
+    if (
+        evidence < _MIN_SHARED_ROWS
+        or _chance_of_few(len(repeated), evidence + len(repeated), 1 / len(sketches)) > _CHANCE
+    ):
         return []
     what = f"{shared} of {len(ranks_with)} rows looked at were given to more than one rank in one epoch, and others to none"
     fix = "Seed alike on every rank before the sampler is made (seed_everything), or deal the batches with GlobalBatchSampler."
     return [Finding("F69", what, "each row on one rank", name="rows", fix=fix)]
+
+
+def _chance_of_few(most: int, trials: int, chance: float) -> float:
+    """Return how likely ``most`` hits at most are in so many trials, by the binomial distribution."""
+    likely = 0.0
+    for hits in range(most + 1):
+        # by logarithms: the number of ways alone is larger than a float
+        ways = math.lgamma(trials + 1) - math.lgamma(hits + 1) - math.lgamma(trials - hits + 1)
+        likely += math.exp(ways + hits * math.log(chance) + (trials - hits) * math.log1p(-chance))
+    return likely
 
 
 def _different_orders(orders: Sequence[int]) -> list[Finding]:

@@ -8,15 +8,18 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.buffers import metrics_of
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings, LocalRow
+from lightning_ddp_losses.core.host_memory import anonymous_bytes
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.rendezvous import device_identity
+
+_MOST_RANKS_ONE_BY_ONE = 8
 
 
 class DeviceRow(NamedTuple):
@@ -39,7 +42,8 @@ class UseRow(NamedTuple):
     Attributes:
         batches: Batches that it trained on.
         seconds: Since training started.
-        peak_bytes: Largest memory on the device; 0 on the CPU.
+        peak_bytes: Largest memory on the device. On the CPU the largest anonymous memory of the process when a step was about to go
+            backward (Linux, else 0).
     """
 
     batches: float
@@ -69,17 +73,23 @@ class DeviceCheck(LocalCheck, default=True):
 
     def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
-        self._batches, self._began = 0, 0.0
+        self._batches, self._began, self._host_peak_bytes = 0, 0.0, 0
         self._use_by_rank: list[UseRow] = []
 
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Begin to count."""
         self.local = LocalFindings(self.faults)
-        self._batches, self._began, self._use_by_rank = 0, time.perf_counter(), []
+        self._batches, self._began, self._host_peak_bytes = 0, time.perf_counter(), 0
+        self._use_by_rank = []
 
     def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Count it."""
         self._batches += 1
+
+    def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
+        """Look at the memory where most of it is in use: forward is done, and all that backward needs is there."""
+        if trainer.strategy.root_device.type == "cpu":
+            self._host_peak_bytes = max(self._host_peak_bytes, anonymous_bytes())
 
     # ------------------------------------------------------------------ measure
 
@@ -87,7 +97,7 @@ class DeviceCheck(LocalCheck, default=True):
         """Return which device this is, having looked for what is not on it; at the end, what this rank did."""
         device = trainer.strategy.root_device
         if stage == CheckStage.TRAIN_END:
-            peak_bytes = 0
+            peak_bytes = self._host_peak_bytes
             peak_of = getattr(torch.get_device_module(device), "max_memory_allocated", None)
             if device.type != "cpu" and peak_of is not None:
                 peak_bytes = peak_of(device)
@@ -164,14 +174,24 @@ class DeviceCheck(LocalCheck, default=True):
         return found
 
     def remarks(self) -> list[str]:
-        """Return the same of all ranks together, from the least to the most."""
+        """Return the same, of each rank where they are few; else of all together, from the least to the most."""
         if not self._use_by_rank:
             return []
+        if len(self._use_by_rank) <= _MOST_RANKS_ONE_BY_ONE:
+            return [_use_text(rank, use) for rank, use in enumerate(self._use_by_rank)]
         batches, seconds, peaks = zip(*self._use_by_rank, strict=True)
         remark = f"{_span(batches, '.0f')} batches per rank in {_span(seconds, '.1f')} s"
         if any(peaks):
             remark += f", peak {_span([peak / 2**30 for peak in peaks], '.2f')} GiB"
         return [remark]
+
+
+def _use_text(rank: int, use: UseRow) -> str:
+    """Say what one rank did."""
+    text = f"rank {rank}: {use.batches:.0f} batches, {use.seconds:.1f} s"
+    if use.peak_bytes:
+        text += f", {use.peak_bytes / 2**30:.2f} GiB"
+    return text
 
 
 def _span(values: Sequence[float], form: str) -> str:

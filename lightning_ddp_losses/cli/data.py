@@ -232,7 +232,7 @@ def _sizes(array: Array) -> str:
     return ", ".join(str(size) for size in array.shape[1:])
 
 
-def _open(path: PathLike, what: str) -> Array:
+def open_array(path: PathLike, what: str) -> Array:
     """Memory map an .npy file."""
     expected = "an .npy file as numpy.save writes it"
     try:
@@ -250,7 +250,7 @@ def _open(path: PathLike, what: str) -> Array:
 
 def _load_pair(features_path: PathLike, labels_path: PathLike) -> tuple[Array, Array]:
     """Open features and labels and check one against the other."""
-    features, labels = _open(features_path, "features"), _open(labels_path, "labels")
+    features, labels = open_array(features_path, "features"), open_array(labels_path, "labels")
     if features.ndim < 2 or 0 in features.shape:
         shape = "(N, D) or (N, channels, height, width), nothing of length 0"
         raise InputError(f"shape of {features_path}", expected=shape, got=features.shape)

@@ -211,6 +211,8 @@ def draw_embedding(embeddings: Tensor, labels: Tensor, path: Path, *, title: str
     Raises:
         ImportError: matplotlib or scikit-learn is not installed.
     """
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
     from sklearn.manifold import TSNE
 
     # a fixed sample, on the unit sphere: there squared Euclidean distance is twice the cosine distance
@@ -229,8 +231,12 @@ def draw_embedding(embeddings: Tensor, labels: Tensor, path: Path, *, title: str
             axes.scatter(x, y, s=14, color=_color(palette, position), label=str(name), linewidths=0)
         axes.legend(title="class", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     else:
-        cloud = axes.scatter(points[:, 0], points[:, 1], c=names, cmap="turbo", s=10, linewidths=0)
-        axes.figure.colorbar(cloud, label="class")
+        # neighbouring classes, which often are alike, differ in brightness
+        colors = np.array([_color("turbo", name / max(classes[-1], 1)) for name in names])
+        colors[:, :3] *= np.array([1.0, 0.72, 0.48])[names % 3, None]
+        axes.scatter(points[:, 0], points[:, 1], c=colors, s=6, linewidths=0)
+        scale = ScalarMappable(Normalize(0, classes[-1]), "turbo")
+        axes.figure.colorbar(scale, ax=axes, label="class (brightness tells neighbours apart)")
     axes.set(xlabel="t-SNE 1 (no unit)", ylabel="t-SNE 2 (no unit)", title=title, aspect="equal")
     _save(axes, path)
 
@@ -239,10 +245,10 @@ def _axes(path: Path, width: float = 6.4) -> Axes:
     from matplotlib.figure import Figure  # no pyplot: drawing needs no display and no global state
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    return Figure(figsize=(width, 4.8), layout="constrained").subplots()
+    return Figure(figsize=(width, 4.8), layout="compressed").subplots()
 
 
-def _color(palette: str, position: int) -> tuple[float, ...]:
+def _color(palette: str, position: float) -> tuple[float, ...]:
     from matplotlib import colormaps
 
     color: tuple[float, ...] = colormaps[palette](position)

@@ -15,21 +15,22 @@ import yaml
 import lightning_ddp_losses
 from lightning_ddp_losses import DDPChecks, DDPLossStrategy
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
-from lightning_ddp_losses.cli import LossCLI
+from lightning_ddp_losses.cli import CellsDataModule, LossCLI
 from tests.callbacks.test_notes_and_files import Found, listed
+from tests.cli.smaller import smaller
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
 
 CONFIGS = sorted((Path(lightning_ddp_losses.__file__).parents[1] / "configs").glob("*.yaml"))
 
 
-def run(path: str) -> Found:
+def run(path: str, shared_folder: str) -> Found:
     """Train two epochs of a few steps on the ranks of the pool, with the checks of the config."""
     given = yaml.safe_load(Path(path).read_text())["trainer"]
     # Lightning 2.6 uses jsonargparse in ways that its next major version changes; Python hides this from users
     quiet = mock.patch.dict(os.environ, JSONARGPARSE_DEPRECATION_WARNINGS="off")
     with quiet, tempfile.TemporaryDirectory() as folder:
-        options = ["--config", path, "--trainer.devices", "1", "--trainer.strategy", "auto"]
+        options = ["--config", path, *smaller(Path(path)), "--trainer.devices", "1", "--trainer.strategy", "auto"]
         cli = LossCLI(args=[*options, "--trainer.logger.init_args.save_dir", folder], run=False)
     # warnings of checks are errors here, as all warnings are
     (checks,) = (c for c in cli.trainer.callbacks if isinstance(c, DDPChecks))  # type: ignore[attr-defined]
@@ -38,14 +39,16 @@ def run(path: str) -> Found:
     strategy = given["strategy"]
     if not isinstance(strategy, str):
         strategy = DDPLossStrategy(**strategy["init_args"])
+    if isinstance(cli.datamodule, CellsDataModule):  # the file that ranks share
+        cli.datamodule.path = Path(shared_folder, cli.datamodule.path.name)
     trainer = make_trainer(strategy, callbacks=[checks], **limits, use_distributed_sampler=True)
     trainer.fit(cli.model, cli.datamodule)
     return listed(checks)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_config_of_ours_is_healthy(pool: RankPool, path: Path) -> None:
-    for found in pool.run(2, run, str(path)):
+def test_a_config_of_ours_is_healthy(pool: RankPool, path: Path, tmp_path: Path) -> None:
+    for found in pool.run(2, run, str(path), str(tmp_path)):
         assert [entry for entry in found if entry[1] != "note"] == []
 
 

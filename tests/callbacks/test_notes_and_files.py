@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -406,13 +407,18 @@ def test_ranks_on_one_device_and_devices_without_a_rank(pool: RankPool) -> None:
         assert "4 accelerators are visible, 2 of them in use" in of(found, "IDLE")[0]
 
 
-def use_of_ranks() -> dict[str, float]:
+def use_of_ranks() -> tuple[dict[str, float], list[str], int]:
     check = device_check.DeviceCheck()
     make_trainer("ddp", callbacks=[check]).fit(Subject(False))
-    return check.figures()
+    (status,) = re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return check.figures(), check.remarks(), int(status) * 1024
 
 
 def test_the_use_of_every_rank_is_told(pool: RankPool) -> None:
-    figures = pool.run(2, use_of_ranks)[1]
+    used = pool.run(2, use_of_ranks)
+    figures, remarks, _ = used[1]
     assert figures["rank_0_batches"] == figures["rank_1_batches"] == 4
     assert figures["rank_1_seconds"] > 0
+    for rank, (_, _, anonymous) in enumerate(used):
+        assert figures[f"rank_{rank}_peak_bytes"] == pytest.approx(anonymous, rel=0.1)
+        assert re.fullmatch(rf"rank {rank}: 4 batches, \d+\.\d s, 0\.\d\d GiB", remarks[rank])

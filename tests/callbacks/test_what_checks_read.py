@@ -8,12 +8,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks import row_exchange
-from lightning_ddp_losses.callbacks.batch_check import BatchEpochRow
+from lightning_ddp_losses.callbacks.batch_check import BatchEpochRow, find_overlap
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, SKETCH, BatchReader, row_hashes
 from lightning_ddp_losses.callbacks.buffer_sync import NormRow
 from lightning_ddp_losses.callbacks.parameter_sync import ParameterRow, ShardRow
@@ -189,3 +190,28 @@ def test_parameters_are_looked_up_again_when_something_changed(change: Callable[
     assert after is not before
     assert all(after[name] is parameter for name, parameter in module.named_parameters())
     assert parameters.current() is after
+
+
+def sketches_of(drawn: np.ndarray) -> list[list[int]]:
+    """What ranks send of the rows (W, n) that they drew: the smallest hashes, with how often each came."""
+    hashes = np.random.default_rng(0).permutation(drawn.max() + 1) + 1
+    sketches = []
+    for rows in drawn:
+        values, counts = np.unique(hashes[rows], return_counts=True)
+        kept = [int(value) << 2 | min(int(count), 3) for value, count in zip(values, counts, strict=True)][:SKETCH]
+        sketches.append([len(rows), *kept])
+    return sketches
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 64])
+def test_rows_that_come_again_by_chance_are_no_overlap(world_size: int) -> None:
+    """The more ranks, the more of the pairs of equal rows lie on different ones; batches of classes draw some rows twice in an epoch."""
+    drawn = 64 * world_size
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        for times_as_many in (4, 8, 16):
+            assert find_overlap(sketches_of(random.integers(0, times_as_many * drawn, (world_size, 64)))) == []
+        # cut from one permutation, and from one of each rank
+        assert find_overlap(sketches_of(random.permutation(drawn).reshape(world_size, 64))) == []
+        own = np.stack([random.permutation(drawn)[:64] for _ in range(world_size)])
+        assert [finding.fault for finding in find_overlap(sketches_of(own))] == ["F69"]

@@ -14,6 +14,7 @@ from torchmetrics import PearsonCorrCoef
 
 from lightning_ddp_losses.cli import EmbeddingModule, RegressionModule, main
 from lightning_ddp_losses.cli.app import extend_module_path_
+from tests.cli.smaller import smaller
 from tests.oracle import assert_close
 from tests.processes import ROOT, run_python
 
@@ -61,7 +62,7 @@ def message(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_every_config_trains(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     header = config.read_text().split("seed_everything")[0]
     assert f"ddp-losses fit --config configs/{config.name}" in header
-    run(*command("fit", config, "--trainer.max_steps", "2"))
+    run(*command("fit", config, "--trainer.max_steps", "2", *smaller(config)))
     assert "on the held-out set" in capsys.readouterr().out
     assert (run_folder(config) / "config.yaml").is_file()
 
