@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -114,6 +115,12 @@ def bench(session: nox.Session) -> None:
     """Run the benchmarks side by side with their peers; their cases and ranks are the tests' own."""
     install(session, "test", extras="[demo]")
     session.run("python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Check and measure on a GPU, with the packages of the interpreter that runs nox: `--part a` to `d`, `--device pretend`."""
+    session.run(sys.executable, "-m", "benchmarks", "gpu", *session.posargs)
 
 
 # where public names lie (below a package that lists its names pdoc looks no further), and the pages that belong to no name

@@ -1,4 +1,4 @@
-"""``python -m benchmarks [name ...] [options]``: run benchmarks (all of them without a name; options go to each).
+"""``python -m benchmarks [name ...] [options]``: run benchmarks (without a name all but ``gpu``; options go to each).
 
 ``--add`` keeps what is recorded of other rows than those measured now. Pictures are drawn from what is recorded; ``figures`` only draws.
 """
@@ -12,14 +12,26 @@ import sys
 import time
 
 import benchmarks
-from benchmarks import figures, records
+from benchmarks import records
 
+BY_NAME_ONLY = {"gpu"}  # needs a device
 HELPERS = {"__main__", "figures", "interleave", "memory", "ranks", "records"}
 
 
 def names() -> list[str]:
     """Benchmarks that exist."""
     return sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in HELPERS)
+
+
+def draw_pictures(chosen: list[str]) -> None:
+    """Draw what is recorded, where a benchmark with pictures ran."""
+    if chosen and set(chosen) <= BY_NAME_ONLY:
+        return
+    # imports what it draws of, which a process of `gpu` must not have done yet
+    from benchmarks import figures
+
+    if not chosen or {"figures", *figures.SOURCES} & set(chosen):
+        figures.draw()
 
 
 def main(arguments: list[str]) -> int:
@@ -37,20 +49,22 @@ def main(arguments: list[str]) -> int:
     parser.parse_args(chosen)
     add, options = "--add" in options, [option for option in options if option != "--add"]
     failed = False
+    wanted = chosen or [name for name in names() if name not in BY_NAME_ONLY]
     for name in names():
         if "--list" in options:
             print(f"{name}: {(importlib.import_module(f'benchmarks.{name}').__doc__ or '').splitlines()[0]}")
-        elif not chosen or name in chosen:
+        elif name in wanted:
             started = time.perf_counter()
             rows = importlib.import_module(f"benchmarks.{name}").main(options)
             records.show(rows)
-            target = records.write(name, rows, add=add)
-            print(
-                f"{name}: {time.perf_counter() - started:.0f} s, {target.relative_to(records.RESULTS.parent.parent)}\n"
-            )
+            where = "not recorded"
+            if getattr(rows, "recorded", True):
+                target = records.write(name, rows, add=add or getattr(rows, "added", False))
+                where = str(target.relative_to(records.RESULTS.parent.parent))
+            print(f"{name}: {time.perf_counter() - started:.0f} s, {where}\n")
             failed |= any(row.get("verdict") == "WRONG" for row in rows)
-    if "--list" not in options and (not chosen or {"figures", *figures.SOURCES} & set(chosen)):
-        figures.draw()
+    if "--list" not in options:
+        draw_pictures(chosen)
     return int(failed)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Row", "machine", "read", "show", "write"]
+__all__ = ["Row", "Rows", "machine", "read", "show", "write"]
 
 Row = dict[str, Any]
 JOB = (
@@ -30,9 +30,25 @@ JOB = (
     "global_batch",
     "classes",
     "limit",
+    "rank",
+    "device",
 )
 """Which columns say what a row measures, where rows are added to recorded ones."""
 RESULTS = Path(__file__).parent / "results"
+
+
+class Rows(list[Row]):
+    """Rows of a benchmark that says itself how they are recorded.
+
+    Args:
+        rows: The rows.
+        recorded: False: they are shown only.
+        added: Recorded rows of other jobs stay.
+    """
+
+    def __init__(self, rows: Sequence[Row], *, recorded: bool, added: bool) -> None:
+        super().__init__(rows)
+        self.recorded, self.added = recorded, added
 
 
 def machine() -> Row:

@@ -1,15 +1,13 @@
-"""Two ranks on the pretended device, over gloo: tensors travel through host memory. Each rank is a process that has installed it.
+"""Several ranks on one accelerator, over gloo: tensors travel through host memory. Each rank is a process with that device.
 
 Every job runs twice on these ranks, on the CPU (which other tests compare with one process) and on the device, and is compared.
 """
 
 from __future__ import annotations
 
-import json
 import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,11 +26,12 @@ from lightning_ddp_losses import (
 from lightning_ddp_losses.collectives import all_gather_with_grad, reduce_scatter_with_grad
 from lightning_ddp_losses.distributed import raw_collectives
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
-from tests import pretend_device
+from tests.devices import HOST, Device
 
-__all__ = ["JOBS", "main"]
+__all__ = ["JOBS", "run_jobs"]
 
-WIDTH, SIZES = 6, [5, 8]
+WIDTH = 6
+SIZES = {2: [5, 8], 3: [5, 1, 8]}  # rows per rank, by ranks
 LARGE = 700  # squared: a gradient that travels by itself
 
 
@@ -98,44 +97,40 @@ JOBS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def difference(make: Callable[[], nn.Module], rows: Tensor, labels: Tensor) -> float:
+def difference(device: Device, make: Callable[[], nn.Module], rows: Tensor, labels: Tensor) -> float:
     """Runs a job on the CPU and on the device; returns the largest relative difference."""
     found = []
-    for place in ("cpu", pretend_device.DEVICE):
+    for place in (HOST, device):
         torch.manual_seed(3)
-        module = make().to(place)
-        leaf, target = rows.clone(), labels.clone()
-        if place != "cpu":
-            leaf, target = pretend_device.to_device(leaf), pretend_device.to_device(target)
-        leaf.requires_grad_()
+        module = make().to(place.name)
+        leaf, target = place.to_device(rows).requires_grad_(), place.to_device(labels)
         for _ in range(2):
             leaf.grad = None
             module.zero_grad()
             value = module(leaf, target)
             value.backward()
-            pretend_device.catch_up()
+            place.catch_up()
         grads = [p.grad for p in module.parameters() if p.grad is not None]
-        found.append([pretend_device.to_host(tensor) for tensor in (value, leaf.grad, *grads)])
+        found.append([place.to_host(tensor) for tensor in (value, leaf.grad, *grads)])
     assert len(found[0]) == len(found[1]), "gradients of other parameters"
     off = [float((a - b).norm() / a.norm().clamp(min=1e-9)) for a, b in zip(*found, strict=True)]
     return max(off)
 
 
-def main(rank: int, folder: Path) -> None:
-    """Runs all jobs as one of the ranks; writes a line for each: its difference, or an error."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-    rows = torch.randn(sum(SIZES), WIDTH, generator=torch.Generator().manual_seed(1))
-    labels = torch.arange(sum(SIZES)) % 4
-    part = slice(0, SIZES[0]) if rank == 0 else slice(SIZES[0], None)
+def run_jobs(device: Device) -> dict[str, float | str]:
+    """Runs all jobs as a rank of the world; returns for each its difference, or an error."""
+    rank, sizes = dist.get_rank(), SIZES[dist.get_world_size()]
+    rows = torch.randn(sum(sizes), WIDTH, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(sum(sizes)) % 4
+    stop = sum(sizes[: rank + 1])
+    part = slice(stop - sizes[rank], stop)
     found: dict[str, float | str] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, make in JOBS.items():
             target = rows[part].flip(0) if name == "metric" else labels[part]
             try:
-                found[name] = difference(make, rows[part], target)
+                found[name] = difference(device, make, rows[part], target)
             except Exception:
                 found[name] = traceback.format_exc()[-1500:]
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found

@@ -1,6 +1,9 @@
-"""Everything that runs on the pretended device, in a process of its own that has installed it before it imports this file.
+"""Everything that runs on an accelerator: CUDA (``python -m benchmarks gpu``), or the pretended one.
+
+That one must be in the process before this file is imported, which imports names that it replaces.
 
 Each run is made twice from the same seed, on the CPU and on the device, and compared: value, and gradient of every input and parameter.
+On the CPU the formula itself runs where there is one (PML's or torch's loss, the textbook's expression), else the same code of ours.
 """
 
 from __future__ import annotations
@@ -8,8 +11,9 @@ from __future__ import annotations
 import json
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +34,29 @@ from lightning_ddp_losses import (
 from lightning_ddp_losses.core.precision import map_tensors, tensors_in
 from lightning_ddp_losses.distributed import fingerprint
 from lightning_ddp_losses.layers.batch_norm_function import Call, Scope, gather_statistics, normalise
-from tests import pretend_device
+from tests.devices import HOST, Device
 from tests.losses import harness, sharded_cases, variants
 from tests.losses.cases import PML
+from tests.losses.test_two_towers import CASES as TOWER_CASES
+from tests.losses.test_two_towers import Towers, further, textbook
 from tests.losses.torch_cases import TORCH
 from tests.metrics.cases import CASES as METRICS
 
-__all__ = ["BOUNDS", "CLASS_SHARDED", "LOSSES", "MINERS", "NOT_ON_A_DEVICE", "Bound", "Found", "main", "metric_cases"]
+__all__ = [
+    "BOUNDS",
+    "CLASS_SHARDED",
+    "LOSSES",
+    "MINERS",
+    "NOT_ON_A_DEVICE",
+    "TOWERS",
+    "Bound",
+    "Found",
+    "bounded_run",
+    "join_world_of_one",
+    "main",
+    "metric_cases",
+    "runs_of",
+]
 
 ROWS, WIDTH = 512, 32
 
@@ -136,33 +156,46 @@ BOUNDS: dict[str, Bound] = {
 
 # ---------------------------------------------------------------------- one run
 
+Naive = Callable[..., Tensor]
+"""The formula itself: our module, then the arguments of the call -> the value, by no code of ours."""
 
-def measure(make: Callable[[], nn.Module], inputs: Any, *, calls: int = 1, kwargs: Any = None) -> Found:
+
+def measure(
+    device: Device,
+    make: Callable[[], nn.Module],
+    inputs: Any,
+    *,
+    calls: int = 1,
+    kwargs: Any = None,
+    naive: Naive | None = None,
+) -> Found:
     """Runs a module on the CPU and on the device.
 
     Args:
+        device: The device.
         make: The module, the same at each call.
         inputs: Its arguments on the host; floating ones that require a gradient get one.
         calls: How often it is called on the device; the last one is counted.
         kwargs: Arguments by name.
+        naive: What runs on the CPU; None: the module itself.
     """
     given = (inputs, kwargs or {})
     torch.manual_seed(5)
     module = make()
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     torch.manual_seed(6)
-    on_host = _call(module, given, lambda tensor: tensor.detach().clone())
+    on_host = _call(module, given, HOST, naive=naive)
     found = Found()
     try:
         torch.manual_seed(5)
         module = make()
         module.load_state_dict(state)
-        module.to(pretend_device.DEVICE)
+        module.to(device.name)
         for _ in range(calls):
-            pretend_device.catch_up()
+            device.catch_up()
             module.zero_grad()
             torch.manual_seed(6)
-            on_device = _call(module, given, pretend_device.to_device, found)
+            on_device = _call(module, given, device, found)
         found.difference = _difference(on_host, on_device)
     except Exception as error:
         found.error = _described(error)
@@ -170,31 +203,31 @@ def measure(make: Callable[[], nn.Module], inputs: Any, *, calls: int = 1, kwarg
 
 
 def _call(
-    module: nn.Module, given: Any, copy: Callable[[Tensor], Tensor], found: Found | None = None
-) -> list[tuple[str, Tensor]]:
+    module: nn.Module, given: Any, device: Device, found: Found | None = None, *, naive: Naive | None = None
+) -> dict[str, Tensor]:
     """Calls a module on copies of its arguments and runs backward; returns the value and all gradients."""
     found, done = found or Found(), dict[int, Tensor]()
 
     def copied(tensor: Tensor) -> Tensor:
         # one tensor that is given twice stays one
         if id(tensor) not in done:
-            done[id(tensor)] = copy(tensor).requires_grad_(tensor.requires_grad)
+            done[id(tensor)] = device.to_device(tensor).requires_grad_(tensor.requires_grad)
         return done[id(tensor)]
 
     args, kwargs = map_tensors(copied, given)
-    with pretend_device.counting() as forward:
-        value = module(*args, **kwargs)
+    with device.counting() as forward:
+        value = module(*args, **kwargs) if naive is None else naive(module, *args, **kwargs)
         total = _as_number(value)
-    with pretend_device.counting() as backward:
+    with device.counting() as backward:
         if total.requires_grad:
             total.backward()
     found.forward, found.backward = dict(forward), dict(backward)
-    results = [("value", total.detach())]
-    results += [
-        (f"input {index}", tensor.grad) for index, tensor in enumerate(done.values()) if tensor.grad is not None
-    ]
-    results += [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
-    return [(name, pretend_device.to_host(tensor)) for name, tensor in results]
+    results = {"value": total.detach()}
+    for index, tensor in enumerate(done.values()):
+        if tensor.grad is not None:
+            results[f"input {index}"] = tensor.grad
+    results |= {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {name: device.to_host(tensor) for name, tensor in results.items()}
 
 
 def _as_number(value: Any) -> Tensor:
@@ -208,11 +241,13 @@ def _as_number(value: Any) -> Tensor:
     return total
 
 
-def _difference(on_host: list[tuple[str, Tensor]], on_device: list[tuple[str, Tensor]]) -> float:
-    names = [[name for name, _ in side] for side in (on_host, on_device)]
-    assert names[0] == names[1], f"gradients differ: {names}"
+def _difference(on_host: dict[str, Tensor], on_device: dict[str, Tensor]) -> float:
+    """Returns the largest relative difference; a parameter that the formula leaves alone has a gradient of zeros, or none."""
+    missing = on_host.keys() - on_device.keys()
+    assert not missing, f"no gradient on the device: {missing}"
     worst = 0.0
-    for (_, expected), (_, got) in zip(on_host, on_device, strict=True):
+    for name, got in on_device.items():
+        expected = on_host.get(name, torch.zeros_like(got))
         assert expected.dtype == got.dtype, f"{expected.dtype} on the host, {got.dtype} on the device"
         if torch.equal(expected.isnan(), got.isnan()) and bool(expected.isnan().any()):
             continue
@@ -231,9 +266,12 @@ def _described(error: BaseException) -> str:
 LOSSES = [f"loss; {name}; {mode}" for name, case in {**PML, **TORCH}.items() for mode in case.modes or ("auto",)]
 MINERS = [f"miner; {name}" for name in variants.MINERS]
 CLASS_SHARDED = [f"class-sharded; {name}" for name in sharded_cases.CASES]
+TOWERS = [f"two towers; {name}" for name in TOWER_CASES]
 NOT_ON_A_DEVICE = {
     "metric; SignalDistortionRatio 0": "its filter of 512 places is not determined by signals of 40, so its solution is rounding",
 }
+_RANDOM_MINERS = ("miner; DistanceWeightedMiner", "miner; UniformHistogramMiner")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool)
 
 
 def metric_cases() -> dict[str, Any]:
@@ -244,55 +282,116 @@ def metric_cases() -> dict[str, Any]:
     return {name: case for name, case in named.items() if name not in NOT_ON_A_DEVICE}
 
 
-def run_all() -> Iterator[tuple[str, Found]]:
-    """Runs everything; yields a name and what was found."""
-    for name, bound in BOUNDS.items():
-        inputs = map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), bound.inputs())
-        yield name, measure(bound.make, inputs, calls=3)
+def runs_of(device: Device) -> dict[str, Callable[[], Found]]:
+    """Names the runs that are compared with the CPU; those that draw numbers where the same seed draws others are left out."""
+    metrics = metric_cases()
+    runs: dict[str, Callable[[], Found]] = {}
     for name in LOSSES:
-        yield name, _loss(name)
+        if device.draws_as_the_host or not _case_of(name).random:
+            runs[name] = partial(_loss, device, name)
     for name in MINERS:
-        yield name, _miner(name)
-    for name in CLASS_SHARDED:
-        yield name, _class_sharded(name)
-    for name, case in metric_cases().items():
-        yield name, _metric(case)
-    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool):
-        yield f"fingerprint; {dtype}", _fingerprint(dtype)
+        if device.draws_as_the_host or name not in _RANDOM_MINERS:
+            runs[name] = partial(_miner, device, name)
+    runs |= {name: partial(_class_sharded, device, name) for name in CLASS_SHARDED}
+    runs |= {name: partial(_two_towers, device, name) for name in TOWERS}
+    runs["layer; batch norm"] = partial(_batch_norm, device)
+    runs |= {name: partial(_metric, device, case) for name, case in metrics.items()}
+    runs |= {f"fingerprint; {dtype}": partial(_fingerprint, device, dtype) for dtype in _DTYPES}
+    return runs
 
 
-def _fingerprint(dtype: torch.dtype) -> Found:
+def bounded_run(device: Device, name: str) -> Found:
+    """Runs one row of ``BOUNDS``; what it found was counted at the third call."""
+    bound = BOUNDS[name]
+    inputs = map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), bound.inputs())
+    return measure(device, bound.make, inputs, calls=3)
+
+
+def _fingerprint(device: Device, dtype: torch.dtype) -> Found:
     """Tells a parameter from one with one other element, as the checks of parameters over ranks do."""
     values = (rows() * 10).to(dtype)
     other = values.clone()
     other[3, 7] = 1 - other[3, 7].to(torch.int64)
-    transposed = pretend_device.to_device(values.T.contiguous()).T
-    tensors = [pretend_device.to_device(values), transposed, pretend_device.to_device(other)]
+    transposed = device.to_device(values.T.contiguous()).T
+    tensors = [device.to_device(values), transposed, device.to_device(other)]
     own, same, changed = fingerprint.fingerprints(tensors)
     return Found(error="" if own == same != changed else f"{own}, {same}, {changed}")
 
 
-def _loss(name: str) -> Found:
-    """Runs a loss in one mode on the small batch."""
-    _, case_name, mode = name.split("; ")
-    case = {**PML, **TORCH}[case_name]
+def _case_of(name: str) -> harness.Case:
+    return {**PML, **TORCH}[name.split("; ")[1]]
+
+
+def _loss(device: Device, name: str) -> Found:
+    """Runs a loss in one mode on the small batch, beside the plain loss."""
+    case, mode = _case_of(name), name.split("; ")[2]
     net, _ = harness.fresh(case)
     args, kwargs = case.give(net, harness.global_rows())
     options: Any = {**case.options, "mode": mode}
-    return measure(lambda: GlobalBatchLoss(case.make().double(), **options), args, kwargs=kwargs)
+    # what draws, and what one process is called with other arguments, is compared with our own on the CPU
+    has_formula = not case.random and case.give_alone is None
+    naive = _plain_loss if has_formula else None
+    return measure(device, lambda: GlobalBatchLoss(case.make().double(), **options), args, kwargs=kwargs, naive=naive)
 
 
-def _class_sharded(name: str) -> Found:
-    """Runs a class-sharded loss on the small batch."""
+def _plain_loss(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    value: Tensor = module.loss(*args, **kwargs)  # type: ignore[operator]
+    return value
+
+
+def _class_sharded(device: Device, name: str) -> Found:
+    """Runs a class-sharded loss on the small batch, beside PML's with the same weight."""
     case, batch = sharded_cases.CASES[name.removeprefix("class-sharded; ")], sharded_cases.global_rows()
     embeddings = sharded_cases.net()(batch["features"])
     args = [embeddings, batch["labels"]]
     if case.mine is not None:
         args.append(case.mine(embeddings, batch["labels"]))
-    return measure(lambda: ClassShardedLoss(sharded_cases.make(case), **case.sharded), tuple(args))
+
+    def naive(module: nn.Module, *args: Any) -> Tensor:
+        weights = dict(module.named_parameters())
+        value: Tensor = torch.func.functional_call(sharded_cases.make(case), weights, args)
+        return value
+
+    return measure(device, lambda: ClassShardedLoss(sharded_cases.make(case), **case.sharded), tuple(args), naive=naive)
 
 
-def _miner(name: str) -> Found:
+class _TwoTowers(nn.Module):
+    """Two encoders and a loss, called on the features of both."""
+
+    def __init__(self, case: Any) -> None:
+        super().__init__()
+        self.towers = Towers(case)
+
+    def forward(self, images: Tensor, texts: Tensor, extra: Tensor | None, queue: Tensor | None) -> Tensor:
+        towers = self.towers
+        extra = None if extra is None else towers.text(extra)
+        value: Tensor = towers.loss(towers.image(images), towers.text(texts), extra, queue, **towers.numbers())
+        return value
+
+
+def _two_towers(device: Device, name: str) -> Found:
+    """Runs a loss between two towers on the small batch, beside the textbook's expression."""
+    case, batch = TOWER_CASES[name.removeprefix("two towers; ")], harness.global_rows()
+    extra, queue = further(case)
+
+    def naive(module: Any, images: Tensor, texts: Tensor, extra: Tensor | None, queue: Tensor | None) -> Tensor:
+        towers = module.towers
+        extra = None if extra is None else towers.text(extra)
+        return textbook(case, towers, towers.image(images), towers.text(texts), extra, queue)
+
+    return measure(device, lambda: _TwoTowers(case), (batch["features"], batch["views"], extra, queue), naive=naive)
+
+
+def _batch_norm(device: Device) -> Found:
+    """Runs our batch norm's functions beside torch's."""
+
+    def naive(module: Any, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, None, None, module.weight, module.bias, training=True)
+
+    return measure(device, lambda: NormOfTheGroup().double(), (rows().double().requires_grad_(),), naive=naive)
+
+
+def _miner(device: Device, name: str) -> Found:
     """Runs a miner: its tuples must be the same, in a loss that takes them."""
     batch = harness.global_rows()
     embeddings = batch["targets"].requires_grad_()
@@ -307,10 +406,10 @@ def _miner(name: str) -> Found:
             value: Tensor = self.loss(embeddings, labels, self.miner(embeddings, labels))
             return value
 
-    return measure(Mined, (embeddings, batch["labels"]))
+    return measure(device, Mined, (embeddings, batch["labels"]))
 
 
-def _metric(case: Any) -> Found:
+def _metric(device: Device, case: Any) -> Found:
     """Runs a differentiable metric."""
     batch = case.global_batch(0)
     first = map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), batch[0])
@@ -324,13 +423,20 @@ def _metric(case: Any) -> Found:
         def forward(self, *batch: Any) -> Tensor:
             return case.quantity(self.metric(*batch))
 
-    return measure(Fed, (first, *batch[1:]))
+    return measure(device, Fed, (first, *batch[1:]))
 
 
-def main(path: Path) -> None:
+def join_world_of_one() -> None:
+    """Makes this process a world of one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def main(device: Device, path: Path) -> None:
+    """Runs everything; writes what was found, by name."""
+    join_world_of_one()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = {name: asdict(result) for name, result in run_all()}
+        found = {name: asdict(bounded_run(device, name)) for name in BOUNDS}
+        found |= {name: asdict(run()) for name, run in runs_of(device).items()}
     path.write_text(json.dumps(found))

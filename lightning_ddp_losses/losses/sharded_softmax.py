@@ -59,15 +59,18 @@ class LocalClasses:
             return slice(start * self.per_class, stop * self.per_class)
         return rows_of_classes(self.sampled[start:stop], self.per_class)
 
-    def local_targets(self, *, listed: bool = False) -> LocalTargets:
+    def local_targets(self, weight: Tensor, *, listed: bool = False) -> LocalTargets:
         """Find the rows whose class is on this rank.
 
         Args:
+            weight: (c * K, D), this rank's.
             listed: They must be listed: nothing may be computed of the other rows.
         """
         is_local = self.labels >= 0
-        # to list them would wait for an accelerator; samples are drawn on the host and wait anyway
-        if self.labels.device.type != "cpu" and self.sampled is None and not listed:
+        # a rank without classes (7 over 4 ranks) has no row that could stand beside those of others
+        if not len(weight):
+            return LocalTargets(is_local, torch.empty(0, dtype=torch.int64, device=self.labels.device))
+        if waits_to_list(self.labels) and self.sampled is None and not listed:
             return LocalTargets(is_local, None)
         return LocalTargets(is_local, is_local.nonzero().squeeze(1))
 
@@ -149,6 +152,11 @@ class ChunkTargets:
         """Add a number to the targets."""
         added = self.is_inside.to(logits.dtype).mul_(value)
         logits.scatter_add_(1, self.columns, added.unsqueeze(1))
+
+
+def waits_to_list(labels: Tensor) -> bool:
+    """Say whether the host would wait to learn how many rows there are; samples are drawn on the host and wait anyway."""
+    return labels.device.type != "cpu"
 
 
 class RowLosses(NamedTuple):
@@ -237,7 +245,7 @@ class _SoftmaxFunction(torch.autograd.Function):
         ctx: Any, call: ShardedSoftmax, rows: Tensor, scale: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         head, classes = call.head, call.classes
-        targets = classes.local_targets(listed=head.collects_angles)
+        targets = classes.local_targets(weight, listed=head.collects_angles)
         # 1. the target's logit where its class is here, 0 elsewhere: a sum over ranks will know it
         target = rows.new_zeros(len(rows))
         extra = rows.new_zeros(4)  # penalty, its number of terms, rows whose class is here, their angles

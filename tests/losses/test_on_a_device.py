@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
-from lightning_ddp_losses import InputError, SigLipLoss
+from lightning_ddp_losses import ClassShardedLoss, InputError, SigLipLoss
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.losses import partial_sums, sharded_softmax
-from lightning_ddp_losses.losses.sharded_softmax import LocalTargets
 from tests.losses import harness, sharded_cases
 from tests.losses.cases import PML
 from tests.losses.harness import SPLITS, Case
@@ -44,13 +43,9 @@ CASES: dict[str, tuple[Case, str]] = {
 @contextlib.contextmanager
 def as_on_a_device() -> Iterator[None]:
     """Inside the block numbers of the ranks stay tensors, and no row is listed."""
-
-    def unlisted(classes: Any, *, listed: bool = False) -> LocalTargets:
-        return LocalTargets(classes.labels >= 0, None)
-
     with (
         mock.patch.object(partial_sums, "travels_on_device", return_value=True),
-        mock.patch.object(sharded_softmax.LocalClasses, "local_targets", unlisted),
+        mock.patch.object(sharded_softmax, "waits_to_list", return_value=True),
     ):
         yield
 
@@ -89,6 +84,38 @@ def test_rows_that_are_not_listed(pool: RankPool, world_size: int) -> None:
             weight = sharded_cases.whole([each.pop("weight") for each in found], case.name)
             assert_close({"weight": weight}, {"weight": truth.pop("weight")})
             harness.compare(harness.mean_over_ranks(found), truth, f"{name}; {split}")
+
+
+def few_classes_on_a_rank(sizes: list[int]) -> dict[str, Tensor]:
+    """Four classes over three ranks leave one without any."""
+    rows = harness.own_rows(sizes, dist.get_rank())
+    embeddings, labels = rows["targets"].clone().requires_grad_(), rows["labels"] % 4
+    torch.manual_seed(2)
+    loss = ClassShardedLoss(pml.ArcFaceLoss(4, harness.DIM).double())
+    with as_on_a_device():
+        value = loss(embeddings, labels)
+    value.backward()
+    return {"value": value.detach(), "embeddings": embeddings.grad, "weight": loss.weight.grad}
+
+
+def test_a_rank_without_classes(pool: RankPool) -> None:
+    sizes = [4, 1, 7]
+    found = pool.run(3, few_classes_on_a_rank, sizes)
+    assert [rank["weight"].shape[1] for rank in found] == [2, 2, 0]
+    # one process
+    rows = harness.global_rows()
+    embeddings = rows["targets"].clone().requires_grad_()
+    torch.manual_seed(2)
+    loss = pml.ArcFaceLoss(4, harness.DIM).double()
+    value = loss(embeddings, rows["labels"] % 4)
+    value.backward()
+    weight = torch.cat([rank["weight"] for rank in found], 1)
+    # the mean over ranks is the encoder's, as DDP takes it
+    own = torch.cat([rank["embeddings"] for rank in found]) / 3
+    assert_close(
+        {"value": found[2]["value"], "weight": weight, "embeddings": own},
+        {"value": value.detach(), "weight": loss.W.grad, "embeddings": embeddings.grad},
+    )
 
 
 def two_ways(rows: int) -> list[list[Tensor]]:

@@ -1,0 +1,96 @@
+"""On a GPU: the numbers of the CPU, several ranks on one device, launches and waits, time and memory. Not run without a name.
+
+Four parts, each in processes of its own and in less than ten minutes:
+
+* ``a``: every loss, miner, metric, two-tower and class-sharded loss and batch norm of the suite, beside the formula itself in float64;
+* ``b``: 2 and 3 ranks on the one device, over gloo (NCCL refuses that): losses, collectives, the reduction, a Trainer's fit;
+* ``c``: launches and waits of the host, against the suite's table;
+* ``d``: milliseconds and memory of SigLIP, CLIP, SupCon and ArcFace at full size, gradients compared with float64 first.
+
+``--device pretend`` runs the same on the CPU, on the suite's pretended accelerator and in small sizes, and records nothing. Needs no
+network and no writable home; a run of one part leaves the recorded rows of the others. Where this was run and what it found stands in
+``README.md`` beside this folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+import sys
+
+import torch
+
+from benchmarks import gpu
+from benchmarks.gpu import worker
+from benchmarks.ranks import run_ranks
+from benchmarks.records import Row, Rows
+
+__all__ = ["main"]
+
+PART_SECONDS = 580.0
+# of this package and of the suite, whose cases run here
+_PACKAGES = ("lightning", "torchmetrics", "pytorch_metric_learning", "xxhash", "packaging", "pytest")
+_PRETEND_RELEASE = "2.13."
+
+
+def main(arguments: list[str]) -> Rows:
+    """Run the parts; rows are recorded where the device is a real one."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks gpu", description=gpu.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=list("abcd"), action="append", help="one part (repeatable); all without it")
+    parser.add_argument("--device", choices=["cuda", "pretend"], default="cuda", help="pretend: on the CPU")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="of part a every N-th run")
+    parser.add_argument("--ranks", type=int, choices=[2, 3], action="append", help="of part b; 2 and then 3 without it")
+    options = parser.parse_args(arguments)
+    _refuse_missing_packages()
+    _refuse_missing_device(options.device)
+    rows: list[Row] = []
+    for part in options.part or "abcd":
+        found = run_part(part, options.device, options.every, options.ranks or [2, 3])
+        rows += [{**row, "device": _name_of(options.device)} for row in found]
+    return Rows(rows, recorded=options.device == "cuda", added=True)
+
+
+def run_part(part: str, device: str, every: int, ranks: list[int]) -> list[Row]:
+    """Run one part in fresh processes: of part b for each number of ranks; every rank's rows count."""
+    if part == "b":
+        rows: list[Row] = []
+        for world_size in ranks:
+            several = run_ranks(
+                worker.run, part, device, every, world_size=world_size, seconds=PART_SECONDS / len(ranks)
+            )
+            rows += [{**row, "rank": rank} for rank, own in enumerate(several) for row in own]
+        return rows
+    (found,) = run_ranks(worker.run, part, device, every, world_size=1, seconds=PART_SECONDS)
+    return list(found)
+
+
+def _refuse_missing_packages() -> None:
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(
+            f"python -m benchmarks gpu: {', '.join(missing)} cannot be imported by {sys.executable}. Install the project's dependencies "
+            "and the group `test` of pyproject.toml; a machine without a network takes them as wheels (`pip download`)."
+        )
+
+
+def _refuse_missing_device(device: str) -> None:
+    if device == "pretend" and not torch.__version__.startswith(_PRETEND_RELEASE):
+        sys.exit(
+            f"python -m benchmarks gpu --device pretend: needs torch {_PRETEND_RELEASE}x, whose private names the pretended device "
+            f"stands on, and this is {torch.__version__}."
+        )
+    if device == "cuda" and not torch.cuda.is_available():
+        built = torch.version.cuda or "nothing"
+        sys.exit(
+            f"python -m benchmarks gpu: no CUDA device can be used here (torch {torch.__version__}, built for {built}; "
+            "CUDA_VISIBLE_DEVICES and nvidia-smi say more). `--device pretend` runs the same on the CPU, in small sizes."
+        )
+
+
+def _name_of(device: str) -> str:
+    if device == "pretend":
+        return f"pretended, on {platform.machine()}"
+    return torch.cuda.get_device_name()

@@ -1,0 +1,237 @@
+"""What part d compares: a loss of ours, plain torch that makes the whole matrix, and the formula in float64, a block at a time.
+
+Legend: ``G`` rows, ``D`` embedding size, ``C`` classes. A formula in float64 is not differentiated as a whole, which would need the
+matrix: the log-sum-exps are known from a first pass, and their gradient is that of ``sum exp(z - log-sum-exp)`` with the latter fixed.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytorch_metric_learning.losses as pml
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
+
+__all__ = ["ArcFace", "Clip", "Contest", "SigLip", "SupCon"]
+
+_BLOCK_ENTRIES = 1 << 27  # of a matrix in float64: 1 GiB
+_TEMPERATURE = 0.1  # SupCon's
+_MARGIN, _SCALE = math.radians(28.6), 64.0  # ArcFace's
+
+
+def _blocks(count: int, width: int) -> Iterator[slice]:
+    """Yield slices of ``count`` rows (or columns), of which a block of the matrix fits the memory for it."""
+    step = max(1, _BLOCK_ENTRIES // max(width, 1))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+class Contest(ABC):
+    """One loss at one size.
+
+    Attributes:
+        leaves: What gets a gradient that is compared, by name.
+        ours: Ways to compute the loss with this package, by name.
+        plain: The same with torch alone, likewise.
+        tolerance: How far a gradient may be off, relative, by the beginning of a way's name.
+    """
+
+    leaves: dict[str, Tensor]
+    ours: dict[str, Callable[[], Tensor]]
+    plain: dict[str, Callable[[], Tensor]]
+    tolerance: dict[str, float]
+
+    @abstractmethod
+    def truth(self) -> dict[str, Tensor]:
+        """Compute the gradients of the leaves in float64."""
+
+
+class _Towers(Contest):
+    """Images and texts in bf16, as an encoder under autocast gives them; the gradients come back in bf16."""
+
+    def __init__(self, loss: nn.Module, rows: int, width: int, device: str) -> None:
+        torch.manual_seed(0)
+        images = torch.randn(rows, width, device=device)
+        texts = images + 2 * torch.randn(rows, width, device=device)  # pairs agree, others do not
+        self.images, self.texts = images.bfloat16().requires_grad_(), texts.bfloat16().requires_grad_()
+        self.loss: Any = loss.to(device)
+        self.leaves = {"images": self.images, "texts": self.texts, "scale": self.loss.logit_scale}
+        self.ours = {"ours": lambda: self.loss(self.images, self.texts)}
+        self.plain = {
+            "torch, bf16": lambda: self._plain(torch.bfloat16),
+            "torch, float32": lambda: self._plain(torch.float32),
+        }
+        # a gradient in bf16 is rounded by 2^-9; a matrix in bf16 loses as much in each entry
+        self.tolerance = {"ours": 1e-2, "torch, float32": 1e-2, "torch, bf16": 0.3}
+
+    def _unit(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return functional.normalize(self.images.to(dtype), dim=1), functional.normalize(self.texts.to(dtype), dim=1)
+
+    def _leaves64(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return copies of the leaves in float64, which get the gradient."""
+        images, texts, log_scale = (leaf.detach().double().requires_grad_() for leaf in self.leaves.values())
+        return images, texts, log_scale
+
+    @abstractmethod
+    def _plain(self, dtype: torch.dtype) -> Tensor:
+        """Compute the loss from the whole matrix in a dtype."""
+
+
+class Clip(_Towers):
+    """CLIP's symmetric cross entropy."""
+
+    def __init__(self, rows: int, width: int, device: str) -> None:
+        super().__init__(ClipLoss(), rows, width, device)
+
+    def _plain(self, dtype: torch.dtype) -> Tensor:
+        images, texts = self._unit(dtype)
+        logits = (self.loss.logit_scale.exp().to(dtype) * images) @ texts.t()
+        target = torch.arange(len(images), device=images.device)
+        return (functional.cross_entropy(logits, target) + functional.cross_entropy(logits.t(), target)) / 2
+
+    def truth(self) -> dict[str, Tensor]:
+        """Compute the gradients in float64: first the log-sum-exps of rows and columns, then block by block."""
+        images, texts, log_scale = self._leaves64()
+        count = len(images)
+        with torch.no_grad():
+            x, y = log_scale.exp() * functional.normalize(images, dim=1), functional.normalize(texts, dim=1)
+            columns = [(x[rows] @ y.t()).logsumexp(0) for rows in _blocks(count, count)]
+            column_lse = torch.stack(columns).logsumexp(0)
+        for rows in _blocks(count, count):
+            x, y = functional.normalize(images[rows], dim=1), functional.normalize(texts, dim=1)
+            logits = log_scale.exp() * x @ y.t()
+            own = log_scale.exp() * (x * y[rows]).sum(1)
+            of_columns = (logits - column_lse).exp().sum()  # whose gradient is the columns' softmax
+            ((logits.logsumexp(1).sum() + of_columns - 2 * own.sum()) / (2 * count)).backward()
+        return {name: leaf.grad for name, leaf in zip(self.leaves, (images, texts, log_scale), strict=True)}
+
+
+class SigLip(_Towers):
+    """SigLIP's sigmoid loss over all pairs."""
+
+    def __init__(self, rows: int, width: int, device: str) -> None:
+        super().__init__(SigLipLoss(), rows, width, device)
+
+    def _plain(self, dtype: torch.dtype) -> Tensor:
+        images, texts = self._unit(dtype)
+        logits = (self.loss.logit_scale.exp().to(dtype) * images) @ texts.t() + self.loss.logit_bias.to(dtype)
+        own = logits.diagonal()
+        # -logsigmoid(-z) of all pairs, and at the own pairs -logsigmoid(z) in its place, which is less by z
+        return (functional.softplus(logits).sum(dtype=torch.float32) - own.sum(dtype=torch.float32)) / len(images)
+
+    def truth(self) -> dict[str, Tensor]:
+        """Compute the gradients in float64, block by block: every pair is a term of its own."""
+        images, texts, log_scale = self._leaves64()
+        bias, count = self.loss.logit_bias.detach().double(), len(images)
+        for rows in _blocks(count, count):
+            x, y = functional.normalize(images[rows], dim=1), functional.normalize(texts, dim=1)
+            logits = log_scale.exp() * x @ y.t() + bias
+            own = log_scale.exp() * (x * y[rows]).sum(1) + bias
+            ((functional.softplus(logits).sum() - own.sum()) / count).backward()
+        return {name: leaf.grad for name, leaf in zip(self.leaves, (images, texts, log_scale), strict=True)}
+
+
+class SupCon(Contest):
+    """SupCon of float32 rows, two of each class: row i's positive is row i ^ 1."""
+
+    def __init__(self, rows: int, width: int, device: str) -> None:
+        torch.manual_seed(0)
+        centers = torch.randn(rows // 2, width, device=device).repeat_interleave(2, 0)
+        self.embeddings = (centers + torch.randn(rows, width, device=device)).requires_grad_()
+        self.labels = torch.arange(rows, device=device) // 2
+        loss = GlobalBatchLoss(pml.SupConLoss(temperature=_TEMPERATURE), mode="rows").to(device)
+        self.leaves = {"embeddings": self.embeddings}
+        self.ours = {"ours": lambda: loss(self.embeddings, self.labels)}
+        self.plain = {"torch, float32": self._plain}
+        self.tolerance = {"ours": 1e-4, "torch": 1e-4}
+
+    def _plain(self) -> Tensor:
+        unit = functional.normalize(self.embeddings, dim=1)
+        logits = unit @ unit.t() / _TEMPERATURE
+        logits.fill_diagonal_(-torch.inf)
+        positive = torch.arange(len(unit), device=unit.device) ^ 1
+        return functional.cross_entropy(logits, positive)
+
+    def truth(self) -> dict[str, Tensor]:
+        """Compute the gradient in float64, a block of anchors at a time."""
+        leaf = self.embeddings.detach().double().requires_grad_()
+        count = len(leaf)
+        positive = torch.arange(count, device=leaf.device) ^ 1
+        for rows in _blocks(count, count):
+            unit = functional.normalize(leaf, dim=1)
+            logits = unit[rows] @ unit.t() / _TEMPERATURE
+            everyone = torch.arange(count, device=leaf.device)
+            logits = logits.masked_fill(everyone[rows].unsqueeze(1) == everyone, -torch.inf)
+            (functional.cross_entropy(logits, positive[rows], reduction="sum") / count).backward()
+        assert leaf.grad is not None
+        return {"embeddings": leaf.grad}
+
+
+class ArcFace(Contest):
+    """ArcFace over many classes: the embeddings' gradient and that of the whole weight are compared."""
+
+    def __init__(self, classes: int, rows: int, width: int, device: str) -> None:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"margin": math.degrees(_MARGIN), "scale": _SCALE}
+        # drawn on the CPU, some classes at a time: a billion numbers take some seconds
+        loss = ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=classes, embedding_size=width, seed=0, **options)
+        self.loss: Any = loss.to(device)
+        self.embeddings = torch.randn(rows, width, device=device).requires_grad_()
+        self.labels = torch.randint(classes, (rows,), generator=torch.Generator().manual_seed(1)).to(device)
+        self.leaves = {"embeddings": self.embeddings, "weight": self.loss.weight}
+        self.ours = {"ours": lambda: self.loss(self.embeddings, self.labels)}
+        self.plain = {"torch, float32": self._plain}
+        self.tolerance = {"ours": 1e-4, "torch": 1e-4}
+
+    def _plain(self) -> Tensor:
+        unit = functional.normalize(self.embeddings, dim=1)
+        weight = functional.normalize(self.loss.weight, dim=0)
+        cosine = unit @ weight
+        own = self.labels.unsqueeze(1)
+        target = torch.cos(torch.acos(cosine.gather(1, own)) + _MARGIN)
+        return functional.cross_entropy(cosine.scatter(1, own, target) * _SCALE, self.labels)
+
+    def truth(self) -> dict[str, Tensor]:
+        """Compute the gradients in float64, a block of classes at a time; the weight's is kept in float32."""
+        weight = self.loss.weight.detach().t()  # (C, D)
+        leaf = self.embeddings.detach().double().requires_grad_()
+        rows = len(leaf)
+        # 1. the target's logit, with its margin
+        own = weight[self.labels].double().requires_grad_()
+        cosine = (functional.normalize(leaf, dim=1) * functional.normalize(own, dim=1)).sum(1)
+        target = _SCALE * torch.cos(torch.acos(cosine) + _MARGIN)
+        # 2. log-sum-exp over all classes
+        with torch.no_grad():
+            parts = [self._logits(leaf, weight[part].double(), part, target).logsumexp(1) for part in self._parts()]
+            lse = torch.stack(parts).logsumexp(0)
+        # 3. the targets' share of the gradient: their softmax less 1
+        ((target - lse).exp() - target).sum().div(rows).backward()
+        grad = torch.zeros_like(weight)
+        for part in self._parts():
+            block = weight[part].double().requires_grad_()
+            logits = self._logits(leaf, block, part, torch.full_like(lse, -torch.inf))
+            ((logits - lse.unsqueeze(1)).exp().sum() / rows).backward()
+            assert block.grad is not None
+            grad[part] = block.grad.to(grad.dtype)
+        assert leaf.grad is not None
+        assert own.grad is not None
+        grad.index_add_(0, self.labels, own.grad.to(grad.dtype))
+        return {"embeddings": leaf.grad, "weight": grad.t()}
+
+    def _parts(self) -> Iterator[slice]:
+        return _blocks(self.loss.num_classes, len(self.embeddings))
+
+    def _logits(self, leaf: Tensor, block: Tensor, part: slice, target: Tensor) -> Tensor:
+        """Compute the logits of a block of classes, other numbers in the targets' places."""
+        logits = _SCALE * functional.normalize(leaf, dim=1) @ functional.normalize(block, dim=1).t()
+        is_here = (self.labels >= part.start) & (self.labels < part.stop)
+        column = (self.labels - part.start).clamp(0, len(block) - 1).unsqueeze(1)
+        values = torch.where(is_here.unsqueeze(1), target.detach().unsqueeze(1), logits.detach().gather(1, column))
+        inside = torch.zeros_like(logits, dtype=torch.bool).scatter(1, column, is_here.unsqueeze(1))
+        return torch.where(inside, values, logits)

@@ -1,0 +1,39 @@
+"""Part c: what one call costs a GPU, forward and backward, from the third call on, against the suite's table of bounds.
+
+The table counts operators; a GPU may start several kernels for one, so more kernels than operators are told and not judged. Waits are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from benchmarks.records import Row
+from tests.devices import Device, waits_in
+from tests.pretend_runs import BOUNDS, bounded_run
+
+
+def rows_of(device: Device, every: int = 1) -> list[Row]:
+    """Count launches, waits and uploads of every row of the table."""
+    rows = []
+    for name, bound in BOUNDS.items():
+        found = bounded_run(device, name)
+        launches = sum(counts.get("launches", 0) for counts in (found.forward, found.backward))
+        uploads = sum(counts.get("uploads", 0) for counts in (found.forward, found.backward))
+        places = Counter(waits_in(found.forward)) + Counter(waits_in(found.backward))
+        # on a GPU a blocking upload makes the host wait too
+        allowed = bound.waits + (0 if device.draws_as_the_host else bound.uploads)
+        rows.append(
+            {
+                "table": "gpu c: launches and waits of a call, 512 rows x 32",
+                "loss": name,
+                "launches": launches,
+                "launches_bound": bound.launches,
+                "waits": places.total(),
+                "waits_bound": allowed,
+                "uploads": uploads,
+                "where": ", ".join(f"{place.removeprefix('wait ')} x {number}" for place, number in places.items()),
+                "error": found.error or None,
+                "verdict": "WRONG" if found.error or places.total() > allowed else "within",
+            }
+        )
+    return rows

@@ -1,0 +1,48 @@
+"""Part a: one process on the device beside the formula itself on the CPU, value and every gradient, mostly in float64."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+from benchmarks.records import Row
+from tests.devices import Device
+from tests.pretend_runs import Found, runs_of
+
+EXACT = 1e-7  # relative; float64, through roots and logarithms of near equals
+
+
+def rows_of(device: Device, every: int = 1) -> list[Row]:
+    """Run everything that the suite runs on one process; one row a kind, and one for each run that is not exact."""
+    found: dict[str, dict[str, Found]] = defaultdict(dict)
+    for index, (name, run) in enumerate(runs_of(device).items()):
+        if index % every == 0:
+            found[name.partition(";")[0]][name] = run()
+    rows: list[Row] = []
+    for kind, results in found.items():
+        # one that failed is worse than any difference
+        off = {name: math.inf if result.error else result.difference for name, result in results.items()}
+        worst = max(off, key=lambda name: off[name])
+        wrong = [name for name in off if not off[name] < EXACT]
+        table = "gpu a: one process beside the CPU's"
+        rows.append(
+            {
+                "table": table,
+                "loss": kind,
+                "runs": len(results),
+                "not_exact": len(wrong),
+                "largest_difference": off[worst] if math.isfinite(off[worst]) else None,
+                "of": worst,
+                "verdict": "WRONG" if wrong else "exact",
+            }
+        )
+        rows += [
+            {
+                "table": f"{table}: not exact",
+                "loss": name,
+                "why": results[name].error or f"off by {off[name]:.1e}",
+                "verdict": "WRONG",
+            }
+            for name in wrong
+        ]
+    return rows

@@ -1,0 +1,37 @@
+"""``python -m benchmarks gpu``: the same command on the pretended device, part by part, and what it says where it cannot run."""
+
+from __future__ import annotations
+
+from benchmarks import records
+from tests.processes import ROOT, run_python
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    done = run_python("-m", "benchmarks", "gpu", *arguments, folder=ROOT, seconds=200, HOME="/nowhere", COLUMNS="300")
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_one_process() -> None:
+    """Some of the numbers, all counts, and every contest in a small size; nothing is recorded."""
+    before = records.read("gpu")
+    code, said = command("--device", "pretend", "--part", "a", "--part", "d", "--every", "40")
+    assert code == 0, said
+    for expected in ("not recorded", "two towers", "class-sharded", "SigLIP", "SupCon", "ArcFace", "torch, float32"):
+        assert expected in said
+    assert "WRONG" not in said
+    assert records.read("gpu") == before
+
+
+def test_ranks_that_share_the_device() -> None:
+    """Collectives, losses, batch norm, a metric, the reduction of gradients and two fits: the numbers of the CPU."""
+    code, said = command("--device", "pretend", "--part", "b", "--ranks", "3")
+    assert code == 0, said
+    for expected in ("3 ranks", "reduction", "class-sharded", "fit, Contrastive over all rows"):
+        assert expected in said
+
+
+def test_without_a_device() -> None:
+    code, said = command()
+    assert code != 0
+    assert "no CUDA device can be used here" in said
+    assert "--device pretend" in said
