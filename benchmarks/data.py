@@ -3,7 +3,7 @@
 *Drawing.* Samplers take turns in one process (``interleave``). ``GlobalBatchSampler.shuffled`` beside ``DistributedSampler`` in torch's
 ``BatchSampler``: so many batches at once that each turn computes one piece; an epoch's *start*, which ``DistributedSampler`` pays for
 its permutation, is measured by itself and shared out over the epoch's batches. ``GlobalBatchSampler.batches(MPerClassSampler)`` beside
-that sampler alone: a turn is an epoch of half a million rows, drawn and cut; what it costs more is to compare what ranks have drawn.
+that sampler alone: a turn is an epoch of 65,536 rows, drawn and cut; what it costs more is to compare what ranks have drawn.
 
 *Memory.* How much the resident set of a fresh rank grows at most, on two ranks, from making the sampler to the first batch.
 
@@ -39,7 +39,7 @@ __all__ = ["main"]
 SET, LARGE_SET = 10_000_000, 100_000_000  # rows of data sets
 GLOBAL_BATCH = 256
 TOGETHER = 256  # batches of a turn: the piece that the computed order makes at once
-CLASSES, M, CLASS_ROWS = 1000, 4, 1 << 19  # of an epoch with M rows per class
+CLASSES, M, CLASS_ROWS = 1000, 4, 1 << 16  # of an epoch with M rows per class
 LIMIT = 1.05  # of the usual sampler's time
 RESUME_LIMIT_MS = 1000.0
 STARTS = 3  # measured starts of an epoch
@@ -108,7 +108,7 @@ def draw_table(rows: int, rounds: int, seconds: float) -> list[Row]:
     computed = [[row[i] / TOGETHER + starts[i] / batches for row in table] for i in range(3)]
     found = [_draw_row("DistributedSampler", "shuffled", rows, computed, [starts[0], starts[2]])]
     # 2. the same of epochs that are drawn as a whole
-    table = run_ranks(time_classes, rows, max(rounds // 100, 2), seconds, world_size=1)[0]
+    table = run_ranks(time_classes, rows, max(rounds // 10, 2), seconds, world_size=1)[0]
     batches = -(-min(CLASS_ROWS, rows) // GLOBAL_BATCH)
     drawn = [[row[i] / batches for row in table] for i in range(3)]
     return [*found, _draw_row("MPerClassSampler", "batches(MPerClassSampler)", rows, drawn, [None, None])]
