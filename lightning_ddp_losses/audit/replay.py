@@ -7,14 +7,13 @@ length) passes through; what is rows on no reading is an error that names it.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import operator
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.audit.rank_record import BatchRecord, LoaderRows, Recording, RowCount, sum_rows, tensor_digest
+from lightning_ddp_losses.core.nests import children_of, is_array, leaves, rebuild_nest
 from lightning_ddp_losses.errors import InputError
 
 # ---------------------------------------------------------------------- runs
@@ -215,21 +215,11 @@ def _plan_of_process(assigned: Sequence[tuple[int, list[list[ReplayBatch]]]], pr
 # ---------------------------------------------------------------------- nests
 
 
-def leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """Walk what is in a nest, by path; a list of plain values (a column of strings) is one leaf."""
-    children = _children(tree)
-    if children is None:
-        yield path, tree
-        return
-    for key, child in children:
-        yield from leaves(child, f"{path}{key}")
-
-
 def map_batch_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     """Build the same nest with its tensors changed."""
-    children = _children(tree)
+    children = children_of(tree)
     if children is not None:
-        return _rebuild_nest(tree, [map_batch_tensors(child, change) for _, child in children])
+        return rebuild_nest(tree, [map_batch_tensors(child, change) for _, child in children])
     return change(tree) if isinstance(tree, Tensor) else tree
 
 
@@ -240,7 +230,7 @@ def count_rows(tree: Any, hint: RowCount = None) -> RowCount:
         tree: A batch.
         hint: The data loader's batch size: taken where something in the batch has that length.
     """
-    lengths = [leaf.shape[0] for _, leaf in leaves(tree) if _is_array(leaf) and leaf.ndim]
+    lengths = [leaf.shape[0] for _, leaf in leaves(tree) if is_array(leaf) and leaf.ndim]
     lists = _list_lengths(tree)
     if hint is not None and hint in (*lengths, *lists):
         return hint
@@ -281,51 +271,8 @@ def batch_digest(tree: Any) -> str:
     return found.hexdigest()
 
 
-def _children(tree: Any) -> list[tuple[str, Any]] | None:
-    """List children by key; None for a leaf."""
-    if isinstance(tree, Mapping):
-        return [(f"[{key!r}]", child) for key, child in tree.items()]
-    if _is_named_tuple(tree):
-        return [(f".{name}", child) for name, child in zip(tree._fields, tree, strict=True)]
-    if isinstance(tree, tuple) or (isinstance(tree, list) and any(map(_is_nest_or_tensor, tree))):
-        return [(f"[{index}]", child) for index, child in enumerate(tree)]
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return [(f".{field.name}", getattr(tree, field.name)) for field in dataclasses.fields(tree)]
-    return None
-
-
-def _rebuild_nest(tree: Any, children: Sequence[Any]) -> Any:
-    """Build a nest like ``tree`` with other children."""
-    if isinstance(tree, Mapping):
-        changed = dict(zip(tree, children, strict=True))
-        if type(tree) is not dict:
-            return type(tree)(changed)  # type: ignore[call-arg]
-        return changed
-    if _is_named_tuple(tree):
-        return type(tree)(*children)
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(children)
-    # a dataclass, which may be frozen or check what its __init__ is given
-    copied = object.__new__(type(tree))
-    for field, child in zip(dataclasses.fields(tree), children, strict=True):
-        object.__setattr__(copied, field.name, child)
-    return copied
-
-
-def _is_named_tuple(tree: Any) -> bool:
-    return isinstance(tree, tuple) and hasattr(tree, "_fields")
-
-
-def _is_nest_or_tensor(tree: Any) -> bool:
-    return isinstance(tree, Tensor) or _children(tree) is not None
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) or type(leaf).__name__ == "ndarray"
-
-
 def _has_arrays(tree: Any) -> bool:
-    return any(_is_array(leaf) for _, leaf in leaves(tree))
+    return any(is_array(leaf) for _, leaf in leaves(tree))
 
 
 def _list_lengths(tree: Any, *, root: bool = True) -> list[int]:
@@ -333,7 +280,7 @@ def _list_lengths(tree: Any, *, root: bool = True) -> list[int]:
     found = []
     if isinstance(tree, list) and not root:
         found.append(len(tree))
-    for _, child in _children(tree) or ():
+    for _, child in children_of(tree) or ():
         found += _list_lengths(child, root=False)
     return found
 
@@ -341,10 +288,10 @@ def _list_lengths(tree: Any, *, root: bool = True) -> list[int]:
 def _has_sample_lists(tree: Any, rows: RowCount) -> bool:
     """Say whether some list holds one sample of its own size for each row (images of a detector, boxes)."""
     if isinstance(tree, list) and len(tree) == rows and len(set(map(type, tree))) == 1:
-        arrays = [leaf for _, leaf in leaves(tree) if _is_array(leaf)]
+        arrays = [leaf for _, leaf in leaves(tree) if is_array(leaf)]
         if any(leaf.ndim == 0 or leaf.shape[0] != rows for leaf in arrays):
             return True
-    return any(_has_sample_lists(child, rows) for _, child in _children(tree) or ())
+    return any(_has_sample_lists(child, rows) for _, child in children_of(tree) or ())
 
 
 def _are_rows(tree: Any, rows: RowCount, sample_lists: bool) -> bool:
@@ -377,7 +324,7 @@ def join_batches(batches: Sequence[Any], hints: Sequence[LoaderRows] | None = No
             column = [of_loaders[index][1] for of_loaders in of_ranks]
             rows_of_loader = [rows[index] for rows in known if isinstance(rows, list)]
             joined.append(join_batches(column, rows_of_loader, path + key))
-        return _rebuild_nest(batches[0], joined)
+        return rebuild_nest(batches[0], joined)
     counts = [count_rows(batch, None if isinstance(rows, list) else rows) for batch, rows in pairs]
     sample_lists = any(_has_sample_lists(batch, count) for batch, count in zip(batches, counts, strict=True))
     return _join_places(list(batches), _RankRows(counts, sample_lists), path)
@@ -388,7 +335,7 @@ def take_part(batch: Any, part: Part, rows: LoaderRows) -> Any:
     of_loaders = _loader_batches(batch, rows)
     if of_loaders is not None and isinstance(rows, list):
         children = [take_part(child, part, each) for (_, child), each in zip(of_loaders, rows, strict=True)]
-        return _rebuild_nest(batch, children)
+        return rebuild_nest(batch, children)
     start, stop, W = part
     hint = sum_rows(rows)
     size = (count_rows(batch, hint) or 0) // W
@@ -405,7 +352,7 @@ def exchange_rows(batches: Sequence[Any], rows: Sequence[LoaderRows]) -> Any:
             column = [each[index][1] for each in of_ranks if each is not None]
             rows_of_loader = [each[index] for each in rows if isinstance(each, list)]
             children.append(exchange_rows(column, rows_of_loader))
-        return _rebuild_nest(batches[0], children)
+        return rebuild_nest(batches[0], children)
     # places in the two batches joined: a row of the second lies behind all of the first
     hints = [None if isinstance(each, list) else each for each in rows]
     counts = [count_rows(batch, hint) or 0 for batch, hint in zip(batches, hints, strict=True)]
@@ -424,12 +371,12 @@ def take_rows(batch: Any, part: slice | list[int], hint: RowCount = None) -> Any
     def cut(tree: Any) -> Any:
         if _are_rows(tree, rows, sample_lists):
             return tree[part] if isinstance(part, slice) else [tree[place] for place in part]
-        if _is_array(tree) and tree.ndim and tree.shape[0] == rows:
+        if is_array(tree) and tree.ndim and tree.shape[0] == rows:
             return tree[part]
-        children = _children(tree)
+        children = children_of(tree)
         if children is None:
             return tree
-        return _rebuild_nest(tree, [cut(child) for _, child in children])
+        return rebuild_nest(tree, [cut(child) for _, child in children])
 
     return cut(batch)
 
@@ -450,7 +397,7 @@ def _join_places(items: list[Any], rows: _RankRows, path: str) -> Any:
     # tensors and arrays
     if isinstance(first, Tensor):
         return _join_tensors(items, rows, path)
-    if _is_array(first):
+    if is_array(first):
         try:
             return _join_tensors([torch.as_tensor(item) for item in items], rows, path).numpy()
         except TypeError as error:
@@ -460,7 +407,7 @@ def _join_places(items: list[Any], rows: _RankRows, path: str) -> Any:
     if lengths_fit and _are_rows(first, rows.counts[0], rows.sample_lists):
         return list(chain.from_iterable(items))
     # plain values
-    nests = [_children(item) for item in items]
+    nests = [children_of(item) for item in items]
     if nests[0] is None:
         if all(_is_same(item, first) for item in items):
             return first
@@ -474,7 +421,7 @@ def _join_places(items: list[Any], rows: _RankRows, path: str) -> Any:
     for index, key in enumerate(keys[0]):
         column = [nest[index][1] for nest in nests if nest is not None]
         children.append(_join_places(column, rows, f"{path}{key}"))
-    return _rebuild_nest(first, children)
+    return rebuild_nest(first, children)
 
 
 def _keys(nest: list[tuple[str, Any]] | None) -> list[str]:

@@ -7,10 +7,8 @@ looked at on every rank, whenever some rank has no rows: each path to a paramete
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import json
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad
 from lightning_ddp_losses.core.forward_patch import synchronises
+from lightning_ddp_losses.core.nests import children_of, is_array, rebuild_nest
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.upstream_grad import is_global_value
 from lightning_ddp_losses.errors import InputError
@@ -49,63 +48,36 @@ def without_rows(batch: Any) -> Any:
 
 def _first_axes(part: Any, path: str) -> Iterator[tuple[str, int]]:
     """Yield path and length of the first axis of each tensor and array."""
-    if isinstance(part, Tensor) or _is_array(part):
+    if isinstance(part, PackedSequence):
+        raise _no_rows(path, "a PackedSequence")
+    if is_array(part):
         is_plain = not isinstance(part, Tensor) or (part.layout == torch.strided and not part.is_nested)
         if not part.ndim or not is_plain:
             raise _no_rows(
                 path, "a tensor of no dimension" if is_plain else f"a {type(part).__name__} that is not dense"
             )
         yield path, part.shape[0]
-    elif isinstance(part, PackedSequence):
-        raise _no_rows(path, "a PackedSequence")
-    else:
-        for child_path, child in _children(part, path):
-            yield from _first_axes(child, child_path)
-
-
-def _is_array(part: Any) -> bool:
-    """Say whether this is an array of numpy, which this layer does not import."""
-    return any(kind.__module__ == "numpy" and kind.__name__ == "ndarray" for kind in type(part).__mro__)
-
-
-def _children(part: Any, path: str) -> list[tuple[str, Any]]:
-    """Return the parts of a container with their paths."""
-    if isinstance(part, Mapping):
-        return [(f"{path}[{key!r}]", part[key]) for key in part]
-    if isinstance(part, (tuple, list)):
-        return [(f"{path}[{i}]", item) for i, item in enumerate(part)]
-    if dataclasses.is_dataclass(part) and not isinstance(part, type):
-        return [(f"{path}.{field.name}", getattr(part, field.name)) for field in dataclasses.fields(part)]
-    return []
+        return
+    for key, child in children_of(part) or ():
+        yield from _first_axes(child, f"{path}{key}")
 
 
 def _emptied(part: Any, path: str, rows: int) -> Any:
     if isinstance(part, Tensor):
         return part.detach()[:0].clone()  # a slice alone would keep the memory of the whole
-    if _is_array(part):
+    if is_array(part):
         return part[:0].copy()
     if isinstance(part, _KEPT):
         return part
-    if isinstance(part, (tuple, list)) and len(part) == rows and all(isinstance(item, _OF_A_ROW) for item in part):
-        return type(part)()  # one for each row, as collate leaves texts
-    return _rebuilt_container(part, path, [_emptied(child, name, rows) for name, child in _children(part, path)])
-
-
-def _rebuilt_container(part: Any, path: str, children: Sequence[Any]) -> Any:
-    """Return a container of the same type with other parts."""
-    new: Any = copy.copy(part)
-    if isinstance(part, MutableMapping):
-        new.update(zip(part, children, strict=True))
-        return new
-    if isinstance(part, tuple) and hasattr(part, "_fields"):
-        return type(part)(*children)
     if isinstance(part, (tuple, list)):
-        return type(part)(children)
-    if dataclasses.is_dataclass(part) and not isinstance(part, type):
-        for field, value in zip(dataclasses.fields(part), children, strict=True):
-            object.__setattr__(new, field.name, value)  # frozen ones too
-        return new
-    raise _no_rows(path, f"{part!r} ({type(part).__name__})")
+        if len(part) == rows and all(isinstance(item, _OF_A_ROW) for item in part):
+            return type(part)()  # one for each row, as collate leaves texts
+        if all(isinstance(item, _KEPT) for item in part):
+            return part
+    children = children_of(part)
+    if children is None:
+        raise _no_rows(path, f"{part!r} ({type(part).__name__})")
+    return rebuild_nest(part, [_emptied(child, f"{path}{key}", rows) for key, child in children])
 
 
 def _no_rows(path: str, got: str) -> InputError:
