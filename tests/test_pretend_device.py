@@ -57,7 +57,9 @@ def test_bounds(results: Results, name: str) -> None:
     assert sum(counts.get("uploads", 0) for counts in passes) <= bound.uploads
 
 
-@pytest.mark.parametrize("kind", ["loss", "miner", "class-sharded", "two towers", "layer", "metric", "fingerprint"])
+@pytest.mark.parametrize(
+    "kind", ["loss", "tiles", "miner", "class-sharded", "two towers", "layer", "metric", "fingerprint"]
+)
 def test_numbers_of_the_cpu(results: Results, kind: str) -> None:
     problems, runs = [], 0
     for name, found in results.items():
@@ -73,6 +75,7 @@ def test_numbers_of_the_cpu(results: Results, kind: str) -> None:
 def test_every_case_ran(results: Results) -> None:
     names = [
         *pretend_runs.LOSSES,
+        *pretend_runs.TILED,
         *pretend_runs.MINERS,
         *pretend_runs.CLASS_SHARDED,
         *pretend_runs.TOWERS,

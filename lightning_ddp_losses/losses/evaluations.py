@@ -199,6 +199,7 @@ class Tiled:
         if self.ring:
             open_backward = BackwardExchange(exchange.title, exchange.group).open
             pass_rows = partial(ring_rows, counts=call.counts["embeddings"], group=exchange.group)
+        on_device = exchange.stays_on_device(self.loss, rows)
         tiled = TiledEvaluator(
             self.loss,
             self.plan,
@@ -208,8 +209,8 @@ class Tiled:
             tile_bytes=self.tile_bytes,
             ring_rows=pass_rows,
             open_backward=open_backward,
+            on_device=on_device,
         )
-        on_device = exchange.stays_on_device(self.loss, rows)
         # this rank's sums, divisors and statistics; peers wait for as many bytes if it fails
         handshake_bytes = handshake.HANDSHAKE_BYTES + tiled.payload_capacity()
         try:

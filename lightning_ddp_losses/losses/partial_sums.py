@@ -405,9 +405,11 @@ def _scale_factors_on_device(stats: DeviceStats, empty: float) -> tuple[Tensor, 
     """Do what ``scale_factors`` does with numbers that the host does not know."""
     own = stats.table[0, :, 0]
     totals, divisors = stats.table.sum(0).unbind(1)
-    has_elements = divisors != 0
-    values = torch.where(has_elements, totals / divisors, empty)
-    factors = torch.where(has_elements, len(stats.table) / divisors, 0)
+    is_empty = divisors == 0
+    divisors = divisors.masked_fill(is_empty, torch.inf)  # of which a share is 0
+    values, factors = totals / divisors, len(stats.table) / divisors
+    if empty:
+        values = values.masked_fill(is_empty, empty)
     chosen, scale = values.unbind(), list[Number](factors.unbind())
     for index, full in enumerate(stats.full):
         # the same on all ranks: DDP's mean leaves it as it is

@@ -309,12 +309,13 @@ class Reduction(NamedTuple):
 
     def passes(self, values: Tensor) -> Tensor:
         """Return which elements pass both limits, bool."""
-        passes = torch.ones_like(values, dtype=torch.bool)
+        passes = None
         if self.low is not None:
-            passes &= values > self.low
+            passes = values > self.low
         if self.high is not None:
-            passes &= values < self.high
-        return passes
+            is_low = values < self.high
+            passes = is_low if passes is None else passes & is_low
+        return torch.ones_like(values, dtype=torch.bool) if passes is None else passes
 
     def passing(self, values: Tensor) -> Tensor:
         """Return 1 for the elements that pass both limits, else 0, in the dtype of the elements."""

@@ -9,6 +9,10 @@ from __future__ import annotations
 import torch
 
 DEVICE_BYTES = 256 << 20
+MASKED_BYTES = 64 << 20
+"""Up to so large a matrix of pairs an accelerator computes with masks in place of lists of pairs. A list has a length that the host
+waits for, which costs a launch of all that could have been queued meanwhile, about a millisecond; masks cost some 15 passes more over
+the matrix, at 3 TB/s as long as that for so many bytes."""
 
 
 def tile_budget(device: torch.device, host_bytes: int) -> int:

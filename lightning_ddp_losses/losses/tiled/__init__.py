@@ -6,6 +6,7 @@
 | ``pair_losses`` | what a loss says about one tile (``PairLoss``); NT-Xent, SupCon, multi-similarity |
 | ``margin_losses`` | contrastive and triplet margin loss |
 | ``tiles`` | a tile: which entries are positives and negatives, distances and what they give back |
+| ``tile_functions`` | the elementwise part of a tile with masks in place of lists, one pure function per loss and direction |
 | ``accumulators`` | pytorch-metric-learning's reducers on row sums |
 
 A new loss in tiles is one ``PairLoss``, named in the row of the loss in ``pml_registry.LOSSES``; its tests come

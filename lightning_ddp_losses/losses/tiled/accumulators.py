@@ -58,7 +58,8 @@ def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> 
     if reduction.selects:
         counts = reduction.passing(losses)
         passed = number_of(counts.sum())
-        if reduction.low is not None:
+        above = number if reduction.low is None else passed
+        if reduction.low is not None and reduction.high is not None:
             above = number_of((losses > reduction.low).sum())
     if reduction.weights is not None:
         # class weights weigh the sum and leave the divisor alone, as PML does
@@ -74,14 +75,31 @@ class PairSums:
 
     Args:
         reduction: How they are reduced.
-        rows: B.
-        like: Gives dtype and device.
     """
 
-    def __init__(self, reduction: Reduction, rows: int, like: Tensor) -> None:
+    def __init__(self, reduction: Reduction) -> None:
         self.reduction = reduction
         self._by_pair = reduction.selects and not reduction.per_anchor
+        self._records = True  # what is only recorded
+
+    def allocate_(self, rows: int, like: Tensor) -> None:
+        """Makes ``rows`` sums of nothing, of the dtype and on the device of ``like``."""
         self._sum, self._passed, self._all, self._above = (like.new_zeros(rows) for _ in range(4))
+
+    @property
+    def limits(self) -> tuple[float | None, float | None] | None:
+        """What a pair's loss must be larger and smaller than to pass; None: all pass."""
+        return (self.reduction.low, self.reduction.high) if self._by_pair else None
+
+    @property
+    def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The sums of all rows, (B,) each: number of pairs, sum of what passes, its number."""
+        return self._all, self._sum, self._passed
+
+    @numbers.setter
+    def numbers(self, numbers: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._all, self._sum, self._passed = numbers
+        self._records = False
 
     def accumulate_(self, rows: slice, losses: Tensor, weights: Tensor) -> None:
         """Adds (T, C) losses, each counted with its weight."""
@@ -164,14 +182,15 @@ class PairSums:
             number = self._all.clamp(min=1)
             anchors, counts = reduce_rows(reduction, self._sum / number, labels)
             return replace(anchors, pairs=number_of(self._all.sum(dtype=torch.float64))), counts / number
-        counts = torch.ones_like(self._sum)
+        counts, weighted = torch.ones_like(self._sum), self._sum
         if reduction.weights is not None and labels is not None:
             counts = reduction.weights.to(counts)[labels]
-        elements = number_of(self._all.sum(dtype=torch.float64))
-        passed = above = elements
-        if self._by_pair:
-            passed = number_of(self._passed.sum(dtype=torch.float64))
+            weighted = weighted * counts
+        passed = number_of((self._passed if self._by_pair else self._all).sum(dtype=torch.float64))
+        elements = above = passed
+        if self._by_pair and self._records:
+            elements = number_of(self._all.sum(dtype=torch.float64))
             above = number_of(self._above.sum(dtype=torch.float64))
-        total = number_of((self._sum * counts).sum(dtype=torch.float64))
+        total = number_of(weighted.sum(dtype=torch.float64))
         divisor = None if reduction.plain_sum else passed
         return LocalTotal(total, divisor, passed, elements, above, elements), counts

@@ -36,11 +36,14 @@ from lightning_ddp_losses.losses.partial_sums import (
     value_with_grad,
 )
 from lightning_ddp_losses.losses.pml_registry import DISTANCES, Reduction, facts_of, pair_loss_of, reduction_of
-from lightning_ddp_losses.losses.tile_budget import tile_budget
+from lightning_ddp_losses.losses.tile_budget import MASKED_BYTES, tile_budget
 from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
+from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
 from lightning_ddp_losses.losses.tiled.tiles import (
     LabelPairs,
+    MaskedPairs,
+    MaskedTile,
     PairList,
     Pairs,
     Tile,
@@ -54,6 +57,7 @@ _REFERENCES = (("ref_emb", "embeddings"), ("ref_labels", "labels"))
 # Few rows have few classes, hence few columns with positives; too few read the columns too often, and small tiles are all overhead.
 _FEWEST_ROWS, _HOST_BYTES = 64, 512 << 10
 _MOST_STATS = 3  # the largest k of any pair loss
+_FEWEST_PAIRS = 6  # from which on there are two of one kind, whatever the labels
 
 RingRows = Callable[[Tensor], Iterator[tuple[int, Tensor]]]
 
@@ -121,7 +125,7 @@ class Block:
     """
 
     columns: Tensor
-    pairs: Pairs
+    pairs: Pairs | MaskedPairs
     start: int = 0
     complete: bool = False
 
@@ -138,6 +142,7 @@ class TiledEvaluator:
         tile_bytes: The most that a tile may take; None: a default.
         ring_rows: Passes this rank's rows on and yields (rank, its rows) in turn, where they are not gathered; only if ``symmetric``.
         open_backward: Meets the peers before a ring in backward.
+        on_device: What ranks exchange stays on the device, which nobody waits for.
     """
 
     def __init__(
@@ -151,12 +156,15 @@ class TiledEvaluator:
         tile_bytes: int | None,
         ring_rows: RingRows | None = None,
         open_backward: Callable[[], object] | None = None,
+        on_device: bool = False,
     ) -> None:
         self._loss, self._plan, self._call, self._symmetric, self._world = loss, plan, call, symmetric, world
         self._tile_bytes, self._ring_rows, self._open_backward = tile_bytes, ring_rows, open_backward
+        self._on_device, self._masked = on_device, False
         self._columns: Tensor | None = None  # with their graph, where they want a gradient
         self._buffers: list[Tensor] = []
         self._kept_tile: Tile | None = None
+        self._kept_masked_tile: MaskedTile | None = None
         self._sub_loss_grads: list[Tensor] = []
         self._global_pairs: tuple[int, int] | None = None  # positive, negative; None: not known yet
 
@@ -178,6 +186,7 @@ class TiledEvaluator:
         self._distance = tile_distance(loss.distance, call.references.shape[0])
         self._rows = self._distance.prepare(embeddings)
         self._pair_loss = plan.pair_loss(loss, plan.reductions, embeddings.shape[0], self._rows)
+        self._masked = self._fits_masks()
         # the columns they are compared with, and in which order tiles take both
         if self._ring_rows is None:
             self._set_gathered_columns()
@@ -245,6 +254,9 @@ class TiledEvaluator:
     def _accumulate_tiles(self, *, backward_comes: bool) -> tuple[list[LocalTotal], Tensor]:
         """Lets the pair loss see each tile once; returns the sub-losses' totals, and (B, k) statistics in the order of the rows."""
         pair_loss = self._pair_loss
+        if self._masked:
+            return self._accumulate_masked_tiles(backward_comes=backward_comes)
+        pair_loss.allocate_()
         if pair_loss.grad_in_forward and backward_comes and self._symmetric:
             self._sub_loss_grads = [torch.zeros_like(self._sorted_rows) for _ in pair_loss.sub_losses]
         complete = False
@@ -268,12 +280,46 @@ class TiledEvaluator:
                     pair_loss.accumulate_(tile)
         if pair_loss.needs_second_pass and not complete:
             self._accumulate_positives_()
-        # reduce the rows
+        return self._reduced_rows()
+
+    def _reduced_rows(self) -> tuple[list[LocalTotal], Tensor]:
+        """Reduces the rows; returns what ``_accumulate_tiles`` returns."""
         labels = self._call.local_labels
         if labels is not None:
             labels = _sorted(labels, self._row_order)
-        totals, stats = pair_loss.finalize(labels)
+        totals, stats = self._pair_loss.finalize(labels)
         return totals, _unsorted(stats, self._row_order)
+
+    def _accumulate_masked_tiles(self, *, backward_comes: bool) -> tuple[list[LocalTotal], Tensor]:
+        """Does what ``_accumulate_tiles`` does, with masks in place of lists."""
+        pair_loss, tiles, complete = self._pair_loss, 0, False
+        for block in self._blocks():
+            complete, parts = block.complete, list(self._row_slices(block))
+            for part in parts:
+                tile = self._masked_tile(block, part)
+                if complete and len(parts) == 1:
+                    pair_loss.numbers = pair_loss.masked_numbers(tile, None)
+                    if backward_comes:
+                        self._kept_masked_tile = tile
+                else:
+                    if not tiles:
+                        pair_loss.allocate_()
+                    before = None if complete else _of_rows(pair_loss.numbers, part)
+                    _write_(pair_loss.numbers, part, pair_loss.masked_numbers(tile, before))
+                tiles += 1
+        if not tiles:
+            pair_loss.allocate_()
+        if pair_loss.needs_second_pass and not complete:
+            for block in self._blocks():
+                for part in self._row_slices(block):
+                    before = _of_rows(pair_loss.numbers, part)
+                    after = pair_loss.masked_second_numbers(self._masked_tile(block, part), before)
+                    _write_(pair_loss.numbers, part, after)
+        totals, stats = self._reduced_rows()
+        # a row without entries: exp(-inf - lowest) is 0, exp(-inf + inf) is not a number
+        if self._plan.pair_loss.width:
+            stats.clamp_min_(torch.finfo(stats.dtype).min)
+        return totals, stats
 
     def _accumulate_with_grads_(self, block: Block, tile: Tile) -> None:
         """Adds up a tile and the rows' gradient from it, where that needs no other tile."""
@@ -288,6 +334,7 @@ class TiledEvaluator:
         """Goes through the positives once more, now that rows are complete."""
         for block in self._blocks():
             for part in self._row_slices(block):
+                assert not isinstance(block.pairs, MaskedPairs)
                 tile = self._tile(block, part, block.pairs.positive_columns(part))
                 self._pair_loss.accumulate_positives_(tile.rows, tile.positives, tile.positive_entries())
 
@@ -305,6 +352,8 @@ class TiledEvaluator:
             columns_grad: (G, D), to which the gradient of the columns is added, in their order; None: not wanted.
         """
         pair_loss, distance = self._pair_loss, self._distance
+        if self._masked:
+            return self._backward_masked_tiles(column_stats, factors, columns_grad)
         grad = torch.zeros_like(self._sorted_rows)
         if self._sub_loss_grads:
             # known since forward, but for the factors; transposed entries have the same gradient
@@ -335,7 +384,53 @@ class TiledEvaluator:
         self._buffers.clear()
         return _unsorted(grad, self._row_order)
 
+    def _backward_masked_tiles(
+        self, column_stats: Tensor | None, factors: Sequence[Number], columns_grad: Tensor | None
+    ) -> Tensor:
+        """Does what ``_backward_tiles`` does, with masks in place of lists."""
+        pair_loss = self._pair_loss
+        pair_loss.prepare_masked_backward(self._row_stats, column_stats, factors)
+        grad: Tensor | None = None
+        for block in self._blocks():
+            for part in self._row_slices(block):
+                tile, self._kept_masked_tile = self._kept_masked_tile, None
+                if tile is None:
+                    tile = self._masked_tile(block, part)
+                matrix_grad = pair_loss.masked_grad(tile)
+                tile_columns_grad = None if columns_grad is None else columns_grad[tile.columns]
+                rows = self._sorted_rows[part]
+                of_rows = self._distance.vjp_(
+                    rows, block.columns, pair_loss.scale, tile.matrix, matrix_grad, tile_columns_grad
+                )
+                if block.complete and len(of_rows) == len(self._rows):
+                    grad = of_rows
+                    break
+                if grad is None:
+                    grad = torch.zeros_like(self._rows)
+                grad[part].add_(of_rows)
+        self._buffers.clear()
+        if grad is None:
+            return torch.zeros_like(self._rows)
+        if pair_loss.factor is not None:
+            factor = as_dtype(pair_loss.factor, grad.dtype)
+            grad.mul_(factor)
+            if columns_grad is not None:
+                columns_grad.mul_(factor)
+        return grad
+
     # ------------------------------------------------------------------ columns
+
+    def _fits_masks(self) -> bool:
+        """Tells whether pairs are masks: where to list them would wait for the device, and cost less than the masks."""
+        call, rows = self._call, self._rows
+        references = self._call.counts.get("ref_emb", call.counts["embeddings"])
+        columns = sum(references)
+        if not self._on_device or not self._pair_loss.takes_masks or "indices_tuple" in call.arguments:
+            return False
+        # of two rows or so PML makes a zero, which depends on their labels
+        if not len(rows) or call.total_rows * columns <= _FEWEST_PAIRS:
+            return False
+        return len(rows) * columns * rows.element_size() <= MASKED_BYTES
 
     def _set_gathered_columns(self) -> None:
         """Takes all columns as one block."""
@@ -343,7 +438,7 @@ class TiledEvaluator:
         if self._symmetric:
             references = references.detach()
         prepared = distance.prepare(references)
-        pairs = self._named_or_labelled_pairs(prepared.shape[0])
+        pairs = self._masked_pairs() if self._masked else self._named_or_labelled_pairs(prepared.shape[0])
         self._row_order, self._column_order = pairs.row_order, pairs.column_order
         if prepared.requires_grad:
             self._columns = prepared
@@ -356,20 +451,39 @@ class TiledEvaluator:
         labels, local_labels = self._call.arguments["labels"], self._call.local_labels
         assert local_labels is not None
         bounds, own_bound, rows = self._call.bounds(), self._call.bound, self._rows.detach()
-        pairs = []
-        for start, stop in bounds:
-            first = 0 if (start, stop) == own_bound else None
-            pairs.append(LabelPairs(local_labels, labels[start:stop], first))
-        self._row_order = pairs[0].row_order
-        orders = [pair.column_order + start for pair, (start, _) in zip(pairs, bounds, strict=True)]
-        self._column_order = torch.cat(orders)
+        pairs: Sequence[LabelPairs | MaskedPairs]
+        if self._masked:
+            pairs = [self._masked_pairs(slice(start, stop)) for start, stop in bounds]
+            self._row_order = self._column_order = None
+        else:
+            listed = []
+            for start, stop in bounds:
+                first = 0 if (start, stop) == own_bound else None
+                listed.append(LabelPairs(local_labels, labels[start:stop], first))
+            self._row_order = listed[0].row_order
+            orders = [pair.column_order + start for pair, (start, _) in zip(listed, bounds, strict=True)]
+            self._column_order, pairs = torch.cat(orders), listed
 
         def blocks() -> Iterator[Block]:
             for rank, columns in ring_rows(rows):
-                prepared = self._distance.prepare_columns(columns[pairs[rank].column_order])
+                prepared = self._distance.prepare_columns(_sorted(columns, pairs[rank].column_order))
                 yield Block(prepared, pairs[rank], bounds[rank][0])
 
         self._blocks = blocks
+
+    def _masked_pairs(self, columns: slice = slice(None)) -> MaskedPairs:
+        """Makes masks of this rank's rows and some columns."""
+        call = self._call
+        labels, reference_labels = call.local_labels, call.ref_labels
+        assert labels is not None
+        assert reference_labels is not None
+        # a row is not its own partner, where rows and columns are the same samples
+        row_ids = column_ids = None
+        if reference_labels is call.arguments["labels"]:
+            ids = torch.arange(len(reference_labels), device=labels.device)
+            start, stop = call.bound
+            row_ids, column_ids = ids[start:stop], ids[columns]
+        return MaskedPairs(labels, reference_labels[columns], row_ids, column_ids)
 
     def _named_or_labelled_pairs(self, columns: int) -> Pairs:
         """Makes the pairs of this rank's rows and all columns: those of a miner, else those of the labels."""
@@ -431,6 +545,7 @@ class TiledEvaluator:
     def _tile(self, block: Block, part: slice, span: slice | None = None) -> Tile:
         """Computes a tile of all columns of a block, or of those in ``span``, among which all positives must be."""
         pairs, columns, start = block.pairs, block.columns, 0
+        assert not isinstance(pairs, MaskedPairs)
         if span is not None:
             columns, start = columns[span], span.start
         width = columns.shape[0]
@@ -456,6 +571,14 @@ class TiledEvaluator:
             pairs.most_positives(part),
         )
 
+    def _masked_tile(self, block: Block, part: slice) -> MaskedTile:
+        """Computes a tile of all columns of a block."""
+        assert isinstance(block.pairs, MaskedPairs)
+        width = block.columns.shape[0]
+        out = self._buffer(0, torch.Size((part.stop - part.start, width)))
+        matrix = self._distance.matrix(self._sorted_rows[part], block.columns, self._pair_loss.scale, out)
+        return MaskedTile(matrix, part, slice(block.start, block.start + width), block.pairs.keys(part))
+
     def _buffer(self, index: int, shape: torch.Size) -> Tensor:
         """Hands out memory that all tiles of a pass share."""
         while len(self._buffers) <= index:
@@ -468,13 +591,19 @@ class TiledEvaluator:
 
     def _partial_stats(self) -> list[PartialStats]:
         """Lists this rank's sub-losses."""
-        if self._is_zero_loss():
+        keep = None
+        if self._masked:
+            keep = self._has_both_kinds()
+        elif self._is_zero_loss():
             return [PartialStats(0.0, 0.0, False, ElementCounts())] * len(self._totals)
         found = []
         for total in self._totals:
             divisor = total.divisor
             if divisor is None:
                 divisor = undivided(self._world)
+            if keep is not None:
+                found.append(PartialStats(total.total * keep, divisor * keep, False, ElementCounts()))
+                continue
             counts = ElementCounts(total.elements, total.passed, total.above_low, total.pairs)
             found.append(PartialStats(total.total, divisor, False, counts))
         return found
@@ -492,6 +621,17 @@ class TiledEvaluator:
             return True
         return max(positive, negative) <= 1
 
+    def _has_both_kinds(self) -> Tensor | None:
+        """Tells whether PML returns no zero at once, for want of negatives; None: it never does. (Without positives the loss is 0.)"""
+        if not self._plan.pair_loss.needs_both_kinds:
+            return None
+        labels, reference_labels = self._call.arguments["labels"], self._call.ref_labels
+        assert reference_labels is not None
+        differ: Tensor = reference_labels != labels[0]
+        if reference_labels is not labels:
+            differ = torch.cat([differ, labels != labels[0]])
+        return differ.any()
+
     def _unpack_stats(self, packed: Sequence[bytes]) -> Tensor:
         """Reads (G, k) statistics of all ranks' rows, in the order of the columns."""
         own, data = self._row_stats, bytearray(b"".join(packed))
@@ -499,6 +639,17 @@ class TiledEvaluator:
             return own.new_empty((self._call.total_rows, own.shape[1]))
         stats = torch.frombuffer(data, dtype=own.dtype).view(-1, own.shape[1])
         return self.in_column_order(stats.to(own.device))
+
+
+def _of_rows(numbers: Numbers, rows: slice) -> Numbers:
+    """Takes numbers of some rows."""
+    return tuple(number[rows] for number in numbers)
+
+
+def _write_(numbers: Numbers, rows: slice, new: Numbers) -> None:
+    """Overwrites numbers of some rows; what tiles did not change is there already."""
+    for number, values in zip(numbers, new, strict=True):
+        number[rows].copy_(values)
 
 
 def _sorted(values: Tensor, order: Tensor | None) -> Tensor:

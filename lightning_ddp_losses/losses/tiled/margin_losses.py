@@ -20,8 +20,15 @@ from torch import Tensor
 from lightning_ddp_losses.losses.partial_sums import Number
 from lightning_ddp_losses.losses.pml_registry import Reduction
 from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal, PairSums
-from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss, add_transposed
-from lightning_ddp_losses.losses.tiled.tiles import Tile
+from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss, add_transposed, as_row
+from lightning_ddp_losses.losses.tiled.tile_functions import (
+    Numbers,
+    contrastive_grad,
+    contrastive_rows,
+    triplet_grad,
+    triplet_rows,
+)
+from lightning_ddp_losses.losses.tiled.tiles import MaskedTile, Tile
 
 _SORT_FROM = 12  # positives of a row, from which sorting it is cheaper
 
@@ -34,13 +41,17 @@ class Contrastive(PairLoss):
 
     sub_losses = ("pos_loss", "neg_loss")
 
-    def __init__(self, loss: Any, reductions: Sequence[Reduction], rows: int, like: Tensor) -> None:
-        super().__init__(loss, reductions, rows, like)
-        self._positives, self._negatives = (PairSums(reduction, rows, like) for reduction in reductions)
+    def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any) -> None:
+        super().__init__(loss, reductions, *args)
+        self._positives, self._negatives = (PairSums(reduction) for reduction in reductions)
         # pairs of every row count alike, unless ...
         self._uniform = not any(r.per_anchor or r.weights is not None for r in reductions)
         self.width = 0 if self._uniform else 2
         self.grad_in_forward = self._uniform
+
+    def allocate_(self) -> None:
+        self._positives.allocate_(self.rows, self.like)
+        self._negatives.allocate_(self.rows, self.like)
 
     def accumulate_(self, tile: Tile) -> None:
         self._accumulate_both_(tile, tile.matrix)
@@ -97,6 +108,41 @@ class Contrastive(PairLoss):
         positive_grads = add_transposed(positive_grad, tile, self._row_stats, self._column_stats)
         tile.add_at_positives_(positive_grads.mul_(self.sign * self._factors[0]))
 
+    @property
+    def numbers(self) -> Numbers:
+        return *self._positives.numbers, *self._negatives.numbers
+
+    @numbers.setter
+    def numbers(self, numbers: Numbers) -> None:
+        self._positives.numbers, self._negatives.numbers = numbers[:3], numbers[3:]  # type: ignore[assignment]
+
+    def masked_numbers(self, tile: MaskedTile, before: Numbers | None) -> Numbers:
+        return self.run(contrastive_rows, tile.matrix, tile.keys, before, *self._function_options())  # type: ignore[no-any-return]
+
+    def prepare_masked_backward(
+        self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]
+    ) -> None:
+        self._row_stats, self._column_stats = row_stats, column_stats
+        if not self._uniform:
+            both = as_row(factors, row_stats)
+            self._row_stats = row_stats * both
+            self._column_stats = None if column_stats is None else column_stats * both
+        # a sub-loss's transposed entries count like its own
+        times = 1 if column_stats is None else 2
+        self._uniform_counts = as_row([factor * times for factor in factors], row_stats)
+
+    def masked_grad(self, tile: MaskedTile) -> Tensor:
+        of_rows, of_columns = self._stats_of(tile)
+        if self._uniform:
+            of_rows, of_columns = self._uniform_counts, None
+        options = self._function_options()
+        return self.run(contrastive_grad, tile.matrix, tile.keys, of_rows, of_columns, *options)  # type: ignore[no-any-return]
+
+    def _function_options(self) -> tuple[Any, ...]:
+        """Lists margins, sign and limits, as the functions of tiles take them."""
+        margins = (self.loss.pos_margin, self.loss.neg_margin)
+        return margins, self.sign, (self._positives.limits, self._negatives.limits)
+
     def _positive_losses(self, entries: Tensor) -> Tensor:
         return entries.sub(self.loss.pos_margin).mul_(self.sign).clamp_min_(0)
 
@@ -113,12 +159,17 @@ class Triplets(PairLoss):
 
     symmetric = False
 
-    def __init__(self, loss: Any, reductions: Sequence[Reduction], rows: int, like: Tensor) -> None:
-        super().__init__(loss, reductions, rows, like)
+    def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any) -> None:
+        super().__init__(loss, reductions, *args)
         self.scale = self.sign
-        self._sums = PairSums(reductions[0], rows, like)
+        self._sums = PairSums(reductions[0])
         # of a sorted row only sums of losses above 0 are known, and their number
         self._can_sort = not loss.smooth_loss and (not reductions[0].selects or reductions[0].selects_positive)
+        # one positive of each row at a time: the host has to know how many times
+        self.takes_masks = self._can_sort
+
+    def allocate_(self) -> None:
+        self._sums.allocate_(self.rows, self.like)
 
     @classmethod
     def supports(cls, loss: Any) -> bool:
@@ -165,6 +216,25 @@ class Triplets(PairLoss):
         # each triplet pulls its positive closer and pushes its negative away
         torch.mul(negative_sums, -counts, out=tile.matrix)
         tile.add_at_positives_((positive_sums * counts).view(-1)[places])
+
+    @property
+    def numbers(self) -> Numbers:
+        return self._sums.numbers
+
+    @numbers.setter
+    def numbers(self, numbers: Numbers) -> None:
+        self._sums.numbers = numbers  # type: ignore[assignment]
+
+    def masked_numbers(self, tile: MaskedTile, before: Numbers | None) -> Numbers:
+        return self.run(triplet_rows, tile.matrix, tile.keys, self.loss.margin)  # type: ignore[no-any-return]
+
+    def prepare_masked_backward(
+        self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]
+    ) -> None:
+        self.prepare_backward(row_stats, column_stats, factors)
+
+    def masked_grad(self, tile: MaskedTile) -> Tensor:
+        return self.run(triplet_grad, tile.matrix, tile.keys, self._row_counts[tile.rows], self.loss.margin)  # type: ignore[no-any-return]
 
     def _named_grad_(self, tile: Tile, counts: Tensor) -> None:
         """Does what ``grad_`` does, for triplets that a miner names."""

@@ -23,7 +23,23 @@ from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
 from lightning_ddp_losses.losses.partial_sums import Number
 from lightning_ddp_losses.losses.pml_registry import Reduction
 from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal, PairSums, reduce_rows
-from lightning_ddp_losses.losses.tiled.tiles import PairList, Tile
+from lightning_ddp_losses.losses.tiled.tile_functions import (
+    Numbers,
+    multi_similarity_grad,
+    multi_similarity_rows,
+    ntxent_grad,
+    ntxent_negatives,
+    ntxent_pair,
+    ntxent_positives,
+    ntxent_rows,
+    supcon_grad,
+    supcon_rows,
+)
+from lightning_ddp_losses.losses.tiled.tiles import MaskedTile, PairList, Tile
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 class PairLoss:
@@ -34,6 +50,7 @@ class PairLoss:
         reductions: One per sub-loss.
         rows: B.
         like: Gives dtype and device.
+        run: Calls a function of ``tile_functions``; itself, unless they are compiled.
 
     Attributes:
         sub_losses: Their names.
@@ -44,6 +61,9 @@ class PairLoss:
         needs_both_kinds: PML returns a zero where there are no positives, or no negatives.
         counts_pairs_once: A pair counts once, however often a miner names it.
         grad_in_forward: A tile's gradient follows from the tile alone, but for one factor per sub-loss; it can be had in forward.
+        takes_masks: It takes masked tiles, those of a ring too.
+        run: Calls a function of ``tile_functions`` with its arguments.
+        factor: After ``prepare_masked_backward``: what masked gradients are still to be multiplied with; None: nothing.
     """
 
     sub_losses: ClassVar[tuple[str, ...]] = ("loss",)
@@ -54,10 +74,23 @@ class PairLoss:
     grad_in_forward: bool = False
     width: int = 0
     scale: float = 1.0
+    takes_masks: bool = True
+    factor: Number | None = None
 
-    def __init__(self, loss: Any, reductions: Sequence[Reduction], rows: int, like: Tensor) -> None:
-        self.loss, self.reductions, self.rows, self.like = loss, reductions, rows, like
+    def __init__(
+        self,
+        loss: Any,
+        reductions: Sequence[Reduction],
+        rows: int,
+        like: Tensor,
+        run: Callable[..., Any] = _call,
+    ) -> None:
+        self.loss, self.reductions, self.rows, self.like, self.run = loss, reductions, rows, like, run
         self.sign = -1.0 if loss.distance.is_inverted else 1.0  # of a distance: large is far
+
+    def allocate_(self) -> None:
+        """Makes the numbers of rows without entries, which tiles add to."""
+        raise NotImplementedError
 
     @classmethod
     def supports(cls, loss: Any) -> bool:
@@ -119,6 +152,45 @@ class PairLoss:
         """Overwrites a tile's matrix with its gradient (of the transposed entries too, after ``prepare_backward`` with both)."""
         raise NotImplementedError
 
+    # masks in place of lists
+
+    @property
+    def numbers(self) -> Numbers:
+        """What masked tiles have added up of all rows, (B,) each."""
+        raise NotImplementedError
+
+    @numbers.setter
+    def numbers(self, numbers: Numbers) -> None:
+        raise NotImplementedError
+
+    def masked_numbers(self, tile: MaskedTile, before: Numbers | None) -> Numbers:
+        """Computes the numbers of a tile's rows.
+
+        Args:
+            tile: The tile.
+            before: The numbers from other columns; None: the tile has all columns.
+        """
+        raise NotImplementedError
+
+    def masked_second_numbers(self, tile: MaskedTile, before: Numbers) -> Numbers:
+        """Computes what needs complete rows, where ``needs_second_pass`` and a tile has not all columns."""
+        raise NotImplementedError
+
+    def prepare_masked_backward(
+        self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]
+    ) -> None:
+        """Takes in what ``masked_grad`` needs; arguments as of ``prepare_backward``."""
+        self._row_stats, self._column_stats, self.factor = row_stats, column_stats, factors[0]
+
+    def masked_grad(self, tile: MaskedTile) -> Tensor:
+        """Computes a tile's gradient, (T, C), but for ``factor``."""
+        raise NotImplementedError
+
+    def _stats_of(self, tile: MaskedTile) -> tuple[Tensor, Tensor | None]:
+        """Takes the statistics of a tile's rows and columns."""
+        of_columns = None if self._column_stats is None else self._column_stats[tile.columns]
+        return self._row_stats[tile.rows], of_columns
+
 
 def add_transposed(term: Callable[..., Tensor], tile: Tile, row_stats: Tensor, column_stats: Tensor | None) -> Tensor:
     """Computes (n,): ``term`` of the positives' rows, plus that of their columns, whose rows contain the transposed entries.
@@ -142,7 +214,7 @@ class SoftmaxPairLoss(PairLoss):
     width = 3
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]) -> None:
-        factor = _in_one(self._stat_factors(factors[0]), row_stats)
+        factor = as_row(self._stat_factors(factors[0]), row_stats)
         self._row_stats = row_stats * factor
         self._column_stats = None if column_stats is None else column_stats * factor
         self._softmax_grad = SoftmaxGrad(self._row_stats, self._column_stats)
@@ -161,13 +233,15 @@ class NTXent(SoftmaxPairLoss):
 
     needs_second_pass = True
 
-    def __init__(self, loss: Any, reductions: Sequence[Reduction], rows: int, like: Tensor) -> None:
-        super().__init__(loss, reductions, rows, like)
+    def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any) -> None:
+        super().__init__(loss, reductions, *args)
         self.scale = -self.sign / loss.temperature
-        self._negatives = RunningLogSumExp.empty(rows, like)
-        self._pairs = PairSums(reductions[0], rows, like)
-        self._softmax_weight = like.new_zeros(rows)
-        self._tiny = torch.finfo(like.dtype).tiny  # what PML adds to r
+        self._pairs = PairSums(reductions[0])
+
+    def allocate_(self) -> None:
+        self._negatives = RunningLogSumExp.empty(self.rows, self.like)
+        self._pairs.allocate_(self.rows, self.like)
+        self._softmax_weight = self.like.new_zeros(self.rows)
 
     def accumulate_(self, tile: Tile) -> None:
         negatives = tile.keep_negatives_(tile.matrix, -torch.inf)
@@ -175,7 +249,7 @@ class NTXent(SoftmaxPairLoss):
 
     def accumulate_positives_(self, rows: slice, positives: PairList, entries: Tensor) -> None:
         lse = self._negatives.finalize(rows)[positives.rows]
-        losses, grads = self._pair(entries, lse)
+        losses, grads = ntxent_pair(entries, lse)
         passing = self._pairs.accumulate_listed_(rows, positives.rows, losses)
         # each positive compares itself with all negatives of its row
         self._softmax_weight[rows].index_add_(0, positives.rows, grads.mul_(passing))
@@ -184,11 +258,32 @@ class NTXent(SoftmaxPairLoss):
         total, counts = self._pairs.finalize(labels)
         return [total], torch.stack([self._negatives.finalize(), self._softmax_weight * counts, counts], 1)
 
+    @property
+    def numbers(self) -> Numbers:
+        return self._negatives.maximum, self._negatives.sum_exp, *self._pairs.numbers, self._softmax_weight
+
+    @numbers.setter
+    def numbers(self, numbers: Numbers) -> None:
+        maximum, sum_exp, number, total, passed, self._softmax_weight = numbers
+        self._negatives, self._pairs.numbers = RunningLogSumExp(maximum, sum_exp), (number, total, passed)
+
+    def masked_numbers(self, tile: MaskedTile, before: Numbers | None) -> Numbers:
+        if before is None:
+            return self.run(ntxent_rows, tile.matrix, tile.keys, self._pairs.limits)  # type: ignore[no-any-return]
+        return (*self.run(ntxent_negatives, tile.matrix, tile.keys, before[:2]), *before[2:])
+
+    def masked_second_numbers(self, tile: MaskedTile, before: Numbers) -> Numbers:
+        negatives, sums = before[:2], before[2:]
+        return (*negatives, *self.run(ntxent_positives, tile.matrix, tile.keys, negatives, sums, self._pairs.limits))
+
+    def masked_grad(self, tile: MaskedTile) -> Tensor:
+        return self.run(ntxent_grad, tile.matrix, tile.keys, *self._stats_of(tile), self._pairs.limits)  # type: ignore[no-any-return]
+
     def grad_(self, tile: Tile) -> None:
         entries = tile.positive_entries()
 
         def positive_grad(lse: Tensor, _: Tensor, count: Tensor) -> Tensor:
-            losses, grads = self._pair(entries, lse)
+            losses, grads = ntxent_pair(entries, lse)
             return self._pairs.passing_weights(losses, grads).mul(-count)
 
         # negatives: the softmax over the row's negatives, times the row's weight
@@ -198,19 +293,6 @@ class NTXent(SoftmaxPairLoss):
             tile.matrix.mul_(tile.negative_counts)
         # positives: each its own pair's
         tile.add_at_positives_(add_transposed(positive_grad, tile, self._row_stats, self._column_stats))
-
-    def _pair(self, entries: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes the loss of each pair, and minus its derivative by s_ip."""
-        above = entries - lse
-        # r = sigmoid(above); not torch.sigmoid: it ends where exp(-x) overflows, before r + tiny is tiny
-        smaller = above.abs().neg_().exp_()
-        larger = 1 / (1 + smaller)
-        smaller *= larger
-        is_low = above < 0
-        ratio = torch.where(is_low, smaller, larger)
-        # the loss -log(r + tiny), and (1 - r) r / (r + tiny)
-        lifted = ratio + self._tiny
-        return lifted.log().neg_(), torch.where(is_low, larger, smaller).mul_(ratio).div_(lifted)
 
 
 class SupCon(SoftmaxPairLoss):
@@ -222,9 +304,12 @@ class SupCon(SoftmaxPairLoss):
     counts_pairs_once = True
     needs_both_kinds = True
 
-    def __init__(self, loss: Any, reductions: Sequence[Reduction], rows: int, like: Tensor) -> None:
-        super().__init__(loss, reductions, rows, like)
+    def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any) -> None:
+        super().__init__(loss, reductions, *args)
         self.scale = -self.sign / loss.temperature
+
+    def allocate_(self) -> None:
+        rows, like = self.rows, self.like
         self._partners = RunningLogSumExp.empty(rows, like)
         self._positive_sum, self._number = like.new_zeros(rows), like.new_zeros(rows)
 
@@ -247,6 +332,21 @@ class SupCon(SoftmaxPairLoss):
         counts = counts * (self._number > 0)
         return [total], torch.stack([self._partners.maximum + above, counts, counts / number], 1)
 
+    @property
+    def numbers(self) -> Numbers:
+        return self._partners.maximum, self._partners.sum_exp, self._positive_sum, self._number
+
+    @numbers.setter
+    def numbers(self, numbers: Numbers) -> None:
+        maximum, sum_exp, self._positive_sum, self._number = numbers
+        self._partners = RunningLogSumExp(maximum, sum_exp)
+
+    def masked_numbers(self, tile: MaskedTile, before: Numbers | None) -> Numbers:
+        return self.run(supcon_rows, tile.matrix, tile.keys, before)  # type: ignore[no-any-return]
+
+    def masked_grad(self, tile: MaskedTile) -> Tensor:
+        return self.run(supcon_grad, tile.matrix, tile.keys, *self._stats_of(tile))  # type: ignore[no-any-return]
+
     def grad_(self, tile: Tile) -> None:
         # all partners: the softmax of the row, times how much the row counts
         tile.keep_partners_(tile.matrix, -torch.inf)
@@ -264,14 +364,16 @@ class MultiSimilarity(SoftmaxPairLoss):
 
     counts_pairs_once = True
 
-    def __init__(self, loss: Any, reductions: Sequence[Reduction], rows: int, like: Tensor) -> None:
-        super().__init__(loss, reductions, rows, like)
+    def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any) -> None:
+        super().__init__(loss, reductions, *args)
         self.scale = -self.sign * loss.beta
         self._base = -self.sign * loss.beta * loss.base
         self._ratio = -loss.alpha / loss.beta
+
+    def allocate_(self) -> None:
         # the 1 of the formula is a first entry: exp(0), and exp(s - base) = 1 at s = base
-        self._positives = RunningLogSumExp.of_one(rows, like, 0.0)
-        self._negatives = RunningLogSumExp.of_one(rows, like, self._base)
+        self._positives = RunningLogSumExp.of_one(self.rows, self.like, 0.0)
+        self._negatives = RunningLogSumExp.of_one(self.rows, self.like, self._base)
 
     @classmethod
     def supports(cls, loss: Any) -> bool:
@@ -288,6 +390,28 @@ class MultiSimilarity(SoftmaxPairLoss):
         losses = positive_lse / self.loss.alpha + (maximum - self._base + above) / self.loss.beta
         total, counts = reduce_rows(self.reductions[0], losses, labels)
         return [total], torch.stack([maximum + above, counts, positive_lse], 1)
+
+    @property
+    def numbers(self) -> Numbers:
+        negatives, positives = self._negatives, self._positives
+        return negatives.maximum, negatives.sum_exp, positives.maximum, positives.sum_exp
+
+    @numbers.setter
+    def numbers(self, numbers: Numbers) -> None:
+        self._negatives, self._positives = RunningLogSumExp(*numbers[:2]), RunningLogSumExp(*numbers[2:])
+
+    def masked_numbers(self, tile: MaskedTile, before: Numbers | None) -> Numbers:
+        function = multi_similarity_rows
+        return self.run(function, tile.matrix, tile.keys, before, self._base, self._ratio)  # type: ignore[no-any-return]
+
+    def prepare_masked_backward(
+        self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]
+    ) -> None:
+        super().prepare_masked_backward(row_stats, column_stats, [factors[0] / self.loss.beta])
+
+    def masked_grad(self, tile: MaskedTile) -> Tensor:
+        stats, function = self._stats_of(tile), multi_similarity_grad
+        return self.run(function, tile.matrix, tile.keys, *stats, self._base, self._ratio)  # type: ignore[no-any-return]
 
     def grad_(self, tile: Tile) -> None:
         exponents = self._exponents_(tile.positive_entries())
@@ -308,12 +432,12 @@ class MultiSimilarity(SoftmaxPairLoss):
         return entries.sub_(self._base).mul_(self._ratio)
 
 
-def _in_one(numbers: Sequence[Number], like: Tensor) -> Tensor:
-    """Makes one tensor of numbers; those of a device stay there."""
+def as_row(numbers: Sequence[Number], like: Tensor) -> Tensor:
+    """Makes (1, n) of numbers; those of a device stay there."""
     if like.device.type == "cpu":
-        return like.new_tensor(numbers)
+        return like.new_tensor([numbers])
     parts = [n.to(like.dtype) if isinstance(n, Tensor) else like.new_full((), n) for n in numbers]
-    return torch.stack(parts)
+    return torch.stack(parts).unsqueeze(0)
 
 
 class SoftmaxGrad:

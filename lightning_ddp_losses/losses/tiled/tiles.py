@@ -1,9 +1,10 @@
 """Tiles of the matrix of pairs: which of their entries are positives and negatives, and their distances with what these give back.
 
 Three concepts that only make sense together: a `Tile` (a few rows against columns), the pairs of a batch (`LabelPairs` where labels
-make them, `TuplePairs` and `TripletTuples` where a miner names them), and the `TileDistance`. No mask over the whole batch is ever
-made: rows and columns are sorted by label, so the positives of a row are neighbours, and those of a tile's rows lie in one range of
-columns.
+make them, `TuplePairs` and `TripletTuples` where a miner names them), and the `TileDistance`. These make no mask over the whole batch:
+rows and columns are sorted by label, so the positives of a row are neighbours, and those of a tile's rows lie in one range of
+columns. To list them the host has to know their number; where it would have to wait for it, a `MaskedTile` has masks
+(`MaskedPairs`), tile by tile.
 
 Legend: ``T`` rows of a tile, ``C`` columns, ``B`` rows on this rank, ``n`` positives of a tile's rows, ``D`` embedding size. A matrix
 comes multiplied by ``scale``, which a loss would otherwise have to do in one more pass over memory.
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import own_graph
 from lightning_ddp_losses.losses.pml_registry import DISTANCES
+from lightning_ddp_losses.losses.tiled.tile_functions import PairKeys
 
 # torch.cdist subtracts row by row up to so many rows on either side, and multiplies matrices beyond (torch 2.13, measured 2026)
 _DIRECT_ROWS = 25
@@ -115,6 +117,47 @@ class Tile(NamedTuple):
         if self.self_pairs is not None:
             values.view(-1).index_fill_(0, self.self_pairs, fill)
         return values
+
+
+class MaskedTile(NamedTuple):
+    """A few rows against columns, whose pairs are masks that follow from labels.
+
+    Attributes:
+        matrix: (T, C), scaled distances; nobody overwrites it.
+        rows: Which of this rank's rows.
+        columns: Which columns of the whole batch; a block of a ring, else all.
+        keys: What tells positives from negatives.
+    """
+
+    matrix: Tensor
+    rows: slice
+    columns: slice
+    keys: PairKeys
+
+
+class MaskedPairs:
+    """All pairs that labels make, as masks: nothing of them has a length that the host must learn.
+
+    Args:
+        labels: (B,) of this rank's rows.
+        column_labels: (C,).
+        row_ids: (B,) numbers of the rows' samples over all ranks; None: rows and columns are not the same samples.
+        column_ids: (C,), likewise.
+    """
+
+    row_order: Tensor | None = None
+    column_order: Tensor | None = None
+
+    def __init__(
+        self, labels: Tensor, column_labels: Tensor, row_ids: Tensor | None, column_ids: Tensor | None
+    ) -> None:
+        self._keys = PairKeys(labels, column_labels, row_ids, column_ids)
+
+    def keys(self, rows: slice) -> PairKeys:
+        """Takes those of some rows."""
+        keys = self._keys
+        row_ids = None if keys.row_ids is None else keys.row_ids[rows]
+        return PairKeys(keys.row_labels[rows], keys.column_labels, row_ids, keys.column_ids)
 
 
 class Pairs(Protocol):
