@@ -9,6 +9,7 @@
 * ``loss_forward``: what surrounds each call of a loss.
 * ``call_check``: the handshake in each backward. ``loss_reducer``, ``gradient_buckets``: the mean of the losses' gradients after it.
 * ``uneven_ends``: training epochs that end on every rank at the same batch. ``empty_batches``: what a rank that ran out goes on with.
+* ``sampler_places``, ``loader_states``, ``random_states``: what a checkpoint says of the rows that come next.
 * ``windows``: accumulation windows as Lightning's loops go.
 * ``sharded_ddp``: weights of which each rank holds its own classes, their norms and overflows (``sharded_parameters``) and checkpoints
   (``shard_files``; ``shard_folder`` for a file per rank, ``shard_records`` for what loading compares).
@@ -29,6 +30,7 @@ What it gets right, beside plain ``ddp``:
 | ranks with different numbers of rows | silently another gradient | one warning with both counts |
 | ranks with different numbers of batches | hang | the same error on all ranks, or ``uneven=`` |
 | samples that a padded validation repeats | counted twice | each counted once |
+| iterable data sets with a ``state_dict``, resumed | rank 0's loader for all, a batch too far; no data set | each rank's own state |
 """
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY

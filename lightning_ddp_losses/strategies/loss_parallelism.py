@@ -30,6 +30,7 @@ from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
 from lightning_ddp_losses.strategies.evaluation_loaders import EvaluationLoaders, refuse_evaluation
 from lightning_ddp_losses.strategies.global_batch_option import wrap_global
 from lightning_ddp_losses.strategies.global_sampler_option import GlobalSamplerOption
+from lightning_ddp_losses.strategies.loader_states import LoaderStates, state_holder, warn_of_workers
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss, loss_kinds
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
@@ -146,6 +147,7 @@ class LossParallelism:
         self._ends: UnevenEnds | None = None
         self._places = SamplerPlaces()
         self._random_states = RandomStates()
+        self._loader_states = LoaderStates()
 
     @property
     def is_plain(self) -> bool:
@@ -186,6 +188,7 @@ class LossParallelism:
             fitting = trainer.state.fn == TrainerFn.FITTING
             if fitting:  # before configure_optimizers, which may ask for the loaders
                 self._ends = UnevenEnds(trainer, self._uneven)
+                self._loader_states.install(trainer)
             with contextlib.nullcontext() if fitting else self.sharding.excluded(module):
                 setup_model(trainer)
             # 3. what needs the optimizers
@@ -281,13 +284,16 @@ class LossParallelism:
         ddp_setup.refuse_other_batches(dataloader)
         with self.raise_on_all_ranks("train_dataloader"):
             self._places.place(trainer, dataloader)
+            if trainer.training:
+                warn_of_workers(dataloader)
         with self.raise_on_all_ranks("evaluation loader"):
             return self.evaluation.process(trainer, dataloader)
 
     def on_train_start(self) -> None:
         """Make sure that all samplers stand where the checkpoint says, and random numbers go on."""
         with self.raise_on_all_ranks("on_train_start"):
-            self._places.start(self.module.trainer)
+            self._places.start(self.module.trainer, keeps_state=state_holder)
+            self._loader_states.start(self.module.trainer)
             self._random_states.restore(self.module.trainer, self._strategy.root_device)
 
     def on_first_batch(self) -> None:
@@ -379,6 +385,7 @@ class LossParallelism:
         trainer = self.module.trainer
         checkpoint = {**checkpoint, LOSS_KINDS: self.kinds()}
         checkpoint = self._places.with_places(trainer, checkpoint)
+        checkpoint = self._loader_states.with_states(trainer, checkpoint, path)
         return self._random_states.with_states(trainer, checkpoint, path, self._strategy.root_device)
 
     def kinds(self) -> list[str]:
@@ -391,7 +398,7 @@ class LossParallelism:
         if self.is_plain or trainer is None:
             return checkpoint
         self._random_states.loaded(trainer, checkpoint)
-        return self._places.loaded(trainer, checkpoint)
+        return self._loader_states.loaded(trainer, self._places.loaded(trainer, checkpoint))
 
     # ------------------------------------------------------------------ end
 
@@ -425,6 +432,7 @@ class LossParallelism:
         self._places.teardown()
         self.global_samplers.remove()
         self.evaluation.teardown()
+        self._loader_states.remove()
         if self._ends is not None:
             self._ends.remove()
 

@@ -67,7 +67,7 @@ class RandomStates:
         saved = {
             "world_size": process_groups.world_size(),
             "seed": seed,
-            "iterator_follows": _iterator_follows(trainer),
+            "iterator_follows": iterator_follows(trainer),
             "states": states,
         }
         return {**checkpoint, RANDOM_STATES: saved}
@@ -130,7 +130,7 @@ def _reason_to_derive(saved: Mapping[str, Any], own: Mapping[str, Tensor], world
     return None
 
 
-def _iterator_follows(trainer: pl.Trainer) -> bool:
+def iterator_follows(trainer: pl.Trainer) -> bool:
     """Say whether the iterator from which training will go on is yet to be made: between two epochs."""
     trained, progress = trained_batches(trainer), trainer.fit_loop.epoch_loop.batch_progress
     counts = vars(progress.current)
@@ -144,10 +144,10 @@ def _make_iterator_anew(trainer: pl.Trainer) -> None:
     """Make the training iterator from the restored state, or draw what that would; an IterableDataset may have no second first batch."""
     combined = compat.combined_loader(trainer.fit_loop)
     loaders = [] if combined is None else combined.flattened
-    loaders = [loader for loader in loaders if isinstance(loader, DataLoader)]
-    if not any(isinstance(loader.dataset, IterableDataset) for loader in loaders):
+    torchs = [loader for loader in loaders if isinstance(loader, DataLoader)]
+    if len(torchs) == len(loaders) and not any(isinstance(loader.dataset, IterableDataset) for loader in torchs):
         compat.make_iterator_anew(trainer.fit_loop)
         return
-    for loader in loaders:
+    for loader in torchs:
         # the seed of the workers, as torch draws it for each iterator
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)

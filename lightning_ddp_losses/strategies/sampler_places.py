@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -113,8 +113,12 @@ class SamplerPlaces:
         self._refuse_own_places(dataloader)
         self._place(draw)
 
-    def start(self, trainer: pl.Trainer) -> None:
+    def start(self, trainer: pl.Trainer, keeps_state: Callable[[Any], object]) -> None:
         """Place what was handed over before the checkpoint was loaded; silence the warning that loaders cannot resume.
+
+        Args:
+            trainer: The trainer.
+            keeps_state: Says of a loader without a global sampler that it resumes all the same.
 
         Raises:
             InputError: where the checkpoint is of other samplers.
@@ -135,8 +139,10 @@ class SamplerPlaces:
                 got=self._placed,
                 fix="Resume with the loaders that were saved, or from a checkpoint at the end of an epoch.",
             )
-        loaders = compat.combined_loader(trainer.fit_loop)
-        if self._states and loaders is not None and all(draw_of(loader) for loader in loaders.flattened):
+        combined = compat.combined_loader(trainer.fit_loop)
+        loaders = [] if combined is None else combined.flattened
+        has_no_place = any(draw_of(loader) and not self._states for loader in loaders)
+        if not has_no_place and all(draw_of(loader) or keeps_state(loader) for loader in loaders):
             self._quiet.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
 

@@ -377,6 +377,7 @@ class _Stream:
 
     Attributes:
         lacks_rows: Whether some rank has none in the latest batch.
+        has_ended: Whether this rank has run out.
     """
 
     def __init__(
@@ -393,13 +394,13 @@ class _Stream:
         self._fetch: Callable[[], Any] | None = None
         self._fetched = 0
         self._trained: int | None = None  # batches before the first of this iterator; None until it is fetched
-        self._has_ended = False  # on this rank
+        self.has_ended = False
         self._empty: Any = None  # a batch of 0 rows, or why there cannot be one
         self._has_empty = self._is_shared = self.lacks_rows = False
 
     def over(self, fetch: Callable[[], Any]) -> _Stream:
         """Begin an epoch with what returns this rank's next batch, or raises StopIteration."""
-        self._fetch, self._fetched, self._trained, self._has_ended = fetch, 0, None, False
+        self._fetch, self._fetched, self._trained, self.has_ended = fetch, 0, None, False
         return self
 
     def __iter__(self) -> _Stream:
@@ -504,12 +505,12 @@ class _Stream:
     def _own_batch(self) -> tuple[bool, Any]:
         """Return whether this rank has a batch, and the batch; what fails here fails on every rank."""
         assert self._fetch is not None
-        if self._has_ended:
+        if self.has_ended:
             return False, None
         try:
             return True, self._fetch()
         except StopIteration:
-            self._has_ended = True
+            self.has_ended = True
             return False, None
         except Exception as error:
             handshake.raise_in_all_groups(error, _FETCH)
