@@ -54,6 +54,7 @@ ATTRIBUTES = {
     "GlobalBatchLoss": {"_coefficients": "_upstream_grad", "_draws": "_seeds", "_told": "_warned"},
     "GlobalBatchMiner": {"_draws": "_seeds"},
     "SigLipLoss": {"_coefficients": "_upstream_grads"},
+    "losses.partial_fc.ClassSampler": {"_calls": "number"},
     "metrics.states.MetricRecord": {"coefficients": "upstream_grads", "ends": "update_ends", "inside": "in_forward"},
 }
 """Class, by its present name -> former name of an attribute -> present name. A class that takes former states itself, in its own

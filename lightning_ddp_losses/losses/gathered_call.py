@@ -19,6 +19,7 @@ from pytorch_metric_learning.utils import common_functions as c_f
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core.counted_draws import CountedDraws
 from lightning_ddp_losses.core.random_state import preserve_random_state, torch_generators
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 from lightning_ddp_losses.errors import InputError
@@ -472,15 +473,8 @@ def _refuse_nested(title: str, name: int | str, value: Any) -> None:
 # ---------------------------------------------------------------------- the same random numbers on every rank
 
 
-class SeedCounter:
-    """Counts the calls of a module: each draws anew.
-
-    Attributes:
-        number: Calls so far.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
+class SeedCounter(CountedDraws):
+    """Seeds each call of a module."""
 
     def next(self) -> bytes:
         """Return this rank's seed for one more call, to travel with the call's handshake."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.counted_draws import CountedDraws
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.sharded_weight import rows_of_classes
@@ -39,7 +40,7 @@ class SampledClasses(NamedTuple):
     log_weight: Tensor | None
 
 
-class ClassSampler:
+class ClassSampler(CountedDraws):
     """Draws the classes of a call.
 
     Args:
@@ -52,9 +53,9 @@ class ClassSampler:
     """
 
     def __init__(self, rate: float, unbiased: bool) -> None:
+        super().__init__()
         self.rate, self.unbiased = rate, unbiased
         self.sampled: Tensor | None = None
-        self._calls = 0
 
     def draw_next(self, labels: Tensor, shard: ClassShard, dtype: torch.dtype) -> SampledClasses:
         """Draw the classes of the next call, from torch's seed, this rank's shard and the number of calls.
@@ -64,8 +65,8 @@ class ClassSampler:
             shard: This rank's classes.
             dtype: Of the logits.
         """
-        self._calls += 1
-        text = f"{torch.initial_seed()} {shard.start} {self._calls}"
+        self.number += 1
+        text = f"{torch.initial_seed()} {shard.start} {self.number}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
         return self.draw(labels, shard.classes, seed, dtype)
 

@@ -4,6 +4,8 @@ Ranks draw different numbers, so a checkpoint holds the states of all, in rank o
 iterator, which draws a seed for the workers. A checkpoint between two epochs was saved before the iterator of the next one was made:
 that one is made once more, from the restored state.
 
+Losses that draw by the number of their calls (sampled classes, random miners) go on counting.
+
 On another number of ranks there is nothing to go on with: generators are seeded by the run's seed, the step and the rank, and the log
 says so. Not restored in the middle of an epoch: what workers draw, and what a batch had drawn that was fetched ahead (a loader without
 a length).
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.counted_draws import read_draw_counts, write_draw_counts_
 from lightning_ddp_losses.core.saved_random_state import (
     derived_seed,
     read_random_states,
@@ -69,6 +72,7 @@ class RandomStates:
             "seed": seed,
             "iterator_follows": iterator_follows(trainer),
             "states": states,
+            "draw_counts": read_draw_counts(trainer.lightning_module),
         }
         return {**checkpoint, RANDOM_STATES: saved}
 
@@ -83,6 +87,7 @@ class RandomStates:
         if saved is None:
             return
         self._seed = saved["seed"]
+        write_draw_counts_(trainer.lightning_module, saved.get("draw_counts", {}))
         W, rank = process_groups.world_size(), process_groups.rank()
         reason = _reason_to_derive(saved, read_random_states(device), W)
         if reason is None:
