@@ -7,6 +7,7 @@ is refused, and these are counted:
 | count | what |
 |---|---|
 | launches | operators that a GPU would run as one kernel or more; views and empty memory are free |
+| own waits | those that a line of ours asked for, not one of a library that it calls |
 | waits | the host needs a value now: ``item``, ``tolist``, ``bool``, ``nonzero``, a boolean index, a blocking copy to the host |
 | uploads | values that travel from the host to the device |
 
@@ -20,6 +21,7 @@ for before that is a wait.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -96,7 +98,7 @@ _ONE_DEVICE = (
 
 
 class Counts(Counter[str]):
-    """What a piece of code cost: ``launches``, ``waits`` and ``uploads``, and which operators waited."""
+    """What a piece of code cost: ``launches``, ``waits``, ``own_waits`` and ``uploads``, and which operators waited."""
 
     @property
     def launches(self) -> int:
@@ -107,10 +109,29 @@ class Counts(Counter[str]):
         return self["uploads"]
 
     @property
+    def own_waits(self) -> int:
+        return self["own waits"]
+
+    @property
     def waits(self) -> int:
         return sum(number for name, number in self.items() if name.startswith("wait "))
 
 
+def _count_wait(what: str) -> None:
+    """Counts a wait, and whether a line of ours asked for it: not one of a library that our code calls, nor of its backward."""
+    _counts[f"wait {what}"] += 1
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "").partition(".")[0]
+        if name in _OTHERS:
+            return
+        if name == "lightning_ddp_losses":
+            _counts["own waits"] += 1
+            return
+        frame = frame.f_back
+
+
+_OTHERS = ("pytorch_metric_learning", "torchmetrics")  # whose formulas wait by themselves
 _counts = Counts()
 _on_their_way: list[tuple[Tensor, Tensor]] = []  # host memory, and what will be in it
 
@@ -172,7 +193,7 @@ class PretendTensor(torch.Tensor):
         return PretendTensor(self._host.set_(storage, *place))
 
     def tolist(self) -> Any:
-        _counts["wait tolist"] += 1
+        _count_wait("tolist")
         return self._host.tolist()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +250,7 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     if leaves and name.startswith("_to_copy"):
         return _sent_to_host(result, non_blocking=kwargs.get("non_blocking", False))
     if (name.startswith(_WAITS) and not _knows_its_size(name, kwargs)) or _has_mask(name, args):
-        _counts[f"wait {name}"] += 1
+        _count_wait(name)
     if not name.startswith(_FREE):
         _counts["launches"] += 1
     if name.startswith(("_local_scalar_dense", "equal.", "is_nonzero", "is_same_size")):
@@ -288,7 +309,7 @@ def _copied(args: Any, kwargs: Any, on_device: list[Tensor]) -> Tensor:
 def _sent_to_host(values: Tensor, *, non_blocking: bool) -> Tensor:
     """Counts a copy to the host: a wait, or memory that fills later."""
     if not non_blocking:
-        _counts["wait copy to the host"] += 1
+        _count_wait("copy to the host")
         return values
     _counts["launches"] += 1
     _on_their_way.append((values, values.clone()))
@@ -333,7 +354,7 @@ class _Event:
 
     def synchronize(self) -> None:
         if not self._done:
-            _counts["wait Event.synchronize"] += 1
+            _count_wait("Event.synchronize")
             self._settle()
 
     def _settle(self) -> None:

@@ -19,6 +19,7 @@ from lightning_ddp_losses import (
     ClassShardedLoss,
     ClipLoss,
     GlobalBatchLoss,
+    RankMismatchError,
     SigLipLoss,
     SyncBatchNorm,
     differentiable,
@@ -118,6 +119,21 @@ def difference(device: Device, make: Callable[[], nn.Module], rows: Tensor, labe
     return max(off)
 
 
+def refused_broadcast(device: Device, rows: Tensor, labels: Tensor) -> float | str:
+    """Broadcasts class shards between two calls; 0.0: the call after that was an error, which says so."""
+    loss = ClassShardedLoss(pml.ArcFaceLoss(6, WIDTH)).to(device.name)
+    given = device.to_device(rows), device.to_device(labels)
+    loss(*given)
+    raw_collectives.broadcast_([loss.weight.detach()])
+    loss(*given)
+    device.catch_up()
+    try:
+        loss(*given)
+    except RankMismatchError as error:
+        return 0.0 if "Something broadcast the shards" in str(error) else str(error)
+    return "no error"
+
+
 def run_jobs(device: Device) -> dict[str, float | str]:
     """Runs all jobs as a rank of the world; returns for each its difference, or an error."""
     rank, sizes = dist.get_rank(), SIZES[dist.get_world_size()]
@@ -134,4 +150,5 @@ def run_jobs(device: Device) -> dict[str, float | str]:
                 found[name] = difference(device, make, rows[part], target)
             except Exception:
                 found[name] = traceback.format_exc()[-1500:]
+        found["broadcast class shards"] = refused_broadcast(device, rows[part], labels[part])
     return found

@@ -89,6 +89,7 @@ class Bound:
         launches: Operators, in forward and backward together.
         waits: Of the host for the device.
         uploads: From the host to the device.
+        own_waits: Of the waits, those that a line of ours asks for; the others are PML's and torchmetrics' own.
     """
 
     make: Callable[[], nn.Module]
@@ -96,6 +97,7 @@ class Bound:
     launches: int
     waits: int
     uploads: int
+    own_waits: int = 0
 
 
 class NormOfTheGroup(nn.Module):
@@ -148,7 +150,7 @@ BOUNDS: dict[str, Bound] = {
     "Contrastive, tiles": Bound(by_rows(pml.ContrastiveLoss), pairs_of_rows, 109, 0, 0),
     "Triplet, tiles": Bound(by_rows(pml.TripletMarginLoss), exact_pairs_of_rows, 113, 0, 0),
     "Triplet, tiles, 16 rows a class": Bound(by_rows(pml.TripletMarginLoss), classes_of_rows, 116, 0, 0),
-    "Circle, row tiles": Bound(by_rows(pml.CircleLoss), pairs_of_rows, 182, 25, 0),
+    "Circle, row tiles": Bound(by_rows(pml.CircleLoss), pairs_of_rows, 170, 13, 0, own_waits=1),
     "ArcFace, elements": Bound(lambda: GlobalBatchLoss(pml.ArcFaceLoss(256, WIDTH)), pairs_of_rows, 124, 2, 1),
     "cross entropy, elements": Bound(lambda: GlobalBatchLoss(nn.CrossEntropyLoss()), classes_of_rows, 28, 0, 0),
     "ArcFace, class-sharded": Bound(lambda: ClassShardedLoss(pml.ArcFaceLoss(256, WIDTH)), pairs_of_rows, 208, 0, 0),

@@ -54,6 +54,7 @@ def test_bounds(results: Results, name: str) -> None:
     assert sum(counts.get("launches", 0) for counts in passes) <= bound.launches
     found_waits = [waits_in(counts) for counts in passes]
     assert sum(sum(counts.values()) for counts in found_waits) <= bound.waits, found_waits
+    assert sum(counts.get("own waits", 0) for counts in passes) <= bound.own_waits, found_waits
     assert sum(counts.get("uploads", 0) for counts in passes) <= bound.uploads
 
 

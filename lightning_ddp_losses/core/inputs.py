@@ -20,17 +20,20 @@ from lightning_ddp_losses.errors import InputError
 
 # where a class weight keeps the embedding's dimension
 _WIDTH_DIM = {"W": 0, "fc": 0, "proxies": 1}
+_NAN_FIX = "Look for the first layer or sample that gives NaN; lower the learning rate or clip gradients."
 
 
 class ValueReading:
     """Decides when the values of a loss's inputs are looked at, which waits for the device.
 
     On the CPU that is at every call. Elsewhere it is at the first one; from then on labels are clamped into their range, so that the
-    device survives a wrong one (an index out of range kills the process there), and their extremes are read one call later.
+    device survives a wrong one (an index out of range kills the process there), and their extremes, and whether embeddings hold NaN, are
+    read one call later.
     """
 
     _number = 0
     _late: LateLabels | None = None
+    _late_nan: LateNaN | None = None
 
     def __init__(self) -> None:
         self._called = False
@@ -49,15 +52,26 @@ class ValueReading:
             return labels
         extremes = HostCopy(torch.stack(torch.aminmax(labels.detach())))
         self._late = LateLabels(f"{title}: labels of call {self._number}", extremes, num_classes)
-        _with_late_labels.add(self)
+        _with_late_values.add(self)
         return labels.clamp(0, num_classes - 1)
 
+    def note_nan(self, title: str, embeddings: Any) -> None:
+        """Look for NaN in embeddings that are on an accelerator, in ``raise_late``."""
+        if not isinstance(embeddings, Tensor) or not embeddings.is_floating_point() or not embeddings.numel():
+            return
+        found = HostCopy(embeddings.detach().isnan().any())
+        self._late_nan = LateNaN(f"{title}: embeddings of call {self._number}", found)
+        _with_late_values.add(self)
+
     def raise_late(self) -> None:
-        """Refuse the labels of the call before this one, where they had to be clamped.
+        """Refuse the labels of the call before this one, where they had to be clamped, and its embeddings, where they held NaN.
 
         Raises:
             InputError: naming that call.
         """
+        late_nan, self._late_nan = self._late_nan, None
+        if late_nan is not None and bool(late_nan.found.read()):
+            _refuse(late_nan.what, "numbers", "NaN", _NAN_FIX)
         late, self._late = self._late, None
         if late is None:
             return
@@ -67,7 +81,7 @@ class ValueReading:
 
     def __getstate__(self) -> dict[str, Any]:
         # what is on its way from a device cannot be pickled
-        return {**vars(self), "_late": None}
+        return {**vars(self), "_late": None, "_late_nan": None}
 
 
 @dataclass(frozen=True)
@@ -85,17 +99,30 @@ class LateLabels:
     num_classes: int
 
 
-_with_late_labels: weakref.WeakSet[ValueReading] = weakref.WeakSet()
+@dataclass(frozen=True)
+class LateNaN:
+    """Whether the embeddings of a call held NaN, which was not looked at yet.
+
+    Attributes:
+        what: How the message names them.
+        found: One bool.
+    """
+
+    what: str
+    found: HostCopy
 
 
-def raise_late_labels() -> None:
-    """Refuse labels that no later call has looked at: to be called when training ends.
+_with_late_values: weakref.WeakSet[ValueReading] = weakref.WeakSet()
+
+
+def raise_late_values() -> None:
+    """Refuse labels and embeddings that no later call has looked at: to be called when training ends.
 
     Raises:
         InputError: naming the loss and the call.
     """
-    readings = list(_with_late_labels)
-    _with_late_labels.clear()
+    readings = list(_with_late_values)
+    _with_late_values.clear()
     for reading in readings:
         reading.raise_late()
 
@@ -157,7 +184,7 @@ def check_inputs(
             f"{title}: embeddings",
             "numbers",
             f"NaN in {int(bad.sum())} of {bad.numel()} rows (first: row {int(bad.nonzero()[0])})",
-            "Look for the first layer or sample that gives NaN; lower the learning rate or clip gradients.",
+            _NAN_FIX,
         )
     # 3. width, and labels, against a class weight of pytorch-metric-learning
     weight, num_classes = _class_weight(loss), _classes_of_pml(loss)
@@ -175,6 +202,11 @@ def check_inputs(
     labels = _argument(args, kwargs, 1, "labels")
     if isinstance(labels, Tensor):
         check_labels(title, labels, embeddings.shape[0], num_classes, read_values=read_values)
+
+
+def note_nan(title: str, args: tuple[Any, ...], kwargs: dict[str, Any], reading: ValueReading) -> None:
+    """Look for NaN in the embeddings of a call one call later; arguments as of ``clamp_labels``."""
+    reading.note_nan(title, _argument(args, kwargs, 0, "embeddings"))
 
 
 def clamp_labels(

@@ -14,7 +14,14 @@ Bounds = tuple[int, int]
 
 
 def anchor_tuples(
-    labels: Tensor, ref_labels: Tensor, bounds: Bounds, mined: Indices | None, *, triplets: bool, same: bool
+    labels: Tensor,
+    ref_labels: Tensor,
+    bounds: Bounds,
+    mined: Indices | None,
+    *,
+    triplets: bool,
+    same: bool,
+    positives: Tensor | None = None,
 ) -> Indices:
     """Return the pairs or triplets whose anchor is one of the global rows from ``bounds[0]`` up to ``bounds[1]``.
 
@@ -25,6 +32,7 @@ def anchor_tuples(
         mined: Global tuples from a miner; None: all pairs or triplets.
         triplets: Make triplets, not pairs, where nothing was mined.
         same: Anchors and references are the same rows, so a row is not its own partner.
+        positives: (n,) how many positives each of these anchors has, on the host; then nobody waits for an accelerator. None: not known.
 
     Returns:
         (anchor, positive, negative), or (anchor, positive, anchor, negative), anchors counted from ``bounds[0]``.
@@ -38,24 +46,37 @@ def anchor_tuples(
     if same:
         anchors = torch.arange(stop - start, device=labels.device)
         matches[anchors, anchors + start] = False
+    if positives is None:
+        if triplets:
+            return _triplets(matches, differ)
+        return (*torch.where(matches), *torch.where(differ))
+    # the same lists, whose lengths are known
+    negatives = len(ref_labels) - int(same) - positives
     if triplets:
-        return _triplets(matches, differ)
-    return (*torch.where(matches), *torch.where(differ))
+        return _triplets(matches, differ, positives, negatives)
+    return (*_listed(matches, int(positives.sum())), *_listed(differ, int(negatives.sum())))
 
 
 def are_ordinary(
-    labels: Tensor, ref_labels: Tensor, bounds_by_rank: list[Bounds], mined: Indices | None, *, same: bool
+    matching: Tensor | None, references: int, bounds_by_rank: list[Bounds], mined: Indices | None, *, same: bool
 ) -> bool:
     """Say whether every rank's anchors form ordinary input: with too few pairs PML returns a zero for the full batch.
 
     Each rank computes this from what all ranks hold, so all decide alike.
+
+    Args:
+        matching: From ``same_label_counts``; None: not wanted, since there are tuples.
+        references: G'.
+        bounds_by_rank: Each rank's anchors.
+        mined: Global tuples from a miner.
+        same: Anchors and references are the same rows.
     """
     if mined is not None:
         return all(_shortest(_of_anchors(mined, start, stop)) > 1 for start, stop in bounds_by_rank)
-    matching = same_label_counts(labels, ref_labels)
+    assert matching is not None
     for start, stop in bounds_by_rank:
         positives = matching[start:stop] - int(same)
-        negatives = len(ref_labels) - matching[start:stop]
+        negatives = references - matching[start:stop]
         if not enough_pairs(positives, negatives):
             return False
     return True
@@ -75,27 +96,55 @@ def enough_pairs(positives: Tensor, negatives: Tensor, *, mined: bool = False) -
 
 
 def same_label_counts(labels: Tensor, ref_labels: Tensor) -> Tensor:
-    """Return, (G,), how many references have each anchor's label."""
+    """Return, (G,), how many references have each anchor's label, on the host: an accelerator is waited for once."""
+    if labels.device.type != "cpu":
+        kind = torch.promote_types(labels.dtype, ref_labels.dtype)
+        if kind == torch.bool:  # which torch does not search
+            kind = torch.uint8
+        labels, ref_labels = labels.to(kind), ref_labels.to(kind).sort().values
+        stops = torch.searchsorted(ref_labels, labels, right=True)
+        return (stops - torch.searchsorted(ref_labels, labels)).cpu()
     # labels as small numbers, of which a histogram can be made
     _, kinds = torch.unique(torch.cat([labels, ref_labels]), return_inverse=True)
     kinds_of_anchors, kinds_of_references = kinds[: len(labels)], kinds[len(labels) :]
     return torch.bincount(kinds_of_references, minlength=len(kinds))[kinds_of_anchors]
 
 
-def _triplets(matches: Tensor, differ: Tensor) -> Indices:
+def _listed(mask: Tensor, number: int) -> Indices:
+    """List row and column of each entry that is set, as ``torch.where`` does, whose host waits for their number."""
+    flat = mask.view(-1)
+    # where each entry goes; those that are not set share a place behind the list
+    places = torch.where(flat, flat.cumsum(0) - 1, number)
+    entries = torch.arange(flat.numel(), device=mask.device)
+    listed = entries.new_empty(number + 1).scatter_(0, places, entries)[:number]
+    return listed // mask.shape[1], listed % mask.shape[1]
+
+
+def _triplets(
+    matches: Tensor, differ: Tensor, positive_counts: Tensor | None = None, negative_counts: Tensor | None = None
+) -> Indices:
     """Join each positive of an anchor with each of its negatives.
 
-    The order is that of ``torch.where`` on the (B, G, G) cube, without the cube.
+    The order is that of ``torch.where`` on the (B, G, G) cube, without the cube. Counts are of the rows, on the host, where they are
+    known.
     """
-    anchors, positives = torch.where(matches)
-    negatives, negatives_per_row = torch.where(differ)[1], differ.sum(1)
+    number: int | None = None
+    negatives_per_row = differ.sum(1)
+    if positive_counts is None or negative_counts is None:
+        anchors, positives = torch.where(matches)
+        negatives = torch.where(differ)[1]
+    else:
+        anchors, positives = _listed(matches, int(positive_counts.sum()))
+        negatives = _listed(differ, int(negative_counts.sum()))[1]
+        number = int((positive_counts * negative_counts).sum())
     # each positive is repeated once for each negative of its anchor
     times = negatives_per_row[anchors]
     # where a positive's triplets begin, and where its anchor's negatives do
-    first_of_positive = (times.cumsum(0) - times).repeat_interleave(times)
-    first_of_anchor = (negatives_per_row.cumsum(0) - negatives_per_row)[anchors].repeat_interleave(times)
-    within = torch.arange(len(first_of_positive), device=matches.device) - first_of_positive
-    return anchors.repeat_interleave(times), positives.repeat_interleave(times), negatives[first_of_anchor + within]
+    owners = torch.arange(len(times), device=times.device).repeat_interleave(times, output_size=number)
+    first_of_positive = (times.cumsum(0) - times)[owners]
+    first_of_anchor = (negatives_per_row.cumsum(0) - negatives_per_row)[anchors][owners]
+    within = torch.arange(len(owners), device=matches.device) - first_of_positive
+    return anchors[owners], positives[owners], negatives[first_of_anchor + within]
 
 
 def _shortest(tuples: Indices) -> int:

@@ -145,6 +145,7 @@ class PMLCall:
     ) -> None:
         self.given = given
         self._inner, self._rank, self._two_views = inner, rank, two_views
+        self._matching_counts: Tensor | None = None
         without_labels = "labels" not in given and ("ref_emb" in given or two_views)
         self._identities_wanted = without_labels and not facts_of(inner).pairs_views
         self._refuse_labels_of_references_alone()
@@ -233,18 +234,20 @@ class PMLCall:
         labels, ref_labels = self.arguments.get("labels"), self.ref_labels
         if labels is None or ref_labels is None:
             return False
-        mined = self.arguments.get("indices_tuple")
-        return are_ordinary(labels, ref_labels, self.bounds(), mined, same=ref_labels is labels)
+        mined, matching = self.arguments.get("indices_tuple"), None
+        if mined is None:
+            matching = self._matching()
+        return are_ordinary(matching, len(ref_labels), self.bounds(), mined, same=ref_labels is labels)
 
     def global_pair_counts(self) -> tuple[int, int]:
         """Return how many positive and negative pairs the labels of all ranks make."""
         labels, ref_labels = self._all_labels()
-        matching = int(same_label_counts(labels, ref_labels).sum())
+        matching = int(self._matching().sum())
         self_pairs = len(labels) * (ref_labels is labels)
         return matching - self_pairs, len(labels) * len(ref_labels) - matching
 
     def local_pair_counts(self) -> tuple[Tensor, Tensor]:
-        """Return, (B,) each, the numbers of positives and negatives of this rank's anchors."""
+        """Return, (B,) each, the numbers of positives and negatives of this rank's anchors; on the host, but a miner's."""
         labels, ref_labels = self._all_labels()
         mined, (start, stop) = self.arguments.get("indices_tuple"), self.bound
         if mined is not None:
@@ -256,7 +259,7 @@ class PMLCall:
             negatives = torch.bincount(of_negatives, minlength=len(labels))
             return positives[start:stop], negatives[start:stop]
         # a row has its own label, but is no partner of itself
-        matching = same_label_counts(labels, ref_labels)[start:stop]
+        matching = self._matching()[start:stop]
         return matching - int(ref_labels is labels), len(ref_labels) - matching
 
     def local_tuples(self, part: slice | None = None) -> tuple[Tensor, ...]:
@@ -265,8 +268,10 @@ class PMLCall:
         mined, bounds = self.arguments.get("indices_tuple"), self.bound
         if part is not None:
             bounds = (bounds[0] + part.start, bounds[0] + part.stop)
-        triplets = facts_of(self._inner).compares_triplets
-        return anchor_tuples(labels, ref_labels, bounds, mined, triplets=triplets, same=ref_labels is labels)
+        triplets, same, positives = facts_of(self._inner).compares_triplets, ref_labels is labels, None
+        if mined is None and labels.device.type != "cpu":
+            positives = self._matching()[slice(*bounds)] - int(same)
+        return anchor_tuples(labels, ref_labels, bounds, mined, triplets=triplets, same=same, positives=positives)
 
     def ranks_with_local_identities(self) -> int:
         """Return on how many ranks the labels are 0, 1, 2, ... (once, or once per view)."""
@@ -286,6 +291,12 @@ class PMLCall:
         if mask is None:
             return self.total_rows
         return int(mask.sum())
+
+    def _matching(self) -> Tensor:
+        """Return ``same_label_counts``, once computed."""
+        if self._matching_counts is None:
+            self._matching_counts = same_label_counts(*self._all_labels())
+        return self._matching_counts
 
     def _all_labels(self) -> tuple[Tensor, Tensor]:
         ref_labels = self.ref_labels

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.core.random_state import preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.process_groups import Group
@@ -57,6 +58,7 @@ class ShardedWeight:
         self.shard = ClassShard(0, classes, self.num_classes, head.class_dim, head.per_class)
         self._title = title
         self._seed = seed
+        self._late_row: HostCopy | None = None  # the first class at the last call, on its way to the host
 
     def parameter(self, weight: Tensor) -> nn.Parameter:
         """Return the parameter for this rank's classes, tagged as a shard."""
@@ -148,6 +150,14 @@ class ShardedWeight:
         """Return how many classes each rank of the group holds."""
         return [self._shard_of_rank(rank, self.world_size).classes for rank in range(self.world_size)]
 
+    def __getstate__(self) -> dict[str, Any]:
+        # what is on its way from a device cannot be pickled
+        return {**vars(self), "_late_row": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # pickles of before have no such field
+        self.__dict__ = {"_late_row": None, **state}
+
     def _shard_of_rank(self, rank: int, world_size: int) -> ClassShard:
         like = self.shard
         return ClassShard.of_rank(self.num_classes, world_size, rank, dim=like.dim, per_class=like.per_class)
@@ -186,10 +196,16 @@ class ShardedWeight:
         return self.shard.own_part(given)
 
     def fingerprint(self, parameter: Tensor) -> bytes:
-        """Return what this rank's first class looks like; nothing where reading it would wait for a device, or where it says nothing."""
-        if parameter.device.type != "cpu" or not self.shard.classes or self.world_size == 1:
+        """Return what this rank's first class looks like; nothing where that says nothing.
+
+        On an accelerator from the second call on: what it looked like at the call before, for which nobody waits.
+        """
+        if not self.shard.classes or self.world_size == 1:
             return b""
         row = parameter.detach().narrow(self.shard.dim, 0, 1).contiguous().view(-1)
+        if parameter.device.type != "cpu":
+            late, self._late_row = self._late_row, HostCopy(row)
+            row = (late or self._late_row).read()
         if bool((row == row[0]).all()):
             return b""  # a constant start is the same everywhere
         return hashlib.blake2b(raw_collectives.host_bytes(row), digest_size=8).digest()

@@ -67,6 +67,8 @@ class LossForwardPatch(ForwardPatch):
             refuse_nan=read and self._refuse_nan,
             allow_empty=self.sees_global_batch,
         )
+        if not read and self._refuse_nan:
+            inputs.note_nan(self._title, args, kwargs, self._reading)
         # 3. evaluate
         if self._global_loss is None:
             if not read:

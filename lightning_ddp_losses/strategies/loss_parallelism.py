@@ -407,7 +407,7 @@ class LossParallelism:
         if self.is_plain or inputs.on_host(torch.empty(0, device=self._strategy.root_device)):
             return
         with self.raise_on_all_ranks("the end of training"):
-            inputs.raise_late_labels()
+            inputs.raise_late_values()
         handshake.all_gather("the end of training", {})
 
     def on_exception(self, exception: BaseException) -> None:

@@ -21,6 +21,8 @@ from lightning_ddp_losses.losses import GlobalBatchLoss, check_separable, regist
 from lightning_ddp_losses.losses.class_heads import Head
 from lightning_ddp_losses.losses.pml_registry import LOSSES, head_class_of, may_draw, pair_loss_of
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
+from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch
 from tests.losses.cases import PML, classes
 from tests.losses.harness import (
     CLASSES,
@@ -318,7 +320,7 @@ def labels_of_the_last_call(divided: bool) -> str:
         for step in range(3):
             loss(torch.randn(2, 3), torch.tensor([0, 3]) + (step == 2) * dist.get_rank())
     try:
-        inputs.raise_late_labels()
+        inputs.raise_late_values()
     except InputError as error:
         return str(error)
     return ""
@@ -329,6 +331,25 @@ def test_labels_of_the_last_call_are_read_at_the_end(pool: RankPool, divided: bo
     first, second = pool.run(2, labels_of_the_last_call, divided)
     assert not first
     assert "labels of call 3" in second
+
+
+def test_nan_on_an_accelerator_is_an_error_one_call_later() -> None:
+    """The strategy's loss, at its second call and later; what nobody called again is read at the end."""
+    module = nn.ModuleDict({"loss": pml.NormalizedSoftmaxLoss(num_classes=4, embedding_size=3)})
+    found = FoundLoss("loss", module["loss"], learnable=True, owned=True)
+    patch = LossForwardPatch(found, refuse_nan=True)
+    patch.install()
+    rows, labels = torch.randn(2, 3), torch.tensor([0, 3])
+    with mock.patch.object(inputs, "on_host", return_value=False):
+        module["loss"](rows, labels)
+        module["loss"](rows * torch.nan, labels)
+        with pytest.raises(InputError, match=r"embeddings of call 2: expected numbers, got NaN"):
+            module["loss"](rows, labels)
+        module["loss"](rows, labels)
+        inputs.raise_late_values()
+        module["loss"](rows * torch.nan, labels)
+        with pytest.raises(InputError, match="embeddings of call 5"):
+            inputs.raise_late_values()
 
 
 class Noisy(pml.SupConLoss):
