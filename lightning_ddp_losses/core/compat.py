@@ -353,6 +353,16 @@ def make_iterator_anew(loop: Any) -> None:
         iter(loop._data_fetcher)
 
 
+def loaders_made_in(loop: Any) -> Any:
+    """Return the epoch in which the fit loop got its loaders, from which ``reload_dataloaders_every_n_epochs`` counts."""
+    return loop._last_train_dl_reload_epoch
+
+
+def set_loaders_made_in_(loop: Any, epoch: Any) -> None:
+    """Let the fit loop count from another epoch when it gets its loaders anew."""
+    loop._last_train_dl_reload_epoch = epoch
+
+
 def validation_loaders(trainer: Any) -> Any:
     """Return the loaders that are validated; ``trainer.val_dataloaders`` names those of an earlier fit also in ``trainer.validate``."""
     loop = trainer.fit_loop.epoch_loop.val_loop

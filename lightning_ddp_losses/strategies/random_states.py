@@ -2,7 +2,7 @@
 
 Ranks draw different numbers, so a checkpoint holds the states of all, in rank order. They are put back when Lightning has made the
 iterator, which draws a seed for the workers. A checkpoint between two epochs was saved before the iterator of the next one was made:
-that one is made once more, from the restored state.
+that one is made once more, from the restored state (twice where loaders are made anew in that epoch, as Lightning does).
 
 Losses that draw by the number of their calls (sampled classes, random miners) go on counting.
 
@@ -71,6 +71,7 @@ class RandomStates:
             "world_size": process_groups.world_size(),
             "seed": seed,
             "iterator_follows": iterator_follows(trainer),
+            "loaders_made_in": compat.loaders_made_in(trainer.fit_loop),
             "states": states,
             "draw_counts": read_draw_counts(trainer.lightning_module),
         }
@@ -99,8 +100,14 @@ class RandomStates:
                 f"Random numbers (dropout, augmentation) are drawn anew, from the run's seed, step {trainer.global_step} and the rank: "
                 f"{reason}."
             )
+        made_in, every = saved.get("loaders_made_in", trainer.current_epoch), trainer.reload_dataloaders_every_n_epochs
+        are_made_anew = saved["iterator_follows"] and 0 < every <= trainer.current_epoch - made_in
         if saved["iterator_follows"]:
             _make_iterator_anew(trainer)
+        if are_made_anew:  # Lightning makes an iterator with the loaders, and one more for the epoch
+            _make_iterator_anew(trainer)
+        else:
+            compat.set_loaders_made_in_(trainer.fit_loop, made_in)
 
 
 def gathered_states(device: torch.device) -> dict[str, Tensor]:

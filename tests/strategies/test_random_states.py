@@ -90,6 +90,13 @@ PLACES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "at the start of the first epoch": ("on_train_epoch_start", 0, {}),
     "at the end of an epoch": ("on_train_epoch_end", BATCHES, {}),
     "at the start of the second": ("on_train_epoch_start", BATCHES, {}),
+    "at the end of an epoch with loaders of its own": (
+        "on_train_epoch_end",
+        BATCHES,
+        {"reload_dataloaders_every_n_epochs": 1},
+    ),
+    "after the last batch with loaders of its own": (AFTER, BATCHES, {"reload_dataloaders_every_n_epochs": 1}),
+    "before loaders are made anew": (AFTER, BATCHES + 2, {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3}),
     "in validation": ("on_validation_end", 2, {"limit_val_batches": 1, "val_check_interval": 2}),
 }
 
