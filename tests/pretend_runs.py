@@ -47,7 +47,6 @@ __all__ = [
     "CLASS_SHARDED",
     "LOSSES",
     "MINERS",
-    "NOT_ON_A_DEVICE",
     "TILED",
     "TOWERS",
     "Bound",
@@ -277,19 +276,16 @@ _OTHERS = ("mined", *test_tiled.DISTANCES)  # those run on lists, or differ in w
 TILED = [f"tiles; {name}" for name in test_tiled.CASES if not any(word in name for word in _OTHERS)]
 CLASS_SHARDED = [f"class-sharded; {name}" for name in sharded_cases.CASES]
 TOWERS = [f"two towers; {name}" for name in TOWER_CASES]
-NOT_ON_A_DEVICE = {
-    "metric; SignalDistortionRatio 0": "its filter of 512 places is not determined by signals of 40, so its solution is rounding",
-}
 _RANDOM_MINERS = ("miner; DistanceWeightedMiner", "miner; UniformHistogramMiner")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool)
 
 
 def metric_cases() -> dict[str, Any]:
-    """Names the metrics' cases, those that can be compared."""
+    """Names the metrics' cases."""
     named = {}
     for name, cases in METRICS.items():
         named |= {f"metric; {name} {index}": case for index, case in enumerate(cases)}
-    return {name: case for name, case in named.items() if name not in NOT_ON_A_DEVICE}
+    return named
 
 
 def runs_of(device: Device) -> dict[str, Callable[[], Found]]:
