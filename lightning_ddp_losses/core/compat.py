@@ -353,6 +353,11 @@ def make_iterator_anew(loop: Any) -> None:
         iter(loop._data_fetcher)
 
 
+def makes_loaders_anew(loop: Any) -> bool:
+    """Say whether the fit loop gets its loaders anew at its next epoch."""
+    return bool(loop._should_reload_train_dl)
+
+
 def loaders_made_in(loop: Any) -> Any:
     """Return the epoch in which the fit loop got its loaders, from which ``reload_dataloaders_every_n_epochs`` counts."""
     return loop._last_train_dl_reload_epoch

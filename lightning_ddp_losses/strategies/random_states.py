@@ -100,13 +100,15 @@ class RandomStates:
                 f"Random numbers (dropout, augmentation) are drawn anew, from the run's seed, step {trainer.global_step} and the rank: "
                 f"{reason}."
             )
-        made_in, every = saved.get("loaders_made_in", trainer.current_epoch), trainer.reload_dataloaders_every_n_epochs
-        are_made_anew = saved["iterator_follows"] and 0 < every <= trainer.current_epoch - made_in
-        if saved["iterator_follows"]:
+        made_in = compat.loaders_made_in(trainer.fit_loop)
+        is_made_by_lightning = compat.makes_loaders_anew(trainer.fit_loop)
+        compat.set_loaders_made_in_(trainer.fit_loop, saved.get("loaders_made_in", made_in))
+        if not saved["iterator_follows"]:
+            return
+        _make_iterator_anew(trainer)
+        if compat.makes_loaders_anew(trainer.fit_loop) and not is_made_by_lightning:
+            # the other run makes an iterator with its loaders, and one more for the epoch
             _make_iterator_anew(trainer)
-        if are_made_anew:  # Lightning makes an iterator with the loaders, and one more for the epoch
-            _make_iterator_anew(trainer)
-        else:
             compat.set_loaders_made_in_(trainer.fit_loop, made_in)
 
 
