@@ -105,9 +105,10 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check types with mypy, strictly."""
+    """Check types with mypy, strictly, and what a user writes with pyright too."""
     install(session, "types", extras="[demo]")
     session.run("mypy")
+    session.run("pyright", "tests/typing")
 
 
 @nox.session
@@ -137,7 +138,7 @@ PLACES = (
         ".strategies",
         ".callbacks",
     ),
-    *(".audit", ".cli", ".cli.pages.faults", ".cli.pages.recipes"),
+    *(".audit", ".cli", ".cli.pages.faults", ".cli.pages.recipes", ".cli.pages.release"),
 )
 
 

@@ -25,7 +25,8 @@ Layout; imports go down only (``tests/test_layers.py``):
 | ``cli`` | the ``ddp-losses`` command and what it trains |
 
 The manual's pages: ``lightning_ddp_losses.cli.pages.faults``, the known faults, and ``lightning_ddp_losses.cli.pages.recipes``, the way
-here from other libraries; in a terminal ``ddp-losses explain``. Names below the top level are in ``lightning_ddp_losses.losses``,
+here from other libraries, and ``lightning_ddp_losses.cli.pages.release``, the changelog and how to cite; in a
+terminal ``ddp-losses explain``. Names below the top level are in ``lightning_ddp_losses.losses``,
 ``lightning_ddp_losses.collectives``, ``lightning_ddp_losses.sharding``, ``lightning_ddp_losses.errors``, ``lightning_ddp_losses.metrics``,
 ``lightning_ddp_losses.layers``, ``lightning_ddp_losses.samplers``, ``lightning_ddp_losses.strategies``, ``lightning_ddp_losses.callbacks``,
 ``lightning_ddp_losses.audit`` and ``lightning_ddp_losses.cli``.

@@ -31,6 +31,13 @@ class DDPLossError(RuntimeError):
 
     A class of error that a known fault leads to names its page: the traceback ends with the command that shows it (a note of the
     exception, so that the text itself stays as it is; Python 3.10 shows none).
+
+    Example:
+        >>> print(DDPLossError("rows", expected=8, ranks=[8, 6], fix="Drop the last batch."))
+        rows: expected 8
+          rank 0: 8
+          rank 1: 6
+        Drop the last batch.
     """
 
     page: ClassVar[str] = ""
@@ -90,39 +97,77 @@ def _portable(value: object) -> object:
 
 
 class ConfigurationError(DDPLossError):
-    """An option, a name or a combination of options that cannot work."""
+    """An option, a name or a combination of options that cannot work.
+
+    Example:
+        >>> print(ConfigurationError("chunk_size", expected="1 or more", got=0))
+        chunk_size: expected 1 or more, got 0
+    """
 
 
 class HiddenLossError(ConfigurationError):
-    """A trainable loss that is not a registered submodule: not moved, not synchronised, not saved."""
+    """A trainable loss that is not a registered submodule: not moved, not synchronised, not saved.
+
+    Example:
+        >>> issubclass(HiddenLossError, ConfigurationError)
+        True
+    """
 
     page = "F02"
 
 
 class InputError(DDPLossError):
-    """Embeddings, labels or data that a loss or a data module cannot take."""
+    """Embeddings, labels or data that a loss or a data module cannot take.
+
+    Example:
+        >>> print(InputError("embeddings", expected="(B, D)", got=(8,)))
+        embeddings: expected (B, D), got (8,)
+    """
 
 
 class LossCallError(DDPLossError):
-    """A loss that ran, or that got a gradient, on some ranks only."""
+    """A loss that ran, or that got a gradient, on some ranks only.
+
+    Example:
+        >>> print(LossCallError("loss", expected="a call on every rank", ranks={1: "not called"}))
+        loss: expected a call on every rank
+          rank 1: not called
+    """
 
     page = "F37"
 
 
 class RankMismatchError(DDPLossError):
-    """Ranks that met in one collective with different shapes, dtypes, names, or at different places of the program."""
+    """Ranks that met in one collective with different shapes, dtypes, names, or at different places of the program.
+
+    Example:
+        >>> print(RankMismatchError("dtype", expected="one", ranks=["float32", "float64"]))
+        dtype: expected one
+          rank 0: float32
+          rank 1: float64
+    """
 
     page = "F47"
 
 
 class PeerError(DDPLossError):
-    """Another rank failed; this rank stops with it instead of waiting for it."""
+    """Another rank failed; this rank stops with it instead of waiting for it.
+
+    Example:
+        >>> print(PeerError("rank 1 failed: out of memory"))
+        rank 1 failed: out of memory
+    """
 
     page = "F42"
 
 
 class AuditError(DDPLossError):
-    """An audit that could not run: a process of it failed, died or took too long; its traceback is in the text."""
+    """An audit that could not run: a process of it failed, died or took too long; its traceback is in the text.
+
+    Example:
+        >>> print(AuditError("rank 1 of the audit", expected="a result", got="exit status 1"))
+        rank 1 of the audit: expected a result, got exit status 1
+    """
 
 
 _BY_NAME: dict[str, type[DDPLossError]] = {}

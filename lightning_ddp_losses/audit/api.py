@@ -151,6 +151,9 @@ def assert_parity(model: LightningModule, data: Any = None, devices: int = 2, **
 
     Raises:
         AssertionError: with the report as its text.
+
+    Example:
+        >>> assert_parity(MyModule(), MyDataModule(), devices=3)  # doctest: +SKIP
     """
     __tracebackhide__ = True
     report = audit(model, data, devices=devices, **options)

@@ -106,6 +106,9 @@ class BatchCheck(LocalCheck, default=True):
         **options: As ``RankCheck``.
 
     Communication: 64 bytes in the handshake before backward; at the start of an epoch, at the end and for each checkpoint 0.7 KiB.
+
+    Example:
+        >>> checks = DDPChecks([BatchCheck(every_n_steps=10)])
     """
 
     stages = (

@@ -74,6 +74,9 @@ class BufferSyncCheck(LocalCheck, default=True):
         **options: As ``RankCheck``.
 
     Communication: 16 bytes before backward, 32 after the step; at validation 0.9 KiB.
+
+    Example:
+        >>> checks = DDPChecks([BufferSyncCheck(tolerance=0.2)])
     """
 
     stages = (

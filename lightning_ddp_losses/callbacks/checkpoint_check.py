@@ -34,6 +34,9 @@ class CheckpointCheck(LocalCheck, default=True):
         **options: As ``RankCheck``.
 
     Communication: 16 bytes before backward, and when a checkpoint is saved or loaded.
+
+    Example:
+        >>> checks = DDPChecks([CheckpointCheck(action="warn")])
     """
 
     stages = (CheckStage.LOAD, CheckStage.BEFORE_BACKWARD, CheckStage.SAVE)

@@ -32,6 +32,9 @@ class CommunicationMonitor(RankCheck, default=True):
         action: As ``RankCheck``.
 
     Communication: none.
+
+    Example:
+        >>> checks = DDPChecks([CommunicationMonitor(every_n_steps=200)], log_figures=True)
     """
 
     def __init__(self, *, every_n_steps: int = 50, action: Mapping[str, str] | str | None = None) -> None:

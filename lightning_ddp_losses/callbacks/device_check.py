@@ -65,6 +65,9 @@ class DeviceCheck(LocalCheck, default=True):
         **options: As ``RankCheck``.
 
     Communication: a few numbers at the start and the end of training.
+
+    Example:
+        >>> checks = DDPChecks([DeviceCheck()], log_figures=True)  # seconds and memory of every rank go to the loggers
     """
 
     stages = (CheckStage.TRAIN_START, CheckStage.TRAIN_END)

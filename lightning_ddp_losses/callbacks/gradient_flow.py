@@ -90,6 +90,9 @@ class GradientFlowCheck(RankCheck, default=True):
         action: As ``RankCheck``.
 
     Communication: 16 bytes in the gather before backward, 48 in the one after the step.
+
+    Example:
+        >>> checks = DDPChecks([GradientFlowCheck(probe_scale=False)])
     """
 
     stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)

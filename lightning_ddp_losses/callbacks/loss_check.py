@@ -74,6 +74,9 @@ class LossCheck(RankCheck, default=True):
 
     Communication: 64 bytes in the handshake before backward, and 16 for each micro-batch that Lightning accumulates; a few numbers at
         the start and end of an epoch and of validation.
+
+    Example:
+        >>> checks = DDPChecks([LossCheck(bias=1.5, file=False)])
     """
 
     stages = (

@@ -118,6 +118,9 @@ class OptimizerCheck(RankCheck, default=True):
         action: As ``RankCheck``.
 
     Communication: at most 56 bytes in the shared gathers.
+
+    Example:
+        >>> checks = DDPChecks([OptimizerCheck(action={"warning": "log"})])
     """
 
     stages = (CheckStage.TRAIN_START, CheckStage.AFTER_STEP, CheckStage.SAVE)

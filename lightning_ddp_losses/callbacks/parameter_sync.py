@@ -80,6 +80,9 @@ class ParameterSyncCheck(RankCheck, default=True):
         **options: As ``RankCheck``.
 
     Communication: 24 bytes in the shared gather, and three numbers for each class shard at the start.
+
+    Example:
+        >>> checks = DDPChecks([ParameterSyncCheck(parts=1)])  # all parameters in every step
     """
 
     stages = (CheckStage.BEFORE_WRAP, CheckStage.TRAIN_START, CheckStage.AFTER_STEP, CheckStage.TRAIN_END)

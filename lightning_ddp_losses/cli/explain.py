@@ -25,6 +25,7 @@ _OVERVIEW = """# The manual
 * `ddp-losses explain F24`: one fault; checks, audits and errors name it
 * `ddp-losses explain GlobalBatchLoss`: a public name, with its arguments, what it sends and an example
 * `ddp-losses explain migrate`: recipes for those who come from another library, `ddp-losses explain migrate pml` one of them
+* `ddp-losses explain changelog`, `ddp-losses explain citation`
 
 Any other word is searched for: `ddp-losses explain gather`.
 """
@@ -74,10 +75,16 @@ def find_page(topic: Sequence[str]) -> str | None:
         return peers.get(_letters(" ".join(topic[1:])))
     if len(topic) > 1:
         return None
+    if first.lower() in manual.about():
+        return manual.about()[first.lower()]
     if first.upper() in FAULTS or first.upper() in UNUSED:
         return manual.fault_page(first.upper())
-    # a name by itself, or with any part of its path
-    wanted = first.removeprefix(f"{manual.PACKAGE}.").lower()
+    return _name_page(first)
+
+
+def _name_page(name: str) -> str | None:
+    """Return the page of a public name, by itself or with any part of its path."""
+    wanted = name.removeprefix(f"{manual.PACKAGE}.").lower()
     for dotted, value in manual.public_names().items():
         full = dotted.removeprefix(f"{manual.PACKAGE}.").lower()
         if wanted in (full, full.rpartition(".")[2]):

@@ -118,6 +118,14 @@ def recipes() -> dict[str, str]:
     return {path.stem: path.read_text() for path in sorted(RECIPES.glob("*.md"))}
 
 
+def about() -> dict[str, str]:
+    """Return the pages about the package itself by name: the changelog, and how to cite it."""
+    version = importlib.import_module(PACKAGE).__version__
+    return {
+        path.stem: path.read_text().replace("VERSION", version) for path in sorted((RECIPES / "about").glob("*.md"))
+    }
+
+
 def title_of(page: str) -> str:
     """Return the title of a page: its first line."""
     return page.partition("\n")[0].removeprefix("# ")

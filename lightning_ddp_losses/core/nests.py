@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["children_of", "is_array", "leaves", "rebuild_nest"]
-
 
 def children_of(nest: Any) -> list[tuple[str, Any]] | None:
     """List the parts of a nest by key; None for a leaf, as a list of plain values (a column of strings) is."""

@@ -17,7 +17,7 @@ from lightning_ddp_losses import DDPChecks, DDPLossStrategy
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.cli import CellsDataModule, LossCLI
 from tests.callbacks.test_notes_and_files import Found, listed
-from tests.cli.smaller import smaller
+from tests.cli.shipped_configs import smaller
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
 

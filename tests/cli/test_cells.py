@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from unittest import mock
 
@@ -10,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ddp_losses.cli import CellsDataModule, CellsEncoder, LossCLI, cells
+from lightning_ddp_losses.cli import CellsDataModule, CellsEncoder, cells
 from lightning_ddp_losses.errors import ConfigurationError, InputError
-from tests.cli.smaller import smaller
-from tests.lightning_ranks import make_trainer
+from tests.cli.shipped_configs import fit_config, smaller
 from tests.processes import ROOT
 from tests.rank_pool import RankPool
 
@@ -82,20 +80,9 @@ def test_the_encoder_looks_at_a_cell_whatever_its_library() -> None:
         encoder(torch.zeros(2, 5))
 
 
-def fit(folder: str) -> dict[str, float]:
-    """Train the small example for an epoch, in double precision."""
-    options = ["--config", str(CONFIG), *smaller(CONFIG), "--trainer.devices", "1", "--trainer.logger", "false"]
-    options += ["--data.init_args.folder", folder, "--trainer.precision", "64-true"]
-    # Lightning 2.6 uses jsonargparse in ways that its next major version changes; Python hides this from users
-    with mock.patch.dict(os.environ, JSONARGPARSE_DEPRECATION_WARNINGS="off"):
-        cli = LossCLI(args=options, run=False)
-    trainer = make_trainer("ddp_losses", max_epochs=1, precision="64-true", use_distributed_sampler=True)
-    trainer.fit(cli.model, cli.datamodule)
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
 def test_ranks_train_as_one_process(pool: RankPool, tmp_path: Path) -> None:
-    (one,) = pool.run(1, fit, str(tmp_path))
+    options = [*smaller(CONFIG), "--data.init_args.folder", str(tmp_path)]
+    ((one, _),) = pool.run(1, fit_config, str(CONFIG), options)
     assert {"train_loss", "val_loss", "map_at_r"} <= one.keys()
-    for metrics in pool.run(3, fit, str(tmp_path)):
+    for metrics, _ in pool.run(3, fit_config, str(CONFIG), options):
         assert metrics == pytest.approx(one, rel=1e-9)

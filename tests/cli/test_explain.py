@@ -17,7 +17,7 @@ from lightning_ddp_losses.callbacks import Finding
 from lightning_ddp_losses.callbacks.causes import Cause
 from lightning_ddp_losses.cli import main, manual
 from lightning_ddp_losses.cli.explain import find_page, run_explain
-from lightning_ddp_losses.cli.pages import faults, recipes
+from lightning_ddp_losses.cli.pages import faults, recipes, release
 from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
 from tests.processes import ROOT, run_python
 
@@ -175,10 +175,20 @@ def test_one_page_has_every_recipe() -> None:
     assert "\n#SBATCH --nodes=2" in text
 
 
+def test_the_changelog_and_the_citation_are_in_the_manual() -> None:
+    version = lightning_ddp_losses.__version__
+    assert f"\n## {version}\n" in manual.about()["changelog"]
+    assert f"version = {{{version}}}" in manual.about()["citation"]
+    for name, page in manual.about().items():
+        assert page in str(release.__doc__)
+        assert find_page([name]) == page
+
+
 def test_the_html_manual_has_every_place_of_a_public_name() -> None:
     code = (ROOT / "noxfile.py").read_text()
     places = re.findall(r'"(\.[\w.]+|)"', code.partition("PLACES = (")[2].partition("\n)")[0])
-    assert {f"lightning_ddp_losses{place}" for place in places} == {*manual.PLACES, faults.__name__, recipes.__name__}
+    pages = {page.__name__ for page in (faults, recipes, release)}
+    assert {f"lightning_ddp_losses{place}" for place in places} == {*manual.PLACES, *pages}
     assert lightning_ddp_losses.__doc__ is not None
     assert all(f"``lightning_ddp_losses{place}``" in lightning_ddp_losses.__doc__ for place in places if place)
 
