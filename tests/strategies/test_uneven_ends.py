@@ -28,7 +28,7 @@ from lightning_ddp_losses import DDPChecks, DDPLossStrategy, GlobalBatchLoss
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies.uneven_ends import UnevenEnds, with_common_ends
-from tests.lightning_ranks import make_trainer
+from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
 from tests.rank_pool import RankError, RankPool
 from tests.strategies.test_calls import assert_same_error
@@ -389,6 +389,20 @@ def test_stop_ends_every_rank_with_the_first(pool: RankPool, kind: str, window: 
         assert result["ends"] == [False, False, True] * 2
         assert result["steps"] == 2 * -(-3 // window)
         assert_close(result["state"], one_process(UNEVEN, 3, epochs=2, window=window))
+
+
+def said_of_the_end(kind: str) -> list[str]:
+    with said_on_rank_zero() as said:
+        train(Rows, partial(part, UNEVEN, kind=kind), "stop", max_epochs=2)
+    return [text for text in said if text.startswith("uneven='stop'")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "left"), [("known", "rank 0: 2, rank 1: 0"), ("unknown", "rank 0: 1 or more, rank 1: none")]
+)
+def test_stop_says_once_what_is_left_out(pool: RankPool, kind: str, left: str) -> None:
+    text = f"uneven='stop': epochs end with the first rank that runs out. Batches left out of this one: {left}."
+    assert pool.run(2, said_of_the_end, kind) == [[text], []]
 
 
 # ---------------------------------------------------------------------- many splits, without processes
