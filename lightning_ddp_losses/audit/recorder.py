@@ -60,7 +60,12 @@ class Recorder(Callback):
         run: What the run is.
         folder: Where it is recorded.
         rank: This process's.
+
+    Attributes:
+        faults: Those that the strategy leaves to what is made of the recording.
     """
+
+    faults = ("F71",)
 
     def __init__(self, run: Run, folder: Path, rank: int) -> None:
         self.run, self.folder = run, folder

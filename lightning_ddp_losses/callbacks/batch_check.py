@@ -32,12 +32,12 @@ from lightning_ddp_losses.callbacks.loss_observations import (
 from lightning_ddp_losses.callbacks.resumed_rows import ResumedRows
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
-from lightning_ddp_losses.strategies import uneven_ends
+from lightning_ddp_losses.strategies import undivided_data, uneven_ends
+from lightning_ddp_losses.strategies.undivided_data import SameRows
 from lightning_ddp_losses.strategies.uneven_ends import batches_until_max_steps
 
 _STEPS_WITHOUT_PAIRS = 3  # in a row
 _RANDOM_STEPS = 2  # steps whose random states are compared
-_MIN_SAME_BATCHES, _MIN_SAME_ROWS = 2, 8
 _MIN_SHARED_ROWS = 4
 _CHANCE = 1e-4  # that rows drawn with replacement look like ranks with orders of their own
 _COUNT_BITS = 3  # the low bits of a hash hold how often it came
@@ -300,7 +300,8 @@ class BatchCheck(LocalCheck, default=True):
             return found
         epochs = [BatchEpochRow.unpack(row) for row in rest]
         found += find_overlap([row.sketch for row in epochs])
-        found += self._resumed.judge([row.sketch for row in epochs], self._batch_idx + 1)
+        is_whole = stage == CheckStage.EPOCH_START or not _is_cut_short(trainer)
+        found += self._resumed.judge([row.sketch for row in epochs], self._batch_idx + 1, is_whole=is_whole)
         self._imbalance = label_imbalance([row.labels for row in epochs])
         if stage == CheckStage.EPOCH_START:
             found += _judge_sizes(epochs, trainer, module)
@@ -373,6 +374,12 @@ def _batch_sizes(trainer: pl.Trainer) -> tuple[int, int]:
     return batch_reader.batch_sizes(loaders[0])
 
 
+def _is_cut_short(trainer: pl.Trainer) -> bool:
+    """Say whether the fit may have ended inside an epoch; the same on every rank."""
+    has_max_steps = trainer.max_steps is not None and trainer.max_steps >= 0
+    return trainer.should_stop or (has_max_steps and trainer.global_step >= trainer.max_steps)
+
+
 # ---------------------------------------------------------------------- what one rank finds by itself
 
 
@@ -442,47 +449,25 @@ def _find_single_row(local: LocalFindings, trainer: pl.Trainer) -> None:
 
 
 class SameBatches:
-    """Counts how long pairs of ranks have been given the same batches.
-
-    Batches that do not change from step to step prove nothing (a toy, or overfitting on purpose).
-    """
+    """Finds pairs of ranks that have been given the same batches."""
 
     def __init__(self) -> None:
-        self._evidence: dict[tuple[int, int], tuple[int, int]] = {}  # by pair of ranks: batches and rows in a row
-        self._contents_before: list[int] = []
+        self._evidence = SameRows()
 
     def judge(self, contents: Sequence[int], distinct: Sequence[int], *, iterable: bool) -> list[Finding]:
         """Compare the contents of this step's batches by rank (0: not read), given their numbers of different rows."""
-        if 0 in contents:
-            return []
-        evidence: dict[tuple[int, int], tuple[int, int]] = {}
-        first_rank_with: dict[int, int] = {}
-        ranks_involved: set[int] = set()
-        for rank, content in enumerate(contents):
-            first = first_rank_with.setdefault(content, rank)
-            if first == rank:
-                continue
-            # new evidence only where the batch is another one than before
-            batches, rows = self._evidence.get((first, rank), (0, 0))
-            if not self._contents_before or self._contents_before[rank] != content:
-                batches, rows = batches + 1, rows + distinct[rank]
-            evidence[first, rank] = batches, rows
-            if batches >= _MIN_SAME_BATCHES and rows >= _MIN_SAME_ROWS:
-                ranks_involved |= {first, rank}
-        self._evidence, self._contents_before = evidence, list(contents)
+        ranks_involved = self._evidence.see(contents, distinct)
         if not ranks_involved:
             return []
         fault = "F67"
         fix = "Let Lightning inject a DistributedSampler (use_distributed_sampler=True), or deal the batches with GlobalBatchSampler."
         if iterable:
-            fault = "F71"
-            fix = "An iterable dataset must give each rank its own part: use torch.distributed's rank and world size in __iter__."
+            fault, fix = "F71", undivided_data.FIX
         whose = "some ranks"
         if len(ranks_involved) == len(contents):
             whose = "all ranks"
         what = f"{whose} train on the same batches"
-        ranks = tuple(sorted(ranks_involved))
-        return [Finding(fault, what, "rows of its own for each rank", ranks, name="batches", fix=fix)]
+        return [Finding(fault, what, "rows of its own for each rank", tuple(ranks_involved), name="batches", fix=fix)]
 
 
 def find_overlap(sketches: Sequence[Sequence[int]]) -> list[Finding]:

@@ -7,7 +7,6 @@ which can be had without drawing from it.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,15 +19,13 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.distributed.fingerprint import combine, hash_rows, hash_text
-from lightning_ddp_losses.distributed.raw_collectives import host_memory
+from lightning_ddp_losses.distributed.fingerprint import combine, hash_text
+from lightning_ddp_losses.distributed.row_hashes import MAX_ROWS, batch_leaves, row_hashes
 from lightning_ddp_losses.samplers.evaluation import EvaluationSampler
 from lightning_ddp_losses.samplers.global_batch import GlobalBatchSampler
 
 SKETCH = 64  # smallest hashes of an epoch's rows
 BUCKETS = 16  # of labels
-_MAX_ROWS, _MAX_COLUMNS = 64, 32
-_WIDE = 1024  # numbers in a row, of which only some are read
 _MAX_LABELS = 1024  # rows whose labels are counted
 _FIRST, _EVERY = 16, 50  # batches of an epoch that are read on an accelerator
 _COUNT_NAMES = ("num_graphs", "batch_size")
@@ -83,7 +80,7 @@ class BatchReader:
             self.epoch = epoch
             self._start_epoch()
         # rows are those of the first tensor
-        tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+        tensors = [leaf for leaf in batch_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         self.rows = 0
         if tensors:
             self.rows = tensors[0].shape[0]
@@ -100,7 +97,7 @@ class BatchReader:
 
     def _read(self, batch: Any, tensors: list[Tensor]) -> None:
         # a hash of each row, and one of all of them
-        hashes = row_hashes(tensors, self.rows, _MAX_ROWS)
+        hashes = row_hashes(tensors, self.rows, MAX_ROWS)
         self.distinct = len(set(hashes))
         self.content = combine(hashes) & _MASK or 1
         self.seen += len(hashes)
@@ -132,18 +129,6 @@ class BatchReader:
 
     def close(self) -> None:
         """Do nothing: there is nothing to leave."""
-
-
-def _leaves(batch: Any) -> Iterator[Any]:
-    """Yield all that a batch holds; a plain list of tensors needs no walk."""
-    parts = batch
-    if type(batch) not in (tuple, list):
-        parts = (batch,)
-    for part in parts:
-        if isinstance(part, Tensor):
-            yield part
-        else:
-            yield from compat.tree_leaves(part)
 
 
 def sample_count(batch: Any, tensors: Sequence[Tensor]) -> int:
@@ -189,33 +174,6 @@ def _could_be_edges(tensor: Tensor) -> bool:
     """Say whether a tensor looks like the edges of a graph: integers (2, E)."""
     is_integer = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
     return is_integer and tensor.ndim == 2 and tensor.shape[0] == 2
-
-
-def row_hashes(tensors: list[Tensor], rows: int, max_rows: int | None = None) -> list[int]:
-    """Return a hash (63 bits) of each of the first rows (all of them, unless ``max_rows``), over all tensors that have that many."""
-    number = rows
-    if max_rows is not None:
-        number = min(rows, max_rows)
-    hashes = [0] * number
-    for tensor in tensors:
-        is_readable = tensor.layout == torch.strided and not tensor.is_complex() and not tensor.is_quantized
-        if not is_readable or tensor.shape[0] != rows or not tensor.numel():
-            continue
-        table = tensor.as_subclass(Tensor)  # what transforms make of a tensor may be a class of its own
-        if number < rows:
-            table = table[:number]
-        width = table.numel() // number
-        if width > _WIDE:
-            table = table.flatten(1).index_select(1, _read_columns(width, table.device))
-        # each tensor's hash begins where the one before ended
-        hashes = hash_rows(host_memory(table.cpu()).reshape(number, -1), hashes)
-    return [value & _MASK for value in hashes]
-
-
-@functools.lru_cache(maxsize=64)
-def _read_columns(width: int, device: torch.device) -> Tensor:
-    """Choose the same columns at every call, spread irregularly: pictures have empty borders."""
-    return (torch.arange(_MAX_COLUMNS, device=device) * 2654435761 % width).unique()  # type: ignore[no-untyped-call,no-any-return]
 
 
 def labels_of(batch: Any, rows: int) -> Tensor | None:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_ddp_losses.callbacks.batch_reader import row_hashes
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 from lightning_ddp_losses.callbacks.replicated_parameters import DDP_IGNORES
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.module_search import unregistered_modules
 from lightning_ddp_losses.distributed.fingerprint import fingerprint
+from lightning_ddp_losses.distributed.row_hashes import row_hashes
 
 _QUEUE_WORDS = ("queue", "memory", "bank")
 _QUEUE_ROWS = 1024  # of a larger queue its first rows are compared, and as many others

@@ -431,6 +431,64 @@ def without_injected_sampler(trainer: Any, is_served: Callable[[Any], bool]) -> 
     return lambda: vars(connector).pop("_requires_distributed_sampler", None)
 
 
+def around_evaluations(
+    trainer: Any, before: Callable[[Any], object], after: Callable[[Any], object]
+) -> Callable[[], object]:
+    """Call back before the batches of each evaluation and once after the last of them, ahead of everything in which ranks may wait.
+
+    Lightning has a hook of the strategy after all that (``on_validation_end``): epoch values of what was logged are reduced before it, in
+    a private method. Several loaders in turn are reduced in turn.
+
+    Args:
+        trainer: The trainer.
+        before: Gets the loop.
+        after: Gets the loop.
+
+    Returns:
+        What undoes it.
+    """
+    loops = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+    for loop in loops:
+        _surround_evaluation(loop, before, after)
+
+    def undo() -> None:
+        for loop in loops:
+            for name in ("reset", "on_run_end", "_store_dataloader_outputs"):
+                vars(loop).pop(name, None)
+
+    return undo
+
+
+def _surround_evaluation(loop: Any, before: Callable[[Any], object], after: Callable[[Any], object]) -> None:
+    reset, on_run_end = loop.reset, loop.on_run_end
+    store: Callable[[], object] = getattr(loop, "_store_dataloader_outputs", lambda: None)  # predictions have none
+    is_over = False
+
+    def end_once() -> None:
+        nonlocal is_over
+        if not is_over:
+            is_over = True
+            after(loop)
+
+    def reset_after_before() -> None:
+        nonlocal is_over
+        is_over = False
+        before(loop)
+        reset()
+
+    def store_after_end() -> None:
+        # of several loaders nobody knows here which one is the last
+        if len(loop._combined_loader.flattened) == 1 or loop._combined_loader._mode != "sequential":
+            end_once()
+        store()
+
+    def end_after_end() -> Any:
+        end_once()
+        return on_run_end()
+
+    loop.reset, loop.on_run_end, loop._store_dataloader_outputs = reset_after_before, end_after_end, store_after_end
+
+
 def inner_batch_sampler(loader: Any) -> Any:
     """Return what makes a loader's batches, None where nothing does; in prediction Lightning wraps it to note the indices."""
     batches = loader.batch_sampler

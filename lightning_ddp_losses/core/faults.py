@@ -1123,11 +1123,12 @@ FAULTS: dict[str, Fault] = {
     "F83": Fault(
         "warning",
         "resumed",
-        "a resumed epoch that repeats rows",
+        "a resumed epoch that repeats or skips rows",
         "After a resume in the middle of an epoch the training loss drops at once, and other runs differ.",
-        "Lightning restores the number of batches and the sampler begins its epoch again: first rows come twice, and the last ones never.",
+        "Lightning restores the number of batches and the sampler begins its epoch again: first rows come twice, and the last ones never. "
+        "Where loader and sampler both go on at their place, rows between come never.",
         "`BatchCheck`, at the end of an epoch that was resumed in its middle, where batches come back as they were.",
-        "Take `GlobalBatchSampler`, or `DDPLossStrategy(use_global_sampler=True)`, which resume at their place.",
+        "Take `GlobalBatchSampler`, or `DDPLossStrategy(use_global_sampler=True)`, which resume at their place; nothing else may skip too.",
         ("Lightning-AI/pytorch-lightning#19764", "Lightning-AI/pytorch-lightning#18780"),
     ),
     # ------------------------------------------------------------------ without a number: what has several causes, or is no fault

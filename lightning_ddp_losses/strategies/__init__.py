@@ -10,6 +10,8 @@
 * ``call_check``: the handshake in each backward. ``loss_reducer``, ``gradient_buckets``: the mean of the losses' gradients after it.
 * ``uneven_ends``: training epochs that end on every rank at the same batch. ``empty_batches``: what a rank that ran out goes on with.
 * ``sampler_places``, ``loader_states``, ``random_states``: what a checkpoint says of the rows that come next.
+* ``evaluation_loaders``: each row once in evaluation. ``evaluation_ends``: where ranks meet after it. ``undivided_data``: the same rows
+  on every rank.
 * ``windows``: accumulation windows as Lightning's loops go.
 * ``sharded_ddp``: weights of which each rank holds its own classes, their norms and overflows (``sharded_parameters``) and checkpoints
   (``shard_files``; ``shard_folder`` for a file per rank, ``shard_records`` for what loading compares).

@@ -82,8 +82,8 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
 
     Communication: per synchronising backward, beside the model's DDP: one handshake (``check_calls``), one all-reduce for
         all small gradients of losses together, one for each gradient over 1 MiB. None in a step of validation, test, predict; one handshake
-        when an evaluation loader is set up. For ``uneven``: one handshake at the start of a training epoch; one per fetch where a training
-        loader has no length.
+        when an evaluation loader is set up, and one after the last batch of an evaluation. For ``uneven``: one handshake at the start of
+        a training epoch; one per fetch where a training loader has no length.
 
     Raises:
         ConfigurationError: options or names that cannot work.

@@ -55,8 +55,8 @@ class LossHooks(ParallelStrategy):
         self._losses.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Forget what was resumed from: the first batch is there."""
-        self._losses.on_first_batch()
+        """Forget what was resumed from: a batch is there; look whether the ranks have the same ones."""
+        self._losses.on_batch(batch, batch_idx)
         super().on_train_batch_start(batch, batch_idx)
 
     # ------------------------------------------------------------------ steps

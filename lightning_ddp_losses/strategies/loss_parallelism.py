@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import inputs
-from lightning_ddp_losses.core.compat import attached_trainer, injects_distributed_sampler
+from lightning_ddp_losses.core.compat import attached_trainer, combined_loader, injects_distributed_sampler
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import ConfigurationError
@@ -27,6 +27,7 @@ from lightning_ddp_losses.strategies.adoption import Adoption
 from lightning_ddp_losses.strategies.advice import Advice
 from lightning_ddp_losses.strategies.call_check import CallCheck
 from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
+from lightning_ddp_losses.strategies.evaluation_ends import EvaluationEnds
 from lightning_ddp_losses.strategies.evaluation_loaders import EvaluationLoaders, refuse_evaluation
 from lightning_ddp_losses.strategies.global_batch_option import wrap_global
 from lightning_ddp_losses.strategies.global_sampler_option import GlobalSamplerOption
@@ -37,6 +38,7 @@ from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedPar
 from lightning_ddp_losses.strategies.random_states import RandomStates
 from lightning_ddp_losses.strategies.sampler_places import SamplerPlaces
 from lightning_ddp_losses.strategies.sharded_ddp import ShardedDDP
+from lightning_ddp_losses.strategies.undivided_data import UndividedData
 from lightning_ddp_losses.strategies.uneven_ends import UnevenEnds, refuse_uneven
 from lightning_ddp_losses.strategies.windows import LightningWindows, corrected_parameters
 
@@ -148,6 +150,8 @@ class LossParallelism:
         self._places = SamplerPlaces()
         self._random_states = RandomStates()
         self._loader_states = LoaderStates()
+        self._evaluation_ends = EvaluationEnds()
+        self._training_data = UndividedData("training")
 
     @property
     def is_plain(self) -> bool:
@@ -175,6 +179,7 @@ class LossParallelism:
         """
         module = self.module
         self.evaluation.setup(trainer)
+        self._evaluation_ends.install(trainer)
         with self.raise_on_all_ranks("setup"):
             refuse(module)
             # 1. the losses, sharded before their values are remembered
@@ -272,6 +277,8 @@ class LossParallelism:
         parameters.watch([loss.name for loss in self.found])
         if self.check_calls:
             self.call_check = CallCheck(parameters, reducer, self._loss_patches, self._first_bucket_bytes)
+            trainer, data = self.module.trainer, self._training_data
+            self.call_check.attach(data.take, lambda payloads: data.judge(trainer, payloads))
 
     # ------------------------------------------------------------------ data
 
@@ -296,9 +303,14 @@ class LossParallelism:
             self._loader_states.start(self.module.trainer)
             self._random_states.restore(self.module.trainer, self._strategy.root_device)
 
-    def on_first_batch(self) -> None:
-        """Forget what was resumed from: the first batch is there."""
+    def on_batch(self, batch: Any, batch_idx: int) -> None:
+        """Forget what was resumed from: a batch is there. Read the first ones of an epoch."""
         self._places.on_first_batch()
+        if batch_idx == 0:
+            self._training_data.begin()
+        if self.call_check is not None:
+            combined = combined_loader(self.module.trainer.fit_loop)
+            self._training_data.see([] if combined is None else combined.flattened, batch)
 
     # ------------------------------------------------------------------ steps
 
@@ -331,9 +343,15 @@ class LossParallelism:
             return contextlib.nullcontext()
         return self.windows.micro_batch(self.module.trainer, is_last=self._strategy.sync_gradients)
 
-    def evaluation_step(self, args: tuple[Any, ...]) -> AbstractContextManager[None]:
-        """Return what a step of validation, test or prediction runs in."""
-        return self.evaluation.step(self.module.trainer, self._strategy.wrapped_model, args)
+    @contextlib.contextmanager
+    def evaluation_step(self, args: tuple[Any, ...]) -> Iterator[None]:
+        """Run a step of validation, test or prediction inside the block; what fails on one rank ends all of them after their last batch."""
+        trainer = self.module.trainer
+        with (
+            self._evaluation_ends.step(trainer, args),
+            self.evaluation.step(trainer, self._strategy.wrapped_model, args),
+        ):
+            yield
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Return what is back-propagated: Lightning's division undone in an accumulation window; refused where a rank lacks rows."""
@@ -414,12 +432,14 @@ class LossParallelism:
         """End the peers too, where one rank fails between two steps (a callback, an optimizer, Lightning itself)."""
         module = self._strategy.lightning_module
         trainer = attached_trainer(module) if module is not None else None
-        training = trainer is not None and trainer.training
-        # in validation, and without check_calls, the peers open no handshake in which they could be told
-        if training and self.call_check is not None and isinstance(exception, Exception):
-            with contextlib.suppress(Exception):  # Lightning goes on with the exception itself
-                if not getattr(exception, "collective", False):
-                    handshake.raise_in_all_groups(exception, "training")
+        if trainer is None or not isinstance(exception, Exception) or getattr(exception, "collective", False):
+            return
+        with contextlib.suppress(Exception):  # Lightning goes on with the exception itself
+            if self._evaluation_ends.is_inside:
+                self._evaluation_ends.fail(trainer, exception)
+            # without check_calls the peers open no handshake in which they could be told
+            if trainer.training and self.call_check is not None:
+                handshake.raise_in_all_groups(exception, "training")
 
     def teardown(self) -> None:
         """Give the module back as it came."""
@@ -432,6 +452,7 @@ class LossParallelism:
         self._places.teardown()
         self.global_samplers.remove()
         self.evaluation.teardown()
+        self._evaluation_ends.remove()
         self._loader_states.remove()
         if self._ends is not None:
             self._ends.remove()

@@ -62,6 +62,23 @@ def drawn_with_replacement() -> DataLoader:
     return DataLoader(DATA, batch_size=local_batch(), sampler=RandomSampler(DATA, replacement=True, num_samples=60))
 
 
+class Ahead(DistributedSampler[Any]):
+    """Goes on in its first epoch where a run stood that had seen more batches than it trained on."""
+
+    skipped = 0
+
+    def __iter__(self) -> Any:
+        rows = list(super().__iter__())[self.skipped * local_batch() :]
+        self.skipped = 0
+        yield from rows
+
+
+def ahead(batches: int) -> DataLoader:
+    sampler = Ahead(DATA, shuffle=False)
+    sampler.skipped = batches
+    return DataLoader(DATA, batch_size=local_batch(), sampler=sampler)
+
+
 LOADERS: dict[str, Callable[[], DataLoader]] = {
     "in order": lambda: DataLoader(DATA, batch_size=local_batch(), sampler=DistributedSampler(DATA, shuffle=False)),
     "shuffled": lambda: DataLoader(DATA, batch_size=local_batch(), sampler=DistributedSampler(DATA)),
@@ -70,6 +87,8 @@ LOADERS: dict[str, Callable[[], DataLoader]] = {
         DATA, batch_sampler=GlobalBatchSampler.batches(SequentialSampler(DATA), G, seed=3)
     ),
     "replacement": drawn_with_replacement,
+    "4 skipped": lambda: ahead(12),
+    "none skipped": lambda: ahead(8),
 }
 
 
@@ -105,6 +124,18 @@ def test_rows_that_come_twice_after_a_resume(
             share = min(1.0, batches % 20 / (20 - batches % 20))
             assert abs(float(found[0].split("%")[0].split()[-1]) / 100 - share) < 0.1, found
             assert f"at batch {batches % 20} of epoch {batches // 20}" in found[0]
+
+
+@pytest.mark.parametrize("batches", [8, 28])
+def test_rows_that_come_never_after_a_resume(pool: RankPool, tmp_path: Path, batches: int) -> None:
+    """Compared with the epoch after it, and with the one before it."""
+    path = str(tmp_path / "killed.ckpt")
+    pool.run(2, leg, "ddp", "in order", batches, path, None)
+    for found in pool.run(2, leg, "ddp", "4 skipped", None, "", path):
+        assert len(found) == 1
+        assert f"the resume, at batch 8 of epoch {batches // 20}, nor after it" in found[0]
+        assert 10 <= int(found[0].split("%")[0].split()[-1]) <= 30
+    assert pool.run(2, leg, "ddp", "none skipped", None, "", path) == [[], []]
 
 
 def test_a_window_that_is_done_again_and_a_second_resume_by_other_ranks(pool: RankPool, tmp_path: Path) -> None:

@@ -1,0 +1,117 @@
+"""Iterable data sets that all ranks read as a whole are found without checks, in training and in evaluation; constant ones are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_ddp_losses import DDPLossStrategy
+from tests.lightning_ranks import make_trainer
+from tests.rank_pool import RankPool
+from tests.strategies.test_calls import assert_same_error
+
+pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
+
+TABLE = torch.sin(torch.arange(120.0, dtype=torch.float64) ** 2).reshape(40, 3)
+
+
+class Divided(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(TABLE[dist.get_rank() :: dist.get_world_size()])
+
+
+class Whole(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(TABLE)
+
+
+class Sized(Whole):
+    def __len__(self) -> int:
+        return len(TABLE)
+
+
+class Pairs(Whole):
+    """Ranks 0 and 1 have the same rows, rank 2 others."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(TABLE[20 * (dist.get_rank() // 2) :][:20])
+
+
+class Constant(Whole):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(TABLE[:4].repeat(6, 1))
+
+
+class Few(Whole):
+    """Two rows that take turns: of so few nobody can say."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(TABLE[:2].repeat_interleave(4, 0).repeat(3, 1))
+
+
+class Trains(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1).double()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Reads(Trains):
+    def validation_step(self, batch: Tensor, index: int, dataloader_idx: int = 0) -> None:
+        self.layer(batch)
+
+    def test_step(self, batch: Tensor, index: int, dataloader_idx: int = 0) -> None:
+        self.layer(batch)
+
+    def predict_step(self, batch: Tensor, index: int, dataloader_idx: int = 0) -> Tensor:
+        return self.layer(batch)
+
+
+def run(stage: str, *kinds: type[IterableDataset[Any]], **options: Any) -> None:
+    """Read a data set in a stage; training reads one of its own where that is not it."""
+    trainer = make_trainer(DDPLossStrategy(), **options)
+    loaders = [DataLoader(kind(), batch_size=4) for kind in kinds]
+    if stage == "fit":
+        trainer.fit(Trains(), loaders[0])
+    elif stage == "validation in fit":
+        trainer.fit(Reads(), DataLoader(Divided(), batch_size=4), loaders)
+    else:
+        getattr(trainer, stage)(Reads(), loaders)
+
+
+@pytest.mark.parametrize("kind", [Whole, Sized])
+def test_training_on_the_same_rows_is_an_error_on_every_rank(pool: RankPool, kind: type[IterableDataset[Any]]) -> None:
+    errors = pool.errors(2, run, "fit", kind)
+    text = f"batches of {kind.__name__} in training (F71): expected rows of its own for each rank, got the same on all ranks"
+    assert_same_error(errors, text, "rank and world size in __iter__")
+
+
+def test_some_ranks_with_the_same_rows_are_named(pool: RankPool) -> None:
+    assert_same_error(pool.errors(3, run, "fit", Pairs), "got the same on ranks 0, 1")
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict", "validation in fit"])
+def test_evaluation_too(pool: RankPool, stage: str) -> None:
+    """The second of two loaders."""
+    errors = pool.errors(2, run, stage, Divided, Whole)
+    name = {"validate": "validation", "validation in fit": "validation"}.get(stage, stage)
+    assert_same_error(errors, f"batches of Whole in {name} (F71)")
+
+
+@pytest.mark.parametrize("kind", [Divided, Constant, Few])
+def test_what_is_divided_or_proves_nothing_is_left_alone(pool: RankPool, kind: type[IterableDataset[Any]]) -> None:
+    for stage in ("fit", "validate"):
+        pool.run(2, run, stage, kind)
+    pool.run(1, run, "fit", Whole)
