@@ -49,7 +49,7 @@ from lightning_ddp_losses.losses.partial_sums import (
 from lightning_ddp_losses.losses.pml_registry import facts_of, is_pml_loss
 from lightning_ddp_losses.losses.recorded_stats import collects_counts, record_counts, record_norms
 from lightning_ddp_losses.losses.row_chunks import RowChunks, chunks_of
-from lightning_ddp_losses.losses.tiled import TiledEvaluator, TiledPlan
+from lightning_ddp_losses.losses.tiled import TileCompiler, TiledEvaluator, TiledPlan
 from lightning_ddp_losses.losses.torch_losses import torch_partial_sum
 
 
@@ -183,6 +183,7 @@ class Tiled:
         symmetric: Whether ``plan.is_symmetric``; the gathered rows then get no gradient.
         tile_bytes: The most that a tile may take; None: a default.
         ring: Rows are passed on from rank to rank; the gathered ones are empty.
+        compiler: Compiles what is elementwise in a tile; None: nothing is compiled.
     """
 
     loss: Any
@@ -191,6 +192,7 @@ class Tiled:
     symmetric: bool
     tile_bytes: int | None = None
     ring: bool = False
+    compiler: TileCompiler | None = None
 
     def run(self, call: PMLCall) -> Tensor:
         """Return the global loss."""
@@ -210,7 +212,9 @@ class Tiled:
             ring_rows=pass_rows,
             open_backward=open_backward,
             on_device=on_device,
+            compiler=self.compiler,
         )
+        tiled.rehearse(exchange.title, exchange.group)
         # this rank's sums, divisors and statistics; peers wait for as many bytes if it fails
         handshake_bytes = handshake.HANDSHAKE_BYTES + tiled.payload_capacity()
         try:

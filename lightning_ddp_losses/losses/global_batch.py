@@ -51,7 +51,7 @@ from lightning_ddp_losses.losses.pml_registry import (
     losses_in_tiles,
     returns_no_number,
 )
-from lightning_ddp_losses.losses.tiled import tiled_plan
+from lightning_ddp_losses.losses.tiled import TileCompiler, tiled_plan
 from lightning_ddp_losses.losses.two_views import (
     compares_one_way,
     labelled_arguments,
@@ -81,6 +81,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             in tiles and once more in backward, so memory grows with G, not with its square.
         gather: ``"all"``: every rank holds all rows. ``"ring"``: in ``rows``, ranks pass their rows on, so that two ranks' rows are
             held at a time; for Contrastive, MultiSimilarity, NTXent and SupCon between the rows of one labelled batch.
+        compile_tiles: In ``rows``, ``torch.compile`` fuses what is elementwise in a tile (not with a miner's tuples or smooth triplets).
+            All ranks compile at the first call; where it fails on any, all compute eagerly, with a warning.
         group: Process group; None is the world. In a part of it, a rank that does not come is noticed after the group's own time-out.
 
     Returns:
@@ -111,6 +113,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     """
 
     sees_global_batch = True
+    compile_tiles = False
+    _tile_compiler: TileCompiler | None = None  # pickles of before have none
 
     def __init__(
         self,
@@ -121,6 +125,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         batch_dims: Mapping[int | str, int | None] | None = None,
         tile_bytes: int | None = None,
         gather: Literal["all", "ring"] = "all",
+        compile_tiles: bool = False,
         group: Group = None,
     ) -> None:
         super().__init__()
@@ -133,6 +138,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self.batch_dims = dict(batch_dims or {})
         self.tile_bytes = tile_bytes
         self.gather = gather
+        self.compile_tiles = compile_tiles
+        if compile_tiles:
+            self._tile_compiler = TileCompiler()
         self._group = group
         # what calls leave behind
         self._fingerprint = ""
@@ -261,7 +269,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             plan = tiled_plan(loss)
             if plan is not None and call.ref_labels is not None:
                 symmetric, ring = plan.is_symmetric(given, two_views=two_views), self.gather == "ring"
-                return Tiled(loss, self._exchange(), plan, symmetric, self.tile_bytes, ring), call
+                return Tiled(loss, self._exchange(), plan, symmetric, self.tile_bytes, ring, self._tile_compiler), call
             if call.rows_possible():
                 return Rows(loss, self._exchange(), self.tile_bytes), call
         # the full loss on every rank
@@ -357,6 +365,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             self._fingerprint = configuration_digest(self.loss)
         must_match: dict[str, object] = {"mode": self.mode, "backward": self.backward, "gather": self.gather}
         must_match["configuration"] = self._fingerprint
+        if self.compile_tiles:
+            must_match["compile_tiles"] = True
         must_match |= micro_batch_to_match()
         if self.backward == "own_slice":
             noted = self._upstream_grad.take()

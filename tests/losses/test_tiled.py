@@ -26,6 +26,7 @@ from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.losses.gathered_call import PMLCall, SeedCounter
 from lightning_ddp_losses.losses.row_chunks import chunks_of
+from lightning_ddp_losses.losses.tiled.evaluator import rows_of_a_tile
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 
@@ -200,7 +201,7 @@ def on_ranks(
         leaf, views = rows["embeddings"].requires_grad_(), rows["views"].requires_grad_()
         loss = make().double()
         for module in loss.modules():
-            module.collect_stats = True
+            module.collect_stats = "compile_tiles" not in (options or {})  # which would need lists
         wrapped = GlobalBatchLoss(loss, mode="rows", tile_bytes=tile_bytes, **(options or {}))
         assert wrapped.evaluation.startswith("tiled")
         value = wrapped(**give(leaf, rows, views, True))
@@ -248,6 +249,14 @@ def test_a_rank_without_rows_takes_part(pool: RankPool, tile_bytes: int | None) 
     results = pool.run(3, on_ranks, names, tile_bytes, None, [0, 25, 35])
     problems = [problem for name in names if (problem := judged(name, results, truth_of(name)))]
     assert not problems, "\n".join(problems)
+
+
+def test_tiles_on_an_accelerator_are_few() -> None:
+    """65,536 rows against as many columns of float32 are 64 tiles of 256 MiB; the CPU's stay in its cache."""
+    rows = 65_536
+    on_device = rows_of_a_tile(rows * 4, rows, torch.device("cuda"), None)
+    assert -(-rows // on_device) == 64
+    assert rows_of_a_tile(rows * 4, rows, torch.device("cpu"), None) == 64
 
 
 RING = [

@@ -7,6 +7,7 @@
 | ``margin_losses`` | contrastive and triplet margin loss |
 | ``tiles`` | a tile: which entries are positives and negatives, distances and what they give back |
 | ``tile_functions`` | the elementwise part of a tile with masks in place of lists, one pure function per loss and direction |
+| ``tile_compiler`` | these functions compiled, where that is asked for |
 | ``accumulators`` | pytorch-metric-learning's reducers on row sums |
 
 A new loss in tiles is one ``PairLoss``, named in the row of the loss in ``pml_registry.LOSSES``; its tests come
@@ -14,5 +15,6 @@ from ``LOSSES`` in ``tests/losses/test_tiled.py``.
 """
 
 from lightning_ddp_losses.losses.tiled.evaluator import TiledEvaluator, TiledPlan, tiled_plan
+from lightning_ddp_losses.losses.tiled.tile_compiler import TileCompiler
 
-__all__ = ["TiledEvaluator", "TiledPlan", "tiled_plan"]
+__all__ = ["TileCompiler", "TiledEvaluator", "TiledPlan", "tiled_plan"]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
+from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.losses.gathered_call import PMLCall
 from lightning_ddp_losses.losses.partial_sums import (
@@ -36,9 +37,11 @@ from lightning_ddp_losses.losses.partial_sums import (
     value_with_grad,
 )
 from lightning_ddp_losses.losses.pml_registry import DISTANCES, Reduction, facts_of, pair_loss_of, reduction_of
+from lightning_ddp_losses.losses.recorded_stats import collects_counts
 from lightning_ddp_losses.losses.tile_budget import MASKED_BYTES, tile_budget
 from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
+from lightning_ddp_losses.losses.tiled.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
 from lightning_ddp_losses.losses.tiled.tiles import (
     LabelPairs,
@@ -130,6 +133,31 @@ class Block:
     complete: bool = False
 
 
+def rows_of_a_tile(row_bytes: int, columns: int, device: torch.device, tile_bytes: int | None) -> int:
+    """Computes how many rows fit a tile.
+
+    Args:
+        row_bytes: Of one row.
+        columns: C.
+        device: Where the tile lies.
+        tile_bytes: The most that a tile may take; None: what is fast on the device.
+
+    Raises:
+        InputError: where not even one row fits.
+    """
+    if tile_bytes is None:
+        return max(_FEWEST_ROWS, tile_budget(device, _HOST_BYTES) // row_bytes)
+    size = tile_bytes // row_bytes
+    if size == 0:
+        raise InputError(
+            "tile_bytes",
+            expected=f"room for one row against {columns} columns ({row_bytes} bytes)",
+            got=tile_bytes,
+            fix="Raise tile_bytes, or leave it out.",
+        )
+    return size
+
+
 class TiledEvaluator:
     """One call of a loss on tiles, from gathered rows to its value and gradient.
 
@@ -143,6 +171,7 @@ class TiledEvaluator:
         ring_rows: Passes this rank's rows on and yields (rank, its rows) in turn, where they are not gathered; only if ``symmetric``.
         open_backward: Meets the peers before a ring in backward.
         on_device: What ranks exchange stays on the device, which nobody waits for.
+        compiler: Compiles what is elementwise; pairs are then masks on every device. None: nothing is compiled.
     """
 
     def __init__(
@@ -157,10 +186,11 @@ class TiledEvaluator:
         ring_rows: RingRows | None = None,
         open_backward: Callable[[], object] | None = None,
         on_device: bool = False,
+        compiler: TileCompiler | None = None,
     ) -> None:
         self._loss, self._plan, self._call, self._symmetric, self._world = loss, plan, call, symmetric, world
         self._tile_bytes, self._ring_rows, self._open_backward = tile_bytes, ring_rows, open_backward
-        self._on_device, self._masked = on_device, False
+        self._on_device, self._compiler, self._masked = on_device, compiler, False
         self._columns: Tensor | None = None  # with their graph, where they want a gradient
         self._buffers: list[Tensor] = []
         self._kept_tile: Tile | None = None
@@ -180,12 +210,12 @@ class TiledEvaluator:
 
     def forward(self) -> None:
         """Goes over the tiles; the other ranks then need what ``pack`` or ``device_stats`` returns."""
-        loss, call, plan = self._loss, self._call, self._plan
+        loss, call = self._loss, self._call
         # this rank's rows as the distance compares them, with their graph
         embeddings = match_requires_grad(call.given["embeddings"], call.arguments["embeddings"].requires_grad)
         self._distance = tile_distance(loss.distance, call.references.shape[0])
         self._rows = self._distance.prepare(embeddings)
-        self._pair_loss = plan.pair_loss(loss, plan.reductions, embeddings.shape[0], self._rows)
+        self._pair_loss = self._new_pair_loss(embeddings.shape[0], self._rows)
         self._masked = self._fits_masks()
         # the columns they are compared with, and in which order tiles take both
         if self._ring_rows is None:
@@ -197,6 +227,42 @@ class TiledEvaluator:
         backward_comes = torch.is_grad_enabled() and (self._rows.requires_grad or self._columns is not None)
         self._totals, self._row_stats = self._accumulate_tiles(backward_comes=backward_comes)
         self._buffers.clear()  # no tile is alive between forward and backward
+
+    @torch.no_grad()
+    def rehearse(self, title: str, group: Group) -> None:
+        """Lets the ranks compile together what ``forward`` and backward will call, where that is new."""
+        compiler, call = self._compiler, self._call
+        if compiler is None or not self._may_mask():
+            return
+        rows, labels = call.given["embeddings"], call.local_labels
+        assert labels is not None
+        has_ids, ring = call.ref_labels is call.arguments["labels"], self._ring_rows is not None
+        kind = (str(rows.dtype), rows.device.type, str(labels.dtype), self._symmetric, has_ids, ring)
+
+        def rehearsal(run: Callable[..., Any]) -> None:
+            # a tile of a few rows and columns, which takes the same branches
+            like = torch.linspace(-1, 1, 15, dtype=rows.dtype, device=rows.device).view(3, 5)
+            pair_loss = self._new_pair_loss(3, like, run)
+            column_labels = torch.tensor([0, 1, 0, 1, 1], device=rows.device).to(labels.dtype)
+            ids = torch.arange(5, device=rows.device) if has_ids else None
+            row_ids = None if ids is None else ids[:3]
+            keys = MaskedPairs(column_labels[:3], column_labels, row_ids, ids).keys(slice(0, 3))
+            tile = MaskedTile(like, slice(0, 3), slice(0, 5), keys)
+            pair_loss.allocate_()
+            if ring:
+                pair_loss.numbers = pair_loss.masked_numbers(tile, pair_loss.numbers)
+                if pair_loss.needs_second_pass:
+                    pair_loss.masked_second_numbers(tile, pair_loss.numbers)
+            else:
+                pair_loss.masked_numbers(tile, None)
+            pair_loss.finalize(torch.zeros_like(column_labels[:3]))
+            stats, column_stats = like.new_ones(3, pair_loss.width), None
+            if self._symmetric:
+                column_stats = like.new_ones(5, pair_loss.width)
+            pair_loss.prepare_masked_backward(stats, column_stats, [1.0] * len(pair_loss.sub_losses))
+            pair_loss.masked_grad(tile)
+
+        compiler.rehearse(title, kind, rehearsal, group)
 
     def pack(self) -> bytes:
         """Packs what the other ranks need of this one: its sub-losses, and if ``symmetric`` its rows' statistics."""
@@ -420,17 +486,32 @@ class TiledEvaluator:
 
     # ------------------------------------------------------------------ columns
 
-    def _fits_masks(self) -> bool:
-        """Tells whether pairs are masks: where to list them would wait for the device, and cost less than the masks."""
-        call, rows = self._call, self._rows
-        references = self._call.counts.get("ref_emb", call.counts["embeddings"])
-        columns = sum(references)
-        if not self._on_device or not self._pair_loss.takes_masks or "indices_tuple" in call.arguments:
+    def _new_pair_loss(self, rows: int, like: Tensor, run: Callable[..., Any] | None = None) -> PairLoss:
+        """Makes the loss on tiles of ``rows`` rows, which calls the functions of tiles by ``run``; None: as the call does."""
+        plan = self._plan
+        return plan.pair_loss(self._loss, plan.reductions, rows, like, run or self._compiler)
+
+    def _may_mask(self) -> bool:
+        """Tells whether pairs can be masks; the same on all ranks."""
+        call, plan = self._call, self._plan
+        if "indices_tuple" in call.arguments or not plan.pair_loss.supports_masks(self._loss, plan.reductions):
+            return False
+        # masks count what passes, and not what is only recorded
+        if collects_counts(self._loss):
             return False
         # of two rows or so PML makes a zero, which depends on their labels
-        if not len(rows) or call.total_rows * columns <= _FEWEST_PAIRS:
+        return call.total_rows * self._total_columns() > _FEWEST_PAIRS
+
+    def _total_columns(self) -> int:
+        return sum(self._call.counts.get("ref_emb", self._call.counts["embeddings"]))
+
+    def _fits_masks(self) -> bool:
+        """Tells whether pairs are masks: where to list them would wait for the device and cost more, or masks are compiled."""
+        rows = self._rows
+        if not len(rows) or not self._may_mask():
             return False
-        return len(rows) * columns * rows.element_size() <= MASKED_BYTES
+        matrix_bytes = len(rows) * self._total_columns() * rows.element_size()
+        return self._compiler is not None or (self._on_device and matrix_bytes <= MASKED_BYTES)
 
     def _set_gathered_columns(self) -> None:
         """Takes all columns as one block."""
@@ -529,18 +610,8 @@ class TiledEvaluator:
             yield slice(start, min(start + size, total))
 
     def _rows_that_fit(self, block: Block) -> int:
-        row_bytes = self._distance.row_bytes(block.columns)
-        if self._tile_bytes is None:
-            return max(_FEWEST_ROWS, tile_budget(self._rows.device, _HOST_BYTES) // row_bytes)
-        size: int = self._tile_bytes // row_bytes
-        if size == 0:
-            raise InputError(
-                "tile_bytes",
-                expected=f"room for one row against {block.columns.shape[0]} columns ({row_bytes} bytes)",
-                got=self._tile_bytes,
-                fix="Raise tile_bytes, or leave it out.",
-            )
-        return size
+        columns = block.columns
+        return rows_of_a_tile(self._distance.row_bytes(columns), columns.shape[0], self._rows.device, self._tile_bytes)
 
     def _tile(self, block: Block, part: slice, span: slice | None = None) -> Tile:
         """Computes a tile of all columns of a block, or of those in ``span``, among which all positives must be."""
@@ -592,7 +663,7 @@ class TiledEvaluator:
     def _partial_stats(self) -> list[PartialStats]:
         """Lists this rank's sub-losses."""
         keep = None
-        if self._masked:
+        if self._masked and self._on_device:
             keep = self._has_both_kinds()
         elif self._is_zero_loss():
             return [PartialStats(0.0, 0.0, False, ElementCounts())] * len(self._totals)

@@ -163,10 +163,7 @@ class Triplets(PairLoss):
         super().__init__(loss, reductions, *args)
         self.scale = self.sign
         self._sums = PairSums(reductions[0])
-        # of a sorted row only sums of losses above 0 are known, and their number
-        self._can_sort = not loss.smooth_loss and (not reductions[0].selects or reductions[0].selects_positive)
-        # one positive of each row at a time: the host has to know how many times
-        self.takes_masks = self._can_sort
+        self._can_sort = _can_sort(loss, reductions)
 
     def allocate_(self) -> None:
         self._sums.allocate_(self.rows, self.like)
@@ -178,6 +175,11 @@ class Triplets(PairLoss):
     @classmethod
     def supports_reduction(cls, reduction: Reduction) -> bool:
         return not reduction.per_anchor  # nor does PML
+
+    @classmethod
+    def supports_masks(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
+        # else one positive of each row at a time: the host has to know how many times
+        return _can_sort(loss, reductions)
 
     def accumulate_(self, tile: Tile) -> None:
         if tile.triplets is not None:
@@ -301,6 +303,11 @@ class Triplets(PairLoss):
         # negatives that violate each positive
         violating = torch.searchsorted(negatives.sort(1).values, limits)
         return violated.to(positives.dtype), violating * weights
+
+
+def _can_sort(loss: Any, reductions: Sequence[Reduction]) -> bool:
+    """Tells whether sorted rows say enough: only the sum of losses above 0 is known, and their number."""
+    return not loss.smooth_loss and (not reductions[0].selects or reductions[0].selects_positive)
 
 
 def _positives_by_row(tile: Tile) -> tuple[Tensor, Tensor, Tensor]:

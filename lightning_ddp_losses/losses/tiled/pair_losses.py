@@ -50,7 +50,7 @@ class PairLoss:
         reductions: One per sub-loss.
         rows: B.
         like: Gives dtype and device.
-        run: Calls a function of ``tile_functions``; itself, unless they are compiled.
+        run: Calls a function of ``tile_functions``; None: they are not compiled.
 
     Attributes:
         sub_losses: Their names.
@@ -61,7 +61,6 @@ class PairLoss:
         needs_both_kinds: PML returns a zero where there are no positives, or no negatives.
         counts_pairs_once: A pair counts once, however often a miner names it.
         grad_in_forward: A tile's gradient follows from the tile alone, but for one factor per sub-loss; it can be had in forward.
-        takes_masks: It takes masked tiles, those of a ring too.
         run: Calls a function of ``tile_functions`` with its arguments.
         factor: After ``prepare_masked_backward``: what masked gradients are still to be multiplied with; None: nothing.
     """
@@ -74,7 +73,6 @@ class PairLoss:
     grad_in_forward: bool = False
     width: int = 0
     scale: float = 1.0
-    takes_masks: bool = True
     factor: Number | None = None
 
     def __init__(
@@ -83,9 +81,9 @@ class PairLoss:
         reductions: Sequence[Reduction],
         rows: int,
         like: Tensor,
-        run: Callable[..., Any] = _call,
+        run: Callable[..., Any] | None = None,
     ) -> None:
-        self.loss, self.reductions, self.rows, self.like, self.run = loss, reductions, rows, like, run
+        self.loss, self.reductions, self.rows, self.like, self.run = loss, reductions, rows, like, run or _call
         self.sign = -1.0 if loss.distance.is_inverted else 1.0  # of a distance: large is far
 
     def allocate_(self) -> None:
@@ -100,6 +98,11 @@ class PairLoss:
     @classmethod
     def supports_reduction(cls, reduction: Reduction) -> bool:
         """Tells whether a sub-loss may be reduced so."""
+        return True
+
+    @classmethod
+    def supports_masks(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
+        """Tells whether the loss takes masked tiles, as it is configured and reduced."""
         return True
 
     def accumulate_(self, tile: Tile) -> None:

@@ -1,0 +1,93 @@
+"""``compile_tiles=True``: what a tile computes from masks is one process, and ranks agree whether it is compiled.
+
+Compiling takes seconds, so that most tests call the functions as they are; ``tests/faults`` compiles them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning import losses as pml
+
+from lightning_ddp_losses.losses import GlobalBatchLoss
+from lightning_ddp_losses.losses.tiled import tile_compiler
+from tests.losses.test_tiled import CASES, RING, TILE_BYTES, judged, on_ranks, truth_of
+from tests.rank_pool import RankPool
+
+WITH_MASKS = [name for name in CASES if "mined" not in name]
+
+
+def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def with_masks(names: list[str], tile_bytes: int | None, options: dict[str, Any]) -> dict[str, Any]:
+    calls = mock.Mock(side_effect=as_it_is)
+    with mock.patch.object(tile_compiler, "compiled", calls):
+        found = on_ranks(names, tile_bytes, {"compile_tiles": True, **options})
+    assert calls.call_count >= len(names)  # of each loss two functions or more, but for smooth triplets
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_masks_are_one_process(pool: RankPool, world_size: int) -> None:
+    tile_bytes = TILE_BYTES if world_size != 2 else None  # several tiles, or one that is kept for backward
+    results = pool.run(world_size, with_masks, WITH_MASKS, tile_bytes, {})
+    problems = [p for name in WITH_MASKS if (p := judged(name, results, truth_of(name), statistics=False))]
+    assert not problems, f"{len(problems)} of {len(WITH_MASKS)}\n" + "\n".join(problems)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_masks_in_a_ring_are_one_process(pool: RankPool, world_size: int) -> None:
+    results = pool.run(world_size, with_masks, RING, None, {"gather": "ring"})
+    problems = [p for name in RING if (p := judged(name, results, truth_of(name), statistics=False))]
+    assert not problems, f"{len(problems)} of {len(RING)}\n" + "\n".join(problems)
+
+
+def with_a_compiler_that_fails(failing_rank: int) -> dict[str, Any]:
+    """The value of two calls and what was said, where a rank cannot compile."""
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        if dist.get_rank() == failing_rank:
+            raise RuntimeError("no compiler here")
+        return mock.Mock(side_effect=AssertionError) if calls else mock.Mock(side_effect=function)
+
+    calls: list[int] = []
+    loss = GlobalBatchLoss(pml.SupConLoss(), mode="rows", compile_tiles=True)
+    rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    labels = torch.tensor([0, 0, 1, 1, 2, 2])
+    values = []
+    with warnings.catch_warnings(record=True) as said, mock.patch.object(tile_compiler, "compiled", compiled):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            values.append(float(loss(rows, labels)))
+            calls.append(1)
+    eager = GlobalBatchLoss(pml.SupConLoss(), mode="rows")
+    return {"values": values, "eager": float(eager(rows, labels)), "said": [str(one.message) for one in said]}
+
+
+def test_where_one_rank_cannot_compile_none_does(pool: RankPool) -> None:
+    first, second = pool.run(2, with_a_compiler_that_fails, 1)
+    assert first["values"] == second["values"] == pytest.approx([first["eager"]] * 2, rel=1e-12)
+    (said,) = first["said"]  # rank 0 says it, once
+    assert "compile_tiles: torch.compile failed on rank 1 (RuntimeError: no compiler here)" in said
+    assert "All ranks compute tiles eagerly" in said
+    assert not second["said"]
+
+
+def one_rank_compiles() -> None:
+    loss = GlobalBatchLoss(pml.SupConLoss(), mode="rows", compile_tiles=dist.get_rank() == 0)
+    with mock.patch.object(tile_compiler, "compiled", as_it_is):
+        loss(torch.randn(4, 3), torch.tensor([0, 0, 1, 1]))
+
+
+def test_an_option_of_one_rank_is_an_error_on_all(pool: RankPool) -> None:
+    first, second = pool.errors(2, one_rank_compiles)
+    assert first.message == second.message
+    assert "compile_tiles" in first.message
