@@ -63,6 +63,13 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Train 2,000 steps on three ranks to which something happens every 200 steps; a few minutes."""
+    install(session, "test", extras="[demo]")
+    session.run("python", "-m", "pytest", "tests/faults/soak.py", *session.posargs)
+
+
+@nox.session
 def oldest(session: nox.Session) -> None:
     """Run the tests with the oldest releases that are promised; torch stays as it is (several GB for each other)."""
     lower = [re.sub(r"\[.*\]", "", d).split(",")[0].replace(">=", "==") for d in PROJECT["project"]["dependencies"]]

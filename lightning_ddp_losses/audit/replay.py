@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import operator
+import os
 import pickle
 import sys
 from collections import Counter
@@ -523,6 +524,29 @@ def _can_pickle(leaf: Any) -> bool:
 
 
 def load_batch(path: Path | str) -> Any:
-    """Read a batch that ``save_batch`` stored."""
+    """Read a batch that ``save_batch`` stored. It may be of any class, so it is a pickle, which can run anything when it is read.
+
+    Raises:
+        InputError: where another user could have written it.
+    """
+    refuse_foreign_file(Path(path))
     with open(path, "rb") as file:
         return pickle.load(file)
+
+
+def refuse_foreign_file(path: Path) -> None:
+    """Refuse a file that is not this user's, in a folder into which this user alone writes.
+
+    Raises:
+        InputError: saying whose it is.
+    """
+    if not hasattr(os, "getuid"):
+        return
+    folder, user = path.absolute().parent.stat(), os.getuid()
+    if path.stat().st_uid != user or folder.st_uid != user or folder.st_mode & 0o022:
+        raise InputError(
+            f"{path}",
+            expected=f"a file of user {user} in a folder that nobody else can write to",
+            got=f"a file of user {path.stat().st_uid}, in a folder of user {folder.st_uid} with mode {folder.st_mode & 0o777:o}",
+            fix="Set TMPDIR to a folder of your own.",
+        )

@@ -5,6 +5,9 @@
 LightningCLI with our defaults, a progress bar for every kind of terminal, and the report at the end. What can be known to be
 wrong before training is found before anything is written.
 
+A config is a program: `class_path` imports the module that it names and calls the class, and so do options of callbacks, loggers and
+data. Run no config that you would not run as a script; `ddp-losses explain security` says what else is trusted.
+
 `ddp-losses audit --config X` takes the config that `fit` takes; exit status 0 equal, 1 different, 2 could not run.
 """
 

@@ -19,6 +19,7 @@ from lightning_ddp_losses.core.faults import FAULTS, UNUSED
 
 _WIDEST = 110  # characters; longer lines are hard to read
 _MOST_MATCHES = 8
+_SECURITY = "security"
 _OVERVIEW = """# The manual
 
 * `ddp-losses explain --all`: the known faults, by how they show
@@ -26,6 +27,7 @@ _OVERVIEW = """# The manual
 * `ddp-losses explain GlobalBatchLoss`: a public name, with its arguments, what it sends and an example
 * `ddp-losses explain migrate`: recipes for those who come from another library, `ddp-losses explain migrate pml` one of them
 * `ddp-losses explain changelog`, `ddp-losses explain citation`
+* `ddp-losses explain security`: what is trusted, and what is not
 
 Any other word is searched for: `ddp-losses explain gather`.
 """
@@ -67,6 +69,8 @@ def find_page(topic: Sequence[str]) -> str | None:
     Args:
         topic: The words of the command line.
     """
+    if [word.lower() for word in topic] == [_SECURITY]:
+        topic = ["migrate", _SECURITY]
     first = topic[0]
     if first.lower() == "migrate" and len(topic) == 1:
         return manual.recipe_list()

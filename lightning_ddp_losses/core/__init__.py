@@ -8,6 +8,7 @@
 * ``module_search``: modules that a module holds without having registered them
 * ``configuration``: a loss's configuration as text, to compare between ranks
 * ``random_state``: random generators, saved, seeded and put back
+* ``safe_payload``: values of other processes as bytes, read without running what is in them
 * ``faults``: the one table of known faults; a new fault is one row there, and the check that finds it
 * ``compat``: every read of a private name of torch, Lightning, torchmetrics and pytorch-metric-learning
 * ``former_paths``: where objects that earlier releases pickled find their classes; who moves or renames one adds a row

@@ -272,6 +272,21 @@ def ddp_logging_data(ddp: nn.parallel.DistributedDataParallel) -> dict[str, Any]
 # ---------------------------------------------------------------------- Lightning 2.6
 
 
+def replace_sigterm_notice(trainer: Any, notice: Callable[[], None]) -> None:
+    """Call ``notice`` in SIGTERM's handler in place of Lightning's note of it, which broadcasts there; other handlers stay."""
+    import signal
+
+    handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
+    for number, handler in enumerate(handlers):
+        if handler == trainer._signal_connector._sigterm_notifier_fn:
+            handlers[number] = lambda signum, frame: notice()
+
+
+def mark_sigterm_(trainer: Any) -> None:
+    """Let Lightning end the run after this batch, as after SIGTERM."""
+    trainer._signal_connector.received_sigterm = True
+
+
 def steps_as_logged(trainer: Any) -> int:
     """Return the number of batches that stepped, which loggers count by; ``global_step`` counts each optimizer."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -1,6 +1,7 @@
 """What the ranks do together, over public ``torch.distributed``: groups, handshakes, collectives, shards, fingerprints (torch only).
 
 * ``process_groups``: ranks and world size of a group, and the process groups of our own
+* ``rendezvous``: how a world starts (``roll_call``: how its ranks agree before they have a group). ``liveness``: which rank is gone
 * ``handshake``: ``all_gather`` of one header and a few bytes per rank before anything else, and errors that all ranks raise together
 * ``header``: the header's form on the wire, and the error for headers that disagree
 * ``raw_collectives``: plain collectives on tensors of known shapes, and rows that pass round a ring

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.graph_capture import capture_error, is_capturing
-from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed import liveness, process_groups
 from lightning_ddp_losses.distributed.header import (
     CALL,
     FAILURE,
@@ -266,6 +266,9 @@ class PendingHandshake:
 
     def _missing_peers(self, error: RuntimeError) -> PeerError:
         operation = self._text.decode(errors="replace").split("\n", 1)[0]
+        who = liveness.explain()
+        if who is not None:
+            return liveness.lost_peer_error(operation, who, error)
         return PeerError(
             f"rank {self._channel.group.rank()} waited in {operation}",
             expected="every rank to come to a loss, metric, layer or backward of this package",

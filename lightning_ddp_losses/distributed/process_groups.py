@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.distributed import rendezvous
+from lightning_ddp_losses.distributed import liveness, rendezvous
 from lightning_ddp_losses.errors import ConfigurationError
 
 Group: TypeAlias = "dist.ProcessGroup | None"
@@ -324,6 +324,7 @@ def close(*, world: bool = False) -> None:
     _forget()
     _world = None
     if world and is_distributed():
+        liveness.stop()
         dist.destroy_process_group()
 
 

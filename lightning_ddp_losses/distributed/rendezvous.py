@@ -13,6 +13,7 @@ agent: each attempt then has a store of its own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.distributed.roll_call import Report, hold_roll_call
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, PeerError
 
@@ -66,16 +68,19 @@ def start_world(
     store = _open_store(address, port, rank, timeout)
     report = {"problem": gloo_problem(), "device": nccl_device(backend, device)}
     token = hold_roll_call(store, rank, world_size, timeout=timeout, report=report, judge=_judge_reports)
+    own_store = PrefixStore(token, store)
+    world = liveness.start(own_store, rank, world_size)
     with interface_errors():
         dist.init_process_group(
             backend,
-            store=PrefixStore(token, store),
+            store=own_store,
             rank=rank,
             world_size=world_size,
             timeout=timeout,
             device_id=device,
         )
     _started = dist.group.WORLD
+    world.start()
 
 
 def is_started(world: dist.ProcessGroup | None) -> bool:
@@ -87,6 +92,7 @@ def _open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store
     """Return the store of the world; rank 0 holds it where no agent does."""
     holds = rank == 0 and not _agent_holds_store()
     try:
+        listener = _listener(address, port) if holds else None
         return TCPStore(
             address,
             port,
@@ -94,9 +100,10 @@ def _open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store
             timeout=timeout,
             wait_for_workers=False,  # the roll call says who is missing
             multi_tenant=True,
+            master_listen_fd=listener,
             use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as torch's own rendezvous
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         if holds:
             raise ConfigurationError(
@@ -111,6 +118,29 @@ def _open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store
             got=reason,
             fix="MASTER_ADDR and MASTER_PORT must name the host of rank 0, and be reachable from every node; look at the output of rank 0.",
         ) from error
+
+
+def _listener(address: str, port: int) -> int | None:
+    """Return a socket that listens at this address alone, which torch's own store does not: it listens on every interface.
+
+    None, for torch's own way, where the address is none of this host's (one that a router or a cluster's service translates).
+
+    Raises:
+        OSError: for a port in use.
+    """
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":  # a port that a former run has just left
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise
+    return listener.detach()  # the store closes it
 
 
 def _agent_holds_store() -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
-from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.core import compat, precision, safe_payload
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import ConfigurationError, InputError
@@ -79,12 +79,15 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
         _refuse_rank(dst)
         loaders = current_loaders(trainer)
         local_rows = [_local_rows(*each) for each in zip(loaders, _by_loader(predictions, loaders), strict=True)]
-        payload = pickle.dumps(_offers(local_rows))
+        payload = safe_payload.pack([tuple(offer) for offer in _offers(local_rows)])
     except Exception as error:  # a rank must not leave its peers alone
         handshake.raise_on_all_ranks(error, _TITLE)
     # what all ranks have, so that one without rows knows their form
     payloads = handshake.all_gather(_TITLE, {"dst": dst, "loaders": len(loaders)}, payload, of_user=True)
-    offers = [pickle.loads(payload) for payload in payloads]
+    try:
+        offers = [[_RowsOffer(*offer) for offer in safe_payload.unpack(payload)] for payload in payloads]
+    except pickle.UnpicklingError as error:
+        handshake.raise_on_all_ranks(_unknown_class_error(error), _TITLE)
     # rows of all ranks
     joined = []
     for number, rows in enumerate(local_rows):
@@ -129,6 +132,15 @@ class _RowsOffer(NamedTuple):
     form: str
     device: str
     nest: Any
+
+
+def _unknown_class_error(error: Exception) -> InputError:
+    """Return the error for predictions of a class that may not be made from what another rank sends."""
+    return InputError(
+        "predictions",
+        expected="tensors in dicts, lists, tuples, named tuples and dataclasses, of modules that every rank has imported",
+        got=str(error).partition("WeightsUnpickler error: ")[2].splitlines()[0],
+    )
 
 
 # ---------------------------------------------------------------------- this rank's rows

@@ -15,6 +15,7 @@
 * ``windows``: accumulation windows as Lightning's loops go.
 * ``sharded_ddp``: weights of which each rank holds its own classes, their norms and overflows (``sharded_parameters``) and checkpoints
   (``shard_files``; ``shard_folder`` for a file per rank, ``shard_records`` for what loading compares).
+* ``checkpoint_files``: files that are whole or not there, and the same error on every rank. ``termination``: SIGTERM, on one rank or all.
 * ``advice``: warnings, each once. ``fabric``: what Fabric is told that asks for our names.
 
 What it gets right, beside plain ``ddp``:

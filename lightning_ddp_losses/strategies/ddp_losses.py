@@ -29,7 +29,6 @@ from lightning_ddp_losses.strategies import checkpoint_files, ddp_setup, same_se
 from lightning_ddp_losses.strategies.launcher import WholeStateLauncher
 from lightning_ddp_losses.strategies.loss_hooks import LossHooks
 from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
-from lightning_ddp_losses.strategies.random_states import saves_together
 
 
 class DDPLossStrategy(LossHooks, DDPStrategy):
@@ -83,7 +82,8 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     Communication: per synchronising backward, beside the model's DDP: one handshake (``check_calls``), one all-reduce for
         all small gradients of losses together, one for each gradient over 1 MiB. None in a step of validation, test, predict; one handshake
         when an evaluation loader is set up, and one after the last batch of an evaluation. For ``uneven``: one handshake at the start of
-        a training epoch; one per fetch where a training loader has no length.
+        a training epoch; one per fetch where a training loader has no length. One handshake more for each checkpoint that is
+        saved, two for one that is loaded.
 
     Raises:
         ConfigurationError: options or names that cannot work.
@@ -91,7 +91,10 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         LossCallError: on every rank, for a loss that ran on some ranks only.
         InputError: on every rank, for inputs that a loss on any rank cannot take, for numbers of training batches that differ
             (``uneven``) or are not those that ``len()`` of a loader says, and for a checkpoint saved in an epoch of another
-            ``GlobalBatchSampler`` (its seed, length or global batch too).
+            ``GlobalBatchSampler`` (its seed, length or global batch too), one that is damaged or cut off, and one of other sizes or of
+            another loss.
+        DDPLossError: on every rank, for a checkpoint that one rank could not write; former ones stay as they were.
+        PeerError: on every rank that is left, naming a rank that failed, was killed, or stands still.
         RankMismatchError: on every rank, before anything is reduced, for a global loss or metric that ranks weigh differently (on an
             accelerator: at the next call).
 
@@ -319,7 +322,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         if losses.is_plain:
             write(checkpoint, filepath, storage_options)
             return
-        together = saves_together(losses.module.trainer, filepath)
+        together = losses.comes_together(filepath)
         with checkpoint_files.saved_on_all_ranks(filepath, is_collective=together):
             checkpoint = losses.with_run_states(checkpoint, filepath)
             losses.sharding.save(

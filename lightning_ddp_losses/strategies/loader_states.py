@@ -32,7 +32,7 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.samplers.global_batch import draw_of
-from lightning_ddp_losses.strategies.random_states import iterator_follows, saves_together
+from lightning_ddp_losses.strategies.random_states import iterator_follows
 from lightning_ddp_losses.strategies.sampler_places import TrainedBatches, rewound, trained_batches
 
 LOADER_STATES = "training_loader_states"
@@ -76,11 +76,16 @@ class LoaderStates:
 
     # ------------------------------------------------------------------ into the checkpoint
 
-    def with_states(self, trainer: pl.Trainer, checkpoint: dict[str, Any], path: object) -> dict[str, Any]:
+    def with_states(self, trainer: pl.Trainer, checkpoint: dict[str, Any], *, together: bool) -> dict[str, Any]:
         """Return a checkpoint that holds the states of all ranks; the same where no training loader has one.
 
-        Communication: one handshake, as long as the states; none for what is saved after an error or in a signal, where ranks may be
-        anywhere. Such a checkpoint says that it holds none.
+        Args:
+            trainer: The trainer.
+            checkpoint: As Lightning collected it.
+            together: Every rank comes here; not after an error or in a signal, where ranks may be anywhere. The checkpoint says then
+                that it holds none.
+
+        Communication: one handshake, as long as the states, where ``together``.
         """
         combined = compat.combined_loader(trainer.fit_loop)
         is_fit = "loops" in checkpoint and trainer.state.fn == TrainerFn.FITTING
@@ -88,7 +93,7 @@ class LoaderStates:
             return checkpoint
         trained, ranks = trained_batches(trainer), []
         at_end = iterator_follows(trainer)
-        if saves_together(trainer, path):
+        if together:
             own = combined.note_now() if at_end else combined.note_at(trained.batches)
             facts = {"loaders": [type(holder).__name__ for holder in combined.holders()]}
             payloads = handshake.all_gather(

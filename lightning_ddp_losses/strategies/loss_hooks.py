@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
+from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.distributed.accumulation import AccumulationWindow
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
@@ -156,10 +157,11 @@ class LossHooks(ParallelStrategy):
         """
         plugin, module = self.precision_plugin, self._losses.module
         closure_loss = self._losses.before_backward(closure_loss)
-        self.pre_backward(closure_loss)
-        closure_loss = plugin.pre_backward(closure_loss, module)
-        plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        self.reduce_loss_gradients()
+        with liveness.naming_lost_peers("backward"):
+            self.pre_backward(closure_loss)
+            closure_loss = plugin.pre_backward(closure_loss, module)
+            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            self.reduce_loss_gradients()
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

@@ -7,6 +7,7 @@ several of them: the order of the set-up, one reduction after backward, errors o
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.compat import attached_trainer, combined_loader, injects_distributed_sampler
 from lightning_ddp_losses.core.precision import PrecisionKeeper
-from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies import ddp_setup, same_setup
 from lightning_ddp_losses.strategies.adoption import Adoption
@@ -35,12 +36,15 @@ from lightning_ddp_losses.strategies.loader_states import LoaderStates, state_ho
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss, loss_kinds
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
-from lightning_ddp_losses.strategies.random_states import RandomStates
+from lightning_ddp_losses.strategies.random_states import RandomStates, is_requeued
 from lightning_ddp_losses.strategies.sampler_places import SamplerPlaces
 from lightning_ddp_losses.strategies.sharded_ddp import ShardedDDP
+from lightning_ddp_losses.strategies.termination import Termination
 from lightning_ddp_losses.strategies.undivided_data import UndividedData
 from lightning_ddp_losses.strategies.uneven_ends import UnevenEnds, refuse_uneven
 from lightning_ddp_losses.strategies.windows import LightningWindows, corrected_parameters
+
+_log = logging.getLogger(__name__)
 
 
 class HostStrategy(Protocol):
@@ -152,6 +156,8 @@ class LossParallelism:
         self._loader_states = LoaderStates()
         self._evaluation_ends = EvaluationEnds()
         self._training_data = UndividedData("training")
+        self._termination = Termination()
+        self._is_exception_told = False
 
     @property
     def is_plain(self) -> bool:
@@ -180,6 +186,7 @@ class LossParallelism:
         module = self.module
         self.evaluation.setup(trainer)
         self._evaluation_ends.install(trainer)
+        liveness.new_run()
         with self.raise_on_all_ranks("setup"):
             refuse(module)
             # 1. the losses, sharded before their values are remembered
@@ -302,6 +309,9 @@ class LossParallelism:
             self._places.start(self.module.trainer, keeps_state=state_holder)
             self._loader_states.start(self.module.trainer)
             self._random_states.restore(self.module.trainer, self._strategy.root_device)
+        # Lightning has its handlers in place by now
+        if self.call_check is not None and process_groups.world_size() > 1:
+            self._termination.install(self.module.trainer, self.call_check)
 
     def on_batch(self, batch: Any, batch_idx: int) -> None:
         """Forget what was resumed from: a batch is there. Read the first ones of an epoch."""
@@ -403,8 +413,19 @@ class LossParallelism:
         trainer = self.module.trainer
         checkpoint = {**checkpoint, LOSS_KINDS: self.kinds()}
         checkpoint = self._places.with_places(trainer, checkpoint)
-        checkpoint = self._loader_states.with_states(trainer, checkpoint, path)
-        return self._random_states.with_states(trainer, checkpoint, path, self._strategy.root_device)
+        together = self.comes_together(path)
+        checkpoint = self._loader_states.with_states(trainer, checkpoint, together=together)
+        return self._random_states.with_states(trainer, checkpoint, self._strategy.root_device, together=together)
+
+    @property
+    def saves_together(self) -> bool:
+        """Whether every rank that saves now is at the same place: not after an error, when each of them may be anywhere."""
+        trainer = attached_trainer(self.module)
+        return trainer is None or not trainer.interrupted or self._termination.is_together
+
+    def comes_together(self, path: Any) -> bool:
+        """Say whether every rank comes to save this file; not in SLURM's signal either."""
+        return self.saves_together and not is_requeued(path)
 
     def kinds(self) -> list[str]:
         """Return of which class each loss is; before set-up and after teardown too."""
@@ -422,6 +443,7 @@ class LossParallelism:
 
     def on_train_end(self) -> None:
         """Look at what the last step left on an accelerator. Communication: there one handshake."""
+        liveness.end_run()
         if self.is_plain or inputs.on_host(torch.empty(0, device=self._strategy.root_device)):
             return
         with self.raise_on_all_ranks("the end of training"):
@@ -430,6 +452,15 @@ class LossParallelism:
 
     def on_exception(self, exception: BaseException) -> None:
         """End the peers too, where one rank fails between two steps (a callback, an optimizer, Lightning itself)."""
+        if self._is_exception_told:
+            return
+        self._is_exception_told = True
+        who = liveness.explain() if liveness.is_lost_connection(exception) else None
+        if who is not None:
+            _log.error("%s", liveness.lost_peer_error("its program", who, exception))
+        liveness.report(exception)
+        if who is not None:
+            return
         module = self._strategy.lightning_module
         trainer = attached_trainer(module) if module is not None else None
         if trainer is None or not isinstance(exception, Exception) or getattr(exception, "collective", False):
@@ -443,6 +474,7 @@ class LossParallelism:
 
     def teardown(self) -> None:
         """Give the module back as it came."""
+        liveness.end_run()
         for patch in (*self._loss_patches, *self._unregistered_patches):
             patch.remove()
         if self.call_check is not None:
@@ -467,7 +499,8 @@ class LossParallelism:
     def raise_on_all_ranks(self, where: str) -> Iterator[None]:
         """Raise on every rank what fails on one inside the block."""
         try:
-            yield
+            with liveness.naming_lost_peers(where):
+                yield
         except Exception as error:
             meet_in_backward = self.check_calls or (self._ends is not None and self._ends.lacks_rows)
             if where == "training_step" and not meet_in_backward:

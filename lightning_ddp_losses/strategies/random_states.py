@@ -43,9 +43,9 @@ RANDOM_STATES = "random_states"
 _REQUEUED = "hpc_ckpt_"  # how Lightning names what it saves in SLURM's signal
 
 
-def saves_together(trainer: pl.Trainer, path: object) -> bool:
-    """Say whether every rank comes to save at the same place: not after an error, nor in a signal, where ranks may be anywhere."""
-    return not trainer.interrupted and not PurePath(str(path)).name.startswith(_REQUEUED)
+def is_requeued(path: object) -> bool:
+    """Say whether Lightning saves this in SLURM's signal, where ranks may be anywhere."""
+    return PurePath(str(path)).name.startswith(_REQUEUED)
 
 
 class RandomStates:
@@ -56,17 +56,23 @@ class RandomStates:
         self._seed: int | None = None  # the run's, of the run that was resumed
 
     def with_states(
-        self, trainer: pl.Trainer, checkpoint: dict[str, Any], path: object, device: torch.device
+        self, trainer: pl.Trainer, checkpoint: dict[str, Any], device: torch.device, *, together: bool
     ) -> dict[str, Any]:
         """Return a checkpoint that holds the random states of all ranks; the same where only weights are saved, or outside of a fit.
 
-        Communication: one handshake; none for what is saved after an error or in a signal, where ranks may be anywhere. Such a
-        checkpoint holds the run's seed alone.
+        Args:
+            trainer: The trainer.
+            checkpoint: As Lightning collected it.
+            device: This rank's.
+            together: Every rank comes here; not after an error or in a signal, where ranks may be anywhere. The checkpoint holds the run's
+                seed alone then.
+
+        Communication: one handshake where ``together``.
         """
         if "optimizer_states" not in checkpoint or trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
         seed = torch.initial_seed() >> 1 if self._seed is None else self._seed
-        states = gathered_states(device) if saves_together(trainer, path) else {}
+        states = gathered_states(device) if together else {}
         saved = {
             "world_size": process_groups.world_size(),
             "seed": seed,

@@ -489,6 +489,9 @@ class _Stream:
     def _share_structure(self, batch: Any) -> Any:
         """Give a rank that never had a batch the structure of the peers'; every rank comes here, with its batch or None.
 
+        (A batch may be of any class, so a pickle travels here, between the ranks of one run; whoever can write into their connections could
+        run anything in them, as through torch's own collectives of objects.)
+
         Communication: one handshake, with a batch of 0 rows.
         """
         self._is_shared = True

@@ -1,0 +1,122 @@
+"""Which rank is gone: as its process, its own word or its silence say it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from lightning_ddp_losses import PeerError
+from lightning_ddp_losses.distributed import liveness
+from lightning_ddp_losses.distributed.liveness import ProcessInfo, World
+
+LOST = RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+
+
+@pytest.fixture
+def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[World]]:
+    """Three ranks in this process, and as rank 0 this process itself; listening threads are off."""
+    monkeypatch.setattr(World, "_listen", lambda *args: None)
+    monkeypatch.setattr(liveness, "SILENCE_SECONDS", 0.3)
+    store = HashStore()
+    made = [World(store, rank, 3) for rank in range(3)]
+    for world in made:
+        world.start()
+    monkeypatch.setattr(liveness, "_world", made[0])
+    yield made
+    for world in made:
+        world.stop()
+
+
+def test_a_process_that_is_no_more(worlds: list[World]) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    own = ProcessInfo.own()
+    other = own._replace(pid=process.pid, started=liveness._state_of(process.pid)[1])
+    assert not other.has_ended()
+    assert own._replace(started="another one's").has_ended()  # the number is somebody else's now
+    process.kill()
+    process.communicate()
+    assert other.has_ended()
+    worlds[0]._processes[2] = other
+    assert worlds[0].explain().startswith(f"rank 2 (process {process.pid} on {own.host}) has ended")
+    # who is on another machine hears of it
+    worlds[1]._processes = [info._replace(machine=str(rank)) for rank, info in enumerate(worlds[1]._processes)]
+    assert worlds[1].explain().startswith("rank 2 ")
+
+
+def test_a_rank_that_could_say_why(worlds: list[World]) -> None:
+    worlds[1].report("ValueError: of rank 1", is_own=True)
+    worlds[2].report("PeerError: rank 2 lost rank 1", is_own=False)
+    assert worlds[0].explain().endswith("has failed:\nValueError: of rank 1")
+
+
+def test_a_rank_that_says_nothing(worlds: list[World]) -> None:
+    worlds[1].report("PeerError: waited", is_own=False)
+    assert worlds[0].explain() == (
+        f"rank 2 (process {os.getpid()} on {ProcessInfo.own().host}) has said nothing for 0.3 s: standing still, or out of reach"
+    )
+
+
+def test_the_next_run_has_failures_of_its_own(worlds: list[World]) -> None:
+    worlds[1].report("ValueError: of the first run", is_own=True)
+    for world in worlds:
+        world.stop()
+        world.new_run()
+    worlds[1].report("ValueError: of the second run", is_own=True)
+    assert "of the second run" in worlds[0].explain()
+
+
+def test_torchs_flight_recorder_is_named_where_it_has_written(
+    worlds: list[World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_"))
+    assert "Flight Recorder" not in str(liveness.lost_peer_error("backward", "rank 1", LOST))
+    (tmp_path / "trace_0").touch()
+    text = str(liveness.lost_peer_error("backward", "rank 1", LOST))
+    assert f"Flight Recorder says what was under way: {tmp_path / 'trace_0'}" in text
+    os.utime(tmp_path / "trace_0", (0, 0))  # of a former run
+    assert "Flight Recorder" not in str(liveness.lost_peer_error("backward", "rank 1", LOST))
+
+
+def test_a_lost_connection_becomes_an_error_with_a_name_and_others_stay(worlds: list[World]) -> None:
+    worlds[1].report("ValueError: of rank 1", is_own=True)
+    with (
+        pytest.raises(PeerError, match="rank 0 waited for its peers in backward"),
+        liveness.naming_lost_peers("backward"),
+    ):
+        raise LOST
+    with pytest.raises(RuntimeError, match="sizes differ"), liveness.naming_lost_peers("backward"):
+        raise RuntimeError("sizes differ")
+
+
+def test_a_rank_that_stands_still_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_LISTEN_SECONDS", 0.01)
+    monkeypatch.setattr(liveness, "GRACE_SECONDS", 0.05)
+    said: list[str] = []
+    over = threading.Event()
+
+    def end(world: World, reason: str) -> None:
+        said.append(reason)
+        world.stop()
+        over.set()
+
+    monkeypatch.setattr(World, "_end_process", end)
+    store = HashStore()
+    stands, fails = World(store, 0, 2), World(store, 1, 2)
+    stands.start()
+    fails.start()
+    fails.report("ValueError: of rank 1", is_own=True)
+    fails.stop()
+    assert over.wait(20)
+    assert said == ["0.05 s after rank 1 has ended with: ValueError: of rank 1"]
+
+
+def test_what_a_rank_writes_down_is_plain(worlds: list[World]) -> None:
+    assert ProcessInfo(*json.loads(json.dumps(ProcessInfo.own()))) == ProcessInfo.own()

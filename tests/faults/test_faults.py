@@ -1,0 +1,112 @@
+"""What befalls a rank: every rank ends, the output names it, nothing is left running, and a relaunch ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.faults.ranks import Ended, processes_of, run_ranks
+from tests.faults.training import Strike, fit
+
+LIMIT = 90.0  # generous; what matters is that all ends by itself
+
+
+def states(folder: Path, world_size: int) -> list[dict[str, Tensor]]:
+    """What the ranks had in the end."""
+    return [torch.load(folder / f"state-{rank}", weights_only=True) for rank in range(world_size)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Tensor]]]:
+    """The states of two and of three ranks that nothing befell."""
+    found = {}
+    for world_size in (2, 3):
+        folder = tmp_path_factory.mktemp(f"undisturbed-{world_size}")
+        ended = run_ranks(world_size, fit, Strike(), folder, folder=folder, seconds=LIMIT)
+        assert ended.codes == [0] * world_size, ended
+        found[world_size] = states(folder, world_size)
+    return found
+
+
+def assert_same_end(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
+    """Bit for bit on two ranks; on three, where DDP adds in another order before its buckets are rebuilt, to 1e-13."""
+    for own, other in zip(found, expected, strict=True):
+        assert own.keys() == other.keys()
+        for name, value in own.items():
+            if len(found) == 2 or not value.is_floating_point():
+                assert torch.equal(value, other[name]), name
+            else:
+                torch.testing.assert_close(value, other[name], rtol=1e-13, atol=1e-13, msg=name)
+
+
+KILLED = r"rank {rank} \(process \d+ on \S+\) has ended"
+# who is struck, and what the others' output says of it
+FAULTS: dict[str, tuple[Strike, str]] = {
+    "killed in forward": (Strike("killed in forward"), KILLED),
+    "killed in backward": (Strike("killed in backward"), KILLED),
+    "killed in a ring": (Strike("killed in a ring"), KILLED),
+    "rank 0 killed while saving": (Strike("killed while saving", rank=0), KILLED),
+    "rank 0 killed in forward": (Strike("killed in forward", rank=0), KILLED),
+    "raises": (Strike("raises"), r"ZeroDivisionError: the user's own\n\(rank {rank} of"),
+    "raises in a callback": (Strike("raises in a callback"), r"rank {rank} .*\n?.*ZeroDivisionError: of a callback"),
+    "stalls": (Strike("stalls"), r"rank {rank} \(process \d+ on \S+\) has said nothing"),
+}
+
+
+def relaunch(folder: Path, strike: Strike, world_size: int) -> Ended:
+    return run_ranks(world_size, fit, strike, folder, folder=folder, seconds=LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("fault", "world_size"),
+    [*((fault, 2) for fault in FAULTS), ("killed in backward", 3), ("killed in a ring", 3), ("stalls", 3)],
+)
+def test_every_rank_ends_and_a_relaunch_goes_on(
+    tmp_path: Path, undisturbed: dict[int, list[dict[str, Tensor]]], fault: str, world_size: int
+) -> None:
+    strike, words = FAULTS[fault]
+    ended = relaunch(tmp_path, strike, world_size)
+    assert None not in ended.codes, ended
+    assert 0 not in ended.codes, ended
+    assert processes_of(tmp_path) == []
+    for rank in set(range(world_size)) - {strike.rank}:
+        assert re.search(words.format(rank=strike.rank), ended.outputs[rank]), ended
+    # the last checkpoint is whole; what the killed rank was writing goes with the next save
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] >= strike.step - 1
+    again = relaunch(tmp_path, strike, world_size)
+    assert again.codes == [0] * world_size, again
+    assert list(tmp_path.glob(".partial-*")) == []
+    assert_same_end(states(tmp_path, world_size), undisturbed[world_size])
+
+
+@pytest.mark.parametrize("rank", [0, 1, -1])
+def test_sigterm_ends_all_ranks_after_the_same_step(
+    tmp_path: Path, undisturbed: dict[int, list[dict[str, Tensor]]], rank: int
+) -> None:
+    strike = Strike("SIGTERM", rank)
+    ended = relaunch(tmp_path, strike, 2)
+    assert None not in ended.codes, ended
+    assert processes_of(tmp_path) == []
+    told = "0, 1" if rank == -1 else rank
+    assert f"SIGTERM reached rank {told}: all 2 ranks end after this step" in ended.outputs[0], ended
+    assert not any("PeerError" in output for output in ended.outputs), ended
+    # the step in which it came is in the checkpoint of the run's end
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == strike.step + 1
+    again = relaunch(tmp_path, strike, 2)
+    assert again.codes == [0, 0], again
+    assert_same_end(states(tmp_path, 2), undisturbed[2])
+
+
+def test_a_corrupt_checkpoint_is_named_by_all_ranks_and_ends_the_run(tmp_path: Path) -> None:
+    strike = Strike("killed in forward")
+    relaunch(tmp_path, strike, 2)
+    last = tmp_path / "last.ckpt"
+    last.write_bytes(last.read_bytes()[:-500])
+    ended = relaunch(tmp_path, strike, 2)
+    assert ended.codes == [1, 1], ended
+    for output in ended.outputs:
+        assert f"InputError: checkpoint {last}" in output, ended
