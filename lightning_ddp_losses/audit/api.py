@@ -318,7 +318,8 @@ class _Auditor:
     def _record_pair(self, off: frozenset[str]) -> tuple[Recording, Recording]:
         """Record ranks and one process without ``off``, on the same batches."""
         if not off:
-            (ranks,) = self.record(Run("ranks", self.devices, steps=self.steps))
+            validates = self.target.options.get("limit_val_batches") != 0
+            (ranks,) = self.record(Run("ranks", self.devices, steps=self.steps, validates=validates))
             runs = [self._replay("one", "joined")]
             if self.tolerance is None:
                 runs += [self._replay(name, "joined", perturb=seed) for seed, name in _perturbed_names().items()]

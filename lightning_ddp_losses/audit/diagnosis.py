@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
-from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, plural
+from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, plural
 from lightning_ddp_losses.audit.rules import DATA_RULES, STAGES, local_statistics, unknown
 
 MakeContext = Callable[[frozenset[str]], AuditContext]
@@ -116,7 +116,13 @@ def notes(context: AuditContext, make: MakeContext, *, needs_group: bool) -> lis
         make: The same audit with something switched off.
         needs_group: The module calls torch.distributed itself.
     """
-    rules = (_without_optimizer, partial(_accumulated_rows, make=make), _changed_dtype, _overflow)
+    rules = (
+        _without_optimizer,
+        partial(_accumulated_rows, make=make),
+        _changed_dtype,
+        _overflow,
+        _repeated_in_validation,
+    )
     found = [note for rule in rules if (note := rule(context)) is not None]
     if needs_group:
         found.append(
@@ -164,6 +170,21 @@ def _without_optimizer(context: AuditContext) -> Diagnosis | None:
         "Add it in configure_optimizers (the loss's parameters in a group of their own if they need their "
         "own learning rate), or freeze it.",
         "optimizers compared with the module's parameters",
+    )
+
+
+def _repeated_in_validation(context: AuditContext) -> Diagnosis | None:
+    repeated = context.user_run.records[0].module_info.repeated_rows
+    if not any(repeated):
+        return None
+    counts = comma_list(f"loader {index}: {rows}" for index, rows in enumerate(repeated) if rows)
+    return _note(
+        "F54",
+        "validation counts rows twice",
+        f"So that all ranks have as many, some rows are handed out twice ({counts}); every metric of the epoch counts them twice.",
+        'Use DDPLossStrategy(evaluation="exact"), which gives each row to one rank; around a batch sampler or a DistributedSampler of your '
+        "own, GlobalBatchSampler.batches(sampler).",
+        "the validation loaders' samplers",
     )
 
 

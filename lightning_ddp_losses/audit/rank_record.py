@@ -109,6 +109,7 @@ class ModuleInfo:
         precision: Lightning's name of the precision.
         sync_batchnorm: Whether the trainer was asked to synchronise batch norm.
         optimizers: Class names.
+        repeated_rows: Rows that each validation loader hands out twice, all ranks together.
         reshuffled: How Lightning shuffled a sampler that meant its order, and what to do; empty where it did not.
     """
 
@@ -125,6 +126,7 @@ class ModuleInfo:
     precision: str = ""
     sync_batchnorm: bool = False
     optimizers: list[str] = field(default_factory=list)
+    repeated_rows: list[int] = field(default_factory=list)
     reshuffled: str = ""
 
 

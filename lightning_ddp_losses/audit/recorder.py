@@ -10,6 +10,7 @@ runs before the module's own, so a callback's hook alone would see gradients tha
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelSummary, ProgressBar, Timer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from lightning_ddp_losses.audit import ablations
 from lightning_ddp_losses.audit.rank_record import (
@@ -39,9 +41,11 @@ from lightning_ddp_losses.core import compat, precision
 from lightning_ddp_losses.core.autograd_graph import accumulation_node
 from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.module_search import find_hidden
+from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, preserve_random_state
 from lightning_ddp_losses.distributed.fingerprint import fingerprints
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.losses.pml_registry import compares_rows, gathers_by_itself
+from lightning_ddp_losses.samplers.evaluation import repeated_rows
 from lightning_ddp_losses.strategies.ddp_setup import describe_reshuffle
 from lightning_ddp_losses.strategies.loss_discovery import find_losses
 
@@ -120,7 +124,8 @@ class Recorder(Callback):
         for scheduler in trainer.lr_scheduler_configs:
             scheduler.strict = False  # what it monitors may come from a validation
         self.writer.write(0, "initial", [*pl_module.named_parameters(), *pl_module.named_buffers()])
-        self.record.module_info = describe_module(trainer, pl_module)
+        repeated = repeated_validation_rows(trainer) if self.run.validates else []
+        self.record.module_info = dataclasses.replace(describe_module(trainer, pl_module), repeated_rows=repeated)
         if self.run.seed is not None:
             seed_everything(self.run.seed, verbose=False)
 
@@ -497,6 +502,13 @@ def _local_pair_losses(module: LightningModule) -> list[str]:
         elif compares_rows(child):
             found.append(name)
     return found
+
+
+def repeated_validation_rows(trainer: Trainer) -> list[int]:
+    """Return how many rows each validation loader would hand out twice; random numbers are left as they are."""
+    with preserve_random_state(global_generators(devices_in_use())):
+        loaders = compat.set_up_validation_(trainer)
+    return [repeated_rows(loader) for loader in loaders if isinstance(loader, DataLoader)]
 
 
 def describe_module(trainer: Trainer, module: LightningModule) -> ModuleInfo:

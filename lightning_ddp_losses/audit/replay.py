@@ -129,6 +129,7 @@ class Run:
         seed: Random numbers from this seed; None: from the state that the process was forked with.
         trace: Also follow activations and their gradients at this step; 0: at none.
         group: Give the one process a group of its own, for a module that asks for one.
+        validates: Whether the user's fit has validations; the audit makes none, but looks at what they would read.
     """
 
     name: str
@@ -142,6 +143,7 @@ class Run:
     seed: int | None = None
     trace: int = 0
     group: bool = False
+    validates: bool = False
 
     @property
     def processes(self) -> int:

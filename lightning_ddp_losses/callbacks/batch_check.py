@@ -32,6 +32,7 @@ from lightning_ddp_losses.callbacks.loss_observations import (
 from lightning_ddp_losses.callbacks.resumed_rows import ResumedRows
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
+from lightning_ddp_losses.samplers.evaluation import repeated_rows
 from lightning_ddp_losses.strategies import undivided_data, uneven_ends
 from lightning_ddp_losses.strategies.undivided_data import SameRows
 from lightning_ddp_losses.strategies.uneven_ends import batches_until_max_steps
@@ -406,7 +407,7 @@ def _find_local_losses(local: LocalFindings, trainer: pl.Trainer, module: pl.Lig
 def _find_repeated_rows(local: LocalFindings, trainer: pl.Trainer) -> None:
     """Find held-out rows that padding hands out twice."""
     for index, loader in enumerate(batch_reader.data_loaders(trainer, validation=True)):
-        rows = batch_reader.repeated_rows(loader)
+        rows = repeated_rows(loader)
         if rows:
             local.add(
                 "F54",

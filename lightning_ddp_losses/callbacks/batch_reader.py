@@ -21,8 +21,6 @@ from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed.fingerprint import combine, hash_text
 from lightning_ddp_losses.distributed.row_hashes import MAX_ROWS, batch_leaves, row_hashes
-from lightning_ddp_losses.samplers.evaluation import EvaluationSampler
-from lightning_ddp_losses.samplers.global_batch import GlobalBatchSampler
 
 SKETCH = 64  # smallest hashes of an epoch's rows
 BUCKETS = 16  # of labels
@@ -269,24 +267,6 @@ def drawn_order(loader: DataLoader[Any]) -> int:
     if type(sampler) is DistributedSampler and sampler.shuffle:
         return hash_text(f"{sampler.seed} {sampler.epoch}", 62)
     return 0
-
-
-def repeated_rows(loader: DataLoader[Any]) -> int:
-    """Return the rows that a padding sampler hands out twice, all ranks together."""
-    # a batch sampler of the user's is built around Lightning's sampler
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
-        return 0
-    if isinstance(sampler, (EvaluationSampler, GlobalBatchSampler)):  # ranks may have different numbers of rows
-        return 0
-    handed_out = len(sampler) * sampler.num_replicas
-    if not handed_out:
-        return 0
-    try:
-        rows = len(sampler.dataset)  # type: ignore[arg-type]
-    except TypeError:
-        return 0
-    return max(0, handed_out - rows)
 
 
 def shuffling_samplers(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -392,6 +392,20 @@ def validation_loaders(trainer: Any) -> Any:
     return None if combined is None else combined.iterables
 
 
+def set_up_validation_(trainer: Any) -> list[Any]:
+    """Let a fit set its validation loaders up as for a validation, also where it will make none, and return them."""
+    loop, limit = trainer.fit_loop.epoch_loop.val_loop, trainer.limit_val_batches
+    if not loop._data_source.is_defined():
+        return []
+    trainer.limit_val_batches, trainer.validating = 1.0, True
+    try:
+        loop.setup_data()
+    finally:
+        trainer.limit_val_batches, trainer.training = limit, True
+    combined = loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
 def wrapped_sampler(dataset: Any) -> Any:
     """Return the user's sampler inside the data set that Lightning makes of one."""
     return getattr(dataset, "_sampler", None)

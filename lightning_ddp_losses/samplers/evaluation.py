@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from lightning_ddp_losses.core.random_state import NUMPY_SEEDS, global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.samplers.global_batch import GlobalBatchSampler
 from lightning_ddp_losses.samplers.seeded_draw import draw_digest, generators_of, preserve_shuffled, share
 
 
@@ -173,3 +174,21 @@ class EvaluationBatches(BatchSampler):
 
     def __len__(self) -> int:
         return self.sampler.counts[self.sampler.rank]
+
+
+def repeated_rows(loader: DataLoader[Any]) -> int:
+    """Return the rows that a padding sampler hands out twice, all ranks together."""
+    # a batch sampler of the user's is built around Lightning's sampler
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return 0
+    if isinstance(sampler, (EvaluationSampler, GlobalBatchSampler)):  # ranks may have different numbers of rows
+        return 0
+    handed_out = len(sampler) * sampler.num_replicas
+    if not handed_out:
+        return 0
+    try:
+        rows = len(sampler.dataset)  # type: ignore[arg-type]
+    except TypeError:
+        return 0
+    return max(0, handed_out - rows)

@@ -392,3 +392,25 @@ def test_a_script_s_main_with_threads_and_without_a_guard(tmp_path: Path) -> Non
     done = run_python("-c", SCRIPT, folder=tmp_path, OMP_NUM_THREADS=None)
     assert "Equal: 2 ranks under ddp" in done.stdout, done.stdout + done.stderr
     assert [path for path in tmp_path.iterdir() if not path.name.startswith(".coverage")] == []
+
+
+class Validating(Module):
+    """Has 9 rows to validate on, and draws when their loader is made."""
+
+    def val_dataloader(self) -> Any:
+        torch.rand(3)
+        return DataLoader(rows(9), batch_size=4)
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        raise AssertionError("an audit validates nothing")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+def test_rows_that_validation_counts_twice_are_a_note(strategy: str) -> None:
+    report = audit(Validating(), even(), devices=2, steps=1, strategy=strategy)
+    found = [note for note in report.notes if note.fault == "F54"]
+    assert report.equal
+    assert len(found) == (strategy == "ddp")
+    assert all("loader 0: 1" in note.evidence and "evaluation=" in note.fix for note in found)
+    unasked = audit(Validating(), even(), devices=2, steps=1, trainer_kwargs={"limit_val_batches": 0}, strategy="ddp")
+    assert "F54" not in [note.fault for note in unasked.notes]
