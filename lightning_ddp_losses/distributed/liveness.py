@@ -159,6 +159,8 @@ class World:
                     return f"rank {failure[0]} ({self._place(failure[0])}) has failed:\n{failure[1]}"
                 ended = [r for r in range(self.world_size) if r in ended or self._incident.check([f"ended/{r}"])]
                 silent = [r for r in range(self.world_size) if not self._incident.check([f"here/{r}"])]
+                # who could say that it is here was left over, as this rank is, and may have come to its end since
+                ended = [r for r in ended if r in silent]
             except RuntimeError:
                 is_store_lost = True
             if ended:

@@ -51,6 +51,14 @@ def test_a_process_that_is_no_more(worlds: list[World]) -> None:
     assert worlds[1].explain().startswith("rank 2 ")
 
 
+def test_a_rank_that_was_left_over_and_has_ended_since_is_not_named(worlds: list[World]) -> None:
+    gone = ProcessInfo.own()._replace(started="another one's")
+    worlds[0]._processes[1:] = [gone, gone]
+    worlds[2].report("PeerError: rank 2 lost rank 1", is_own=False)
+    assert worlds[0].explain().startswith("rank 1 ")
+    assert "rank 2" not in worlds[0].explain()
+
+
 def test_a_rank_that_could_say_why(worlds: list[World]) -> None:
     worlds[1].report("ValueError: of rank 1", is_own=True)
     worlds[2].report("PeerError: rank 2 lost rank 1", is_own=False)
