@@ -6,6 +6,7 @@ Each asks ``LossParallelism``; what parallelises the model stays in the strategy
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,10 +31,23 @@ class LossHooks(ParallelStrategy):
     _losses: LossParallelism
     closure_loss: Tensor | None = None
 
+    def __copy__(self) -> LossHooks:
+        """Return a strategy with the same options, whose losses are its own."""
+        twin = type(self).__new__(type(self))
+        vars(twin).update(vars(self))
+        twin._losses = copy.copy(self._losses)
+        twin._losses.serve(twin)
+        return twin
+
     @property
     def wrapped_model(self) -> Any:
         """The model's DDP; None without one."""
         return None
+
+    @property
+    def exchanges_in_forward(self) -> bool:
+        """Whether each forward of the model, in evaluation too, waits for all ranks."""
+        return False
 
     @property
     def sync_gradients(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from datetime import timedelta
@@ -252,6 +253,15 @@ def test_the_yaml_of_the_readme_needs_no_import_of_the_package() -> None:
     (shown,) = YAML_OF_README.findall((ROOT / "README.md").read_text())
     done = run_python("-c", PLAIN_CLI, shown)
     assert done.stdout.strip() == "DDPLossStrategy", done.stderr
+
+
+def test_a_copy_of_a_strategy_looks_after_its_own_module() -> None:
+    strategy, module = DDPLossStrategy(["loss"]), Job()
+    twin = copy.copy(strategy)
+    twin.connect(module)
+    assert twin._losses.module is module
+    assert strategy.lightning_module is None
+    assert twin._losses.selection == ["loss"]
 
 
 def test_an_option_by_position_still_works_and_warns() -> None:
