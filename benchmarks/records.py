@@ -28,6 +28,7 @@ JOB = (
     "ours",
     "size",
     "global_batch",
+    "ranks",
     "classes",
     "limit",
     "rank",

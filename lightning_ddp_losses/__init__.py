@@ -82,7 +82,13 @@ from lightning_ddp_losses.losses import (
 from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable
 from lightning_ddp_losses.microbatch import microbatched
 from lightning_ddp_losses.samplers import GlobalBatchSampler, gather_predictions
-from lightning_ddp_losses.strategies import DDPLossStrategy, register_loss_type, use_global_wrapper, use_layer_sync
+from lightning_ddp_losses.strategies import (
+    DDPLossStrategy,
+    ModelParallelLossStrategy,
+    register_loss_type,
+    use_global_wrapper,
+    use_layer_sync,
+)
 
 __version__ = "0.2.0"
 
@@ -109,6 +115,7 @@ __all__ = [
     "InputError",
     "LossCallError",
     "LossCheck",
+    "ModelParallelLossStrategy",
     "OptimizerCheck",
     "ParameterSyncCheck",
     "PeerError",

@@ -17,10 +17,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses.core import compat, precision
 from lightning_ddp_losses.core.forward_patch import eager_recursive
+from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 
@@ -35,7 +37,8 @@ def microbatched(
     Args:
         encoder: Any module; also one inside a LightningModule or a ``DistributedDataParallel`` (whose own wrapper may be given).
             It is not wrapped: parameter names and checkpoints stay.
-        chunk_size: Rows at a time, at least 1; the last piece may be smaller.
+        chunk_size: Rows at a time, at least 1; the last piece may be smaller. Of an encoder that ``fully_shard`` divides, which waits for
+            all ranks in each forward, every rank runs as many pieces as the one with the most rows, some of them empty.
         batch_norm: Batch norm in training would normalise each piece by itself. ``"refuse"``: an error that names it. ``"eval"``:
             it uses its running statistics, and leaves them.
 
@@ -82,7 +85,8 @@ class _Pieces:
         self._refuse_batch_norm()
         # 2. one piece after the other; a rank without rows still runs its encoder
         joined, versions = _Joined(rows), self._parameter_versions()
-        for start in range(0, max(rows, 1), self.chunk_size):
+        for number in range(self._number_of_pieces(rows)):
+            start = min(number * self.chunk_size, rows)
             piece = slice(start, min(start + self.chunk_size, rows))
             piece_args, piece_kwargs = _cut((args, kwargs), rows, piece)
             if torch.is_grad_enabled():
@@ -96,8 +100,25 @@ class _Pieces:
         # 3. the results of all rows
         return joined.result()
 
+    def _number_of_pieces(self, rows: int) -> int:
+        """Return how many pieces this call has; the most of any rank where each forward waits for all ranks.
+
+        Communication: one handshake for an encoder that ``fully_shard`` divides.
+        """
+        own = max(-(-rows // self.chunk_size), 1)
+        if not self._is_divided or process_groups.world_size() == 1:
+            return own
+        payloads = handshake.all_gather("pieces of microbatched", {}, own.to_bytes(8, "little"))
+        return max(int.from_bytes(payload, "little") for payload in payloads)
+
+    @property
+    def _is_divided(self) -> bool:
+        return any(isinstance(module, FSDPModule) for module in self.encoder.modules())
+
     def _parameter_versions(self) -> list[int]:
-        """Return how often each parameter was changed so far."""
+        """Return how often each parameter was changed so far; of what ``fully_shard`` divides, this rank's part."""
+        if self._is_divided:
+            return [compat.tensor_version(part) for part in compat.local_parts(self.encoder)]
         return [compat.tensor_version(parameter) for parameter in precision.parameters_of(self.encoder)]
 
     def _run(self, versions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -32,6 +32,7 @@ PINNED = [
     "InputError",
     "LossCallError",
     "LossCheck",
+    "ModelParallelLossStrategy",
     "OptimizerCheck",
     "ParameterSyncCheck",
     "PeerError",

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelSummary, ProgressBar, Timer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -123,7 +124,7 @@ class Recorder(Callback):
             ablations.perturb_module_(pl_module, unit, self.run.perturb)
         for scheduler in trainer.lr_scheduler_configs:
             scheduler.strict = False  # what it monitors may come from a validation
-        self.writer.write(0, "initial", [*pl_module.named_parameters(), *pl_module.named_buffers()])
+        self.writer.write(0, "initial", _whole([*pl_module.named_parameters(), *pl_module.named_buffers()]))
         repeated = repeated_validation_rows(trainer) if self.run.validates else []
         self.record.module_info = dataclasses.replace(describe_module(trainer, pl_module), repeated_rows=repeated)
         if self.run.seed is not None:
@@ -143,9 +144,12 @@ class Recorder(Callback):
                 entry = source.entries(rank, 0, "initial").get(name)
             if entry is None or not entry.exists or entry.shape != tuple(tensor.shape):
                 continue
-            if entry.digest != tensor_digest(tensor):
+            if isinstance(tensor, DTensor) or entry.digest != tensor_digest(tensor):
+                whole = entry.tensor()
+                if isinstance(tensor, DTensor):  # this rank's part, which no other has to send
+                    whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
                 with torch.no_grad():
-                    tensor.copy_(entry.tensor())
+                    tensor.copy_(whole)
 
     # ------------------------------------------------------------------ hooks on these objects only
 
@@ -240,8 +244,10 @@ class Recorder(Callback):
             return {}
         gradients: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
-            if parameter.grad is not None and parameter.grad.layout == torch.strided:
-                gradients[name] = parameter.grad
+            grad = parameter.grad
+            # of what fully_shard divides, each rank has another part
+            if grad is not None and grad.layout == torch.strided and not isinstance(grad, DTensor):
+                gradients[name] = grad
         return dict(zip(gradients, fingerprints(gradients.values()), strict=True))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -285,7 +291,7 @@ class Recorder(Callback):
         parameters = parameters_by_name(trainer, module)
         self._stepping = {n: p for n, p in parameters.items() if p.requires_grad and id(p) not in of_others}
         gradients = [(name, parameter.grad) for name, parameter in self._stepping.items()]
-        self.writer.write(self.record.steps, "gradient", gradients)
+        self.writer.write(self.record.steps, "gradient", _whole(gradients))
         # their way here; what the step makes of them is added to the same entry
         hooked = self._gradient_fingerprints(self._stepping)
         self.record.fingerprints.append({**self._fingerprints, "hooked": hooked})
@@ -332,7 +338,7 @@ class Recorder(Callback):
         self.record.losses.append(_loss_value(trainer, pl_module, outputs))
         if self._unwritten_step:
             parameters = parameters_by_name(trainer, pl_module)
-            self.writer.write(self._unwritten_step, "parameter", parameters.items())
+            self.writer.write(self._unwritten_step, "parameter", _whole(parameters.items()))
             self.writer.write(self._unwritten_step, "buffer", pl_module.named_buffers())
             self._unwritten_step = 0
         if self.record.steps >= self.run.steps:
@@ -437,6 +443,11 @@ def parameters_by_name(trainer: Trainer, module: LightningModule) -> dict[str, n
                 if id(parameter) not in known:
                     found[f"optimizers[{i}].param_groups[{j}][{k}]"] = parameter
     return found
+
+
+def _whole(tensors: Iterable[tuple[str, Tensor | None]]) -> list[tuple[str, Tensor | None]]:
+    """Return tensors by name, whole where ``fully_shard`` has divided them; every rank comes here. Communication: a gather for each."""
+    return [(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor) for name, tensor in tensors]
 
 
 def _parameter_ids(optimizers: Any) -> set[int]:

@@ -39,6 +39,7 @@ from lightning_ddp_losses.audit.replay import AuditTarget, Plan, Run
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.strategies import ModelParallelLossStrategy
 
 # ---------------------------------------------------------------------- processes
 
@@ -434,10 +435,11 @@ def _strategy_of(target: AuditTarget) -> Strategy:
     else:
         strategy = copy.copy(strategy)
     name = type(strategy).__name__
-    if not isinstance(strategy, ParallelStrategy) or any(word in name for word in _SPLIT_PARAMETERS):
+    is_split = any(word in name for word in _SPLIT_PARAMETERS) and not isinstance(strategy, ModelParallelLossStrategy)
+    if not isinstance(strategy, ParallelStrategy) or is_split:
         raise ConfigurationError(
             "strategy",
-            expected="one that keeps whole parameters on every rank ('ddp', 'ddp_losses', DDPStrategy(...))",
+            expected="one that keeps whole parameters on every rank ('ddp', 'ddp_losses', DDPStrategy(...)), or 'fsdp2_ddp_losses'",
             got=name,
         )
     compat.use_existing_processes_(strategy, timedelta(seconds=target.seconds))

@@ -24,7 +24,12 @@ from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ranks, shown_names
 from lightning_ddp_losses.callbacks.gradient_scale import find_wrong_scales
-from lightning_ddp_losses.callbacks.replicated_parameters import RotatingSlices, TensorSlice, is_replicated
+from lightning_ddp_losses.callbacks.replicated_parameters import (
+    RotatingSlices,
+    TensorSlice,
+    divided_parameters,
+    is_replicated,
+)
 from lightning_ddp_losses.core.autograd_graph import UnusedParameterFinder
 from lightning_ddp_losses.core.faults import UNREDUCED_AFTER_WRAP
 from lightning_ddp_losses.core.positional_options import warn_positional_options
@@ -142,7 +147,9 @@ class GradientFlowCheck(RankCheck, default=True):
 
     def dry_run(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
         """Compare gradient and derivative."""
-        if not self.probe_scale or not is_replicated(trainer) or trainer.global_step:
+        # a copy of a module that fully_shard divides cannot be tried out
+        is_whole = is_replicated(trainer) and not divided_parameters(trainer)
+        if not self.probe_scale or not is_whole or trainer.global_step:
             return []
         return find_wrong_scales(trainer, module, batch, batch_idx, self.runner.row_exchange)
 

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
+from lightning_ddp_losses.strategies import ModelParallelLossStrategy
 
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 """The attribute in which a module lists what DDP shall leave alone; torch documents it under this name."""
@@ -23,17 +24,25 @@ _MIN_PART_BYTES = 1 << 20
 
 
 def is_replicated(trainer: pl.Trainer) -> bool:
-    """Say whether every rank is to hold every parameter after every step (not under FSDP, nor between local SGD's averages)."""
+    """Say whether ``replicated_parameters`` are to be equal after every step (not under other FSDP, nor between local SGD's averages)."""
     strategy = trainer.strategy
+    if isinstance(strategy, ModelParallelLossStrategy):
+        return True
     return isinstance(strategy, DDPStrategy) and not compat.averages_models(strategy)
+
+
+def divided_parameters(trainer: pl.Trainer) -> frozenset[str]:
+    """Return the names of parameters of which each rank holds a part, also while they are gathered."""
+    strategy = trainer.strategy
+    return strategy.divided_parameters if isinstance(strategy, ModelParallelLossStrategy) else frozenset()
 
 
 def replicated_parameters(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
     """Return the parameters of the module and of its optimizers that are the same on all ranks by contract, in their order.
 
-    Left out: class shards, what the user told DDP to ignore, and copies that are in neither.
+    Left out: class shards, what ``fully_shard`` divides, what the user told DDP to ignore, and copies that are in neither.
     """
-    ignored = frozenset(getattr(module, DDP_IGNORES, ()))
+    ignored = divided_parameters(trainer).union(getattr(module, DDP_IGNORES, ()))
     registered: dict[str, Tensor] = {
         name: parameter
         for name, parameter in module.named_parameters()

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from pytorch_metric_learning.losses import CrossBatchMemory
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DistributedSampler
 
 from lightning_ddp_losses.cli.evaluation import HeldOut, HeldOutRows, exact_scalars, retrieval_metrics
@@ -76,6 +77,16 @@ class EmbeddingModule(LightningModule):
         self._evaluated: tuple[nn.Module, ...] = (loss,)  # no submodule of its own
         self.held_out: HeldOut | None = None
         """The held-out set as last evaluated, on rank 0."""
+
+    def configure_model(self) -> None:
+        """Divide the encoder over the ranks where the strategy is FSDP2's: each of its layers by itself, then what is left."""
+        mesh = self.device_mesh
+        if mesh is None or isinstance(self.encoder, FSDPModule):
+            return
+        for layer in self.encoder.children():
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh["data_parallel"])
+        fully_shard(self.encoder, mesh=mesh["data_parallel"])
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed a batch."""

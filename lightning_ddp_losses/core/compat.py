@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import batchnorm, dropout, loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch, _pytree
@@ -158,6 +159,51 @@ def ddp_comm_state(strategy: Any) -> object:
 def ddp_ignored_names(module: nn.Module) -> set[str]:
     """Return the names that a user told DDP to leave alone, which it keeps in a private attribute of the module."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def replace_unscaling(
+    scaler: Any, unscale: Callable[[Callable[..., Any], Any, tuple[Any, ...]], Any]
+) -> Callable[[], object]:
+    """Let a function unscale an optimizer's gradients in the place of a ``GradScaler``, whose one step for that is private (2.13).
+
+    Args:
+        scaler: The gradient scaler.
+        unscale: Gets the scaler's own function, the optimizer and further arguments; returns by device whether something overflowed.
+
+    Returns:
+        What undoes it.
+    """
+    own = scaler._unscale_grads_
+    scaler._unscale_grads_ = lambda optimizer, *args: unscale(own, optimizer, args)
+    return lambda: vars(scaler).pop("_unscale_grads_", None)
+
+
+def gathered_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return by name the tensors into which ``fully_shard`` gathers its parameters, once it has; they are in graphs, not in the module."""
+    found: dict[str, Tensor] = {}
+    for parameter in _divided(module):
+        whole = getattr(parameter, "_unsharded_param", None)
+        if whole is not None:
+            found[str(getattr(parameter, "_param_fqn", len(found)))] = whole
+    return found
+
+
+def local_parts(module: nn.Module) -> list[Tensor]:
+    """Return the tensors that hold this rank's parts of what ``fully_shard`` divides, also while it is gathered."""
+    return [parameter.sharded_param._local_tensor for parameter in _divided(module)]
+
+
+def _divided(module: nn.Module) -> Iterator[Any]:
+    """Yield what ``fully_shard`` keeps of each parameter that it divides."""
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            for group in inner._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params
+
+
+def was_sharded(parameter: Tensor) -> bool:
+    """Say of a parameter that is whole whether ``fully_shard`` has divided it in another module; it marks what it replaces (2.13)."""
+    return hasattr(parameter, "_fsdp_orig_uid")
 
 
 def graph_task_id() -> int:

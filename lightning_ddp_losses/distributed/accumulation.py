@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad, walk_graph
 from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.shard import local_part
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 _EQUAL = 1e-12  # relative difference of two factors that counts as rounding
@@ -188,13 +189,19 @@ class AccumulationWindow:
     Args:
         parameters: By name, those whose gradients will be corrected.
         micro_batches: How many there will be, as far as is known; only the size of the estimate depends on it.
+        gathered: Returns by name what stands in graphs for parameters that ``fully_shard`` divides; their gradients go to the parts.
 
     Attributes:
         micro_batch: Which one is computed now, from 1 on.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], micro_batches: int = 1) -> None:
-        self._parameters = dict(parameters)
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        micro_batches: int = 1,
+        gathered: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
+        self._parameters, self._gathered = dict(parameters), gathered
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._expected_micro_batches = max(micro_batches, 1)
         self._divisors: dict[tuple[object, int, int], _Divisor] = {}
@@ -230,7 +237,7 @@ class AccumulationWindow:
             grad = parameter.grad
             if grad is None:
                 continue
-            values = grad.coalesce().values() if grad.is_sparse else grad
+            values = grad.coalesce().values() if grad.is_sparse else local_part(grad)
             if bool(values.any()):
                 raise ConfigurationError(
                     "accumulation window: gradients before it",
@@ -407,6 +414,8 @@ class AccumulationWindow:
                 )
             name = self._name_of(inner)
             if name is not None and id(inner.variable) not in self._names:
+                self._names.update({id(tensor): known for known, tensor in self._gathered().items()})
+            if name is not None and id(inner.variable) not in self._names:
                 raise ConfigurationError(
                     f"accumulation window: {title}",
                     expected="parameters of the module, or of what was handed to accumulation_window",
@@ -487,7 +496,7 @@ class AccumulationWindow:
     def correct_(self) -> None:
         """Multiply all gradients with what ``finish`` returns."""
         factor = self.finish()
-        grads = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        grads = [local_part(parameter.grad) for parameter in self._parameters.values() if parameter.grad is not None]
         if factor != 1.0:
             compat.multiply_(grads, factor)
 

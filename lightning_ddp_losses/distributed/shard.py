@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 _ATTRIBUTE = "_ddp_losses_shard"
 
@@ -133,6 +134,11 @@ def first_holders(shards: Sequence[ClassShard]) -> list[int] | None:
     if begins != ends or len(copies) > 1 or len(wholes) > 1:
         return None
     return [holders[block][0] for block in blocks]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: its part of a ``DTensor``, in the same memory, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def tag_shard(parameter: nn.Parameter, shard: ClassShard) -> None:

@@ -15,6 +15,8 @@
 * ``windows``: accumulation windows as Lightning's loops go.
 * ``sharded_ddp``: weights of which each rank holds its own classes, their norms and overflows (``sharded_parameters``) and checkpoints
   (``shard_files``; ``shard_folder`` for a file per rank, ``shard_records`` for what loading compares).
+* ``fsdp_losses``: the strategy for models that ``fully_shard`` divides. ``fsdp_setup``: which parameters are divided, refusals, what is
+  around backward. ``fsdp_checkpoints``: one file, or a folder of parts.
 * ``checkpoint_files``: files that are whole or not there, and the same error on every rank. ``termination``: SIGTERM, on one rank or all.
 * ``advice``: warnings, each once. ``fabric``: what Fabric is told that asks for our names.
 
@@ -42,12 +44,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_ddp_losses.strategies.ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.strategies.ddp_setup import use_layer_sync
 from lightning_ddp_losses.strategies.fabric import register_refusals
+from lightning_ddp_losses.strategies.fsdp_losses import ModelParallelLossStrategy
 from lightning_ddp_losses.strategies.global_batch_option import use_global_wrapper
 from lightning_ddp_losses.strategies.loss_discovery import register_loss_type
 
-__all__ = ["DDPLossStrategy", "register_loss_type", "use_global_wrapper", "use_layer_sync"]
+__all__ = ["DDPLossStrategy", "ModelParallelLossStrategy", "register_loss_type", "use_global_wrapper", "use_layer_sync"]
 
-DDPLossStrategy.register_strategies(StrategyRegistry)
-register_refusals(
-    [name for name in StrategyRegistry if name.startswith(DDPLossStrategy.strategy_name)], STRATEGY_REGISTRY
-)
+_OURS = (DDPLossStrategy, ModelParallelLossStrategy)
+for _strategy in _OURS:
+    _strategy.register_strategies(StrategyRegistry)
+register_refusals([name for name in StrategyRegistry if StrategyRegistry[name]["strategy"] in _OURS], STRATEGY_REGISTRY)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -113,7 +113,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 # ---------------------------------------------------------------------- the world
 
 
-def start_strategy_world(strategy: DDPStrategy, timeout: timedelta | None) -> None:
+def start_strategy_world(strategy: DDPStrategy | ModelParallelStrategy, timeout: timedelta | None) -> None:
     """Start the default process group of a strategy's processes, as Lightning does, but over keys of its own (``rendezvous``)."""
     environment, device = strategy.cluster_environment, strategy.root_device
     assert environment is not None
@@ -288,7 +288,8 @@ def refuse_sharded_parameters(module: nn.Module) -> None:
             f"parameters {', '.join(parts[:_MAX_SHOWN])}{more}",
             expected="whole parameters on every rank, which DDP averages",
             got="DTensors, of which each rank holds a part (fully_shard or tensor parallelism)",
-            fix="Leave out fully_shard; an encoder that fits only in pieces of the batch runs in microbatched(encoder, rows).",
+            fix='Take strategy="fsdp2_ddp_losses" (ModelParallelLossStrategy): FSDP2 beside exact losses. Or leave out fully_shard: an '
+            "encoder that fits only in pieces of the batch runs in microbatched(encoder, rows).",
         )
 
 
@@ -299,6 +300,8 @@ def _describe_tensor(name: str, tensor: Tensor) -> str:
     shape = f"{tuple(tensor.shape)}"
     if shard is not None:  # ranks hold different rows of the same whole
         shape = f"{shard.whole_shape(tensor)} divided over ranks"
+    elif isinstance(tensor, DTensor):
+        shape += f" {tensor.placements} over {tuple(tensor.device_mesh.shape)}"
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
     return f"{name} {shape} {tensor.dtype}{' frozen' * frozen}"
 
@@ -397,10 +400,15 @@ def use_layer_sync(kind: type[LayerSync]) -> None:
     _exact_layer_sync[:] = [kind]
 
 
+def exact_layer_sync() -> LayerSync:
+    """Return a plugin that synchronises batch norm on any device and leaves the modules in their place."""
+    return _exact_layer_sync[0]()
+
+
 def choose_layer_sync(device: torch.device, chosen: LayerSync | None) -> LayerSync | None:
     """Return the plugin that Lightning chose, or the exact one where torch's would fail in the first training step."""
     if type(chosen) is TorchSyncBatchNorm and device.type in _WITHOUT_TORCHS_BATCH_NORM:
-        return _exact_layer_sync[0]()
+        return exact_layer_sync()
     return chosen
 
 

@@ -114,13 +114,16 @@ class EvaluationLoaders:
     # ------------------------------------------------------------------ steps
 
     @contextlib.contextmanager
-    def step(self, trainer: pl.Trainer, ddp: Any, args: tuple[Any, ...]) -> Iterator[None]:
+    def step(
+        self, trainer: pl.Trainer, ddp: Any, args: tuple[Any, ...], *, must_exchange: bool = False
+    ) -> Iterator[None]:
         """Refuse, in the first batches of a loader of which some ranks have fewer, a step that exchanges something.
 
         Args:
             trainer: The trainer.
             ddp: The model's DDP, None without one.
             args: The batch, its index, and that of its loader where they are several.
+            must_exchange: Whether each step does, in groups that nobody counts.
 
         Raises:
             InputError: on every rank.
@@ -131,18 +134,24 @@ class EvaluationLoaders:
         if sampler is None:
             yield
             return
+        if must_exchange:
+            raise self._uneven_batches(trainer, sampler)
         # DDP's broadcast of buffers, once in an evaluation, is in a batch that all ranks have
         broadcasts = ddp is not None and ddp.will_sync_module_buffers()
         before = (handshake.number_opened(), 0 if broadcasts else compat.collectives_started())
         yield
         if before != (handshake.number_opened(), 0 if broadcasts else compat.collectives_started()):
-            raise InputError(
-                f"{_stage(trainer)} step, which exchanges something between ranks",
-                expected="as many batches on every rank",
-                ranks=[f"{count} batches" for count in sampler.counts],
-                fix=f"Take batches of two rows or more, drop_last=True, or a number of rows that the ranks divide ({_PADDED}).",
-                collective=True,
-            )
+            raise self._uneven_batches(trainer, sampler)
+
+    @staticmethod
+    def _uneven_batches(trainer: pl.Trainer, sampler: EvaluationSampler) -> InputError:
+        return InputError(
+            f"{_stage(trainer)} step, which exchanges something between ranks",
+            expected="as many batches on every rank",
+            ranks=[f"{count} batches" for count in sampler.counts],
+            fix=f"Take batches of two rows or more, drop_last=True, or a number of rows that the ranks divide ({_PADDED}).",
+            collective=True,
+        )
 
     def _uneven_sampler(self, trainer: pl.Trainer, args: tuple[Any, ...]) -> EvaluationSampler | None:
         """Return the sampler of the loader that a batch is from, where ranks have different numbers of its batches."""

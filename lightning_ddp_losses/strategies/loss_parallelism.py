@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import inputs
+from lightning_ddp_losses.core import compat, inputs
 from lightning_ddp_losses.core.compat import attached_trainer, combined_loader, injects_distributed_sampler
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
@@ -69,6 +69,10 @@ class HostStrategy(Protocol):
     @property
     def wrapped_model(self) -> Any:
         """The model's DDP; None without one."""
+
+    @property
+    def exchanges_in_forward(self) -> bool:
+        """Whether each forward of the model, in evaluation too, waits for all ranks."""
 
     @property
     def sync_gradients(self) -> bool:
@@ -174,7 +178,11 @@ class LossParallelism:
     # ------------------------------------------------------------------ set-up
 
     def setup(
-        self, trainer: pl.Trainer, setup_model: Callable[[pl.Trainer], None], refuse: Callable[[nn.Module], None]
+        self,
+        trainer: pl.Trainer,
+        setup_model: Callable[[pl.Trainer], None],
+        refuse: Callable[[nn.Module], None],
+        refuse_optimizers: Callable[[nn.Module, Iterable[torch.optim.Optimizer]], None] | None = None,
     ) -> None:
         """Find the losses, let Lightning set up the model, synchronise both.
 
@@ -182,6 +190,7 @@ class LossParallelism:
             trainer: The trainer.
             setup_model: Lightning's set-up, in which the strategy calls ``start_reducing``.
             refuse: Raises for a module that the strategy cannot train.
+            refuse_optimizers: Raises for optimizers that cannot step it.
         """
         module = self.module
         self.evaluation.setup(trainer)
@@ -205,6 +214,8 @@ class LossParallelism:
                 setup_model(trainer)
             # 3. what needs the optimizers
             if fitting:
+                if refuse_optimizers is not None:
+                    refuse_optimizers(module, self._strategy.optimizers)
                 self.sharding.install(self._strategy.optimizers, self._strategy.precision_plugin)
                 self._handle_hidden_losses(trainer)
             # 4. what surrounds each call of a loss
@@ -212,7 +223,10 @@ class LossParallelism:
             if fitting:
                 self._watch_losses()
                 if self.accumulation == "window":
-                    self.windows = LightningWindows(lambda: corrected_parameters(module, self._strategy.optimizers))
+                    self.windows = LightningWindows(
+                        lambda: corrected_parameters(module, self._strategy.optimizers),
+                        lambda: compat.gathered_parameters(module),
+                    )
 
     def restore_precision(self) -> None:
         """Undo what the precision plugin halved in the losses."""
@@ -356,10 +370,10 @@ class LossParallelism:
     @contextlib.contextmanager
     def evaluation_step(self, args: tuple[Any, ...]) -> Iterator[None]:
         """Run a step of validation, test or prediction inside the block; what fails on one rank ends all of them after their last batch."""
-        trainer = self.module.trainer
+        trainer, host = self.module.trainer, self._strategy
         with (
             self._evaluation_ends.step(trainer, args),
-            self.evaluation.step(trainer, self._strategy.wrapped_model, args),
+            self.evaluation.step(trainer, host.wrapped_model, args, must_exchange=host.exchanges_in_forward),
         ):
             yield
 

@@ -71,6 +71,7 @@ class ShardedDDP:
         """Let optimizers and gradient clipping treat shards as parts of a whole."""
         if self._shards:
             self._shards.attach(optimizers)
+        if self._shards is not None and self._shards.has_parts():
             self._shards.install_clipping(precision_plugin)
 
     def share_overflow(self, precision_plugin: Any) -> None:

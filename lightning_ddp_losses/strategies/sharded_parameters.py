@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
-from lightning_ddp_losses.distributed.shard import ClassShard, Shardable, first_holders, shard_of
+from lightning_ddp_losses.distributed.shard import ClassShard, Shardable, first_holders, local_part, shard_of
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError
 
 Owners = list[tuple[int, ClassShard]]
@@ -137,14 +140,25 @@ class ShardedParameters:
 
     # ------------------------------------------------------------------ clipping
 
+    def has_parts(self) -> bool:
+        """Say whether a rank holds a part of some parameter: classes of a loss, or of a model that ``fully_shard`` divides."""
+        return bool(self) or any(isinstance(parameter, DTensor) for parameter in self._module.parameters())
+
     def install_clipping(self, plugin: Any) -> None:
-        """Let the precision plugin clip by the norm over the rows of all ranks."""
+        """Let the precision plugin clip by the norm over what all ranks hold."""
 
         def clip(optimizer: Any, clip_val: float) -> None:
             self._clip_(list(plugin.main_params(optimizer)), float(clip_val))
 
-        plugin.clip_grad_by_norm = clip
-        self._restore.append(lambda: plugin.__dict__.pop("clip_grad_by_norm", None))
+        def clip_values(optimizer: Any, clip_val: float) -> None:
+            # torch takes no list in which some tensors are DTensors
+            for parameter in plugin.main_params(optimizer):
+                if parameter.grad is not None:
+                    local_part(parameter.grad).clamp_(-float(clip_val), float(clip_val))
+
+        plugin.clip_grad_by_norm, plugin.clip_grad_by_value = clip, clip_values
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            self._restore.append(partial(plugin.__dict__.pop, name, None))
 
     def remove(self) -> None:
         """Give back what was installed."""
@@ -154,25 +168,35 @@ class ShardedParameters:
 
     def _clip_(self, parameters: list[nn.Parameter], limit: float) -> None:
         """Clip as ``torch.nn.utils.clip_grad_norm_`` does in one process that holds every class."""
-        grads = [(p.grad, self.of(p)) for p in parameters if p.grad is not None]
-        if not grads:
+        held = [(local_part(p.grad), self._copies(p)) for p in parameters if p.grad is not None]
+        if not held:
             return
-        # 1. squares of what is equal on all ranks, and of this rank's rows (once for all their replicas)
-        equal = torch.zeros((), device=grads[0][0].device)
-        own_rows = torch.zeros_like(equal)
-        for grad, name in grads:
+        # 1. squares of what is equal on all ranks, and of this rank's parts (once for all their replicas)
+        equal = torch.zeros((), device=held[0][0].device)
+        own_parts = torch.zeros_like(equal)
+        for grad, copies in held:
             square = torch.linalg.vector_norm(grad).to(equal.device).square()
-            if name is None:
+            if copies is None:
                 equal = equal + square
             else:
-                own_rows = own_rows + square / self._replicas[name]
+                own_parts = own_parts + square / copies
         # 2. the norm of the whole
-        rows_of_all_ranks = raw_collectives.sum_over_ranks(own_rows.reshape(1), None)[0]
-        norm = (equal + rows_of_all_ranks).sqrt()
+        parts_of_all_ranks = raw_collectives.sum_over_ranks(own_parts.reshape(1), None)[0]
+        norm = (equal + parts_of_all_ranks).sqrt()
         # 3. scale, as torch does
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        for grad, _ in grads:
+        for grad, _ in held:
             grad.mul_(factor.to(grad.device))
+
+    def _copies(self, parameter: nn.Parameter) -> int | None:
+        """Return how many ranks hold the same part of a parameter; None where all hold the whole."""
+        name = self.of(parameter)
+        if name is not None:
+            return self._replicas[name]
+        if not isinstance(parameter, DTensor):
+            return None
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_shard())
 
 
 @contextlib.contextmanager

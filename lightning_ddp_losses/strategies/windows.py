@@ -24,10 +24,13 @@ class LightningWindows:
 
     Args:
         parameters: Returns by name those whose gradients are corrected.
+        gathered: Returns by name what stands in graphs for those that ``fully_shard`` divides.
     """
 
-    def __init__(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._parameters = parameters
+    def __init__(
+        self, parameters: Callable[[], Mapping[str, Tensor]], gathered: Callable[[], Mapping[str, Tensor]] = dict
+    ) -> None:
+        self._parameters, self._gathered = parameters, gathered
         self._window: AccumulationWindow | None = None
         self._expected: dict[Any, Any] = {}  # said before the window was open
         self._last_batch = (-1, -1)  # epoch and number
@@ -66,7 +69,7 @@ class LightningWindows:
             yield
 
     def _open(self, micro_batches: int) -> AccumulationWindow:
-        self._window = AccumulationWindow(self._parameters(), micro_batches)
+        self._window = AccumulationWindow(self._parameters(), micro_batches, self._gathered)
         return self._window
 
     # ------------------------------------------------------------------ manual optimisation

@@ -86,10 +86,15 @@ def fit(make: Make, strategy: Strategy | None = None, *, even: bool = True, **op
     return dict(module.state_dict())
 
 
-def fit_alone(make: Make, *, task: Task = TASK, ckpt_path: str | None = None, **options: Any) -> dict[str, Tensor]:
+def fit_alone(
+    make: Make, *, task: Task = TASK, ckpt_path: str | None = None, save: str | None = None, **options: Any
+) -> dict[str, Tensor]:
     """Train in this process on the whole batches under plain Lightning; returns the module's state."""
     module = make()
-    trainer_alone(**options).fit(module, loader(1, 0, task=task), ckpt_path=ckpt_path)
+    trainer = trainer_alone(**options)
+    trainer.fit(module, loader(1, 0, task=task), ckpt_path=ckpt_path)
+    if save is not None:
+        trainer.save_checkpoint(save)
     return dict(module.state_dict())
 
 

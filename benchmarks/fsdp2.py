@@ -1,0 +1,226 @@
+"""What ``strategy="fsdp2_ddp_losses"`` costs beside Lightning's ``ModelParallelStrategy``, and what it saves beside ``"ddp_losses"``.
+
+The module is that of ``strategy_overhead``, its encoder divided by ``fully_shard`` layer by layer. Lightning's own strategy trains it with
+a loss whose weight is frozen, as it can do nothing for one that learns; ours trains the loss too. Collectives are counted and asserted:
+one handshake and one reduction more. Times are of whole steps, taken alternately in the same processes: Lightning's, Lightning's again,
+ours. Memory is the resident set of fresh processes above the module's own, between steps and at the peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.interleave import Fit, Round, timed_rounds
+from benchmarks.memory import MIB, Resident
+from benchmarks.ranks import run_ranks
+from benchmarks.records import Row
+from benchmarks.strategy_overhead import Collectives, Embedder, Job, StepMemory, batches, judge, median_interval
+from lightning_ddp_losses import DDPLossStrategy, ModelParallelLossStrategy
+from tests.lightning_ranks import make_trainer
+
+__all__ = ["main"]
+
+WORLDS = (2, 4)
+CASE_SECONDS = 18.0  # of timed rounds per row of the table
+LIGHTNINGS, OURS, DDP = "ModelParallelStrategy", "fsdp2_ddp_losses", "ddp_losses"
+
+
+class Divided(Embedder):
+    """The encoder in parts, one for each layer; where nothing divides it, whole."""
+
+    def __init__(self, job: Job, *, learns: bool = True) -> None:
+        super().__init__(job)
+        self.losses.requires_grad_(learns)
+
+    def configure_model(self) -> None:
+        """What the user writes."""
+        if self.device_mesh is None:
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.encoder:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(self.encoder, mesh=mesh)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain SGD of what is trained."""
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+def strategy_of(name: str) -> Strategy:
+    """A new strategy of that name, over all ranks."""
+    if name == LIGHTNINGS:
+        return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+    return ModelParallelLossStrategy() if name == OURS else DDPLossStrategy()
+
+
+def module_of(name: str, job: Job) -> Divided:
+    """The module that a strategy trains."""
+    return Divided(job, learns=name != LIGHTNINGS)
+
+
+# ---------------------------------------------------------------------- collectives
+
+
+def count_collectives(name: str, job: Job) -> dict[str, float]:
+    """Per training step, by name; of a loader with a length."""
+    count, batch = Collectives(), batches(job)
+    data = torch.utils.data.DataLoader([batch(i) for i in range(count.last + 3)], batch_size=None)
+    make_trainer(strategy_of(name), callbacks=[count]).fit(module_of(name, job), data)
+    return dict(count.per_step)
+
+
+def collectives_table(worlds: Sequence[int]) -> list[Row]:
+    """One handshake and one reduction more than Lightning's."""
+    rows = []
+    for world in worlds:
+        job = Job("arcface", 16)
+        theirs, ours = (run_ranks(count_collectives, name, job, world_size=world)[0] for name in (LIGHTNINGS, OURS))
+        more = {key: ours.get(key, 0) - theirs.get(key, 0) for key in {*theirs, *ours}}
+        more = {key: count for key, count in more.items() if count}
+        # few bytes ride in a gather of their own or in an all-reduce
+        allowed = sum(more.values()) <= 2 and set(more) <= {"alltoall_base_", "allreduce_"}
+        rows.append(
+            {
+                "table": "Collectives per training step",
+                "ranks": world,
+                "plain": ", ".join(f"{count:g} {key.strip('_')}" for key, count in sorted(theirs.items())),
+                "more": ", ".join(f"{count:g} {key.strip('_')}" for key, count in sorted(more.items())),
+                "verdict": "right" if allowed else "WRONG",
+            }
+        )
+    return rows
+
+
+# ---------------------------------------------------------------------- time
+
+
+def _starter(name: str, job: Job) -> Callable[[Iterator[Any]], object]:
+    return lambda given: make_trainer(strategy_of(name)).fit(module_of(name, job), given)
+
+
+def _typical_ms(job: Job, count: int = 24) -> float:
+    """The time of a step of Lightning's strategy on the slowest rank."""
+    fit = Fit(_starter(LIGHTNINGS, job), batches(job))
+    fit.step()
+    times = torch.tensor([row.wall_ms[0] for row in timed_rounds([fit], count + 4)[4:]])
+    fit.end()
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return float(times.quantile(0.3))
+
+
+def time_side_by_side(target_ms: float, rounds: int) -> tuple[list[Round], int]:
+    """Rounds of (Lightning's, Lightning's again, ours), with as many rows as make a step about that long."""
+    few, many = 16, 272
+    typical = [_typical_ms(Job("arcface", rows)) for rows in (few, many)]
+    per_row = max((typical[1] - typical[0]) / (many - few), 1e-3)
+    job = Job("arcface", max(4, min(20_000, round(few + (target_ms - typical[0]) / per_row))))
+    fits = [Fit(_starter(name, job), batches(job)) for name in (LIGHTNINGS, LIGHTNINGS, OURS)]
+    for fit in fits:
+        fit.step()  # set-up, until it asks for its first batch
+    timed_rounds(fits, 5)
+    gc.collect()
+    gc.disable()  # a collection would hit one of the three
+    table = timed_rounds(fits, rounds, seconds=CASE_SECONDS)
+    gc.enable()
+    for fit in fits:
+        fit.end()
+    return table, job.rows
+
+
+def time_table(worlds: Sequence[int], rounds: float) -> list[Row]:
+    """Steps of about 10 and 100 ms."""
+    rows = []
+    for world in worlds:
+        for target_ms, number, limit in ((10.0, 300, 1.15), (100.0, 80, 1.03)):
+            answers = run_ranks(time_side_by_side, target_ms, max(8, round(number * rounds)), world_size=world)
+            both = list(zip(*(answer[0] for answer in answers), strict=True))
+            # a step takes as long as its slowest rank
+            plain, again, ours = ([max(r.wall_ms[i] for r in ranks) for ranks in both] for i in range(3))
+            middle = statistics.median(plain)
+            low, difference, high = median_interval([b - a for a, b in zip(plain, ours, strict=True)])
+            rows.append(
+                {
+                    "table": "Milliseconds per training step, slowest rank (A/A: Lightning's again over Lightning's)",
+                    "ranks": world,
+                    "rows": answers[0][1],
+                    "plain_ms": middle,
+                    "ours_ms": statistics.median(ours),
+                    "ratio": statistics.median(ours) / middle,
+                    "A/A": statistics.median(again) / middle,
+                    "difference_ms": difference,
+                    "95%_interval": [low, high],
+                    "limit": limit,
+                    "rounds": len(both),
+                    "verdict": judge(middle, low, difference, limit),
+                }
+            )
+    return rows
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def step_memory(name: str, job: Job) -> tuple[float, float]:
+    """MiB between steps and at the peak of a step, above what the process held before the module."""
+    batch = batches(job)
+    small = Job("arcface", 2, classes=10, width=8)
+    data = torch.utils.data.DataLoader([batches(small)(i) for i in range(3)], batch_size=None)
+    make_trainer(strategy_of(name)).fit(module_of(name, small), data)  # libraries load, pools fill
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    resident = Resident()
+    alone = resident.now()
+    memory = StepMemory(resident)
+    steps = torch.utils.data.DataLoader([batch(i) for i in range(memory.first + 4)], batch_size=None)
+    make_trainer(strategy_of(name), callbacks=[memory]).fit(module_of(name, job), steps)
+    resident.close()
+    return (memory.between - alone) / MIB, (memory.step_peak - alone) / MIB
+
+
+def memory_table(worlds: Sequence[int], width: int) -> list[Row]:
+    """What a rank holds of a wide encoder, under DDP and divided."""
+    rows = []
+    for world in worlds:
+        job = Job("arcface", 2, width=width)
+        parameters = sum(p.nbytes for p in Divided(job).parameters()) / MIB
+        for name in (DDP, OURS):
+            between, peak = map(max, zip(*run_ranks(step_memory, name, job, world_size=world), strict=True))
+            rows.append(
+                {
+                    "table": f"MiB per rank, encoder of width {width}",
+                    "ranks": world,
+                    "strategy": name,
+                    "parameters": parameters,
+                    "between_steps": between,
+                    "peak_of_step": peak,
+                }
+            )
+    return rows
+
+
+def main(arguments: Sequence[str] = ()) -> list[Row]:
+    """Run the parts that are asked for; all without options."""
+    parser = argparse.ArgumentParser("fsdp2", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=["collectives", "time", "memory"], help="parts to run")
+    parser.add_argument("--rounds", type=float, default=1.0, help="factor on the number of timed rounds")
+    parser.add_argument("--ranks", nargs="+", type=int, default=WORLDS, help="numbers of ranks")
+    parser.add_argument("--width", type=int, default=4096, help="of the encoder whose memory is measured")
+    options = parser.parse_args(arguments)
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "collectives": lambda: collectives_table(options.ranks),
+        "time": lambda: time_table(options.ranks, options.rounds),
+        "memory": lambda: memory_table(options.ranks, options.width),
+    }
+    return [row for name, part in parts.items() if name in (options.only or parts) for row in part()]

@@ -1,0 +1,373 @@
+"""`ModelParallelLossStrategy`: FSDP2 for the model, exact learnable losses beside it.
+
+Lightning's ``ModelParallelStrategy`` runs the user's ``configure_model``, in which ``fully_shard`` divides the encoder. What that leaves
+whole, the losses above all, is ours: compared and broadcast at the start, reduced once per synchronising backward. What any strategy does
+for losses is in ``loss_hooks`` and ``loss_parallelism``; what is particular to FSDP2 is in ``fsdp_setup``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import TorchSyncBatchNorm
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.compat import attached_trainer
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.strategies import checkpoint_files, ddp_setup, fsdp_checkpoints, fsdp_setup, same_setup
+from lightning_ddp_losses.strategies.loss_discovery import find_losses
+from lightning_ddp_losses.strategies.loss_hooks import LossHooks
+from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
+
+
+class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
+    """FSDP2 in which every learnable loss, beside the sharded model, gets the gradient of one process.
+
+    The encoder is divided over all ranks, by the user's ``configure_model``::
+
+        def configure_model(self):
+            fully_shard(self.encoder, mesh=self.device_mesh["data_parallel"])
+
+    Losses stay whole on every rank, with the mean of their gradients, or are divided by class (``ClassShardedLoss``). Any other parameter
+    that nothing divides is averaged as those of losses are.
+
+    Equivalent to: one process on the rows of all ranks, as under ``DDPLossStrategy``, at the memory of FSDP2.
+
+    Args:
+        losses: See ``DDPLossStrategy``, as for all options down to ``uneven``. ``[]`` is plain ``ModelParallelStrategy``.
+        adopt: See there.
+        check_calls: See there. Ranks meet when backward reaches the first sharded module, before it gathers anything.
+        loss_reduce_dtype: See there.
+        global_batch: See there.
+        accumulation: See there.
+        use_global_sampler: See there.
+        evaluation: See there.
+        uneven: See there.
+        data_parallel_size: Ranks over which the model is divided: all of them.
+        tensor_parallel_size: 1; tensor parallelism is not supported. (Lightning's own default is all devices of a node.)
+        save_distributed_checkpoint: Whether a checkpoint is a folder into which each rank writes its part, or one file.
+        process_group_backend: Of torch.distributed; None: by the device.
+        timeout: Of collectives.
+
+    Gradient: as under ``DDPLossStrategy``: after backward every parameter holds the mean over ranks, a divided one its part of it. With
+        ``accumulate_grad_batches`` nothing is reduced before the last micro-batch, and each rank keeps the whole gradient until then.
+
+    Communication: per synchronising backward, beside FSDP2's own: one handshake (``check_calls``), one all-reduce for all small gradients
+        of losses together, one for each gradient over 1 MiB.
+
+    Raises:
+        ConfigurationError: on every rank, for a module that shards nothing or shards otherwise, a loss inside a sharded module, and a
+            loss that shares a parameter with one.
+        HiddenLossError, LossCallError, InputError, RankMismatchError: as ``DDPLossStrategy``.
+
+    Example:
+        >>> import lightning_ddp_losses
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(strategy="fsdp2_ddp_losses", accelerator="cpu", devices=2)
+    """
+
+    strategy_name = "fsdp2_ddp_losses"
+
+    def __init__(
+        self,
+        losses: str | Sequence[str] = "auto",
+        *,
+        adopt: bool = False,
+        check_calls: bool = True,
+        loss_reduce_dtype: torch.dtype | str | None = None,
+        global_batch: bool | str = False,
+        accumulation: Literal["mean", "window"] = "mean",
+        use_global_sampler: bool = False,
+        evaluation: Literal["exact", "padded"] = "exact",
+        uneven: Literal["error", "join", "stop"] = "error",
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = "auto",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        given = dict(locals())
+        if tensor_parallel_size not in ("auto", 1):
+            raise ConfigurationError(
+                "tensor_parallel_size",
+                expected="1: losses see the rows of every rank, and ranks that divide a layer have the same rows",
+                got=repr(tensor_parallel_size),
+                fix="Leave it out; the model is divided over all ranks by fully_shard.",
+            )
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self.checkpoint_io = checkpoint_files.use_whole_files(None)
+        self._losses = LossParallelism(
+            self,
+            same_setup.options_of(given),
+            losses=losses,
+            adopt=adopt,
+            check_calls=check_calls,
+            loss_reduce_dtype=loss_reduce_dtype,
+            global_batch=global_batch,
+            sharded_checkpoints=False,
+            accumulation=accumulation,
+            use_global_sampler=use_global_sampler,
+            evaluation=evaluation,
+            uneven=uneven,
+            ddp_kwargs={},
+        )
+        self._roots: list[FSDPModule] = []
+        self._divided: list[str] = []
+        self._before_backward: fsdp_setup.BeforeShardedBackward | None = None
+        self._writes_folder = save_distributed_checkpoint
+        self._undo_unscaling: Callable[[], object] | None = None
+        self._loaded_from: Any = None  # the checkpoint
+        self._is_folder = False
+        self._sync_blocked = False
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register the strategy's name."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description="FSDP2, with learnable losses beside it")
+
+    # ------------------------------------------------------------------ set-up
+
+    def setup_environment(self) -> None:
+        """Start the process group, and a mesh in which all ranks divide the model; our groups follow its time-out."""
+        external = process_groups.is_distributed()
+        self.set_world_ranks()
+        if not external and self.world_size > 1:
+            ddp_setup.start_strategy_world(self, self._timeout)
+        if self._data_parallel_size == "auto":
+            self._data_parallel_size = self.world_size
+        super().setup_environment()
+        process_groups.set_timeout(self._timeout)
+        if not external:
+            atexit.register(process_groups.close, world=True)
+        self._losses.global_samplers.install(attached_trainer(self._losses.module))
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Find the losses, let Lightning set up the sharded module, synchronise what is whole."""
+        self._sync_blocked = False
+        if self._losses.is_plain:
+            self._losses.sharding.refuse_shards(self._losses.module)
+            super().setup(trainer)
+            return
+        self._losses.setup(trainer, super().setup, self._refuse, fsdp_setup.refuse_mixed_groups)
+        # backward meets the peers before it gathers
+        call_check = self._losses.call_check
+        if call_check is not None:
+            self._before_backward = fsdp_setup.BeforeShardedBackward(self._losses.module, call_check.exchange)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            self._undo_unscaling = compat.replace_unscaling(scaler, fsdp_setup.unscale_parts)
+
+    def _refuse(self, module: nn.Module) -> None:
+        fsdp_setup.refuse_other_parallelism(module)
+        fsdp_setup.refuse_losses(module, find_losses(module, self._losses.selection))
+
+    def model_to_device(self) -> None:
+        """Undo what the precision plugin halved in the losses, move the module, and synchronise what every rank holds whole."""
+        self._losses.restore_precision()
+        super().model_to_device()
+        module = self._losses.module
+        self._divided, self._roots = fsdp_setup.sharded_names(module), list(fsdp_setup.sharded_roots(module))
+        if self._losses.is_plain:
+            return
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            self._apply_layer_sync()
+            self._losses.compare_ranks()
+            # by name: between forward and backward fully_shard puts other objects there
+            self._losses.start_reducing((), sorted(self.divided_parameters))
+        fsdp_setup.broadcast_whole_tensors(module)
+
+    def _apply_layer_sync(self) -> None:
+        """Synchronise batch norm with the plugin that leaves modules in their place: fully_shard knows them."""
+        if type(self._layer_sync) is TorchSyncBatchNorm:
+            self._layer_sync = ddp_setup.exact_layer_sync()
+        if self._layer_sync is not None:
+            self._layer_sync.apply(self._losses.module)
+
+    # ------------------------------------------------------------------ steps
+
+    def _broadcast_buffers(self) -> None:
+        """Give all ranks rank 0's buffers before a synchronising step, as DDP does; parameters are this rank's parts again."""
+        fsdp_setup.reshard(self._roots)
+        if self.sync_gradients:
+            ddp_setup.broadcast_buffers(self._losses.module, self._losses.found, {})
+
+    @property
+    def divided_parameters(self) -> frozenset[str]:
+        """Names of the parameters of which each rank holds a part."""
+        return frozenset(self._divided)
+
+    @property
+    def exchanges_in_forward(self) -> bool:
+        """Whether each forward waits for all ranks: those of sharded modules do."""
+        return bool(self._roots)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Reduce nothing inside the block; what accumulates is reduced at the next synchronising backward."""
+        before, self._sync_blocked = self._sync_blocked, True
+        fsdp_setup.set_gradient_sync(self._roots, enabled=False)
+        try:
+            with super().block_backward_sync():
+                yield
+        finally:
+            self._sync_blocked = before
+            fsdp_setup.set_gradient_sync(self._roots, enabled=not before)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the next backward reduces gradients: not on a step that only accumulates."""
+        return not self._sync_blocked
+
+    def on_validation_end(self) -> None:
+        """Leave no parameter gathered: a forward without a backward leaves those of the outermost sharded modules so."""
+        super().on_validation_end()
+        fsdp_setup.reshard(self._roots)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Optimizers are restored when Lightning says so, as under DDP; not while the checkpoint is read."""
+        return not self._losses.is_plain or super().lightning_restore_optimizer
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state: in one file whole on rank 0, in a folder what this rank holds. Every rank comes here."""
+        losses = self._losses
+        if losses.is_plain:
+            return super().lightning_module_state_dict()
+        fsdp_setup.reshard(self._roots)
+        state = losses.adoption.state_with_adopted(losses.module.state_dict())
+        if self._writes_folder:
+            return state
+        whole = {name: fsdp_checkpoints.on_rank_zero(value) for name, value in state.items()}
+        return losses.sharding.module_state(losses.module, whole)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's state, as ``lightning_module_state_dict`` does that of the module."""
+        losses = self._losses
+        if losses.is_plain:
+            return super().optimizer_state(optimizer)
+        inner = compat.unwrapped_optimizer(optimizer)
+        if self._writes_folder:
+            return fsdp_checkpoints.named_optimizer_state(losses.module, inner)
+        state = inner.state_dict()
+        entries = {}
+        for index, entry in state["state"].items():
+            entries[index] = {key: fsdp_checkpoints.on_rank_zero(value) for key, value in entry.items()}
+        return losses.sharding.optimizer_state(losses.module, inner, self.optimizers, {**state, "state": entries})
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a file or a folder, with the places of global samplers and the random states of all ranks."""
+        losses = self._losses
+        if losses.is_plain:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        path = Path(self.broadcast(filepath))
+        together = losses.comes_together(path)
+        with checkpoint_files.saved_on_all_ranks(path, is_collective=together):
+            checkpoint = losses.with_run_states(checkpoint, path)
+            if self._writes_folder:
+                fsdp_checkpoints.write_folder(path, losses.module, checkpoint)
+                return
+            if self.is_global_zero and fsdp_checkpoints.is_folder(path):
+                checkpoint_files.remove_folder(path)
+            write = super(ModelParallelStrategy, self).save_checkpoint  # the file of any strategy
+            losses.sharding.save(losses.module, checkpoint, path, lambda rest, to: write(rest, to, storage_options))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a file, of any strategy and number of ranks, or what is no tensor of a folder; an error is one on every rank."""
+        if self._losses.is_plain:
+            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        self._loaded_from = path = Path(self.broadcast(checkpoint_path))
+        self._is_folder = fsdp_checkpoints.is_folder(path)
+        checks_bits = self.local_rank == 0
+        if self._is_folder:
+            rest = checkpoint_files.load_on_all_ranks(
+                path / fsdp_checkpoints.METADATA,
+                lambda: fsdp_checkpoints.read_rest(path, weights_only=weights_only),
+                checks_bits=checks_bits,
+            )
+            return self._losses.loaded(rest)
+        file = self._losses.sharding.file_to_load(path)
+
+        def load() -> dict[str, Any]:
+            # mapped, so that a rank reads what it keeps
+            found: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only)
+            return found
+
+        checkpoint = checkpoint_files.load_on_all_ranks(file, load, checks_bits=checks_bits)
+        self._losses.sharding.compare_wholes(checkpoint)
+        return self._losses.loaded(checkpoint)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of what is divided."""
+        losses = self._losses
+        if losses.is_plain:
+            super().load_model_state_dict(checkpoint, strict=strict)
+            return
+        fsdp_setup.reshard(self._roots)
+        if losses.module.trainer.state.fn == TrainerFn.FITTING:
+            saved_kinds = checkpoint.get(checkpoint_files.LOSS_KINDS)
+            checkpoint_files.refuse_other_losses(self._loaded_from, saved_kinds, losses.kinds())
+        if self._is_folder:
+            with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "parameters and buffers"):
+                fsdp_checkpoints.read_module_(Path(self._loaded_from), losses.module, strict=strict)
+            return
+        state = losses.adoption.state_for(losses.module, checkpoint["state_dict"])
+        state = losses.sharding.own_module_state(losses.module, state)
+        own = losses.module.state_dict()
+        with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "parameters and buffers"):
+            parts = {name: fsdp_checkpoints.own_part(v, own[name]) if name in own else v for name, v in state.items()}
+            losses.module.load_state_dict(parts, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part of what belongs to divided parameters."""
+        losses = self._losses
+        if losses.is_plain:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        if self._is_folder:
+            with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "states of optimizers"):
+                for number, optimizer in enumerate(self.optimizers):
+                    fsdp_checkpoints.read_optimizer_(Path(self._loaded_from), losses.module, optimizer, number)
+            return
+        states = losses.sharding.own_optimizer_states(losses.module, self.optimizers, checkpoint["optimizer_states"])
+        with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "states of optimizers"):
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                optimizer.load_state_dict(fsdp_checkpoints.own_optimizer_state(optimizer, state))
+
+    # ------------------------------------------------------------------ end
+
+    def teardown(self) -> None:
+        """Give the module back as it came, but for what fully_shard has divided."""
+        if self._before_backward is not None:
+            self._before_backward.remove()
+            self._before_backward = None
+        if self._undo_unscaling is not None:
+            self._undo_unscaling()
+            self._undo_unscaling = None
+        if self._layer_sync is not None:
+            self._layer_sync.revert(self._losses.module)
+        fsdp_setup.reshard(self._roots)
+        super().teardown()
+        self._roots, self._divided = [], []

@@ -1,0 +1,239 @@
+"""What the set-up of FSDP2 needs: which modules and parameters are sharded, what cannot be trained beside them, who starts equal.
+
+``fully_shard`` makes each parameter of a module a ``DTensor``, of which a rank holds a part; it gathers them around forward and backward,
+and scatters the mean of their gradients. All other parameters (those of losses, and what the user has not sharded) stay whole on every
+rank, and ours.
+
+| parameter | its gradient |
+|---|---|
+| ``DTensor`` over all ranks | FSDP2's reduce-scatter: the mean, of this rank's part |
+| class shard (``ClassShardedLoss``) | that of all rows already, of this rank's classes |
+| any other | the mean of ``LossReducer`` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed import process_groups, raw_collectives
+from lightning_ddp_losses.distributed.shard import local_part, shard_of
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.strategies import ddp_setup
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
+
+_MAX_SHOWN = 6  # names shown in an error
+
+
+def sharded_roots(module: nn.Module) -> Iterator[FSDPModule]:
+    """Yield the outermost modules to which ``fully_shard`` was applied."""
+    if isinstance(module, FSDPModule):
+        yield module
+        return
+    for child in module.children():
+        yield from sharded_roots(child)
+
+
+def sharded_names(module: nn.Module) -> list[str]:
+    """Return the names of the parameters that are divided; to be asked while none of them is gathered."""
+    return [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+
+
+def reshard(roots: Iterable[FSDPModule]) -> None:
+    """Let each rank hold its parts alone, also where a forward without a backward has left parameters gathered."""
+    for root in roots:
+        assert isinstance(root, nn.Module)
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def refuse_other_parallelism(module: nn.Module) -> None:
+    """Refuse a module whose parameters are divided otherwise than over all ranks, or not at all.
+
+    Raises:
+        ConfigurationError: naming parameters.
+    """
+    found = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+    if not found:
+        raise ConfigurationError(
+            "ModelParallelLossStrategy",
+            expected="a module whose configure_model shards something",
+            got="no parameter that fully_shard has divided",
+            fix='Write fully_shard(self.encoder, mesh=self.device_mesh["data_parallel"]) in configure_model, or take "ddp_losses".',
+        )
+    inside = _parameters_inside(sharded_roots(module))
+    wrong = {name: _placement(p) for name, p in found.items() if id(p) not in inside or not _is_over_all_ranks(p)}
+    if wrong:
+        shown = [f"{name} ({placement})" for name, placement in list(wrong.items())[:_MAX_SHOWN]]
+        more = f" and {len(wrong) - _MAX_SHOWN} more" if len(wrong) > _MAX_SHOWN else ""
+        raise ConfigurationError(
+            "parameters of the model",
+            expected=f"each divided by fully_shard over all {process_groups.world_size()} ranks",
+            got=f"{', '.join(shown)}{more}",
+            fix='Write fully_shard(module, mesh=self.device_mesh["data_parallel"]); tensor parallelism and other meshes are not supported.',
+        )
+
+
+def refuse_losses(module: nn.Module, losses: Iterable[FoundLoss]) -> None:
+    """Refuse losses that ``fully_shard`` has divided, and such as share a parameter with what it has divided.
+
+    Raises:
+        ConfigurationError: naming losses and parameters.
+    """
+    for loss in losses:
+        divided = [name for name, p in loss.module.named_parameters() if isinstance(p, DTensor)]
+        if divided:
+            raise ConfigurationError(
+                loss.title,
+                expected="beside the modules that fully_shard divides: its own parameters are averaged, or divided by class",
+                got=f"{', '.join(divided[:_MAX_SHOWN])} inside one of them",
+                fix="Make the loss an attribute of the LightningModule, and shard the encoder alone; a weight that is too large for one "
+                "rank goes into ClassShardedLoss.",
+            )
+    # fully_shard gives a module another parameter than the one that it shared
+    torn = [name for name, p in module.named_parameters() if not isinstance(p, DTensor) and compat.was_sharded(p)]
+    if torn:
+        raise ConfigurationError(
+            f"parameters {', '.join(torn[:_MAX_SHOWN])}",
+            expected="of their own: fully_shard divides a parameter where it is, and what shared it keeps the whole",
+            got="shared with a module that fully_shard has divided",
+            fix="Give the loss a parameter of its own, or leave the shared module out of fully_shard.",
+        )
+
+
+def refuse_mixed_groups(module: nn.Module, optimizers: Iterable[Any]) -> None:
+    """Refuse a parameter group that steps divided and whole parameters in one call, which torch cannot.
+
+    Raises:
+        ConfigurationError: naming parameters.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            is_joint = group.get("foreach") or group.get("fused")
+            whole = [p for p in group["params"] if not isinstance(p, DTensor)]
+            if is_joint and 0 < len(whole) < len(group["params"]):
+                shown = [names.get(id(p), "a parameter") for p in whole[:_MAX_SHOWN]]
+                raise ConfigurationError(
+                    f"parameter group of optimizer {number} with foreach or fused",
+                    expected="only parameters that fully_shard divides, or none of them",
+                    got=f"{', '.join(shown)} among such",
+                    fix='Give them a group of their own: [{"params": encoder}, {"params": the others}].',
+                )
+
+
+def _parameters_inside(roots: Iterable[FSDPModule]) -> set[int]:
+    inside: set[int] = set()
+    for root in roots:
+        assert isinstance(root, nn.Module)
+        inside.update(map(id, root.parameters()))
+    return inside
+
+
+def _is_over_all_ranks(parameter: DTensor) -> bool:
+    """Say whether gradients are averaged over all ranks: one dimension of the mesh divides, others replicate."""
+    shards = sum(placement.is_shard() for placement in parameter.placements)
+    replicas = sum(placement.is_replicate() for placement in parameter.placements)
+    covers = parameter.device_mesh.size() == process_groups.world_size()
+    return covers and shards == 1 and shards + replicas == len(parameter.placements)
+
+
+def _placement(parameter: DTensor) -> str:
+    mesh = parameter.device_mesh
+    return f"{', '.join(map(str, parameter.placements))} over {' x '.join(map(str, mesh.shape))} ranks"
+
+
+# ---------------------------------------------------------------------- what starts equal
+
+
+def broadcast_whole_tensors(module: nn.Module) -> None:
+    """Give all ranks rank 0's values of what they hold whole; parts of the model and classes of a loss are each rank's own.
+
+    Communication: one broadcast for each dtype.
+    """
+    whole = [t for _, t in ddp_setup.named_tensors(module) if not isinstance(t, DTensor) and shard_of(t) is None]
+    raw_collectives.broadcast_(whole)
+
+
+# ---------------------------------------------------------------------- backward
+
+
+class BeforeShardedBackward:
+    """Calls back when backward reaches a sharded module, before its parameters are gathered and any gradient leaves.
+
+    Args:
+        module: The LightningModule.
+        on_reach: Called for each of its sharded modules that backward reaches; an inner one may be the first.
+    """
+
+    def __init__(self, module: nn.Module, on_reach: Callable[[], object]) -> None:
+        self._on_reach = on_reach
+        # before fully_shard's own hook, which registers what gathers
+        self._hooks: list[RemovableHandle] = [
+            inner.register_forward_hook(self._watch, prepend=True)
+            for inner in module.modules()
+            if isinstance(inner, FSDPModule)
+        ]
+
+    def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for tensor in compat.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._reach)  # type: ignore[no-untyped-call]
+
+    def _reach(self, _: Tensor) -> None:
+        self._on_reach()
+
+    def remove(self) -> None:
+        """Leave no hook behind."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def unscale_parts(own: Callable[..., Any], optimizer: Any, args: tuple[Any, ...]) -> dict[Any, Tensor]:
+    """Unscale what this rank holds of an optimizer's gradients, and let what overflowed on one rank count on all.
+
+    (torch takes no list in which some gradients are ``DTensor``; and a part that overflowed is on one rank alone.)
+
+    Args:
+        own: The scaler's.
+        optimizer: Whose gradients are unscaled.
+        args: What the scaler gives its own function beside.
+
+    Returns:
+        By device, 1 where a gradient of some rank is not finite, else 0.
+
+    Communication: one sum of a number for each device.
+    """
+    holders: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                holder = local_part(parameter.detach())
+                holder.grad = local_part(parameter.grad)
+                holders.append(holder)
+    overflowed: dict[Any, Tensor] = own(SimpleNamespace(param_groups=[{"params": holders}]), *args)
+    shared = {}
+    for device, flag in overflowed.items():
+        shared[device] = (raw_collectives.sum_over_ranks(flag.reshape(1), None) > 0).to(flag.dtype).reshape(flag.shape)
+    return shared
+
+
+def set_gradient_sync(roots: Sequence[FSDPModule], *, enabled: bool) -> None:
+    """Let FSDP2 reduce gradients in backward, or accumulate them whole on each rank."""
+    for root in roots:
+        root.set_requires_gradient_sync(enabled)

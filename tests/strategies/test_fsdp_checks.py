@@ -1,0 +1,206 @@
+"""Faults planted under `fsdp2_ddp_losses`: the same error on every rank, named; and healthy fits, in which checks are silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from lightning_ddp_losses import DDPChecks, DDPLossError, ModelParallelLossStrategy, microbatched
+from lightning_ddp_losses.distributed.shard import local_part
+from tests.counting import CountCollectives
+from tests.lightning_ranks import make_trainer
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+from tests.strategies.fsdp_jobs import KINDS, Towers, alone, fit_sharded_model, make_job, whole_state
+from tests.strategies.jobs import TASK, loader, make_loss
+from tests.strategies.test_calls import assert_same_error
+
+
+def fit_checked(kind: str, prepare: Callable[[Towers], None] | None = None) -> None:
+    module = make_job(kind)
+    if prepare is not None:
+        prepare(module)
+    trainer = make_trainer(ModelParallelLossStrategy(), callbacks=[DDPChecks()], max_epochs=2)
+    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checks_are_silent_in_a_healthy_fit(pool: RankPool, kind: str) -> None:
+    pool.run(2, fit_checked, kind)
+
+
+# ---------------------------------------------------------------------- planted faults: each changes something on rank 1
+
+
+def is_odd() -> bool:
+    return dist.get_rank() == 1
+
+
+def before_objective(module: Towers, what: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]) -> None:
+    plain = module.objective
+    module.objective = lambda x, y, index: plain(*what(x, y, index), index)  # type: ignore[method-assign]
+
+
+def a_loss_weight_drifts(module: Towers) -> None:
+    def drift(*_: Any) -> None:
+        if is_odd():
+            module.loss.loss.W.data.add_(1e-6)
+
+    module.on_train_batch_end = drift  # type: ignore[method-assign]
+
+
+def a_gradient_of_a_loss_changes(module: Towers) -> None:
+    def change(*_: Any) -> None:
+        if is_odd():
+            module.loss.loss.W.grad.mul_(1.5)
+
+    module.on_before_optimizer_step = change  # type: ignore[method-assign]
+
+
+def a_loss_is_skipped(module: Towers) -> None:
+    plain = module.other
+    module.objective = lambda x, y, index: (  # type: ignore[method-assign]
+        (value := module.encoder(x)).square().mean() + (0 if is_odd() else plain(value, y))
+    )
+
+
+def labels_are_out_of_range(module: Towers) -> None:
+    before_objective(module, lambda x, y, index: (x, y + TASK.classes if is_odd() and index == 2 else y))
+
+
+def a_loss_weighs_otherwise(module: Towers) -> None:
+    pairs = module.pairs
+    module.objective = lambda x, y, index: pairs(module.encoder(x), y) * (2.0 if is_odd() else 1.0)  # type: ignore[method-assign]
+
+
+def a_loss_hides(module: Towers) -> None:
+    hidden = [make_loss("CosFaceLoss")]
+    module.hidden = hidden  # type: ignore[assignment]
+    module.optimised = lambda: [*module.parameters(), *hidden[0].parameters()]  # type: ignore[method-assign]
+
+
+def a_learning_rate_differs(module: Towers) -> None:
+    plain = module.configure_optimizers
+
+    def configure() -> Any:
+        optimizer = plain()
+        if is_odd():
+            optimizer.param_groups[0]["lr"] *= 2
+        return optimizer
+
+    module.configure_optimizers = configure  # type: ignore[method-assign]
+
+
+def the_weight_has_another_shape(module: Towers) -> None:
+    if is_odd():
+        module.loss.loss.W = nn.Parameter(torch.zeros(TASK.dim, TASK.classes + 1, dtype=torch.float64))
+
+
+def a_parameter_appears_unequal(module: Towers) -> None:
+    def appear(batch: Any, index: int) -> None:
+        if index == 1:
+            module.late = nn.Parameter(torch.full((TASK.dim,), float(dist.get_rank()), dtype=torch.float64))
+            before_objective(module, lambda x, y, _: (x + module.late.sum(), y))
+
+    module.on_train_batch_start = appear  # type: ignore[method-assign]
+
+
+def the_step_fails(module: Towers) -> None:
+    plain = module.objective
+
+    def fail(x: Tensor, y: Tensor, index: int) -> Tensor:
+        value = plain(x, y, index)
+        if is_odd() and index == 2:
+            raise DDPLossError("spilled coffee")
+        return value
+
+    module.objective = fail  # type: ignore[method-assign]
+
+
+PLANTED: list[tuple[Callable[[Towers], None], list[str]]] = [
+    (a_loss_weight_drifts, ["loss.loss.W", "rank 1"]),
+    (a_gradient_of_a_loss_changes, ["loss.loss.W"]),
+    (a_loss_is_skipped, ["ranks met at different places", "rank 1"]),
+    (labels_are_out_of_range, ["labels", "rank 1"]),
+    (a_loss_weighs_otherwise, ["coefficients of global losses"]),
+    (a_loss_hides, ["CosFaceLoss at self.hidden[0]"]),
+    (a_learning_rate_differs, ["lr"]),
+    (the_weight_has_another_shape, ["loss.loss.W"]),
+    (a_parameter_appears_unequal, ["late"]),
+    (the_step_fails, ["spilled coffee", "rank 1"]),
+]
+
+
+@pytest.mark.parametrize(("plant", "words"), PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
+def test_a_planted_fault_is_the_same_error_on_every_rank(
+    pool: RankPool, plant: Callable[[Towers], None], words: list[str]
+) -> None:
+    assert_same_error(pool.errors(2, fit_checked, "three", plant), *words)
+
+
+# ---------------------------------------------------------------------- a scaler, and pieces
+
+
+def fit_with_scaler(kind: str) -> tuple[dict[str, Tensor], float]:
+    """Rank 1's part of the encoder's gradient overflows in the third batch."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=100)
+    module = make_job(kind, "adamw")
+
+    def overflow() -> None:
+        if is_odd() and module.trainer.global_step == 2 and module.trainer.fit_loop.batch_idx == 2:
+            local_part(dict(module.encoder.named_parameters())["0.weight"].grad)[0, 0] = torch.inf
+
+    module.on_after_backward = overflow  # type: ignore[method-assign]
+    trainer = make_trainer(
+        ModelParallelLossStrategy(), plugins=[MixedPrecision("16-mixed", "cpu", scaler)], gradient_clip_val=0.3
+    )
+    trainer.fit(module, loader(2, dist.get_rank()))
+    return whole_state(module), scaler.get_scale()
+
+
+class SkipsAStep(Towers):
+    """One process that leaves out the third step."""
+
+    is_global = False
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
+        if index == 2:
+            closure()
+            optimizer.zero_grad()
+        else:
+            super().optimizer_step(epoch, index, optimizer, closure)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool) -> None:
+    from tests.strategies.jobs import fit_alone
+
+    expected = fit_alone(partial(SkipsAStep, "ArcFaceLoss", "adamw"), gradient_clip_val=0.3)
+    for state, scale in pool.run(2, fit_with_scaler, "arcface"):
+        assert_close({name.replace("loss.loss", "loss"): value for name, value in state.items()}, expected, rtol=1e-8)
+        assert scale == 2.0**3
+
+
+def in_pieces(module: Towers) -> None:
+    run = microbatched(module.encoder, 3)
+    module.objective = lambda x, y, index: module.loss(run(x) + module.bias, y)  # type: ignore[method-assign]
+
+
+def fit_in_pieces() -> tuple[dict[str, Tensor], int]:
+    with CountCollectives() as seen:
+        state = fit_sharded_model("arcface", "adamw", even=False, prepare=in_pieces)
+    return state, seen.names.count("_allgather_base_")
+
+
+def test_an_encoder_runs_in_pieces(pool: RankPool) -> None:
+    expected = alone("arcface", "adamw")
+    for state, gathers in pool.run(2, fit_in_pieces):
+        assert_close(state, expected, rtol=1e-8)
+        # rank 1 has 8 rows: three pieces, each of which gathers two layers forward and backward
+        assert gathers >= TASK.steps * 3 * 2

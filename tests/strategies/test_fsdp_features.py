@@ -1,0 +1,255 @@
+"""What else a fit can have under `fsdp2_ddp_losses`: batch norm, metrics, samplers, windows, uneven ends, float64; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ddp_losses import ModelParallelLossStrategy, differentiable, global_mean
+from lightning_ddp_losses.errors import ConfigurationError
+from tests.counting import CountCollectives
+from tests.lightning_ranks import make_trainer
+from tests.oracle import assert_close, batches
+from tests.rank_pool import RankPool
+from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model, make_job, shard, whole_state
+from tests.strategies.jobs import TASK, Job, loader
+from tests.strategies.test_calls import assert_same_error
+
+ROWS, G, EPOCHS = 21, 6, 2
+
+
+def mean_over_some(features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+    """A sum over some of the rows, and how many those are: never all on any rank."""
+    counted = features[:, 0] > 0.3
+    return embeddings.square().sum(1)[counted].sum(), counted.sum()
+
+
+class Mixed(Job):
+    """Batch norm in the encoder, a metric as a loss, a hand-written mean; rows are counted in validation."""
+
+    is_global = True
+
+    def build(self, loss: str) -> None:
+        self.encoder = nn.Sequential(
+            nn.Linear(TASK.features, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, TASK.dim)
+        ).double()
+        metric = torchmetrics.MeanSquaredError()
+        self.metric = differentiable(metric) if self.is_global else None
+        self.seen: list[int] = []
+
+    def configure_model(self) -> None:
+        shard(self, self.encoder)
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(features)
+        total, count = mean_over_some(features, embeddings)
+        if self.metric is None:
+            return total / count + 0.5 * (embeddings[:, 0] - features[:, 1]).square().mean()
+        return global_mean(total, count) + 0.5 * self.metric(embeddings[:, 0], features[:, 1])
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        self.encoder(batch[0])
+        self.seen += batch[1].tolist()
+
+
+class PlainMixed(Mixed):
+    """The same for one process."""
+
+    is_global = False
+
+
+def mixed_data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(ROWS, TASK.features, generator=generator, dtype=torch.float64), torch.arange(ROWS))
+
+
+def fit_mixed(kind: type[Mixed]) -> tuple[dict[str, Tensor], list[int]]:
+    W = dist.get_world_size() if dist.is_initialized() else 1
+    module = kind()
+    data = DataLoader(mixed_data(), batch_size=G // W)
+    options = {"max_epochs": EPOCHS, "use_distributed_sampler": True, "sync_batchnorm": True}
+    trainer = make_trainer(ModelParallelLossStrategy(use_global_sampler=True), **options)
+    trainer.fit(module, data, DataLoader(mixed_data(), batch_size=G // W))
+    return whole_state(module), module.seen
+
+
+def test_batch_norm_metrics_means_samplers_and_evaluation_are_those_of_one_process(pool: RankPool) -> None:
+    module = PlainMixed()
+    optimizer = module.configure_optimizers()
+    for _ in range(EPOCHS):
+        for features, labels in DataLoader(mixed_data(), batch_size=G):
+            optimizer.zero_grad()
+            module.objective(features, labels, 0).backward()
+            optimizer.step()
+    results = pool.run(2, fit_mixed, Mixed)
+    for state, _ in results:
+        assert_close(state, dict(module.state_dict()))
+    seen = sorted(row for _, rows in results for row in rows)
+    assert seen == sorted(list(range(ROWS)) * EPOCHS), "each row once in each validation"
+
+
+class Window(Job):
+    """A hand-written mean whose count differs between micro-batches."""
+
+    def configure_model(self) -> None:
+        shard(self, self.encoder)
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return global_mean(*mean_over_some(features, self.encoder(features)))
+
+
+def fit_window() -> tuple[dict[str, Tensor], int]:
+    module = Window()
+    trainer = make_trainer(ModelParallelLossStrategy(accumulation="window"), accumulate_grad_batches=2)
+    with CountCollectives() as seen:
+        trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), even=False))
+    # what fully_shard sends in backward
+    return whole_state(module), seen.names.count("_reduce_scatter_base_")
+
+
+def test_a_window_is_one_batch_and_nothing_is_reduced_inside_it(pool: RankPool) -> None:
+    job = Window()
+    optimizer = job.configure_optimizers()
+    steps = batches(TASK)
+    for start in range(0, len(steps), 2):
+        features = torch.cat([batch[0] for batch in steps[start : start + 2]])
+        total, count = mean_over_some(features, job.encoder(features))
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+    expected = {name: value for name, value in job.state_dict().items() if name.startswith("encoder")}
+    for state, reduce_scatters in pool.run(2, fit_window):
+        assert_close({name: state[name] for name in expected}, expected)
+        assert reduce_scatters == 3 * 2, "two layers, in three windows of five batches"
+
+
+@pytest.mark.parametrize("uneven", ["join", "stop"])
+def test_ranks_may_run_out_of_batches(pool: RankPool, uneven: str) -> None:
+    states = pool.run(2, fit_until, uneven)
+    job = make_job("three", is_global=False)
+    optimizer = job.configure_optimizers()
+    rows = TASK.rows // 2
+    for number, (features, labels) in enumerate(batches(TASK)):
+        # rank 1 has no more than two batches
+        if number >= 2:
+            features, labels = features[:rows], labels[:rows]
+        if number >= 2 and uneven == "stop":
+            break
+        optimizer.zero_grad()
+        job.objective(features, labels, 0).backward()
+        optimizer.step()
+    expected = {
+        f"{name.replace('.', '.loss.', 1)}" if "loss" in name or "other" in name else name: value
+        for name, value in job.state_dict().items()
+    }
+    for state in states:
+        assert_close(state, expected, rtol=1e-8)
+
+
+def fit_until(uneven: str) -> dict[str, Tensor]:
+    module = make_job("three")
+    own = list(loader(2, dist.get_rank()).dataset)  # type: ignore[arg-type]
+    data = DataLoader(own if dist.get_rank() == 0 else own[:2], batch_size=None)
+    make_trainer(ModelParallelLossStrategy(uneven=uneven)).fit(module, data)
+    return whole_state(module)
+
+
+@pytest.mark.parametrize("kind", ["three", "clip"])
+def test_it_trains_as_ddp_does(pool: RankPool, kind: str) -> None:
+    ours, ddp = (pool.run(2, fit_sharded_model, kind, "adamw", even=False, ddp=ddp) for ddp in (False, True))
+    assert_close(ours[0], ddp[0], rtol=1e-10)
+
+
+def fit_by_name() -> dict[str, Tensor]:
+    module = make_job("arcface").float()
+    make_trainer("fsdp2_ddp_losses", precision="64-true").fit(module, loader(2, dist.get_rank()))
+    return whole_state(module)
+
+
+def test_the_name_takes_float64(pool: RankPool) -> None:
+    expected = {name: value.float().double() for name, value in alone("arcface", "still").items()}
+    for state in pool.run(2, fit_by_name):
+        assert all(value.dtype == torch.float64 for value in state.values())
+        assert all(not torch.equal(state[name], value) for name, value in expected.items()), "nothing was learnt"
+
+
+def fit_halved() -> dict[str, Tensor]:
+    module = make_job("arcface").float()
+    trainer = make_trainer(ModelParallelLossStrategy(), precision="bf16-true")
+    trainer.fit(module, loader(2, dist.get_rank()))
+    return whole_state(module)
+
+
+def test_a_halved_encoder_leaves_the_loss_in_full_precision(pool: RankPool) -> None:
+    for state in pool.run(2, fit_halved):
+        assert state["encoder.0.weight"].dtype == torch.bfloat16
+        assert state["loss.loss.W"].dtype == torch.float32
+        assert bool(state["loss.loss.W"].isfinite().all())
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def nothing(module: Towers) -> None:
+    """Shards nothing."""
+
+
+def the_loss_too(module: Towers) -> None:
+    """Shards the loss with the encoder."""
+    shard(module, module.encoder)
+    fully_shard(module.loss, mesh=module.device_mesh["data_parallel"])
+
+
+def a_tied_weight(module: Towers) -> None:
+    """The loss's weight is that of a layer."""
+    layer = nn.Linear(module.loss.loss.W.shape[1], module.loss.loss.W.shape[0], bias=False).double()
+    module.encoder.append(layer)
+    module.loss.loss.W = layer.weight
+    shard(module, module.encoder)
+
+
+def another_mesh(module: Towers) -> None:
+    """Each rank has the whole for itself."""
+    fully_shard(module.encoder, mesh=module.device_mesh["tensor_parallel"])
+
+
+def a_fused_group(module: Towers) -> None:
+    """One call steps the encoder's parts and the loss."""
+    shard(module, module.encoder)
+    module.configure_optimizers = lambda: torch.optim.SGD(  # type: ignore[method-assign]
+        module.parameters(), lr=0.1, foreach=True
+    )
+
+
+REFUSED: list[tuple[Callable[[Towers], None], list[str]]] = [
+    (nothing, ["got no parameter that fully_shard has divided"]),
+    (the_loss_too, ["GlobalBatchLoss `loss`", "got loss.W inside one of them"]),
+    (a_tied_weight, ["parameters loss.loss.W", "shared with a module that fully_shard has divided"]),
+    (a_fused_group, ["foreach or fused", "got bias, loss.loss.W among such"]),
+    (another_mesh, ["encoder.0.weight (S(0) over 1 ranks)", "over all 2 ranks"]),
+]
+
+
+def configure(how: Callable[[Towers], None], module: Towers) -> None:
+    module.configure_model = partial(how, module)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("how", "parts"), REFUSED, ids=[how.__name__ for how, _ in REFUSED])
+def test_what_cannot_be_trained_is_an_error_on_every_rank(
+    pool: RankPool, how: Callable[[Towers], None], parts: list[str]
+) -> None:
+    errors = pool.errors(2, fit_sharded_model, "arcface", prepare=partial(configure, how))
+    assert_same_error(errors, *parts)
+
+
+def test_tensor_parallelism_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="tensor_parallel_size: expected 1"):
+        ModelParallelLossStrategy(tensor_parallel_size=2)
