@@ -156,6 +156,19 @@ def ddp_comm_state(strategy: Any) -> object:
     return strategy._ddp_comm_state
 
 
+def broadcast_as_ddp_does(buffers: Sequence[Tensor], group: Any = None) -> None:
+    """Overwrite buffers with rank 0's, in the messages in which DDP's forward does (torch 2.13).
+
+    Args:
+        buffers: In the order of the module.
+        group: DDP's; None is the world.
+    """
+    at_a_time = 250 << 20
+    carrier = group or dist.group.WORLD
+    assert carrier is not None
+    dist._broadcast_coalesced(carrier, list(buffers), at_a_time, 0)  # type: ignore[attr-defined]
+
+
 def ddp_ignored_names(module: nn.Module) -> set[str]:
     """Return the names that a user told DDP to leave alone, which it keeps in a private attribute of the module."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

@@ -117,14 +117,21 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
 
 
 @contextlib.contextmanager
-def full_precision(dtype: torch.dtype, device_types: Iterable[str]) -> Iterator[None]:
-    """Switch autocast off, and keep torch's default dtype from being below ``dtype``, for the length of the block."""
-    default = torch.get_default_dtype()
-    wide = torch.promote_types(default, dtype)
+def without_autocast(device_types: Iterable[str]) -> Iterator[None]:
+    """Switch autocast off for the length of the block, where it is on."""
     with contextlib.ExitStack() as stack:
         for device_type in set(device_types):
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def full_precision(dtype: torch.dtype, device_types: Iterable[str]) -> Iterator[None]:
+    """Switch autocast off, and keep torch's default dtype from being below ``dtype``, for the length of the block."""
+    default = torch.get_default_dtype()
+    wide = torch.promote_types(default, dtype)
+    with without_autocast(device_types), contextlib.ExitStack() as stack:
         if default.itemsize < torch.float32.itemsize:
             torch.set_default_dtype(wide)
             stack.callback(torch.set_default_dtype, default)

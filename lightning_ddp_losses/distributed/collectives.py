@@ -37,6 +37,7 @@ from torch import Tensor
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.core.forward_patch import eager_recursive
+from lightning_ddp_losses.core.precision import without_autocast
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.process_groups import Group
@@ -269,7 +270,9 @@ def once_differentiable_strict(
     def decorate(backward: Callable[..., Grads]) -> Callable[..., Grads]:
         @functools.wraps(backward)
         def wrapped(ctx: Any, *grads: Tensor | None) -> Grads:
-            with torch.no_grad():
+            devices = {"cpu", *(grad.device.type for grad in grads if grad is not None)}
+            # by hand, backward may run inside the autocast of a training step: what forward computed wide stays so
+            with torch.no_grad(), without_autocast(devices):
                 found = backward(ctx, *grads)
             if not torch.is_grad_enabled():
                 return found

@@ -140,6 +140,7 @@ class CallCheck:
             "step": step,
             "trainable parameters outside the model's DDP": self._parameters.describe(parameters),
             "new parameters": ", ".join(p.name for p in new) or "none",
+            "parameters frozen since the model was wrapped": ", ".join(self._parameters.frozen) or "none",
         }
         called = [counter.calls > 0 for counter in self._counters]
         self._reducer.start_backward(parameters, called)

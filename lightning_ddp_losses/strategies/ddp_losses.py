@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.core import compat
@@ -145,7 +146,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             uneven=uneven,
             ddp_kwargs=self._ddp_kwargs,
         )
-        self._sync_blocked = False
+        self._sync_blocked = self._graph_is_recorded = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -194,7 +195,11 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             self._losses.sharding.refuse_shards(self._losses.module)
             super().setup(trainer)
         else:
-            self._losses.setup(trainer, super().setup, ddp_setup.refuse_sharded_parameters)
+            self._losses.setup(trainer, super().setup, self._refuse)
+
+    def _refuse(self, module: pl.LightningModule) -> None:
+        ddp_setup.refuse_sharded_parameters(module)
+        ddp_setup.refuse_static_graph_by_hand(module, self._ddp_kwargs)
 
     def model_to_device(self) -> None:
         """Undo what the precision plugin halved in the losses, then move the module."""
@@ -216,6 +221,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     def _wrap(self) -> ddp_setup.WrapPlan:
         """Let Lightning wrap the module in a DDP without the losses' parameters, where that leaves it any."""
         module = self._losses.module
+        self._graph_is_recorded = False
         plan = ddp_setup.plan(module, self._losses.found)
         if plan.reduced:  # else DDP would refuse the module
             with ddp_setup.ignoring(module, plan.ignored):
@@ -228,20 +234,26 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         """Look for what was frozen since the model was wrapped."""
         super().on_train_batch_start(batch, batch_idx)
         if self._losses.reducer is not None:
-            with self._losses.raise_on_all_ranks("on_train_batch_start"):
-                self._leave_out_frozen()
+            self._leave_out_frozen()
 
     def _leave_out_frozen(self) -> None:
         """Wrap the model anew where some of what its DDP reduces was frozen: DDP would wait for those gradients.
 
-        (Lightning's ``BaseFinetuning`` and hooks freeze before this one, and outside ``no_sync``, whose state is the wrap's.)
+        (Lightning's ``BaseFinetuning`` and hooks freeze before this one, and outside ``no_sync``, whose state is the wrap's.) Ranks
+        that froze nothing are on their way to forward, where DDP broadcasts buffers: nothing may be exchanged before that. What was
+        frozen is compared in the call check.
 
-        Communication: where something was frozen, one handshake, and what DDP does when it is made.
+        Communication: none; without ``check_calls`` one handshake where something was frozen.
         """
         parameters, wrapped, module = self._losses.parameters, self.wrapped_model, self._losses.module
         if parameters is None or wrapped is None or all(p.requires_grad for p in parameters.elsewhere.values()):
             return
-        ddp_setup.compare_frozen(module, parameters.elsewhere.values(), compat.ddp_comm_state(self))
+        if compat.ddp_comm_state(self) is not None:
+            return  # ``pre_backward`` refuses it, where the peers can be told
+        frozen = ddp_setup.frozen_names(module, parameters.elsewhere.values())
+        if not self._losses.check_calls:
+            with self._losses.raise_on_all_ranks("on_train_batch_start"):
+                ddp_setup.compare_frozen(frozen)
         self.model, wrapped = module, None  # the old one leaves its hooks with its last reference
         # what was equal stays so: to broadcast it again would hide a difference
         kwargs, self._ddp_kwargs = self._ddp_kwargs, {**self._ddp_kwargs, "init_sync": False}
@@ -250,8 +262,30 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         finally:
             self._ddp_kwargs = kwargs
         parameters.leave_out(plan.reduced)
+        parameters.frozen += frozen
         if self._losses.call_check is not None:
             self._losses.call_check.watch_gradients(ddp_setup.first_bucket(plan.reduced, kwargs))
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Refuse what was frozen since the step began, then prepare the call check."""
+        if self._losses.reducer is not None and self.sync_gradients:
+            with self._losses.raise_on_all_ranks("training_step"):
+                self._refuse_frozen()
+        super().pre_backward(closure_loss)
+
+    def _refuse_frozen(self) -> None:
+        """Refuse frozen parameters for whose gradients the model's DDP would wait in this backward."""
+        parameters, wrapped, module = self._losses.parameters, self.wrapped_model, self._losses.module
+        if parameters is None or wrapped is None or wrapped.find_unused_parameters:
+            return
+        if not all(p.requires_grad for p in parameters.elsewhere.values()):
+            frozen = ddp_setup.frozen_names(module, parameters.elsewhere.values())
+            ddp_setup.refuse_frozen(frozen, compat.ddp_comm_state(self))
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Take note that a static graph is known now."""
+        super().post_backward(closure_loss)
+        self._graph_is_recorded = self._graph_is_recorded or self.sync_gradients
 
     def _broadcast_buffers(self) -> None:
         """Do what DDP's forward does, where there is no DDP around the model."""
@@ -260,7 +294,15 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Reduce nothing inside the block; what accumulates is reduced at the next synchronising backward."""
+        """Reduce nothing inside the block; what accumulates is reduced at the next synchronising backward.
+
+        But for the first backward of a static graph: torch's DDP records the graph there, and ends in an internal assertion where
+        it does not synchronise (torch 2.13). The mean of what has accumulated by then is the mean of the parts.
+        """
+        ddp = self.wrapped_model
+        if ddp is not None and ddp.static_graph and not self._graph_is_recorded and not self._losses.is_plain:
+            yield
+            return
         before, self._sync_blocked = self._sync_blocked, True
         try:
             with super().block_backward_sync():

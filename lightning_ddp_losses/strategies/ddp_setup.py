@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -198,13 +199,16 @@ def first_bucket(parameters: Iterable[Tensor], ddp_kwargs: Mapping[str, Any]) ->
 
 
 def broadcast_buffers(module: nn.Module, losses: Iterable[FoundLoss], ddp_kwargs: Mapping[str, Any]) -> None:
-    """Give all ranks rank 0's buffers, as DDP's forward does, where there is no DDP around the model; the losses keep theirs."""
+    """Give all ranks rank 0's buffers where there is no DDP around the model; the losses keep theirs.
+
+    As DDP's forward does it, message for message: it may run on the other ranks, which have frozen less.
+    """
     if ddp_kwargs.get("forward_sync_buffers", ddp_kwargs.get("broadcast_buffers", True)) is False:
         return
-    prefixes = tuple(f"{loss.name}." for loss in losses if loss.owned)
-    buffers = [buffer for name, buffer in module.named_buffers() if not name.startswith(prefixes)]
-    if buffers:
-        raw_collectives.broadcast_(buffers)
+    ignored = plan(module, losses).ignored
+    buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
+    if buffers and dist.is_initialized():
+        compat.broadcast_as_ddp_does(buffers, ddp_kwargs.get("process_group"))
 
 
 def broadcast_unsynchronised(tensors: Sequence[Tensor], ddp_kwargs: Mapping[str, Any]) -> None:
@@ -254,25 +258,47 @@ def compare_names(module: nn.Module, facts: Mapping[str, str]) -> None:
     )
 
 
-def compare_frozen(module: nn.Module, reduced: Iterable[Tensor], comm_state: object) -> None:
-    """Compare between ranks which of the parameters that DDP reduces were frozen.
+def frozen_names(module: nn.Module, reduced: Iterable[Tensor]) -> list[str]:
+    """Return the names of those parameters that DDP reduces and that do not train any more."""
+    places = {id(tensor) for tensor in reduced if not tensor.requires_grad}
+    return [name for name, parameter in module.named_parameters() if id(parameter) in places]
+
+
+def compare_frozen(names: Sequence[str]) -> None:
+    """Compare between ranks the names of parameters that were frozen.
 
     Raises:
-        ConfigurationError: where a communication hook keeps something of each bucket, as buckets will be others.
         RankMismatchError: on every rank, where they differ.
 
     Communication: one handshake.
     """
-    places = {id(tensor) for tensor in reduced if not tensor.requires_grad}
-    names = [name for name, parameter in module.named_parameters() if id(parameter) in places]
-    if comm_state is not None:
+    handshake.all_gather_between_steps("parameters frozen since the model was wrapped", {"names": ", ".join(names)})
+
+
+def refuse_frozen(names: Sequence[str], comm_state: object) -> None:
+    """Refuse parameters that were frozen where the model cannot be wrapped anew without them.
+
+    Args:
+        names: Of the parameters.
+        comm_state: Of DDP's communication hook; None where there is none.
+
+    Raises:
+        ConfigurationError: naming them.
+    """
+    if comm_state is not None:  # it keeps something of each bucket, and buckets would be others
         raise ConfigurationError(
             f"parameters frozen during the fit: {', '.join(names[:_MAX_SHOWN])}",
             expected="no ddp_comm_state, which is of the buckets that DDP had at the start",
             got=type(comm_state).__name__,
             fix="Set their learning rate to 0 instead, or take a hook without a state.",
         )
-    handshake.all_gather_between_steps("parameters frozen since the model was wrapped", {"names": ", ".join(names)})
+    raise ConfigurationError(
+        f"parameters frozen inside training_step: {', '.join(names[:_MAX_SHOWN])}",
+        expected="a gradient of each of them in this backward, as when the step began",
+        got="requires_grad=False",
+        fix="Freeze them before the step (on_train_batch_start, BaseFinetuning); where optimizers take turns (toggle_optimizer), set "
+        "find_unused_parameters=True (strategy='ddp_losses_find_unused_parameters_true').",
+    )
 
 
 def refuse_sharded_parameters(module: nn.Module) -> None:
@@ -290,6 +316,24 @@ def refuse_sharded_parameters(module: nn.Module) -> None:
             got="DTensors, of which each rank holds a part (fully_shard or tensor parallelism)",
             fix='Take strategy="fsdp2_ddp_losses" (ModelParallelLossStrategy): FSDP2 beside exact losses. Or leave out fully_shard: an '
             "encoder that fits only in pieces of the batch runs in microbatched(encoder, rows).",
+        )
+
+
+def refuse_static_graph_by_hand(module: LightningModule, ddp_kwargs: Mapping[str, Any]) -> None:
+    """Refuse a static graph in manual optimisation: the gradients of the first backward would stay those of each rank.
+
+    DDP reduces them all together in that backward, which it knows of by what ``forward`` returns; ``manual_backward`` runs before that.
+    (torch 2.13, Lightning 2.6.6)
+
+    Raises:
+        ConfigurationError: naming the option.
+    """
+    if ddp_kwargs.get("static_graph", False) and not module.automatic_optimization:
+        raise ConfigurationError(
+            "static_graph=True",
+            expected="automatic optimisation",
+            got="automatic_optimization=False, under which torch's DDP does not reduce the first backward",
+            fix="Leave static_graph out; find_unused_parameters=True where a backward leaves out parameters.",
         )
 
 

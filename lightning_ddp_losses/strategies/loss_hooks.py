@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
+from lightning_ddp_losses.core.precision import without_autocast
 from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.distributed.accumulation import AccumulationWindow
 from lightning_ddp_losses.errors import ConfigurationError
@@ -167,14 +168,18 @@ class LossHooks(ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run Lightning's backward, with the losses' gradients reduced before the hooks ``on_after_backward`` see them.
 
-        (Lightning 2.6 calls those hooks in the precision plugin's ``post_backward``, before the strategy's.)
+        (Lightning 2.6 calls those hooks in the precision plugin's ``post_backward``, before the strategy's.) A ``manual_backward`` runs
+        inside the autocast of ``training_step``, in which even what the losses compute wide would come back in halves: it is off here,
+        as it is in automatic optimisation.
         """
         plugin, module = self.precision_plugin, self._losses.module
         closure_loss = self._losses.before_backward(closure_loss)
+        devices = () if self._losses.is_plain else ("cpu", self.root_device.type)
         with liveness.naming_lost_peers("backward"):
             self.pre_backward(closure_loss)
             closure_loss = plugin.pre_backward(closure_loss, module)
-            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            with without_autocast(devices):
+                plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             self.reduce_loss_gradients()
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)

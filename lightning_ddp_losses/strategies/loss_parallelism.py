@@ -181,7 +181,7 @@ class LossParallelism:
         self,
         trainer: pl.Trainer,
         setup_model: Callable[[pl.Trainer], None],
-        refuse: Callable[[nn.Module], None],
+        refuse: Callable[[pl.LightningModule], None],
         refuse_optimizers: Callable[[nn.Module, Iterable[torch.optim.Optimizer]], None] | None = None,
     ) -> None:
         """Find the losses, let Lightning set up the model, synchronise both.

@@ -73,11 +73,16 @@ class ReducedParameters:
         module: The live LightningModule.
         reduced_elsewhere: Parameters that the model's DDP reduces.
         ignored: Names that the user told DDP to leave alone.
+
+    Attributes:
+        elsewhere: Parameters that the model's DDP reduces now.
+        frozen: Names of those that it reduced before they were frozen.
     """
 
     def __init__(self, module: nn.Module, reduced_elsewhere: Sequence[Tensor], ignored: Sequence[str] = ()) -> None:
         self._module = module
         self.leave_out(reduced_elsewhere)
+        self.frozen: list[str] = []
         self._ignored = frozenset(ignored)
         self._equal_on_all_ranks: dict[str, nn.Parameter] = {}
         self._losses: list[str] = []

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import reducers
 
-from lightning_ddp_losses import ClassShardedLoss
+from lightning_ddp_losses import ClassShardedLoss, ClipLoss, SigLipLoss
 from tests.counting import CountCollectives, nothing_rides
 from tests.losses.harness import SPLITS
 from tests.losses.sharded_cases import CASES, CLASSES, DIM, Case, global_rows, judge, make, measure, net, whole
@@ -152,6 +152,45 @@ def in_float32(name: str) -> float:
 @pytest.mark.parametrize("name", ["ArcFaceLoss", "SphereFaceLoss", "SoftTripleLoss"])
 def test_half_precision_runs_in_float32(pool: RankPool, name: str) -> None:
     assert max(pool.run(2, in_float32, name)) < 1e-5
+
+
+def backward_of_halves(name: str) -> bool:
+    """Whether a backward inside autocast, as by hand in a training step, is that outside of it, bit for bit."""
+    losses = {
+        "sharded": lambda: ClassShardedLoss(pml.ArcFaceLoss(num_classes=CLASSES, embedding_size=DIM)),
+        "towers": lambda: TwiceItself(ClipLoss()),
+        "sigmoid": lambda: TwiceItself(SigLipLoss()),
+    }
+    found = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        loss = losses[name]()
+        rows = global_rows([4, 4, 4], dist.get_rank())
+        features = net()(rows["features"]).detach().float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(features, rows["labels"])
+            if inside:
+                value.backward()
+        if not inside:
+            value.backward()
+        found.append([features.grad, *(p.grad for p in loss.parameters())])
+    return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+class TwiceItself(torch.nn.Module):
+    """A loss of two towers on one and the same embeddings, doubled."""
+
+    def __init__(self, loss: torch.nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, embeddings: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return self.loss(embeddings, 2 * embeddings)
+
+
+@pytest.mark.parametrize("name", ["sharded", "towers", "sigmoid"])
+def test_backward_inside_autocast_is_as_wide_as_forward(pool: RankPool, name: str) -> None:
+    assert pool.run(3, backward_of_halves, name) == [True] * 3
 
 
 def with_four_classes() -> dict[str, torch.Tensor]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ddp_losses import DDPChecks
-from tests.oracle import assert_close
+from tests.oracle import assert_close, batches
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import Job, fit, fit_alone
+from tests.strategies.jobs import TASK, Job, fit, fit_alone
 from tests.strategies.test_calls import assert_same_error
 
 
@@ -61,12 +64,54 @@ def test_stages_of_finetuning_are_one_process(
 
 
 class FrozenByRank(Job):
+    """From batch 2 on one rank trains less; buffers, which DDP broadcasts in forward."""
+
+    def __init__(self, trains: int, parts: slice) -> None:
+        super().__init__()
+        self.trains, self.parts = trains, parts
+        self.register_buffer("steps_seen", torch.zeros(()))
+
     def on_train_batch_start(self, batch: Any, index: int) -> None:
-        self.encoder[0].requires_grad_(index < 2 or self.global_rank == 0)
+        for part in list(self.encoder)[self.parts]:
+            part.requires_grad_(index < 2 or self.global_rank == self.trains)
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        self.steps_seen += 1
+        return super().objective(features, labels, index)
 
 
-def test_ranks_that_freeze_something_else_get_the_same_error(pool: RankPool) -> None:
-    assert_same_error(pool.errors(2, fit, FrozenByRank), "frozen since the model was wrapped")
+@pytest.mark.parametrize("parts", [slice(0, 1), slice(None)], ids=["layer", "encoder"])
+@pytest.mark.parametrize("trains", [0, 1])
+def test_ranks_that_freeze_something_else_get_the_same_error(pool: RankPool, trains: int, parts: slice) -> None:
+    errors = pool.errors(2, fit, partial(FrozenByRank, trains, parts))
+    assert_same_error(errors, "frozen since the model was wrapped", "encoder.0.weight")
+
+
+class FrozenInside(Job):
+    """One rank, or both, freeze a layer inside the step at one batch."""
+
+    def __init__(self, ranks: tuple[int, ...], at: int) -> None:
+        super().__init__()
+        self.ranks, self.at = ranks, at
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        self.encoder[0].requires_grad_(index != self.at or self.global_rank not in self.ranks)
+        return super().objective(features, labels, index)
+
+
+# in the last step, of which torch says nothing, the gradients would stay those of one rank
+@pytest.mark.parametrize("at", [1, len(batches(TASK)) - 1], ids=["second", "last"])
+@pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)], ids=str)
+def test_freezing_inside_the_step_is_the_same_error(pool: RankPool, ranks: tuple[int, ...], at: int) -> None:
+    errors = pool.errors(2, fit, partial(FrozenInside, ranks, at))
+    assert_same_error(errors, "encoder.0.weight", "inside training_step", "on_train_batch_start")
+
+
+def test_freezing_inside_the_step_is_exact_where_unused_parameters_are_searched(pool: RankPool) -> None:
+    make = partial(FrozenInside, (0, 1), 1)
+    expected = fit_alone(make)
+    for state in pool.run(2, fit, make, {"find_unused_parameters": True}):
+        assert_close(state, expected)
 
 
 class FrozenLayer(Job):
