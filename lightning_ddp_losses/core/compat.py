@@ -346,6 +346,27 @@ def mark_sigterm_(trainer: Any) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
+def requeues_on_signal(trainer: Any) -> bool:
+    """Say whether Lightning saves and queues the job again when SLURM sends a signal (``SLURMEnvironment(auto_requeue=True)``)."""
+    environment = trainer._accelerator_connector.cluster_environment
+    return (
+        bool(getattr(environment, "auto_requeue", False)) and getattr(environment, "requeue_signal", None) is not None
+    )
+
+
+def replace_requeue_handler(trainer: Any, notice: Callable[[], None]) -> Callable[[], None]:
+    """Call ``notice`` where SLURM's signal arrives, and return what Lightning would have done there; a user's own handler stays."""
+    import signal
+
+    connector = trainer._signal_connector
+    number = trainer._accelerator_connector.cluster_environment.requeue_signal
+    handlers = getattr(signal.getsignal(number), "signal_handlers", [])
+    for place, handler in enumerate(handlers):
+        if handler == connector._slurm_sigusr_handler_fn:
+            handlers[place] = lambda signum, frame: notice()
+    return lambda: connector._slurm_sigusr_handler_fn(number, None)
+
+
 def steps_as_logged(trainer: Any) -> int:
     """Return the number of batches that stepped, which loggers count by; ``global_step`` counts each optimizer."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)

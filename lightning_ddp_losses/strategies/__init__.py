@@ -18,6 +18,7 @@
 * ``fsdp_losses``: the strategy for models that ``fully_shard`` divides. ``fsdp_setup``: which parameters are divided, refusals, what is
   around backward. ``fsdp_checkpoints``: one file, or a folder of parts.
 * ``checkpoint_files``: files that are whole or not there, and the same error on every rank. ``termination``: SIGTERM, on one rank or all.
+* ``requeue``: SLURM's signal before a job's time is over.
 * ``advice``: warnings, each once. ``fabric``: what Fabric is told that asks for our names.
 
 What it gets right, beside plain ``ddp``:

@@ -37,6 +37,7 @@ from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losse
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
 from lightning_ddp_losses.strategies.random_states import RandomStates, is_requeued
+from lightning_ddp_losses.strategies.requeue import Requeue
 from lightning_ddp_losses.strategies.sampler_places import SamplerPlaces
 from lightning_ddp_losses.strategies.sharded_ddp import ShardedDDP
 from lightning_ddp_losses.strategies.termination import Termination
@@ -157,6 +158,7 @@ class LossParallelism:
         self._ends: UnevenEnds | None = None
         self._places = SamplerPlaces()
         self._random_states = RandomStates()
+        self._requeue = Requeue()
         self._loader_states = LoaderStates()
         self._evaluation_ends = EvaluationEnds()
         self._training_data = UndividedData("training")
@@ -326,6 +328,7 @@ class LossParallelism:
         # Lightning has its handlers in place by now
         if self.call_check is not None and process_groups.world_size() > 1:
             self._termination.install(self.module.trainer, self.call_check)
+            self._requeue.install(self.module.trainer, self.call_check)
 
     def on_batch(self, batch: Any, batch_idx: int) -> None:
         """Forget what was resumed from: a batch is there. Read the first ones of an epoch."""
@@ -438,8 +441,8 @@ class LossParallelism:
         return trainer is None or not trainer.interrupted or self._termination.is_together
 
     def comes_together(self, path: Any) -> bool:
-        """Say whether every rank comes to save this file; not in SLURM's signal either."""
-        return self.saves_together and not is_requeued(path)
+        """Say whether every rank comes to save this file; not in SLURM's signal either, but where ``Requeue`` has taken its place."""
+        return self.saves_together and (self._requeue.is_together or not is_requeued(path))
 
     def kinds(self) -> list[str]:
         """Return of which class each loss is; before set-up and after teardown too."""
@@ -500,6 +503,7 @@ class LossParallelism:
         self.evaluation.teardown()
         self._evaluation_ends.remove()
         self._loader_states.remove()
+        self._requeue.remove(attached_trainer(self.module))
         if self._ends is not None:
             self._ends.remove()
 

@@ -516,7 +516,7 @@ def test_a_divided_head_has_the_gradient_of_a_whole_one(pool: RankPool, section:
 
 def test_every_page_has_a_test_or_starts_something() -> None:
     tested = {recipe.page or name for name, recipe in RECIPES.items()} | {"insightface"}
-    starting = {"torchrun", "slurm", "notebook", "hydra", "wandb", "security"}
+    starting = {"torchrun", "slurm", "kubernetes", "notebook", "hydra", "wandb", "security"}
     assert tested | starting == set(manual.recipes())
 
 

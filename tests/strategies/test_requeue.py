@@ -1,0 +1,124 @@
+"""SLURM's signal before a job's time is over: one checkpoint of all ranks after the same step, and a run that goes on exactly."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch import Tensor
+from torch.nn.functional import dropout
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ddp_losses import DDPLossStrategy
+from tests.lightning_ranks import QUIET, RankEnvironment
+from tests.oracle import assert_close, batches
+from tests.rank_pool import RankPool
+from tests.strategies.jobs import TASK, Job
+from tests.strategies.sharded_jobs import Sharded, whole_state
+
+AT = 2
+
+
+class SlurmRanks(SLURMEnvironment, RankEnvironment):
+    """SLURM as far as Lightning asks whether it is there; ranks as the pool has them."""
+
+    creates_processes_externally = True
+    main_address, main_port = RankEnvironment.main_address, RankEnvironment.main_port
+    world_size, set_world_size = RankEnvironment.world_size, RankEnvironment.set_world_size
+    global_rank, set_global_rank = RankEnvironment.global_rank, RankEnvironment.set_global_rank
+    local_rank, node_rank = RankEnvironment.local_rank, RankEnvironment.node_rank
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        return
+
+
+class Signalled(Job):
+    """Some ranks get the signal, each at another place of a step."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(dropout(self.encoder(features), 0.2), labels)
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if index == AT and self.global_rank in self.ranks and self.global_rank % 2 == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def on_after_backward(self) -> None:
+        if self.trainer.global_step == AT and self.global_rank in self.ranks and self.global_rank % 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+class SignalledShards(Signalled, Sharded):
+    """Its classes divided over the ranks."""
+
+
+def rows(world_size: int) -> DataLoader:
+    """The batches of one process in their order, which the strategy deals to the ranks."""
+    features, labels = (torch.cat(column) for column in zip(*batches(TASK), strict=True))
+    return DataLoader(TensorDataset(features, labels), batch_size=TASK.rows // world_size)
+
+
+def train(module: Job, environment: Any, folder: str, path: str | None = None) -> dict[str, Tensor]:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=DDPLossStrategy(use_global_sampler=True),
+        plugins=[environment],
+        default_root_dir=folder,
+        **{**QUIET, "use_distributed_sampler": True},
+    )
+    torch.manual_seed(5 + dist.get_rank())
+    trainer.fit(module, rows(dist.get_world_size()), ckpt_path=path)
+    assert not [callback for callback in trainer.callbacks if "requeue" in type(callback).__module__]
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def fit_signalled(make: type[Signalled], ranks: tuple[int, ...], folder: str) -> dict[str, Tensor]:
+    """Train to the end, as the signal's step is not the last one of a job; `scontrol` writes down that it was called."""
+    scontrol = Path(folder) / "scontrol"
+    if dist.get_rank() == 0:
+        scontrol.write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/queued"\n')
+        scontrol.chmod(0o755)
+    before = dict(os.environ)
+    os.environ.update({"SLURM_JOB_ID": "7", "PATH": f"{folder}:{os.environ['PATH']}"})
+    try:
+        return train(make(ranks), SlurmRanks(), folder)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def fit_unsignalled(make: type[Signalled], folder: str, path: str | None = None) -> dict[str, Tensor]:
+    return train(make(()), RankEnvironment(), folder, path)
+
+
+@pytest.mark.parametrize("make", [Signalled, SignalledShards])
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=str)
+def test_all_ranks_save_after_the_same_step(
+    pool: RankPool, tmp_path: Path, ranks: tuple[int, ...], make: type[Signalled]
+) -> None:
+    ended = pool.run(2, fit_signalled, make, ranks, str(tmp_path))
+    undisturbed = pool.run(2, fit_unsignalled, make, str(tmp_path))
+    # one checkpoint and one job in the queue; a signal after backward is heard of in the next one
+    (path,) = tmp_path.glob("hpc_ckpt_*.ckpt")
+    saved = torch.load(path, weights_only=False)
+    assert saved["global_step"] == AT + 1 + (ranks == (1,))
+    assert (tmp_path / "queued").read_text().splitlines() == ["requeue 7"]
+    resumed = pool.run(2, fit_unsignalled, make, str(tmp_path), str(path))
+    if make is SignalledShards:
+        assert_close(whole_state(resumed), whole_state(undisturbed), rtol=0)
+        assert_close(whole_state(ended), whole_state(undisturbed), rtol=0)
+        return
+    for rank in range(2):
+        assert_close(resumed[rank], undisturbed[rank], rtol=0)
+        assert_close(ended[rank], undisturbed[rank], rtol=0)
