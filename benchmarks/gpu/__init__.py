@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> Rows:
     )
     parser.add_argument("--part", choices=list("abcd"), action="append", help="one part (repeatable); all without it")
     parser.add_argument("--device", choices=["cuda", "pretend"], default="cuda", help="pretend: on the CPU")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="of part a every N-th run")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="of part a every N-th run of each kind")
     parser.add_argument("--ranks", type=int, choices=[2, 3], action="append", help="of part b; 2 and then 3 without it")
     options = parser.parse_args(arguments)
     _refuse_missing_packages()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from benchmarks.records import Row
 from tests.devices import Device
@@ -15,9 +15,13 @@ EXACT = 1e-7  # relative; float64, through roots and logarithms of near equals
 def rows_of(device: Device, every: int = 1) -> list[Row]:
     """Run everything that the suite runs on one process; one row a kind, and one for each run that is not exact."""
     found: dict[str, dict[str, Found]] = defaultdict(dict)
-    for index, (name, run) in enumerate(runs_of(device).items()):
-        if index % every == 0:
-            found[name.partition(";")[0]][name] = run()
+    seen = Counter[str]()
+    for name, run in runs_of(device).items():
+        kind = name.partition(";")[0]
+        # of each kind the first, and every n-th after it
+        if seen[kind] % every == 0:
+            found[kind][name] = run()
+        seen[kind] += 1
     rows: list[Row] = []
     for kind, results in found.items():
         # one that failed is worse than any difference
