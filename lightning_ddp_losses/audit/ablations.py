@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_ddp_losses.audit.replay import map_batch_tensors
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, random_source
+from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, SigLipLoss
+from lightning_ddp_losses.losses.products import ProductChoice, rounding_of
 
 ABLATIONS = {
     "randomness": "every random draw inside a step replaced by its mean (dropout: identity; noise: zero)",
@@ -137,6 +139,7 @@ def batch_norm_to_eval_mode_(module: nn.Module) -> None:
 
 # ---------------------------------------------------------------------- rounding
 
+_WITH_PRODUCTS = (ClassShardedLoss, ClipLoss, SigLipLoss)
 _ROUNDOFF = {"64": 2.0**-53, "32": 2.0**-24, "16": 2.0**-11, "bf16": 2.0**-8}
 _PIECE = 1 << 20  # elements that are perturbed at a time
 
@@ -154,7 +157,17 @@ def unit_roundoff(module: nn.Module, precision: str) -> float:
     if name != "32":
         return _ROUNDOFF[name]
     of_parameters = [torch.finfo(p.dtype).eps / 2 for p in module.parameters() if p.is_floating_point()]
-    return max(of_parameters, default=_ROUNDOFF[name])
+    unit = max(of_parameters, default=_ROUNDOFF[name])
+    # float64 is never multiplied in less
+    if unit < _ROUNDOFF["32"]:
+        return unit
+    return max([unit, *map(rounding_of, product_choices(module))])
+
+
+def product_choices(module: nn.Module) -> list[ProductChoice]:
+    """Return how the losses inside a module multiply rows, where that is less exact than float32; sorted, each once."""
+    found: set[ProductChoice] = {child.products for child in module.modules() if isinstance(child, _WITH_PRODUCTS)}
+    return sorted(found - {"float32"})
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from lightning_ddp_losses.audit.ablations import ABLATIONS, unit_roundoff
+from lightning_ddp_losses.audit.ablations import ABLATIONS, product_choices, unit_roundoff
 from lightning_ddp_losses.audit.accumulation import AccumulationParity, judge_accumulation
 from lightning_ddp_losses.audit.compare import (
     MULTIPLE,
@@ -521,6 +521,9 @@ def _report_settings(context: AuditContext, auditor: _Auditor, strategy: Any) ->
     tolerance: Any = auditor.tolerance
     if tolerance is None:
         tolerance = f"{MULTIPLE:g} x estimated rounding"
+        choices = product_choices(auditor.target.model)
+        if choices:
+            tolerance += f", that of products={', '.join(map(repr, choices))} included"
     name = strategy
     if not isinstance(strategy, str):
         name = type(strategy).__name__

@@ -27,6 +27,7 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``two_views`` | two views without labels, as rows with identities |
 | ``anchor_tuples`` | pairs and triplets of some anchors |
 | ``partial_sums`` | numerators, divisors, the factor W, a number with a gradient of its own |
+| ``products`` | rows times rows in float32, or on tensor cores (``products=``) |
 | ``row_chunks`` | PML's own formula, some anchors at a time |
 | ``tiled`` | the common losses in tiles of our own |
 | ``torch_losses``, ``separable``, ``recorded_stats`` | torch.nn's losses as sums; a check of such claims; PML's statistics |

@@ -27,6 +27,7 @@ from lightning_ddp_losses.losses.pml_registry import (
     losses_with_head,
     reduction_of,
 )
+from lightning_ddp_losses.losses.products import lengths_of
 
 # a block of classes shall not make a row of D numbers for each pair
 _DISTANCES = [cls for cls, facts in DISTANCES.items() if facts.form != "differences"]
@@ -69,6 +70,15 @@ class Head:
         has_unit_rows = distance.p == 2 and (distance.normalize_embeddings or self._always_normalizes)
         is_plain = self.per_class == 1 and not self._norm_of_weight_counts
         self.is_cosine = self._scales_rows and has_unit_rows and is_plain
+
+    @property
+    def is_one_product(self) -> bool:
+        """Whether logits are one number times products of rows with unit weight rows, which may run on tensor cores."""
+        return self.is_cosine and not self.has_row_scale
+
+    def lengths(self, embeddings: Tensor) -> Tensor | None:
+        """Return what ``prepare`` divides embeddings by, (G,), for heads of one product; None: they stay as they are."""
+        return lengths_of(embeddings) if self._loss.distance.normalize_embeddings else None
 
     @property
     def constant_scale(self) -> float:

@@ -37,6 +37,7 @@ from lightning_ddp_losses.losses.global_batch import refuse_unfit
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
 from lightning_ddp_losses.losses.partial_sums import global_loss, pack_partials, partial_sums_of, unpack_partials
 from lightning_ddp_losses.losses.pml_registry import is_separable
+from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form, refuse_products
 from lightning_ddp_losses.losses.sharded_softmax import LocalClasses, RowLosses, ShardedSoftmax
 from lightning_ddp_losses.losses.sharded_weight import ShardedWeight, empty_loss, full_weight, refuse_joint_draws
 from lightning_ddp_losses.losses.tile_budget import tile_budget
@@ -65,6 +66,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             (PartialFC's sampling). Rows not looked at, or whose gradient was dropped, keep weight and optimizer state: the optimizer must
             be attached (``attach``; the strategy does it). Its count of steps is the weight's as a whole.
         unbiased: Weigh the sampled negatives by one over their probability.
+        products: How embeddings and weight are multiplied, where logits are one number times cosines (ArcFace, CosFace, NormalizedSoftmax
+            with one center a class). ``"float32"``. ``"bf16"``: on tensor cores, into float32; embeddings and weight rows that are not
+            bfloat16 are rounded by 2^-9, the targets' own logits are not. ``"auto"``: that where both are bfloat16, else float32.
+            ``"tf32"``: three such products, which round by 2^-17 whatever the dtype, and torch's own switch stays as it is. In all but
+            ``"float32"`` the gradient of a product is rounded by 2^-17; float64 stays float64. ``get_logits`` and ``predict`` are float32.
         group: Process group over which the classes are sharded; None is the world. Where it is a part (the ranks of a node), every part
             holds all classes, the loss is still that of the rows of all ranks, and the weight's gradient is averaged over its replicas.
 
@@ -99,6 +105,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     sees_global_batch = True
     loss: Any
     sampler: ClassSampler | None
+    products: ProductChoice = "float32"  # what was pickled before there was a choice
 
     def __init__(
         self,
@@ -107,6 +114,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         chunk_size: int | None = None,
         sample_rate: float = 1.0,
         unbiased: bool = False,
+        products: ProductChoice = "float32",
         group: Group = None,
     ) -> None:
         weight = full_weight(loss).detach()
@@ -118,6 +126,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             chunk_size=chunk_size,
             sample_rate=sample_rate,
             unbiased=unbiased,
+            products=products,
             group=group,
         )
 
@@ -131,6 +140,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         chunk_size: int | None = None,
         sample_rate: float = 1.0,
         unbiased: bool = False,
+        products: ProductChoice = "float32",
         seed: int | None = None,
         group: Group = None,
         **options: Any,
@@ -144,6 +154,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             chunk_size: As in the constructor.
             sample_rate: As in the constructor.
             unbiased: As in the constructor.
+            products: As in the constructor.
             seed: Of the initial weight, which is the same for any number of ranks; None: drawn from torch's generator, rank 0's
                 counts.
             group: As in the constructor.
@@ -172,6 +183,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             chunk_size=chunk_size,
             sample_rate=sample_rate,
             unbiased=unbiased,
+            products=products,
             group=group,
         )
         return made
@@ -186,6 +198,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         chunk_size: int | None,
         sample_rate: float,
         unbiased: bool,
+        products: ProductChoice,
         group: Group,
     ) -> None:
         head = head_of(loss)
@@ -200,6 +213,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         self.register_parameter(head.weight_name, self._sharded.parameter(weight))
         # options
         _check_options(self.num_classes, chunk_size, sample_rate, is_regularized=penalty is not None)
+        self._refuse_products(products)
+        self.products = products
         self.chunk_size = chunk_size
         self._group = group
         self._replica_group: Group = None
@@ -232,7 +247,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     def extra_repr(self) -> str:
         """Return this rank's classes."""
-        return f"classes {self.shard.start} to {self.shard.stop} of {self.num_classes}"
+        return f"classes {self.shard.start} to {self.shard.stop} of {self.num_classes}, products={self.products}"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_whole_shape" in state:
@@ -257,8 +272,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         self._check_embeddings(embeddings)
         labels = self._checked_labels(embeddings, labels)
         try:
+            form = self._product_form(embeddings)
             value: Tensor = autograd_graph.run_full_precision(
-                self, self._global_loss, (embeddings, labels, indices_tuple), {}
+                self, self._global_loss, (embeddings, labels, indices_tuple, form), {}
             )
         except Exception as error:  # what all ranks raise alike passes through
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
@@ -267,16 +283,22 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         watched: Tensor = self._upstream_grads.watch(value, group=self._group)
         return watched
 
-    def _global_loss(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Tensor:
+    def _product_form(self, embeddings: Tensor) -> ProductForm:
+        """Choose how rows are multiplied, from the dtypes that embeddings and weight have."""
+        if not self._head.is_one_product:
+            return "float32"
+        return choose_form(self._title, self.products, [embeddings, self.weight])
+
+    def _global_loss(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, form: ProductForm) -> Tensor:
         # 1. rows of all ranks of the group
-        batch = self._gather(embeddings, labels.to(torch.int64), indices_tuple)
+        batch = self._gather(embeddings, labels.to(torch.int64), indices_tuple, form)
         global_embeddings, global_labels, *named = batch.tensors
         if isinstance(indices_tuple, GlobalTuples):
             indices_tuple.check(self._title, len(global_embeddings))
             named = [self._times_named(indices_tuple, len(global_embeddings))]
         # 2. each row's loss over the classes of all ranks
         rows, scale = self._head.prepare(global_embeddings)
-        softmax = self._softmax(global_labels, global_embeddings)
+        softmax = self._softmax(global_labels, global_embeddings, form)
         found = softmax.row_losses(rows, scale, self._sharded.rows(self.weight))
         if self.loss.collect_stats and hasattr(self.loss, "avg_angle"):
             self.loss.avg_angle = float(found.angle_sum) / max(len(global_embeddings), 1)
@@ -296,7 +318,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         # 5. one number
         return self._reduce(losses, found, global_embeddings, global_labels)
 
-    def _gather(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> GatheredBatch:
+    def _gather(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, form: ProductForm) -> GatheredBatch:
         """Return the rows of all ranks, after comparing with them what must be equal, and what must not."""
         batches = {"embeddings": embeddings, "labels": labels}
         if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
@@ -307,6 +329,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             "classes": self.num_classes,
             "sampling": "none" if sampler is None else f"{sampler.rate} {sampler.unbiased}",
             "configuration": self._fingerprint,
+            "products": f"{self.products}, here {form}",
             "miner": type(indices_tuple).__name__,
             "coefficient of the last backward": self._upstream_grads.take(),
             **micro_batch_to_match(),
@@ -330,17 +353,24 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         except InputError as error:
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
 
-    def _softmax(self, labels: Tensor, embeddings: Tensor) -> ShardedSoftmax:
+    def _softmax(self, labels: Tensor, embeddings: Tensor, form: ProductForm) -> ShardedSoftmax:
         """Choose the classes that a call looks at: all, or sampled ones."""
         shard, per_class = self.shard, self._head.per_class
         is_local = (labels >= shard.start) & (labels < shard.stop)
         local_labels = torch.where(is_local, labels - shard.start, -1)
         chunk = self._chunk(len(labels), embeddings.element_size(), embeddings.device)
+        lengths = self._head.lengths(embeddings) if form == "bf16" else None
         sampler = self._training_sampler()
         if sampler is None:
             classes = LocalClasses(local_labels, chunk, per_class)
             return ShardedSoftmax(
-                self._head, classes, penalty=self._penalty, group=self._group, replica_group=self._replica_group
+                self._head,
+                classes,
+                penalty=self._penalty,
+                group=self._group,
+                replica_group=self._replica_group,
+                form=form,
+                lengths=lengths,
             )
         sampled = sampler.draw_next(local_labels, shard, embeddings.dtype)
         classes = LocalClasses(sampled.labels, chunk, per_class, sampled.classes)
@@ -350,6 +380,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             log_weight=sampled.log_weight,
             group=self._group,
             replica_group=self._replica_group,
+            form=form,
+            lengths=lengths,
             on_backward=self._note_sampled_gradient,
         )
 
@@ -432,6 +464,20 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         sharded.shard_(self.weight, self.loss.weight_init_func, seed, self._group)
         if self._replica_group is not None:
             raw_collectives.broadcast_([self.weight.data], group=self._replica_group)
+
+    def _refuse_products(self, products: ProductChoice) -> None:
+        """Refuse what is no choice, and tensor cores for logits that are not one product.
+
+        Raises:
+            ConfigurationError: naming what can be chosen.
+        """
+        refuse_products(self._title, products)
+        if products in ("bf16", "tf32") and not self._head.is_one_product:
+            raise ConfigurationError(
+                f"{self._title}: products",
+                expected="'float32' or 'auto', since the logits of this loss are not one number times cosines",
+                got=repr(products),
+            )
 
     def _refuse_with_replicas(self) -> None:
         """Refuse options that would let the parts of the world differ.

@@ -20,7 +20,7 @@ from lightning_ddp_losses.distributed.collectives import once_differentiable_str
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather, group_for
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.losses.column_blocks import ColumnBlock, ColumnBlocks, Products, RingColumns
+from lightning_ddp_losses.losses.column_blocks import ColumnBlock, ColumnBlocks, Products, RingColumns, RowForm
 from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
 from lightning_ddp_losses.losses.partial_sums import (
     PartialSum,
@@ -29,6 +29,7 @@ from lightning_ddp_losses.losses.partial_sums import (
     scale_factors,
     unpack_partials,
 )
+from lightning_ddp_losses.losses.products import ProductChoice
 from lightning_ddp_losses.losses.two_towers import TwoTowerLoss, is_not_positive
 
 
@@ -48,6 +49,10 @@ class ClipLoss(TwoTowerLoss):
         tile_bytes: Of products alive at a time; None: 2 MiB, on an accelerator 256 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``: ranks pass their texts on, so that beside its own rows a
             rank holds two ranks' texts at a time, and in backward the gradients of three.
+        products: How rows are multiplied. ``"float32"``. ``"bf16"``: on tensor cores, into float32; exact but for the order of summation
+            where the towers give bfloat16 (autocast), rows of float32 are rounded by 2^-9. ``"auto"``: that where both towers are
+            bfloat16, else float32. ``"tf32"``: three such products, which round by 2^-17 whatever the rows are, and torch's own switch
+            stays as it is. In all but ``"float32"`` the gradient of a product is rounded by 2^-17; float64 stays float64.
         group: Process group; None is the world.
 
     Returns:
@@ -94,9 +99,10 @@ class ClipLoss(TwoTowerLoss):
         normalize: bool = True,
         tile_bytes: int | None = None,
         gather: Literal["all", "ring"] = "all",
+        products: ProductChoice = "float32",
         group: Group = None,
     ) -> None:
-        super().__init__(normalize=normalize, tile_bytes=tile_bytes, gather=gather, group=group)
+        super().__init__(normalize=normalize, tile_bytes=tile_bytes, gather=gather, products=products, group=group)
         bad_scale = is_not_positive(init_temperature) or is_not_positive(max_scale)
         if bad_scale or not 0 <= label_smoothing < 1:
             raise ConfigurationError(
@@ -109,15 +115,20 @@ class ClipLoss(TwoTowerLoss):
 
     def extra_repr(self) -> str:
         """The options."""
-        return f"max_scale={self.max_scale}, label_smoothing={self.label_smoothing}, normalize={self.normalize}"
+        numbers = f"max_scale={self.max_scale}, label_smoothing={self.label_smoothing}"
+        return f"{numbers}, normalize={self.normalize}, products={self.products}"
 
     def _evaluate(
-        self, columns: ColumnBlocks, images: Tensor, texts: Tensor, products: Tensor, given: dict[str, Tensor | None]
+        self,
+        columns: ColumnBlocks,
+        form: RowForm,
+        images: Tensor,
+        texts: Tensor,
+        products: Tensor,
+        given: dict[str, Tensor | None],
     ) -> Tensor:
-        call, scale = (
-            _ClipCall(columns, self.label_smoothing, self._bytes_of_a_tile(images)),
-            self._scale(given["logit_scale"]),
-        )
+        call = _ClipCall(columns, form, self.label_smoothing, self._bytes_of_a_tile(images))
+        scale = self._scale(given["logit_scale"])
         value: Tensor = _Clip.apply(call, images, texts, scale, products)  # type: ignore[no-untyped-call]
         return value
 
@@ -125,6 +136,7 @@ class ClipLoss(TwoTowerLoss):
 @dataclass(frozen=True)
 class _ClipCall:
     columns: ColumnBlocks
+    form: RowForm
     smoothing: float
     tile_bytes: int
 
@@ -141,14 +153,15 @@ class _Clip(torch.autograd.Function):
         columns, smoothing = call.columns, call.smoothing
         own_logits = paired[call.own_texts(images)] * scale
         row_lse, mean_column = RunningLogSumExp.empty(len(images), images), images.new_zeros(images.shape[1])
-        products = Products(columns.width)
+        products = Products(columns.width, call.form)
 
         def visit(block: ColumnBlock) -> Tensor:
             text_logits = block.column_stats * scale
             column_lse = RunningLogSumExp.empty(block.text_count, images)
+            block_products = products.with_block(images, scale, block)
             for tile in block.tiles(images, call.tile_bytes):
                 # logits, in which the own pair counts as nothing
-                logits = products.compute(images, scale, block, tile)
+                logits = block_products.compute(tile)
                 logits[tile.own_pairs] = -torch.inf
                 # texts: max and sum-exp of their columns, less their own pair's logit
                 text_count = tile.text_count
@@ -158,8 +171,9 @@ class _Clip(torch.autograd.Function):
                 # images: of their rows, likewise
                 row_lse.accumulate_(logits.sub_(own_logits[tile.rows].unsqueeze(1)), rows=tile.rows)
             if smoothing:
-                mean_column.add_(block.columns.sum(0) / columns.width)
-                mean_column.add_(block.columns[: block.text_count].sum(0) / columns.total)
+                rows = call.form.rows(block.columns)
+                mean_column.add_(rows.sum(0) / columns.width)
+                mean_column.add_(rows[: block.text_count].sum(0) / columns.total)
             return _packed_stats(column_lse)
 
         # columns joined over ranks, where they travel; rows are complete
@@ -188,9 +202,11 @@ class _Clip(torch.autograd.Function):
         d_own_pairs = torch.expm1(-row_losses) + torch.expm1(-column_losses[own_texts]) + 2 * smoothing
 
         def visit(block: ColumnBlock) -> Tensor:
-            d_columns = torch.zeros_like(block.columns)
+            d_block = torch.zeros_like(block.columns)
+            d_columns = call.form.rows(d_block)
+            block_products = ctx.products.with_block(images, scale, block)
             for tile in block.tiles(images, call.tile_bytes):
-                logits = ctx.products.recompute(images, scale, block, tile)
+                logits = block_products.recompute(tile)
                 # softmax of the images' rows
                 d_logits = (logits - row_lse[tile.rows].unsqueeze(1)).exp_()
                 # plus that of the texts' columns
@@ -200,13 +216,12 @@ class _Clip(torch.autograd.Function):
                     d_logits[:, :text_count] += text_logits.sub_(block.column_stats[tile.texts]).exp_()
                     d_logits[tile.own_pairs] = d_own_pairs[tile.rows][tile.own_pairs[0]]
                 # back to both towers
-                d_images[tile.rows].addmm_(d_logits, block.columns[tile.columns])
-                if texts_wanted and block.trained:
-                    d_columns[tile.columns].addmm_(d_logits.t(), images[tile.rows])
+                is_wanted = texts_wanted and block.trained
+                block_products.add_grads_(d_logits, tile, d_images, d_columns if is_wanted else None)
             if smoothing:
                 d_columns -= smoothing * images.sum(0) / columns.width
                 d_columns[: block.text_count] -= smoothing * images.sum(0) / columns.total
-            return d_columns
+            return d_block
 
         d_texts = columns.collect_grad(visit, texts, column_lses, wanted=texts_wanted)
         d_scale = (d_images * images).sum()  # z is linear in the scale and in this rank's images

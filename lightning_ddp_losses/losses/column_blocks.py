@@ -19,6 +19,7 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import ring_round_trip, ring_rows
+from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, as_slope_, product
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class ColumnBlock:
     """Columns that are here at a time.
 
     Attributes:
-        columns: (n, D).
+        columns: (n, D), or one number more a row (``RowForm``).
         text_count: How many of them, the first, have an image of their own on some rank; the others are negatives alone.
         first_own: Column of the first text that belongs to an image of this rank; None: not in this block.
         column_stats: (text_count,), a number for each text; empty where none were given.
@@ -83,32 +84,100 @@ class ColumnBlock:
         return index - shift - rows.start, index - columns.start
 
 
+@dataclass(frozen=True)
+class RowForm:
+    """How the rows of a call are multiplied.
+
+    Attributes:
+        form: As ``products`` has it.
+        image_lengths: (B,), what this rank's images were divided by; columns then bring theirs along, as one number more a row. None:
+            no one's length is needed.
+    """
+
+    form: ProductForm
+    image_lengths: Tensor | None = None
+
+    def rows(self, columns: Tensor) -> Tensor:
+        """Return the rows themselves, (n, D), of columns or of their gradient; a view."""
+        return columns if self.image_lengths is None else columns[:, :-1]
+
+    def lengths(self, columns: Tensor) -> Tensor | None:
+        """Return what the columns were divided by, (n,)."""
+        return None if self.image_lengths is None else columns[:, -1]
+
+
 class Products:
     """Products of images and columns, a tile at a time; where a single tile is all there is, backward need not compute it again.
 
     Args:
         width: M.
+        form: How they are multiplied.
     """
 
-    def __init__(self, width: int) -> None:
-        self._width = width
+    def __init__(self, width: int, form: RowForm) -> None:
+        self._width, self._form = width, form
         self._kept: Tensor | None = None
 
-    def compute(self, images: Tensor, scale: Tensor, block: ColumnBlock, tile: ProductTile) -> Tensor:
-        """Computes ``scale`` times the products of a tile, in forward; the caller may overwrite them."""
-        products = _products(images, scale, block, tile)
-        if products.shape == (len(images), self._width):
+    def with_block(self, images: Tensor, scale: Tensor, block: ColumnBlock) -> BlockProducts:
+        """Prepare the rows on both sides of a block's tiles."""
+        form, rows = self._form, self._form.rows
+        left = as_operand(images, form.form, form.image_lengths)
+        right = as_operand(rows(block.columns), form.form, form.lengths(block.columns))
+        return BlockProducts(self, left, right, scale)
+
+    def keep(self, products: Tensor, rows: int) -> None:
+        """Note a tile of forward, where it is all there is."""
+        if products.shape == (rows, self._width):
             self._kept = products.clone()
-        return products
 
-    def recompute(self, images: Tensor, scale: Tensor, block: ColumnBlock, tile: ProductTile) -> Tensor:
-        """Computes the same in backward, unless forward has kept it; a second backward computes it anew."""
+    def take_kept(self) -> Tensor | None:
+        """Return the tile that forward has kept, once: a second backward computes it anew."""
         kept, self._kept = self._kept, None
-        return _products(images, scale, block, tile) if kept is None else kept
+        return kept
 
 
-def _products(images: Tensor, scale: Tensor, block: ColumnBlock, tile: ProductTile) -> Tensor:
-    return (images[tile.rows] * scale) @ block.columns[tile.columns].t()
+@dataclass(frozen=True)
+class BlockProducts:
+    """Products of images and the columns of one block.
+
+    Attributes:
+        products: Of all blocks.
+        left: The images.
+        right: The columns.
+        scale: What multiplies them, 0-dim.
+    """
+
+    products: Products
+    left: Operand
+    right: Operand
+    scale: Tensor
+
+    def compute(self, tile: ProductTile) -> Tensor:
+        """Computes ``scale`` times the products of a tile, in forward; the caller may overwrite them."""
+        found = product(self.left.part(tile.rows), self.right.part(tile.columns), self.scale)
+        self.products.keep(found, len(self.left.terms[0]))
+        return found
+
+    def recompute(self, tile: ProductTile) -> Tensor:
+        """Computes the same in backward, unless forward has kept it."""
+        kept = self.products.take_kept()
+        if kept is None:
+            kept = product(self.left.part(tile.rows), self.right.part(tile.columns), self.scale)
+        return kept
+
+    def add_grads_(self, slope: Tensor, tile: ProductTile, d_images: Tensor, d_columns: Tensor | None) -> None:
+        """Adds what the gradient of a tile's logits gives back to both towers, but for the scale.
+
+        Args:
+            slope: (rows, columns) of the tile; overwritten.
+            tile: Which rows and columns.
+            d_images: (B, D).
+            d_columns: (n, D) of the block; None: not wanted.
+        """
+        parts = as_slope_(slope, self.left.part(tile.rows), self.right.part(tile.columns))
+        parts.add_to_left_(d_images[tile.rows])
+        if d_columns is not None:
+            parts.add_to_right_(d_columns[tile.columns])
 
 
 Visit = Callable[[ColumnBlock], Tensor]

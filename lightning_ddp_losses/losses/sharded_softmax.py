@@ -25,6 +25,15 @@ from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, 
 from lightning_ddp_losses.losses.class_heads import Head
 from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
 from lightning_ddp_losses.losses.partial_sums import Number, for_mean_over_ranks
+from lightning_ddp_losses.losses.products import (
+    SMALLEST_LENGTH,
+    Operand,
+    ProductForm,
+    as_operand,
+    as_slope_,
+    lengths_of,
+    product,
+)
 from lightning_ddp_losses.losses.sharded_weight import rows_of_classes
 
 Penalty = Callable[[Tensor], tuple[Tensor, Number]]
@@ -200,6 +209,8 @@ class ShardedSoftmax:
         penalty: Returns a block of weight rows' summed regulariser terms and their number; None: no regulariser.
         group: Process group over which the classes are sharded.
         replica_group: Ranks that have the same classes in other parts of the world; None: there are none.
+        form: How rows and weight rows are multiplied (``products``).
+        lengths: (G,), what rows were divided by, where that form needs it; None: they were not.
         on_backward: Called in backward with the sampled classes, which get a gradient, and the gradient (c * K, D) of the weight rows.
     """
 
@@ -209,6 +220,8 @@ class ShardedSoftmax:
     penalty: Penalty | None = None
     group: Group = None
     replica_group: Group = None
+    form: ProductForm = "float32"
+    lengths: Tensor | None = None
     on_backward: Callable[[Tensor, Tensor], None] | None = None
 
     def row_losses(self, rows: Tensor, scale: Tensor, weight: Tensor) -> RowLosses:
@@ -238,6 +251,29 @@ class ShardedSoftmax:
         logits = self.head.targets(targets.of(rows), picked_scale, picked)
         return targets.add_to_(rows.new_zeros(len(rows)), logits)
 
+    def logits(self, operands: Operands, block: Tensor, rows: Operand | None) -> Tensor:
+        """Compute the logits (G, c) of a block of classes, no margin in them.
+
+        Args:
+            operands: What they are made of.
+            block: (c * K, D), weight rows.
+            rows: The rows, prepared for products on tensor cores; None: the head computes.
+        """
+        if rows is None:
+            return self.head.logits(operands.rows, operands.scale, block)
+        return product(rows, self.weight_operand(block), operands.scale)
+
+    def row_operand(self, rows: Tensor) -> Operand | None:
+        """Prepare the rows for products on tensor cores; None: the head computes."""
+        return None if self.form == "float32" else as_operand(rows, self.form, self.lengths)
+
+    def weight_operand(self, block: Tensor) -> Operand:
+        """Prepare a block of weight rows, likewise, as unit rows."""
+        lengths = lengths_of(block)
+        if self.form == "bf16":  # as they are, without the detour over unit rows
+            return Operand((block.to(torch.bfloat16),), lengths)
+        return as_operand(block / lengths.unsqueeze(1), self.form)
+
 
 class _SoftmaxFunction(torch.autograd.Function):
     @staticmethod
@@ -255,8 +291,9 @@ class _SoftmaxFunction(torch.autograd.Function):
         extra[2] = targets.is_local.sum()
         # 2. maximum and sum of exponentials over this rank's classes, chunk by chunk
         local_lse = RunningLogSumExp.empty(len(rows), rows)
+        operands, row_operand = Operands(rows, scale, weight), call.row_operand(rows)
         for start, stop, block in classes.chunks(weight):
-            logits = head.logits(rows, scale, block)
+            logits = call.logits(operands, block, row_operand)
             inside = classes.targets_in(start, stop)
             if head.has_margin:
                 inside.put_(logits, target)
@@ -295,7 +332,9 @@ class _SoftmaxFunction(torch.autograd.Function):
         empty = torch.empty_like if classes.sampled is None else torch.zeros_like
         grads = Operands(torch.zeros_like(rows), torch.zeros_like(scale), empty(weight))
         # 2. through the logits of all classes
-        if head.is_cosine:
+        if call.form != "float32":
+            _add_product_grads_(grads, call, operands, lse, grad, grad_penalty)
+        elif head.is_cosine:
             _add_cosine_grads_(grads, call, operands, lse, grad, grad_penalty)
         else:
             _add_chunk_grads_(grads, call, operands, lse, grad, grad_penalty)
@@ -380,6 +419,31 @@ def _add_cosine_grads_(
     if call.head.has_row_scale:
         grads.scale.add_((grads.rows * rows).sum(1, keepdim=True))
     grads.rows.mul_(scale)
+
+
+def _add_product_grads_(
+    grads: Operands, call: ShardedSoftmax, operands: Operands, lse: Tensor, grad: Tensor, grad_penalty: Tensor
+) -> None:
+    """Add the same for cosines whose products run on tensor cores; the scale is one number."""
+    rows, scale, weight = operands
+    row_operand = call.row_operand(rows)
+    assert row_operand is not None
+    for start, stop, block in call.classes.chunks(weight):
+        # logits, softmax and the loss's gradient of the chunk
+        weight_operand = call.weight_operand(block)
+        share = _softmax_(product(row_operand, weight_operand, scale), call, lse, start, stop)
+        slope = as_slope_(share.mul_(grad.unsqueeze(1)).mul_(scale), row_operand, weight_operand)
+        # to the rows, and to the weight's unit rows
+        slope.add_to_left_(grads.rows)
+        grad_unit = torch.zeros_like(block)
+        slope.add_to_right_(grad_unit)
+        # to the weight rows: the part along a row is lost in its normalisation
+        lengths = lengths_of(block).unsqueeze(1)
+        unit = block / lengths
+        along = torch.where(lengths > SMALLEST_LENGTH, torch.linalg.vecdot(grad_unit, unit).unsqueeze(1), 0.0)
+        grad_block = grad_unit.addcmul_(unit, along, value=-1).div_(lengths)
+        place = call.classes.weight_rows(start, stop)
+        grads.weight[place] = _with_penalty_grad(grad_block, call.penalty, block, grad_penalty)
 
 
 def _with_penalty_grad(grad_block: Tensor, penalty: Penalty | None, block: Tensor, grad_penalty: Tensor) -> Tensor:

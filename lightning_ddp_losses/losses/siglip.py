@@ -17,8 +17,9 @@ from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.losses.column_blocks import ColumnBlock, ColumnBlocks, Products, ProductTile
+from lightning_ddp_losses.losses.column_blocks import ColumnBlock, ColumnBlocks, Products, ProductTile, RowForm
 from lightning_ddp_losses.losses.partial_sums import PartialSum, exchange_partials, global_loss
+from lightning_ddp_losses.losses.products import ProductChoice
 from lightning_ddp_losses.losses.two_towers import TwoTowerLoss, is_not_positive
 
 
@@ -37,6 +38,7 @@ class SigLipLoss(TwoTowerLoss):
         tile_bytes: Of products alive at a time; None: 2 MiB, on an accelerator 256 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``, as in the paper: ranks pass their texts on, so that beside
             its own rows a rank holds two ranks' texts at a time, and in backward the gradients of three.
+        products: How rows are multiplied, as in ``ClipLoss``: ``"float32"``, ``"tf32"``, ``"bf16"`` or ``"auto"``.
         group: Process group; None is the world.
 
     Returns:
@@ -72,9 +74,10 @@ class SigLipLoss(TwoTowerLoss):
         normalize: bool = True,
         tile_bytes: int | None = None,
         gather: Literal["all", "ring"] = "all",
+        products: ProductChoice = "float32",
         group: Group = None,
     ) -> None:
-        super().__init__(normalize=normalize, tile_bytes=tile_bytes, gather=gather, group=group)
+        super().__init__(normalize=normalize, tile_bytes=tile_bytes, gather=gather, products=products, group=group)
         if is_not_positive(init_temperature) or is_not_positive(max_scale):
             raise ConfigurationError(
                 "SigLipLoss",
@@ -88,7 +91,7 @@ class SigLipLoss(TwoTowerLoss):
 
     def extra_repr(self) -> str:
         """The options."""
-        return f"max_scale={self.max_scale}, normalize={self.normalize}"
+        return f"max_scale={self.max_scale}, normalize={self.normalize}, products={self.products}"
 
     @eager_recursive
     def forward(
@@ -107,14 +110,20 @@ class SigLipLoss(TwoTowerLoss):
         )
 
     def _evaluate(
-        self, columns: ColumnBlocks, images: Tensor, texts: Tensor, products: Tensor, given: dict[str, Tensor | None]
+        self,
+        columns: ColumnBlocks,
+        form: RowForm,
+        images: Tensor,
+        texts: Tensor,
+        products: Tensor,
+        given: dict[str, Tensor | None],
     ) -> Tensor:
         # the caller's numbers or the own
         scale, bias = self._scale(given["logit_scale"]), given["logit_bias"]
         if bias is None:
             bias = self.logit_bias
         # this rank's share of the sum over pairs
-        inputs = (columns, self._bytes_of_a_tile(images), images, texts, scale, bias)
+        inputs = (columns, form, self._bytes_of_a_tile(images), images, texts, scale, bias)
         total: Tensor = _PairSum.apply(*inputs)  # type: ignore[no-untyped-call]
         # over all ranks, divided by the number of images
         partials = [PartialSum(total, float(len(images)))]
@@ -130,15 +139,23 @@ class _PairSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, columns: ColumnBlocks, tile_bytes: int, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor
+        ctx: Any,
+        columns: ColumnBlocks,
+        form: RowForm,
+        tile_bytes: int,
+        images: Tensor,
+        texts: Tensor,
+        scale: Tensor,
+        bias: Tensor,
     ) -> Tensor:
-        total, products = images.new_zeros(()), Products(columns.width)
+        total, products = images.new_zeros(()), Products(columns.width, form)
         for block in columns.blocks(texts):
+            block_products = products.with_block(images, scale, block)
             for tile in block.tiles(images, tile_bytes):
                 # -logsigmoid(t z) = softplus(-t z)
-                signed_logits = _signed_logits_(products.compute(images, scale, block, tile), tile, bias)
+                signed_logits = _signed_logits_(block_products.compute(tile), tile, bias)
                 total += nn.functional.softplus(signed_logits.neg_()).sum()
-        ctx.columns, ctx.tile_bytes, ctx.products = columns, tile_bytes, products
+        ctx.columns, ctx.form, ctx.tile_bytes, ctx.products = columns, form, tile_bytes, products
         ctx.save_for_backward(images, texts, scale, bias)
         return total
 
@@ -146,28 +163,28 @@ class _PairSum(torch.autograd.Function):
     @once_differentiable_strict("SigLipLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         images, texts, scale, bias = ctx.saved_tensors
-        d_images, d_bias, texts_wanted = torch.zeros_like(images), torch.zeros_like(bias), ctx.needs_input_grad[3]
+        d_images, d_bias, texts_wanted = torch.zeros_like(images), torch.zeros_like(bias), ctx.needs_input_grad[4]
 
         def visit(block: ColumnBlock) -> Tensor:
-            d_columns = torch.zeros_like(block.columns)
+            d_block = torch.zeros_like(block.columns)
+            d_columns = ctx.form.rows(d_block) if texts_wanted and block.trained else None
+            block_products = ctx.products.with_block(images, scale, block)
             for tile in block.tiles(images, ctx.tile_bytes):
                 # derivative by the logits: -t sigmoid(-t z), where t is -1 but at own pairs
-                products = ctx.products.recompute(images, scale, block, tile)
+                products = block_products.recompute(tile)
                 d_logits = torch.sigmoid(_signed_logits_(products, tile, bias).neg_())
                 d_logits[tile.own_pairs] *= -1
                 # what it gives back to the bias and both towers
                 d_bias.add_(d_logits.sum())
-                d_images[tile.rows].addmm_(d_logits, block.columns[tile.columns])
-                if texts_wanted and block.trained:
-                    d_columns[tile.columns].addmm_(d_logits.t(), images[tile.rows])
-            return d_columns
+                block_products.add_grads_(d_logits, tile, d_images, d_columns)
+            return d_block
 
         d_texts = ctx.columns.collect_grad(visit, texts, wanted=texts_wanted)
         # z is linear in the scale and in this rank's images
         d_scale, factor = (d_images * images).sum(), grad * scale
         if d_texts is not None:
             d_texts.mul_(factor)
-        return None, None, d_images.mul_(factor), d_texts, d_scale * grad, d_bias * grad
+        return None, None, None, d_images.mul_(factor), d_texts, d_scale * grad, d_bias * grad
 
 
 def _signed_logits_(products: Tensor, tile: ProductTile, bias: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum over ranks, ``M`` 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -25,8 +26,9 @@ from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gathe
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
-from lightning_ddp_losses.losses.column_blocks import ColumnBlocks, GatheredColumns, RingColumns
+from lightning_ddp_losses.losses.column_blocks import ColumnBlocks, GatheredColumns, RingColumns, RowForm
 from lightning_ddp_losses.losses.global_batch import refuse_gather
+from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form, lengths_of, refuse_products
 from lightning_ddp_losses.losses.tile_budget import tile_budget
 
 _HOST_TILE_BYTES = 2 << 20
@@ -44,19 +46,29 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         normalize: Divide embeddings by their length.
         tile_bytes: Of products alive at a time; None: 2 MiB, on an accelerator 256 MiB.
         gather: Whether every rank holds all columns, or they go round a ring.
+        products: How rows are multiplied (``products``).
         group: Process group; None is the world.
     """
 
     sees_global_batch = True
+    products: ProductChoice = "float32"  # what was pickled before there was a choice
 
     def __init__(
-        self, *, normalize: bool, tile_bytes: int | None, gather: Literal["all", "ring"], group: Group
+        self,
+        *,
+        normalize: bool,
+        tile_bytes: int | None,
+        gather: Literal["all", "ring"],
+        products: ProductChoice,
+        group: Group,
     ) -> None:
         super().__init__()
         if tile_bytes is not None and (not isinstance(tile_bytes, int) or tile_bytes < 64):
             expected = "at least 64, or None"
             raise ConfigurationError(f"{type(self).__name__}: tile_bytes", expected=expected, got=repr(tile_bytes))
         refuse_gather(type(self).__name__, gather)
+        refuse_products(type(self).__name__, products)
+        self.products = products
         self.normalize, self.tile_bytes, self.gather = normalize, tile_bytes, gather
         self._group = group
         self._upstream_grads = UpstreamGradWatch()
@@ -112,14 +124,24 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             refuse_capture(type(self).__name__)
             self._check(*rows)
             given = {name: self._one_number(name, number, rows[0]) for name, number in numbers.items()}
+            form = self._product_form(rows)
         except DDPLossError as error:
             handshake.raise_on_all_ranks(error, type(self).__name__, group=self._group)
         kinds = {name: _kind_of_number(number) for name, number in numbers.items()}
+        kinds["products"] = form
         value: Tensor = autograd_graph.run_full_precision(self, self._forward, (rows, given, kinds), {})
         autograd_graph.remember_global_value(value)
         name_value(value, type(self).__name__)
         watched: Tensor = self._upstream_grads.watch(value, group=self._group)
         return watched
+
+    def _product_form(self, rows: Sequence[Tensor | None]) -> ProductForm:
+        """Chooses how rows are multiplied, from their dtypes as the caller gave them."""
+        given = [tensor for tensor in rows if tensor is not None]
+        form = choose_form(type(self).__name__, self.products, given)
+        # parameters of float64 make all of it float64
+        is_double = any(parameter.dtype == torch.float64 for parameter in self.parameters())
+        return "float32" if is_double else form
 
     def _bytes_of_a_tile(self, images: Tensor) -> int:
         """Chooses how many bytes of products are alive at a time."""
@@ -151,18 +173,21 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         kinds: dict[str, object],
     ) -> Tensor:
         images, texts, extra, queue = rows
+        form = RowForm(kinds["products"])  # type: ignore[arg-type]
+        # lengths of what is multiplied as it came
+        if self.normalize and form.form == "bf16":
+            form = RowForm(form.form, lengths_of(images))
         # unit length
         if self.normalize:
-            images, texts = functional.normalize(images, dim=1), functional.normalize(texts, dim=1)
-            extra = None if extra is None else functional.normalize(extra, dim=1)
-            queue = None if queue is None else functional.normalize(queue, dim=1)
-        if queue is not None:
-            queue = queue.detach()
+            images = functional.normalize(images, dim=1)
+        texts = self._columns_of(texts, form)
         second_tower = {"texts": texts}
         if extra is not None:
-            second_tower["extra_texts"] = extra
+            second_tower["extra_texts"] = self._columns_of(extra, form)
+        if queue is not None:
+            queue = self._columns_of(queue, form).detach()
         # each image's product with its own text, which rows and columns are compared with
-        products = (images * texts).sum(1).detach()
+        products = (images * form.rows(texts)).sum(1).detach()
         # what all ranks need to know: all texts, or in a ring how many there are
         trained = [images, *self.parameters(), *(number for number in given.values() if number is not None)]
         batch = self._exchange(trained, second_tower, products, {"queue": _kind_of_queue(queue), **kinds})
@@ -175,14 +200,23 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         gathered = batch.tensors[: len(second_tower)]
         if self.gather == "all":
             columns: ColumnBlocks = GatheredColumns(text_counts, extra_counts, queue, self._group)
-            return self._evaluate(columns, images, _concatenated(gathered), batch.tensors[-1], given)
+            return self._evaluate(columns, form, images, _concatenated(gathered), batch.tensors[-1], given)
         # in a ring every rank takes part in backward where any rank needs it
         exchange = BackwardExchange(type(self).__name__, self._group)
         columns = RingColumns(text_counts, extra_counts, queue, self._group, exchange)
         images = autograd_graph.match_requires_grad(images, any(flag[0] for flag in batch.extras))
         own_columns = _concatenated(list(second_tower.values()))
         own_columns = autograd_graph.match_requires_grad(own_columns, any(t.requires_grad for t in gathered))
-        return self._evaluate(columns, images, own_columns, products, given)
+        return self._evaluate(columns, form, images, own_columns, products, given)
+
+    def _columns_of(self, rows: Tensor, form: RowForm) -> Tensor:
+        """Makes columns of rows of the second tower: of unit length, each with its former length where that is needed."""
+        if not self.normalize:
+            return rows
+        unit = functional.normalize(rows, dim=1)
+        if form.image_lengths is None:
+            return unit
+        return torch.cat([unit, lengths_of(rows).unsqueeze(1)], 1)
 
     def _exchange(
         self, trained: list[Tensor], second_tower: dict[str, Tensor], products: Tensor, kinds: dict[str, object]
@@ -211,12 +245,19 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         )
 
     def _evaluate(
-        self, columns: ColumnBlocks, images: Tensor, texts: Tensor, products: Tensor, given: dict[str, Tensor | None]
+        self,
+        columns: ColumnBlocks,
+        form: RowForm,
+        images: Tensor,
+        texts: Tensor,
+        products: Tensor,
+        given: dict[str, Tensor | None],
     ) -> Tensor:
         """Computes the global loss.
 
         Args:
             columns: The ways to go through the second tower.
+            form: How rows are multiplied.
             images: (B, D), this rank's.
             texts: (m, D), rows of the second tower as ``columns`` wants them.
             products: (t,), of each text among them with its own image, without graph.

@@ -1,0 +1,267 @@
+"""Products of rows on tensor cores: how far loss and gradients are from float64, and what is refused.
+
+``VALUES`` says what rows are: float32, or float32 that holds values of bfloat16, whose gradient then shows what the cast back would hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from jsonargparse import ArgumentParser
+from pytorch_metric_learning import losses as pml
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError, SigLipLoss
+from lightning_ddp_losses.audit.ablations import product_choices, unit_roundoff
+from lightning_ddp_losses.losses import products
+from tests.rank_pool import RankPool
+
+ROWS, DIM, CLASSES = 60, 24, 9
+SIZES = {1: [60], 2: [23, 37], 3: [31, 0, 29]}
+VALUES: dict[str, torch.dtype] = {"float32": torch.float32, "bf16": torch.bfloat16}
+# relative, about twice what is measured: value, gradient
+LIMITS = {
+    ("float32", "float32"): (1e-6, 2e-6),
+    ("float32", "bf16"): (1e-6, 2e-6),
+    ("tf32", "float32"): (5e-6, 2e-5),
+    ("tf32", "bf16"): (5e-6, 2e-5),
+    ("bf16", "float32"): (5e-4, 1e-2),
+    ("bf16", "bf16"): (1e-6, 2e-5),
+}
+LOSSES = ["CLIP", "CLIP, a ring", "CLIP, smoothing", "CLIP, not normalised", "SigLIP", "SigLIP, a ring", "ArcFace"]
+
+
+def towers_of_all_ranks(values: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(ROWS, DIM, generator=generator)
+    texts = images + torch.randn(ROWS, DIM, generator=generator)
+    # the values of that dtype, as float32
+    return images.to(VALUES[values]).float(), texts.to(VALUES[values]).float()
+
+
+def weight_of_all_classes(values: str) -> Tensor:
+    weight = torch.randn(DIM, CLASSES, generator=torch.Generator().manual_seed(4))
+    return weight.to(VALUES[values]).float()
+
+
+def labels_of_all_ranks() -> Tensor:
+    return torch.arange(ROWS) % CLASSES
+
+
+def make(name: str, choice: Any) -> nn.Module:
+    options: dict[str, Any] = {"products": choice, "tile_bytes": 2048, "gather": "ring" if "ring" in name else "all"}
+    if "smoothing" in name:
+        options["label_smoothing"] = 0.2
+    if "not normalised" in name:
+        options |= {"normalize": False, "init_temperature": 4.0}
+    return SigLipLoss(**options) if "SigLIP" in name else ClipLoss(**options)
+
+
+def textbook(name: str, loss: Any, images: Tensor, texts: Tensor) -> Tensor:
+    """The loss in one process and float64, without any of our code."""
+    if "not normalised" not in name:
+        images, texts = functional.normalize(images, dim=1), functional.normalize(texts, dim=1)
+    logits, target = loss.logit_scale.exp() * images @ texts.t(), torch.arange(len(images))
+    if "SigLIP" in name:
+        signs = 2 * torch.eye(len(images), dtype=logits.dtype) - 1
+        return -functional.logsigmoid(signs * (logits + loss.logit_bias)).sum() / len(images)
+    smoothing = loss.label_smoothing
+    return sum(functional.cross_entropy(z, target, label_smoothing=smoothing) for z in (logits, logits.t())) / 2
+
+
+def truth_of(name: str, values: str) -> dict[str, Tensor]:
+    images, texts = (tensor.double().requires_grad_() for tensor in towers_of_all_ranks(values))
+    if name == "ArcFace":
+        loss: Any = pml.ArcFaceLoss(CLASSES, DIM).double()
+        loss.W.data = weight_of_all_classes(values).double()
+        value = loss(images, labels_of_all_ranks())
+        value.backward()
+        return {"value": value.detach(), "images": images.grad, "weight": loss.W.grad}
+    loss = make(name, "float32").double()
+    value = textbook(name, loss, images, texts)
+    value.backward()
+    return {"value": value.detach(), "images": images.grad, "texts": texts.grad, "scale": loss.logit_scale.grad}
+
+
+def own_part(values: str) -> tuple[Tensor, Tensor, slice]:
+    sizes, rank = SIZES[dist.get_world_size()], dist.get_rank()
+    part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    images, texts = (tensor[part].clone().requires_grad_() for tensor in towers_of_all_ranks(values))
+    return images, texts, part
+
+
+def on_a_rank(names: list[str]) -> dict[str, dict[str, Tensor]]:
+    """Value and gradients by case; those of rows are W times the rank's share of one process's."""
+    found = {}
+    for choice, values in LIMITS:
+        for name in names:
+            images, texts, part = own_part(values)
+            if name == "ArcFace":
+                inner = pml.ArcFaceLoss(CLASSES, DIM)
+                inner.W.data = weight_of_all_classes(values)
+                loss: Any = ClassShardedLoss(inner, products=choice, chunk_size=2)
+                value = loss(images, labels_of_all_ranks()[part])
+                value.backward()
+                own = {"images": images.grad, "weight": loss.weight.grad}
+            else:
+                loss = make(name, choice)
+                value = loss(images, texts)
+                value.backward()
+                own = {"images": images.grad, "texts": texts.grad, "scale": loss.logit_scale.grad}
+            found[f"{name}; {choice}; {values}"] = {"value": value.detach(), **own}
+    return found
+
+
+def off(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+def joined(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What DDP's mean makes of the ranks' gradients, as one process has them."""
+    world = len(results)
+    whole = {"value": results[0]["value"]}
+    for name in results[0].keys() - {"value"}:
+        parts = [result[name] for result in results]
+        if name == "scale":
+            whole[name] = torch.stack(parts).mean(0)
+        elif name == "weight":
+            whole[name] = torch.cat(parts, 1)
+        else:
+            whole[name] = torch.cat(parts) / world
+    return whole
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rounding(pool: RankPool, world_size: int) -> None:
+    """The table of ``products``: float32 rows as those of bf16, tf32 and bf16 where nothing is rounded; 2^-9 where it is."""
+    results = pool.run(world_size, on_a_rank, LOSSES)
+    problems = []
+    for key in results[0]:
+        name, choice, values = key.split("; ")
+        found, truth = joined([result[key] for result in results]), truth_of(name, values)
+        of_value, of_gradient = LIMITS[choice, values]
+        for what, expected in truth.items():
+            limit = of_value if what == "value" else of_gradient
+            if not off(found[what], expected) < limit:
+                problems.append(f"{key}: {what} off by {off(found[what], expected):.1e}")
+    assert not problems, "\n".join(problems)
+
+
+def bits(loss: nn.Module, dtype: torch.dtype, *, rows: Callable[[str], Any] = towers_of_all_ranks) -> list[Tensor]:
+    images, texts = (tensor.to(dtype).requires_grad_() for tensor in rows("bf16"))
+    value = loss(images, texts)
+    value.backward()
+    return [value.detach(), images.grad, texts.grad]
+
+
+@pytest.mark.parametrize("kind", [ClipLoss, SigLipLoss])
+def test_auto_follows_the_rows(kind: Callable[..., nn.Module]) -> None:
+    for dtype, same, other in ((torch.bfloat16, "bf16", "float32"), (torch.float32, "float32", "bf16")):
+        automatic, chosen = bits(kind(products="auto"), dtype), bits(kind(products=same), dtype)
+        assert all(map(torch.equal, automatic, chosen))
+        assert not torch.equal(automatic[1], bits(kind(products=other), torch.float32)[1])
+
+
+def test_auto_of_class_shards_follows_rows_and_weight() -> None:
+    embeddings = torch.randn(4, DIM, dtype=torch.bfloat16)
+    loss = ClassShardedLoss(pml.CosFaceLoss(CLASSES, DIM), products="auto")
+    assert loss._product_form(embeddings) == "float32"  # the weight would be rounded
+    assert loss.bfloat16()._product_form(embeddings) == "bf16"
+    # logits that are not one product
+    centers = ClassShardedLoss(pml.SubCenterArcFaceLoss(num_classes=CLASSES, embedding_size=DIM), products="auto")
+    assert centers.bfloat16()._product_form(embeddings) == "float32"
+
+
+def test_float64_stays_float64() -> None:
+    for kind in (ClipLoss, SigLipLoss):
+        expected = bits(kind().double(), torch.float64)
+        for choice in ("bf16", "tf32", "auto"):
+            assert all(map(torch.equal, bits(kind(products=choice).double(), torch.float64), expected))
+
+
+def test_queue_and_further_negatives() -> None:
+    """Columns of all kinds bring their lengths along."""
+    images, texts = towers_of_all_ranks("bf16")
+    given = (images[:20], texts[:20], texts[20:40] * 4, images[40:] / 8)
+    exact, found = (ClipLoss(products=choice)(*given) for choice in ("float32", "bf16"))
+    torch.testing.assert_close(found, exact, rtol=1e-6, atol=0)
+
+
+def test_into_float32_where_the_device_can() -> None:
+    """The device's product of bf16 into float32 is what is used, and gives what the CPU's way gives."""
+    calls = []
+    plain = torch.mm
+
+    def into_float32(left: Tensor, right: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        assert (left.dtype, right.dtype, out_dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+        calls.append(left.shape)
+        return plain(left.float(), right.float())
+
+    expected = bits(SigLipLoss(products="bf16"), torch.bfloat16)
+    with (
+        mock.patch.object(products, "_multiplies_into_float32", return_value=True),
+        mock.patch.object(torch, "mm", into_float32),
+    ):
+        found = bits(SigLipLoss(products="bf16"), torch.bfloat16)
+    assert all(map(torch.equal, found, expected))
+    # one product, and two for each tower's gradient
+    assert len(calls) == 5
+
+
+def without_bf16() -> None:
+    loss = ClipLoss(products="bf16")
+    # on one rank only
+    with mock.patch.object(products, "has_bf16", return_value=dist.get_rank() == 0):
+        loss(*towers_of_all_ranks("bf16"))
+
+
+def test_a_device_without_bf16(pool: RankPool) -> None:
+    errors = pool.errors(2, without_bf16)
+    assert all(error.is_a("ConfigurationError") for error in errors[1:])
+    assert all("which has none" in error.message for error in errors)
+
+
+def other_choice() -> None:
+    SigLipLoss(products=["float32", "tf32"][dist.get_rank()])(*towers_of_all_ranks("bf16"))
+
+
+def other_choice_of_class_shards() -> None:
+    loss = ClassShardedLoss(pml.ArcFaceLoss(CLASSES, DIM), products=["auto", "float32"][dist.get_rank()])
+    loss(towers_of_all_ranks("bf16")[dist.get_rank()], labels_of_all_ranks())
+
+
+@pytest.mark.parametrize("job", [other_choice, other_choice_of_class_shards])
+def test_another_choice_on_one_rank(pool: RankPool, job: Callable[[], None]) -> None:
+    for error in pool.errors(2, job):
+        assert error.is_a("RankMismatchError")
+        assert "products" in error.message
+
+
+def test_no_choice_and_no_product() -> None:
+    for kind in (ClipLoss, SigLipLoss):
+        with pytest.raises(ConfigurationError, match="one of 'float32', 'tf32', 'bf16', 'auto'"):
+            kind(products="half")
+    with pytest.raises(ConfigurationError, match="not one number times cosines"):
+        ClassShardedLoss(pml.SoftTripleLoss(num_classes=CLASSES, embedding_size=DIM), products="bf16")
+
+
+def test_from_yaml() -> None:
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(nn.Module, "loss")
+    given = {"class_path": "lightning_ddp_losses.ClipLoss", "init_args": {"products": "bf16"}}
+    made = parser.instantiate(parser.parse_object({"loss": given}))
+    assert made.loss.products == "bf16"
+
+
+def test_the_audit_knows_the_rounding() -> None:
+    plain, rough = nn.ModuleList([ClipLoss()]), nn.ModuleList([ClipLoss(products="tf32"), SigLipLoss(products="bf16")])
+    assert unit_roundoff(plain, "32-true") == 2.0**-24
+    assert unit_roundoff(rough, "32-true") == 2.0**-9
+    assert unit_roundoff(rough.double(), "32-true") == 2.0**-53
+    assert product_choices(rough) == ["bf16", "tf32"]
