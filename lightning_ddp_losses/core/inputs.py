@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -130,6 +131,34 @@ def raise_late_values() -> None:
 def on_host(tree: Any) -> bool:
     """Say whether all tensors in a nest are on the CPU."""
     return all(tensor.device.type == "cpu" for tensor in precision.tensors_in(tree))
+
+
+def check_devices(title: str, given: Mapping[str, Any], module: nn.Module) -> None:
+    """Refuse tensors of a call that lie on several devices, or on another one than the loss.
+
+    Args:
+        title: How messages name the loss.
+        given: Arguments of the call, by name; what is no tensor, or a tensor of one number, may lie where it will.
+        module: The loss, whose parameters count.
+
+    Raises:
+        InputError: naming both devices.
+    """
+    rows = {name: value for name, value in given.items() if isinstance(value, Tensor) and value.ndim}
+    if not rows:
+        return
+    devices = {name: value.device for name, value in rows.items()}
+    device = next(iter(devices.values()))
+    if any(other != device for other in devices.values()):
+        shown = ", ".join(f"{name} on {other}" for name, other in devices.items())
+        fix = "Move them to the device of the encoder's output: `tensor.to(embeddings.device)`."
+        _refuse(f"{title}: devices", "all tensors of a call on one device", shown, fix)
+    for parameter in precision.parameters_of(module):
+        if parameter.device != device:
+            first = next(iter(devices))
+            shown = f"{first} on {device}, a parameter {tuple(parameter.shape)} of the loss on {parameter.device}"
+            fix = f"Move the loss: `loss.to({str(device)!r})`, before the optimizer is made; as part of the LightningModule it moves along."
+            _refuse(f"{title}: devices", "the loss on the device of its rows", shown, fix)
 
 
 def num_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

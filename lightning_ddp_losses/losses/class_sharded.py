@@ -425,6 +425,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     def _checked_labels(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Refuse labels out of range, and sampling whose optimizer is not attached, together with the peers; return the labels."""
         try:
+            inputs.check_devices(self._title, {"embeddings": embeddings, "labels": labels}, self)
             read_values = self._value_reading.next_call((embeddings, labels))
             self._value_reading.raise_late()
             inputs.check_labels(self._title, labels, len(embeddings), self.num_classes, read_values=read_values)

@@ -207,6 +207,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         read = self._reading.next_call((args, kwargs))
         try:
             refuse_capture(self._title)
+            inputs.check_devices(self._title, {**self._by_name(args), **kwargs}, self.loss)
             self._reading.raise_late()
             inputs.check_inputs(
                 self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True
@@ -276,6 +277,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if self.queue_position is not None:
             self.queue_position.check(call.rows_to_remember(), self._title)
         return Replicated(loss), call
+
+    def _by_name(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        """Return positional arguments by what messages call them."""
+        names = self._argument_names(args) if self._is_pml else tuple(f"argument {i}" for i in range(len(args)))
+        return dict(zip(names, args, strict=False))
 
     def _argument_names(self, args: tuple[Any, ...]) -> tuple[str, ...]:
         """Return what PML calls the positional arguments; a memory also takes as many as a plain loss does."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_ddp_losses.core import autograd_graph
+from lightning_ddp_losses.core import autograd_graph, inputs
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.graph_capture import refuse_capture
 from lightning_ddp_losses.distributed import handshake
@@ -285,6 +285,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
                     got=tensor.shape[1],
                     fix="Project both towers to one embedding size.",
                 )
+        inputs.check_devices(title, given, self)
         if len(images) != len(texts):
             raise InputError(
                 f"{title}: rows",
