@@ -16,7 +16,16 @@ def test_one_process() -> None:
     before = records.read("gpu")
     code, said = command("--device", "pretend", "--part", "a", "--part", "d", "--every", "40")
     assert code == 0, said
-    for expected in ("not recorded", "two towers", "class-sharded", "SigLIP", "SupCon", "ArcFace", "torch, float32"):
+    for expected in (
+        "not recorded",
+        "two towers",
+        "class-sharded",
+        "SigLIP",
+        "SupCon",
+        "ArcFace",
+        "torch, float32",
+        "products='auto'",
+    ):
         assert expected in said
     assert "WRONG" not in said
     assert records.read("gpu") == before

@@ -62,13 +62,21 @@ class _Towers(Contest):
         self.images, self.texts = images.bfloat16().requires_grad_(), texts.bfloat16().requires_grad_()
         self.loss: Any = loss.to(device)
         self.leaves = {"images": self.images, "texts": self.texts, "scale": self.loss.logit_scale}
-        self.ours = {"ours": lambda: self.loss(self.images, self.texts)}
+        self.ours = {
+            "ours": lambda: self._ours("float32"),
+            "ours, products='auto'": lambda: self._ours("auto"),
+        }
         self.plain = {
             "torch, bf16": lambda: self._plain(torch.bfloat16),
             "torch, float32": lambda: self._plain(torch.float32),
         }
         # a gradient in bf16 is rounded by 2^-9; a matrix in bf16 loses as much in each entry
         self.tolerance = {"ours": 1e-2, "torch, float32": 1e-2, "torch, bf16": 0.3}
+
+    def _ours(self, products: str) -> Tensor:
+        self.loss.products = products
+        value: Tensor = self.loss(self.images, self.texts)
+        return value
 
     def _unit(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return functional.normalize(self.images.to(dtype), dim=1), functional.normalize(self.texts.to(dtype), dim=1)
@@ -147,9 +155,15 @@ class SupCon(Contest):
         self.labels = torch.arange(rows, device=device) // 2
         loss = GlobalBatchLoss(pml.SupConLoss(temperature=_TEMPERATURE), mode="rows").to(device)
         self.leaves = {"embeddings": self.embeddings}
-        self.ours = {"ours": lambda: loss(self.embeddings, self.labels)}
+        self.loss: Any = loss
+        self.ours = {"ours": lambda: self._ours("float32"), "ours, products='tf32'": lambda: self._ours("tf32")}
         self.plain = {"torch, float32": self._plain}
         self.tolerance = {"ours": 1e-4, "torch": 1e-4}
+
+    def _ours(self, products: str) -> Tensor:
+        self.loss.products = products
+        value: Tensor = self.loss(self.embeddings, self.labels)
+        return value
 
     def _plain(self) -> Tensor:
         unit = functional.normalize(self.embeddings, dim=1)
@@ -185,9 +199,19 @@ class ArcFace(Contest):
         self.embeddings = torch.randn(rows, width, device=device).requires_grad_()
         self.labels = torch.randint(classes, (rows,), generator=torch.Generator().manual_seed(1)).to(device)
         self.leaves = {"embeddings": self.embeddings, "weight": self.loss.weight}
-        self.ours = {"ours": lambda: self.loss(self.embeddings, self.labels)}
+        self.ours = {
+            "ours": lambda: self._ours("float32"),
+            "ours, products='tf32'": lambda: self._ours("tf32"),
+            "ours, products='bf16'": lambda: self._ours("bf16"),
+        }
         self.plain = {"torch, float32": self._plain}
-        self.tolerance = {"ours": 1e-4, "torch": 1e-4}
+        # bf16 rounds a float32 weight by 2^-9, which a scale of 64 makes larger
+        self.tolerance = {"ours, products='bf16'": 0.3, "ours, products='tf32'": 1e-3, "ours": 1e-4, "torch": 1e-4}
+
+    def _ours(self, products: str) -> Tensor:
+        self.loss.products = products
+        value: Tensor = self.loss(self.embeddings, self.labels)
+        return value
 
     def _plain(self) -> Tensor:
         unit = functional.normalize(self.embeddings, dim=1)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_ddp_losses.audit.replay import map_batch_tensors
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, random_source
-from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, SigLipLoss
+from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.losses.products import ProductChoice, rounding_of
 
 ABLATIONS = {
@@ -139,7 +139,7 @@ def batch_norm_to_eval_mode_(module: nn.Module) -> None:
 
 # ---------------------------------------------------------------------- rounding
 
-_WITH_PRODUCTS = (ClassShardedLoss, ClipLoss, SigLipLoss)
+_WITH_PRODUCTS = (ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss)
 _ROUNDOFF = {"64": 2.0**-53, "32": 2.0**-24, "16": 2.0**-11, "bf16": 2.0**-8}
 _PIECE = 1 << 20  # elements that are perturbed at a time
 

@@ -47,6 +47,7 @@ from lightning_ddp_losses.losses.partial_sums import (
     value_with_grad,
 )
 from lightning_ddp_losses.losses.pml_registry import facts_of, is_pml_loss
+from lightning_ddp_losses.losses.products import ProductForm
 from lightning_ddp_losses.losses.recorded_stats import collects_counts, record_counts, record_norms
 from lightning_ddp_losses.losses.row_chunks import RowChunks, chunks_of
 from lightning_ddp_losses.losses.tiled import TileCompiler, TiledEvaluator, TiledPlan
@@ -184,6 +185,7 @@ class Tiled:
         tile_bytes: The most that a tile may take; None: a default.
         ring: Rows are passed on from rank to rank; the gathered ones are empty.
         compiler: Compiles what is elementwise in a tile; None: nothing is compiled.
+        products: How rows are multiplied.
     """
 
     loss: Any
@@ -193,6 +195,7 @@ class Tiled:
     tile_bytes: int | None = None
     ring: bool = False
     compiler: TileCompiler | None = None
+    products: ProductForm = "float32"
 
     def run(self, call: PMLCall) -> Tensor:
         """Return the global loss."""
@@ -213,6 +216,7 @@ class Tiled:
             open_backward=open_backward,
             on_device=on_device,
             compiler=self.compiler,
+            products=self.products,
         )
         tiled.rehearse(exchange.title, exchange.group)
         # this rank's sums, divisors and statistics; peers wait for as many bytes if it fails

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -51,7 +52,9 @@ from lightning_ddp_losses.losses.pml_registry import (
     losses_in_tiles,
     returns_no_number,
 )
+from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form, refuse_products
 from lightning_ddp_losses.losses.tiled import TileCompiler, tiled_plan
+from lightning_ddp_losses.losses.tiled.tiles import is_one_product
 from lightning_ddp_losses.losses.two_views import (
     compares_one_way,
     labelled_arguments,
@@ -83,6 +86,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             held at a time; for Contrastive, MultiSimilarity, NTXent and SupCon between the rows of one labelled batch.
         compile_tiles: In ``rows``, ``torch.compile`` fuses what is elementwise in a tile (not with a miner's tuples or smooth triplets).
             All ranks compile at the first call; where it fails on any, all compute eagerly, with a warning.
+        products: How rows are multiplied in tiles whose distance is a product (cosine similarity, dot product), as in ``ClipLoss``:
+            ``"float32"``, ``"tf32"``, ``"bf16"`` or ``"auto"``. What is not evaluated in such tiles (few rows) is float32.
         group: Process group; None is the world. In a part of it, a rank that does not come is noticed after the group's own time-out.
 
     Returns:
@@ -115,6 +120,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     sees_global_batch = True
     compile_tiles = False
     _tile_compiler: TileCompiler | None = None  # pickles of before have none
+    # what was pickled before there was a choice
+    products: ProductChoice = "float32"
+    _form_to_match: ProductForm = "float32"
 
     def __init__(
         self,
@@ -126,11 +134,13 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         tile_bytes: int | None = None,
         gather: Literal["all", "ring"] = "all",
         compile_tiles: bool = False,
+        products: ProductChoice = "float32",
         group: Group = None,
     ) -> None:
         super().__init__()
         refuse_unfit(loss, mode, backward)
         _refuse_tiles(loss, mode, tile_bytes, gather)
+        _refuse_products(loss, mode, products)
         # how the loss is configured
         self.loss = loss
         self.mode = mode
@@ -141,6 +151,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self.compile_tiles = compile_tiles
         if compile_tiles:
             self._tile_compiler = TileCompiler()
+        self.products = products
         self._group = group
         # what calls leave behind
         self._fingerprint = ""
@@ -195,7 +206,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             kwargs: The same by name.
         """
         args, kwargs = self._validated(args, kwargs)
-        value = autograd_graph.run_full_precision(self, self._evaluate, args, kwargs)
+        form = self._product_form(self._by_name(args) | kwargs)
+        value = autograd_graph.run_full_precision(self, partial(self._evaluate, form), args, kwargs)
         autograd_graph.remember_global_value(value)
         name_value(value, self._title)
         if self.backward == "sum":
@@ -218,7 +230,19 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             return args, kwargs
         return inputs.clamp_labels(self.loss, self._title, args, kwargs, self._reading)
 
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+    def _product_form(self, given: dict[str, Any]) -> ProductForm:
+        """Choose how rows are multiplied, from the dtypes that they have before they are made wider."""
+        if self.products == "float32":
+            return "float32"
+        rows = [value for value in given.values() if isinstance(value, Tensor) and value.is_floating_point()]
+        try:
+            form = choose_form(self._title, self.products, rows) if rows else "float32"
+        except DDPLossError as error:
+            handshake.raise_on_all_ranks(error, self._title, group=self._group)
+        self._form_to_match = form
+        return form
+
+    def _evaluate(self, form: ProductForm, /, *args: Any, **kwargs: Any) -> Any:
         """Choose an evaluation for this call, and run it."""
         modes = self.exact_modes()
         mode = modes[0] if self.mode == "auto" else self.mode
@@ -226,7 +250,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             handshake.raise_on_all_ranks(_not_exact(self._title, mode, modes), self._title, group=self._group)
         try:
             if self._is_pml:
-                evaluation, call = self._choose_pml(mode, args, kwargs)
+                evaluation, call = self._choose_pml(mode, form, args, kwargs)
             else:
                 evaluation, call = self._choose_torch(mode, args, kwargs)
             value = evaluation.run(call)
@@ -247,7 +271,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         )
         return Replicated(self.loss), call
 
-    def _choose_pml(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _choose_pml(
+        self, mode: str, form: ProductForm, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
         """Return how a PML loss is evaluated, and its call; the same evaluation on every rank."""
         given = by_name(self._title, self.loss, self._argument_names(args), args, kwargs)
         # what compares two views makes labels; the loss inside it compares rows by them
@@ -270,7 +296,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             plan = tiled_plan(loss)
             if plan is not None and call.ref_labels is not None:
                 symmetric, ring = plan.is_symmetric(given, two_views=two_views), self.gather == "ring"
-                return Tiled(loss, self._exchange(), plan, symmetric, self.tile_bytes, ring, self._tile_compiler), call
+                compiler = self._tile_compiler
+                return Tiled(loss, self._exchange(), plan, symmetric, self.tile_bytes, ring, compiler, form), call
             if call.rows_possible():
                 return Rows(loss, self._exchange(), self.tile_bytes), call
         # the full loss on every rank
@@ -373,6 +400,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         must_match["configuration"] = self._fingerprint
         if self.compile_tiles:
             must_match["compile_tiles"] = True
+        must_match["products"] = self._form_to_match
         must_match |= micro_batch_to_match()
         if self.backward == "own_slice":
             noted = self._upstream_grad.take()
@@ -523,6 +551,22 @@ def _refuse_tiles(loss: nn.Module, mode: str, tile_bytes: int | None, gather: st
             f"one of {', '.join(names)}, mode 'rows', without regulariser; or SelfSupervisedLoss of one, both ways"
         )
         raise _no_ring(title, expected, "another configuration")
+
+
+def _refuse_products(loss: nn.Module, mode: str, products: ProductChoice) -> None:
+    """Refuse tensor cores for a loss whose tiles are not products of rows."""
+    title = f"GlobalBatchLoss({type(loss).__name__})"
+    refuse_products(title, products)
+    if products in ("float32", "auto"):
+        return
+    inner = labelled_loss(loss)
+    is_tiled = mode in ("auto", "rows") and tiled_plan(inner) is not None
+    if not is_tiled or not is_one_product(inner.distance):
+        raise ConfigurationError(
+            f"{title}: products",
+            expected="'float32' or 'auto' for a loss that is not evaluated in tiles of products (cosine similarity or dot product)",
+            got=repr(products),
+        )
 
 
 def _no_ring(title: str, expected: object, got: object) -> ConfigurationError:

@@ -11,6 +11,9 @@ their lengths and the scale are row and column factors of the tile. A gradient o
 | ``"tf32"`` | three of bf16: both operands are ``high + low``, ``low * low`` is left out | 2^-17; TF32 itself rounds by 2^-11 |
 | ``"bf16"`` | one of bf16; a gradient's two | none where rows came in bf16, else 2^-9; of a gradient 2^-17 |
 
+Against float64, 60 rows x 24, the worst of CLIP, SigLIP, SupCon, NTXent, MultiSimilarity and ArcFace (relative: loss, gradient; CPU, torch
+2.13): ``"float32"`` 2e-7, 1e-6; ``"tf32"`` 2e-6, 1.2e-5; ``"bf16"`` 2e-7, 3.4e-6 of bf16 rows and 3e-4, 6e-3 of float32 rows.
+
 torch has one switch for TF32, of the whole process (``torch.backends.cuda.matmul``), which another thread or the model may rely on: it is
 neither read nor set, so ``"tf32"`` is as fast as three bf16 products and 2^6 times as exact as its name.
 
@@ -166,7 +169,7 @@ def _split(values: Tensor) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------- products and their gradient
 
 
-def product(left: Operand, right: Operand, scale: Tensor) -> Tensor:
+def product(left: Operand, right: Operand, scale: Tensor | float) -> Tensor:
     """Compute ``scale`` times the products of all rows of two operands, (n, m); the caller may overwrite them.
 
     Args:
@@ -177,10 +180,10 @@ def product(left: Operand, right: Operand, scale: Tensor) -> Tensor:
     if left.terms[0].dtype != torch.bfloat16:
         return (left.terms[0] * scale) @ right.terms[0].t()
     found = _sum_of_products(left.terms, [term.t() for term in right.terms])
-    row_factor = scale.reshape(1, 1)
+    factor = scale.reshape(1, 1) if isinstance(scale, Tensor) else scale
     if left.lengths is not None:
-        row_factor = row_factor / left.lengths.unsqueeze(1)
-    found.mul_(row_factor)
+        factor = factor / left.lengths.unsqueeze(1)
+    found.mul_(factor)
     return found if right.lengths is None else found.div_(right.lengths)
 
 

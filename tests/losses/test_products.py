@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from jsonargparse import ArgumentParser
+from pytorch_metric_learning import distances
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError, SigLipLoss
+from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.audit.ablations import product_choices, unit_roundoff
 from lightning_ddp_losses.losses import products
 from tests.rank_pool import RankPool
@@ -34,7 +35,25 @@ LIMITS = {
     ("bf16", "float32"): (5e-4, 1e-2),
     ("bf16", "bf16"): (1e-6, 2e-5),
 }
-LOSSES = ["CLIP", "CLIP, a ring", "CLIP, smoothing", "CLIP, not normalised", "SigLIP", "SigLIP, a ring", "ArcFace"]
+TILED: dict[str, Callable[[], nn.Module]] = {
+    "SupCon": pml.SupConLoss,
+    "NTXent": pml.NTXentLoss,
+    "MultiSimilarity": pml.MultiSimilarityLoss,
+    "dot product": lambda: pml.TripletMarginLoss(
+        distance=distances.DotProductSimilarity(normalize_embeddings=False), margin=30.0, smooth_loss=True
+    ),
+}
+LOSSES = [
+    *TILED,
+    "SupCon, a ring",
+    "CLIP",
+    "CLIP, a ring",
+    "CLIP, smoothing",
+    "CLIP, not normalised",
+    "SigLIP",
+    "SigLIP, a ring",
+    "ArcFace",
+]
 
 
 def towers_of_all_ranks(values: str) -> tuple[Tensor, Tensor]:
@@ -83,6 +102,10 @@ def truth_of(name: str, values: str) -> dict[str, Tensor]:
         value = loss(images, labels_of_all_ranks())
         value.backward()
         return {"value": value.detach(), "images": images.grad, "weight": loss.W.grad}
+    if name.partition(",")[0] in TILED:
+        value = TILED[name.partition(",")[0]]()(images, labels_of_all_ranks())
+        value.backward()
+        return {"value": value.detach(), "images": images.grad}
     loss = make(name, "float32").double()
     value = textbook(name, loss, images, texts)
     value.backward()
@@ -109,6 +132,13 @@ def on_a_rank(names: list[str]) -> dict[str, dict[str, Tensor]]:
                 value = loss(images, labels_of_all_ranks()[part])
                 value.backward()
                 own = {"images": images.grad, "weight": loss.weight.grad}
+            elif name.partition(",")[0] in TILED:
+                gather: Any = "ring" if "ring" in name else "all"
+                inner = TILED[name.partition(",")[0]]()
+                loss = GlobalBatchLoss(inner, mode="rows", gather=gather, products=choice, tile_bytes=4096)
+                value = loss(images, labels_of_all_ranks()[part])
+                value.backward()
+                own = {"images": images.grad}
             else:
                 loss = make(name, choice)
                 value = loss(images, texts)
@@ -236,7 +266,12 @@ def other_choice_of_class_shards() -> None:
     loss(towers_of_all_ranks("bf16")[dist.get_rank()], labels_of_all_ranks())
 
 
-@pytest.mark.parametrize("job", [other_choice, other_choice_of_class_shards])
+def other_choice_of_tiles() -> None:
+    loss = GlobalBatchLoss(pml.SupConLoss(), mode="rows", products=["bf16", "float32"][dist.get_rank()])
+    loss(towers_of_all_ranks("bf16")[dist.get_rank()], labels_of_all_ranks())
+
+
+@pytest.mark.parametrize("job", [other_choice, other_choice_of_class_shards, other_choice_of_tiles])
 def test_another_choice_on_one_rank(pool: RankPool, job: Callable[[], None]) -> None:
     for error in pool.errors(2, job):
         assert error.is_a("RankMismatchError")
@@ -249,6 +284,13 @@ def test_no_choice_and_no_product() -> None:
             kind(products="half")
     with pytest.raises(ConfigurationError, match="not one number times cosines"):
         ClassShardedLoss(pml.SoftTripleLoss(num_classes=CLASSES, embedding_size=DIM), products="bf16")
+
+
+def test_tiles_that_are_no_products() -> None:
+    for loss, mode in ((pml.TripletMarginLoss(), "auto"), (pml.NCALoss(), "auto"), (pml.SupConLoss(), "replicated")):
+        with pytest.raises(ConfigurationError, match="not evaluated in tiles of products"):
+            GlobalBatchLoss(loss, mode=mode, products="bf16")
+        GlobalBatchLoss(loss, mode=mode, products="auto")
 
 
 def test_from_yaml() -> None:

@@ -37,6 +37,7 @@ from lightning_ddp_losses.losses.partial_sums import (
     value_with_grad,
 )
 from lightning_ddp_losses.losses.pml_registry import DISTANCES, Reduction, facts_of, pair_loss_of, reduction_of
+from lightning_ddp_losses.losses.products import ProductForm
 from lightning_ddp_losses.losses.recorded_stats import collects_counts
 from lightning_ddp_losses.losses.tile_budget import MASKED_BYTES, tile_budget
 from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal
@@ -172,6 +173,7 @@ class TiledEvaluator:
         open_backward: Meets the peers before a ring in backward.
         on_device: What ranks exchange stays on the device, which nobody waits for.
         compiler: Compiles what is elementwise; pairs are then masks on every device. None: nothing is compiled.
+        products: How rows are multiplied, where the distance is a product.
     """
 
     def __init__(
@@ -187,7 +189,9 @@ class TiledEvaluator:
         open_backward: Callable[[], object] | None = None,
         on_device: bool = False,
         compiler: TileCompiler | None = None,
+        products: ProductForm = "float32",
     ) -> None:
+        self._products = products
         self._loss, self._plan, self._call, self._symmetric, self._world = loss, plan, call, symmetric, world
         self._tile_bytes, self._ring_rows, self._open_backward = tile_bytes, ring_rows, open_backward
         self._on_device, self._compiler, self._masked = on_device, compiler, False
@@ -213,7 +217,7 @@ class TiledEvaluator:
         loss, call = self._loss, self._call
         # this rank's rows as the distance compares them, with their graph
         embeddings = match_requires_grad(call.given["embeddings"], call.arguments["embeddings"].requires_grad)
-        self._distance = tile_distance(loss.distance, call.references.shape[0])
+        self._distance = tile_distance(loss.distance, call.references.shape[0], self._products)
         self._rows = self._distance.prepare(embeddings)
         self._pair_loss = self._new_pair_loss(embeddings.shape[0], self._rows)
         self._masked = self._fits_masks()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import own_graph
 from lightning_ddp_losses.losses.pml_registry import DISTANCES
+from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, as_slope_, lengths_of, product
 from lightning_ddp_losses.losses.tiled.tile_functions import PairKeys
 
 # torch.cdist subtracts row by row up to so many rows on either side, and multiplies matrices beyond (torch 2.13, measured 2026)
@@ -455,6 +456,49 @@ class DotProduct(TileDistance):
         return torch.mm(matrix_grad, columns).mul_(scale)
 
 
+class TensorCoreProduct(TileDistance):
+    """The same on tensor cores (``products``); rows of bf16 carry their length as one number more, which gets no gradient.
+
+    Args:
+        distance: The loss's distance.
+        form: How rows are multiplied.
+    """
+
+    def __init__(self, distance: Any, form: ProductForm) -> None:
+        super().__init__(distance)
+        self._form = form
+        self._has_lengths = form == "bf16" and bool(distance.normalize_embeddings)
+
+    def prepare(self, embeddings: Tensor) -> Tensor:
+        unit = super().prepare(embeddings)
+        return torch.cat([unit, lengths_of(embeddings).unsqueeze(1)], 1) if self._has_lengths else unit
+
+    def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
+        return out.copy_(product(self._operand(rows), self._operand(columns), scale))
+
+    def vjp_(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        scale: float,
+        matrix: Tensor,
+        matrix_grad: Tensor,
+        columns_grad: Tensor | None,
+    ) -> Tensor:
+        slope = as_slope_(matrix_grad.mul_(scale), self._operand(rows), self._operand(columns))
+        if columns_grad is not None:
+            slope.add_to_right_(self._without_lengths(columns_grad))
+        grad = torch.zeros_like(rows)
+        slope.add_to_left_(self._without_lengths(grad))
+        return grad
+
+    def _operand(self, rows: Tensor) -> Operand:
+        return as_operand(self._without_lengths(rows), self._form, rows[:, -1] if self._has_lengths else None)
+
+    def _without_lengths(self, rows: Tensor) -> Tensor:
+        return rows[:, :-1] if self._has_lengths else rows
+
+
 class EuclideanDistance(TileDistance):
     """Euclidean distance as torch computes it for many rows: the root of |x|^2 - 2xy + |y|^2, in one matrix product.
 
@@ -493,17 +537,23 @@ class EuclideanDistance(TileDistance):
         return (rows * ratio.sum(1, keepdim=True)).sub_(torch.mm(ratio, points)).mul_(factor)
 
 
-def tile_distance(distance: Any, columns: int) -> TileDistance:
+def is_one_product(distance: Any) -> bool:
+    """Tells whether tiles of a distance are products of rows with rows, which may run on tensor cores."""
+    facts = DISTANCES.get(type(distance))
+    return facts is not None and facts.form == "product" and bool(distance.power == 1)
+
+
+def tile_distance(distance: Any, columns: int, products: ProductForm = "float32") -> TileDistance:
     """Chooses how tiles of a distance are computed.
 
     Args:
         distance: One of pytorch-metric-learning's own.
         columns: C; torch computes Euclidean distances of few rows another way.
+        products: How rows are multiplied where that is all there is to it.
     """
-    form = DISTANCES[type(distance)].form
-    if distance.power == 1:
-        if form == "product":
-            return DotProduct(distance)
-        if form == "norm" and distance.p == 2 and columns > _DIRECT_ROWS:
-            return EuclideanDistance(distance)
+    if is_one_product(distance):
+        return DotProduct(distance) if products == "float32" else TensorCoreProduct(distance, products)
+    is_norm = DISTANCES[type(distance)].form == "norm" and distance.power == 1
+    if is_norm and distance.p == 2 and columns > _DIRECT_ROWS:
+        return EuclideanDistance(distance)
     return TileDistance(distance)
