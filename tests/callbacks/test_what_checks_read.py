@@ -179,7 +179,7 @@ def hand_on(module: Any, trainer: Any) -> None:
 )
 def test_parameters_are_looked_up_again_when_something_changed(change: Callable[[Any, Any], None]) -> None:
     module: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, bias=False)})
-    trainer = SimpleNamespace(optimizers=[torch.optim.SGD(module.parameters(), lr=0.1)])
+    trainer = SimpleNamespace(optimizers=[torch.optim.SGD(module.parameters(), lr=0.1)], strategy=None)
     parameters = ReplicatedParameters(trainer, module)  # type: ignore[arg-type]
     before = parameters.current()
     with torch.no_grad():
