@@ -777,7 +777,7 @@ FAULTS: dict[str, Fault] = {
         "samples that validation counts twice",
         "Validation on 2 ranks counts 22 images where there are 21.",
         "`DistributedSampler` fills up the last batch with rows from the beginning. Lightning says so for `test`, not inside `fit`.",
-        "`BatchCheck` at the start of validation; the audit.",
+        "`BatchCheck` at the start of validation; `ddp-losses audit` as a note.",
         'Take `DDPLossStrategy`, which gives each row to one rank and every rank as many batches (`evaluation="exact"`, its default).',
         ("pytorch/pytorch#25162", "Lightning-AI/pytorch-lightning#2398", "roboflow/rf-detr#1507"),
         'trainer = Trainer(strategy="ddp", devices=2)',
