@@ -40,6 +40,7 @@ _HEARD_SECONDS = 2.0  # how long a rank that holds the store stays for the other
 _POLL_SECONDS = 0.05
 _PREFIX = "lightning_ddp_losses/liveness"
 _LISTEN_SECONDS = 0.5
+_FILE_CLOCK_SECONDS = 1.0  # files are stamped by a coarser clock
 _SHOWN_RANKS = 8
 
 # what an error says whose cause is a peer that has gone, or did not come
@@ -314,7 +315,7 @@ def flight_record(rank: int, *, since: float) -> str | None:
     prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     path = Path(f"{prefix or Path.home() / '.cache/torch/comm_lib_trace_rank_'}{rank}")  # torch's default
     with contextlib.suppress(OSError):
-        if path.stat().st_mtime >= since:
+        if path.stat().st_mtime >= since - _FILE_CLOCK_SECONDS:
             return str(path)
     return None
 
