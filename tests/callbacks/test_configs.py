@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import lightning_ddp_losses
-from lightning_ddp_losses import DDPChecks, DDPLossStrategy
+from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.cli import CellsDataModule, LossCLI
 from tests.callbacks.test_notes_and_files import Found, listed
@@ -38,7 +38,8 @@ def run(path: str, shared_folder: str) -> Found:
     limits = {"limit_train_batches": 6, "limit_val_batches": 1, "max_epochs": 2, "accumulate_grad_batches": accumulate}
     strategy = given["strategy"]
     if not isinstance(strategy, str):
-        strategy = DDPLossStrategy(**strategy["init_args"])
+        kind = getattr(lightning_ddp_losses, strategy["class_path"].rpartition(".")[2])
+        strategy = kind(**strategy["init_args"])
     if isinstance(cli.datamodule, CellsDataModule):  # the file that ranks share
         cli.datamodule.path = Path(shared_folder, cli.datamodule.path.name)
     trainer = make_trainer(strategy, callbacks=[checks], **limits, use_distributed_sampler=True)

@@ -35,6 +35,7 @@ from lightning_ddp_losses.losses.partial_sums import (
     undivided,
     unpack_partials,
     value_with_grad,
+    wide_float,
 )
 from lightning_ddp_losses.losses.pml_registry import DISTANCES, Reduction, facts_of, pair_loss_of, reduction_of
 from lightning_ddp_losses.losses.products import ProductForm
@@ -669,6 +670,8 @@ class TiledEvaluator:
         keep = None
         if self._masked and self._on_device:
             keep = self._has_both_kinds()
+            # a number of the host times a bool would have torch's default dtype
+            keep = None if keep is None else keep.to(wide_float(keep.device))
         elif self._is_zero_loss():
             return [PartialStats(0.0, 0.0, False, ElementCounts())] * len(self._totals)
         found = []
