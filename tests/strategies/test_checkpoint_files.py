@@ -20,11 +20,11 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
-from lightning_ddp_losses import DDPLossError, DDPLossStrategy, GlobalBatchLoss
+from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss
 from lightning_ddp_losses.strategies.checkpoint_files import WholeFileIO, write_whole
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
-from tests.strategies.jobs import TASK, Job, loader, make_loss, trainer_alone
+from tests.rank_pool import RankFailure, RankPool
+from tests.strategies.jobs import TASK, Job, loader, make_loss
 from tests.strategies.sharded_jobs import Sharded
 from tests.strategies.test_calls import assert_same_error
 
@@ -270,9 +270,13 @@ def test_the_users_own_plugin_stays_and_lightnings_default_is_replaced(tmp_path:
     assert WholeFileIO().load_checkpoint("memory://somewhere/x.ckpt") == {"x": 1}
 
 
-def test_a_folder_that_cannot_be_written_says_so_in_one_process(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    trainer = trainer_alone(strategy=DDPLossStrategy())
+def save_after_fit(path: str) -> None:
+    trainer = make_trainer(DDPLossStrategy(), max_epochs=1)
     trainer.fit(Job(), loader(1, 0))
-    with pytest.raises(DDPLossError, match=r"checkpoint .*file/x.ckpt: expected a file that can be written\n  rank 0"):
-        trainer.save_checkpoint(tmp_path / "file" / "x.ckpt")
+    trainer.save_checkpoint(path)
+
+
+def test_a_folder_that_cannot_be_written_says_so_in_one_process(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RankFailure, match=r"checkpoint .*file/x.ckpt: expected a file that can be written\n\s*rank 0"):
+        pool.run(1, save_after_fit, str(tmp_path / "file" / "x.ckpt"))
