@@ -25,7 +25,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,14 +124,16 @@ class World:
             text: Why.
             is_own: It is a failure of this rank, which the others shall name; not that of a peer.
         """
-        with contextlib.suppress(Exception):  # the store may have gone with the rank that holds it
-            self._say_here([])
-            self._incident.set(f"heard/{self.rank}", "")
-            for key in ("failure", "over") if is_own else ("over",):
-                if self._incident.add(f"{key}/count", 1) == 1:  # the first to fail is the one to name
-                    self._incident.set(key, json.dumps([self.rank, text[:2000]]))
-            if self.rank == 0:  # the store may go with this process
-                self._wait_until_heard()
+        _within(_HEARD_SECONDS + SILENCE_SECONDS, lambda: self._report(text, is_own))
+
+    def _report(self, text: str, is_own: bool) -> None:
+        self._say_here([])
+        self._incident.set(f"heard/{self.rank}", "")
+        for key in ("failure", "over") if is_own else ("over",):
+            if self._incident.add(f"{key}/count", 1) == 1:  # the first to fail is the one to name
+                self._incident.set(key, json.dumps([self.rank, text[:2000]]))
+        if self.rank == 0:  # the store may go with this process
+            self._wait_until_heard()
 
     def _wait_until_heard(self) -> None:
         end, keys = time.monotonic() + _HEARD_SECONDS, [f"heard/{rank}" for rank in range(self.world_size)]
@@ -141,8 +143,11 @@ class World:
     def explain(self) -> str:
         """Return which ranks are gone or silent, and why as far as anybody knows; waits some seconds for the others' word, once."""
         if self._explanation is None:
-            self._explanation = self._explain()
+            self._explanation = _within(2 * SILENCE_SECONDS, self._explain) or self._store_lost()
         return self._explanation
+
+    def _store_lost(self) -> str:
+        return f"the store of the world, of {self._named([0])} or its agent, cannot be reached"
 
     def _explain(self) -> str:
         end, silent = time.monotonic() + SILENCE_SECONDS, list(range(self.world_size))
@@ -171,7 +176,7 @@ class World:
             time.sleep(_POLL_SECONDS)
         # 3. no process is known to have ended
         if is_store_lost:
-            return f"the store of the world, of {self._named([0])} or its agent, cannot be reached"
+            return self._store_lost()
         if silent:
             return f"{self._named(silent)} {_has(silent)} said nothing for {SILENCE_SECONDS:g} s: standing still, or out of reach"
         return "all ranks say that they are here"
@@ -218,6 +223,23 @@ class World:
         said = f"rank {self.rank} stops where it stood (shown above), {reason}"
         print(said, file=sys.stderr, flush=True)
         os._exit(1)
+
+
+def _within(seconds: float, ask: Callable[[], str | None]) -> str | None:
+    """Return what comes of asking the store; None after some seconds, or where it fails: it may have gone with the rank that holds it.
+
+    Where a cable was pulled a question to the store has no end: nothing says that the connection is no more (torch 2.13).
+    """
+    answers: list[str | None] = []
+
+    def answer() -> None:
+        with contextlib.suppress(Exception):
+            answers.append(ask())
+
+    thread = threading.Thread(target=answer, name="ddp-losses-liveness-question", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None
 
 
 _world: World | None = None

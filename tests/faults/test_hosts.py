@@ -196,7 +196,7 @@ last = folder / "checkpoints" / "last.ckpt"
 trainer = Trainer(
     accelerator="cpu", devices=2, num_nodes=2, max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
     callbacks=[ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=1)],
-    strategy=DDPLossStrategy(timeout=timedelta(seconds=8), use_global_sampler=True),
+    strategy=DDPLossStrategy(timeout=timedelta(seconds=40), use_global_sampler=True),
 )
 module = Module()
 trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2), ckpt_path=last if last.exists() else None)
@@ -231,7 +231,10 @@ def test_a_cable_that_is_pulled_ends_every_rank_and_a_relaunch_goes_on(tmp_path:
         pair[1].cable("up")
         assert end(start_nodes(pair, folder, str(script), str(folder), "whole")) == [0, 0], told(folder)
     said = told(folder)
-    for output in said[:2]:
-        assert "PeerError" in output, said
+    # 4. each node has named a rank of the other one
+    for output, of_other in zip(said[:2], ("rank 2", "rank 0"), strict=True):
+        errors = [line for line in output.splitlines() if "PeerError" in line]
+        assert errors, said
+        assert all(of_other in line.split("got", 1)[1] for line in errors), errors
     assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 6
     assert_close(torch.load(folder / "weights.pt"), torch.load(undisturbed / "weights.pt"), rtol=0)
