@@ -16,7 +16,7 @@ from tests.faults import workers
 def main() -> None:
     """Run the agent until its workers are done."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("worker", choices=["groups", "replaced"])
+    parser.add_argument("worker", choices=["groups"])
     parser.add_argument("--folder", required=True)
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--ranks", type=int, default=2)

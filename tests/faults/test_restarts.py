@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -45,8 +42,8 @@ def test_twenty_restarts_in_a_row(tmp_path: Path) -> None:
     assert [counts for counts, _ in found] == [[number] * 3 for number in range(21)]
 
 
-def start_agent(folder: Path, port: int, *arguments: str, worker: str = "groups") -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.faults.agent", worker, "--nodes", "2", "--port", str(port)]
+def start_agent(folder: Path, port: int, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.faults.agent", "groups", "--nodes", "2", "--port", str(port)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*command, "--folder", str(folder), *arguments],
@@ -71,50 +68,6 @@ def test_ranks_of_either_node_die_and_both_nodes_start_again(tmp_path: Path) -> 
     assert {seen for _, ranks in found for seen in ranks} == {"[0.0, 1.0, 2.0, 3.0]"}
     # the value that the ranks agree on cannot be made of this: the nodes count their own dead
     assert any(len(set(counts)) > 1 for counts, _ in found)
-
-
-def test_an_agent_that_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    """The second node goes with its agent and comes back; the first one, whose agent holds the store, starts its ranks again."""
-    port = free_port()
-    arguments = ("--ranks", "2", "--kills", "1")
-    agents = [start_agent(tmp_path, port, *arguments, worker="replaced") for _ in range(2)]
-    try:
-        for rank in range(4):
-            until(tmp_path / f"world-0-rank-{rank}", agents)
-        # which of them does not listen at the port
-        first, second = agents if holds(agents[0], port) else agents[::-1]
-        os.killpg(second.pid, signal.SIGKILL)
-        second.communicate(timeout=SECONDS)
-        agents = [first, start_agent(tmp_path, port, *arguments, worker="replaced")]
-        outputs = [agent.communicate(timeout=SECONDS)[1] for agent in agents]
-    finally:
-        for agent in agents:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(agent.pid, signal.SIGKILL)
-    assert [agent.returncode for agent in agents] == [0, 0], [output[-2000:] for output in outputs]
-    found = worlds(tmp_path, 4)
-    assert len(found) == 2
-    assert {seen for _, ranks in found for seen in ranks} == {"[0.0, 1.0, 2.0, 3.0]"}
-    # the new agent has restarted nothing yet, the old one has
-    assert sorted(found[1][0]) == [0, 0, 1, 1]
-
-
-def holds(agent: subprocess.Popen[str], port: int) -> bool:
-    """Whether an agent's process listens at a port."""
-    table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    table += [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
-    listening = {f"socket:[{row[9]}]" for row in table if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
-    files = Path(f"/proc/{agent.pid}/fd").iterdir()
-    return any(os.readlink(file) in listening for file in files)
-
-
-def until(path: Path, agents: list[subprocess.Popen[str]]) -> None:
-    """Wait for a file that the ranks write."""
-    deadline = time.monotonic() + SECONDS
-    while not path.exists():
-        assert all(agent.poll() is None for agent in agents), "an agent has ended"
-        assert time.monotonic() < deadline, f"{path.name} does not come"
-        time.sleep(0.05)
 
 
 TRAINING = """

@@ -51,19 +51,3 @@ def groups(folder: str, kills: int) -> None:
     if max(everyone) < kills:
         threading.Event().wait(TIMEOUT.total_seconds())  # the agent ends this one
     process_groups.close(world=True)
-
-
-def replaced(folder: str, kills: int) -> None:
-    """Use the world and our groups; note it; in the first world wait for ever, until a node goes and takes the connection along."""
-    start_world()
-    rank = dist.get_rank()
-    seen = all_gather_with_grad(torch.tensor([float(rank)])).tolist()
-    number = [len(list(Path(folder).glob("world-*-rank-0")))]
-    dist.broadcast_object_list(number)
-    dist.barrier()
-    (Path(folder) / f"world-{number[0]}-rank-{rank}").write_text(f"{attempts_of_this_node()} {seen}")
-    if number[0] < kills:
-        dist.barrier()
-        gone = torch.zeros(1)
-        dist.recv(gone, (rank + 2) % dist.get_world_size())  # of the other node; ends with its connection
-    process_groups.close(world=True)

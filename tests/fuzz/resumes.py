@@ -229,7 +229,8 @@ def alone(case: Case) -> dict[str, Any]:
             for step, (features, labels) in enumerate(batches_of_leg(case, leg)):
                 optimizer.zero_grad()
                 if case.sample_rate < 1:
-                    value = sampled_step(case, leg, step + 1, encoder, loss, optimizer, features, labels)
+                    call = calls_before(case, leg) + step + 1
+                    value = sampled_step(case, leg, call, encoder, loss, optimizer, features, labels)
                 else:
                     value = loss(encoder(features), labels)
                     value.backward()
@@ -274,8 +275,12 @@ def torchs_seeds(case: Case, leg: int) -> list[int]:
         return [3] * world
     if world == case.legs[leg - 1].world_size:
         return torchs_seeds(case, leg - 1)
-    trained = sum(len(before.steps) for before in case.legs[:leg])
-    return [derived_seed(3 >> 1, trained, rank) for rank in range(world)]
+    return [derived_seed(3 >> 1, calls_before(case, leg), rank) for rank in range(world)]
+
+
+def calls_before(case: Case, leg: int) -> int:
+    """How often the loss has drawn when a leg begins: our strategy's checkpoints say it, those by hand do not."""
+    return sum(len(before.steps) for before in case.legs[:leg]) if case.through == "trainer" else 0
 
 
 def sampled_step(
