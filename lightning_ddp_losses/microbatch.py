@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.core import compat, nests, precision
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError
@@ -79,7 +79,7 @@ class _Pieces:
     @eager_recursive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # 1. rows of the batch
-        rows = next((tensor.shape[0] for tensor in precision.tensors_in((args, kwargs)) if tensor.ndim), None)
+        rows = next((tensor.shape[0] for tensor in nests.tensors_in((args, kwargs)) if tensor.ndim), None)
         if rows is None:
             raise InputError("microbatched", expected="a batch along dim 0", got="no tensor with rows")
         self._refuse_batch_norm()
@@ -244,7 +244,7 @@ class _Joined:
 
     def add(self, result: Any, piece: slice) -> None:
         """Take the result of the next piece."""
-        tensors, size = list(precision.tensors_in(result)), piece.stop - piece.start
+        tensors, size = list(nests.tensors_in(result)), piece.stop - piece.start
         # 1. the first result says what all rows will give
         if not self._sizes:
             self._form = _with_places(result)

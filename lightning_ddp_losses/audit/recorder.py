@@ -38,7 +38,7 @@ from lightning_ddp_losses.audit.rank_record import (
     tensor_digest,
 )
 from lightning_ddp_losses.audit.replay import Run, batch_digest, count_loader_rows, save_batch
-from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.core import compat, nests
 from lightning_ddp_losses.core.autograd_graph import accumulation_node
 from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.module_search import find_hidden
@@ -385,7 +385,7 @@ class Trace:
             handle.remove()
 
     def _record_call(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        first = next(iter(precision.tensors_in(output)), None)
+        first = next(iter(nests.tensors_in(output)), None)
         if not self.on or first is None or not first.is_floating_point():
             return
         call = ModuleCall(name, type(module).__name__, self._store(first))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot
-from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.core import compat, nests
 
 _FIRST_STEP = 2  # before it DDP is still sorting its buckets
 
@@ -188,7 +188,7 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
     def _note(self, func: Any, args: Any) -> CollectiveCall:
         """Note a collective that begins."""
         kind = compat.operator_schema(func).name.rpartition("::")[2].strip("_")
-        tensors = {id(tensor): tensor for tensor in precision.tensors_in(args)}
+        tensors = {id(tensor): tensor for tensor in nests.tensors_in(args)}
         num_bytes = sum(_bytes_of(tensor) for tensor in tensors.values())
         call = CollectiveCall(kind, num_bytes, time.perf_counter())
         self._calls.append(call)

@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange
-from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.core import compat, nests, precision
 from lightning_ddp_losses.core.autograd_graph import walk_graph
 from lightning_ddp_losses.core.random_state import global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
@@ -267,7 +267,7 @@ class _Trial:
             try:
                 self._pristine = _double_(copy.deepcopy(module))
                 floating = precision.cast_floating(copy.deepcopy(batch), torch.float64)
-                self._batch = precision.map_tensors(_as_double, floating)
+                self._batch = nests.map_tensors(_as_double, floating)
             except Exception:  # what cannot be copied is not tried out
                 self.is_ready = False
 

@@ -1,7 +1,7 @@
 """What one rank knows without its peers (torch only).
 
-* ``precision``: in which precision a loss computes; nests of tensors; parameters that a precision plugin would halve
-* ``nests``: the parts of a batch by path, and how it is rebuilt
+* ``precision``: in which precision a loss computes; parameters that a precision plugin would halve
+* ``nests``: tensors in nested containers: by path, changed, rebuilt
 * ``autograd_graph``: one walk over the autograd graph, parameters that a loss does not reach, how a loss is run
 * ``inputs``: what a loss is fed, checked with words before the loss itself fails on an index
 * ``forward_patch``: another method in a module's place for the length of a fit

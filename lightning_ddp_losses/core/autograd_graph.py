@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.core import compat, nests, precision
 
 _recent_global_values: deque[Tensor] = deque(maxlen=8)
 _inside_global_batch: ContextVar[bool] = ContextVar("inside_global_batch", default=False)
@@ -155,7 +155,7 @@ def run_full_precision(
         kwargs: Keyword arguments, likewise.
     """
     # 1. the dtype of the computation
-    given = precision.tensors_in((args, kwargs))
+    given = nests.tensors_in((args, kwargs))
     parameters = precision.parameters_of(module)
     dtype = precision.compute_dtype([*parameters, *given])
     devices = {tensor.device.type for tensor in given}
@@ -191,7 +191,7 @@ def attach_zero_grad(result: Any, parameters: Sequence[Tensor], given: Sequence[
     """
     missing: list[Tensor] = []
     if parameters:
-        outputs = [tensor for tensor in precision.tensors_in(result) if tensor.is_floating_point()]
+        outputs = [tensor for tensor in nests.tensors_in(result) if tensor.is_floating_point()]
         if outputs:
             missing = _not_reached(outputs, given, parameters)
     if not missing:

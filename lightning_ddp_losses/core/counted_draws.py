@@ -25,16 +25,16 @@ class CountedDraws:
 
 def read_draw_counts(module: nn.Module) -> dict[str, int]:
     """Return how often what a module holds has drawn, by its path."""
-    return {path: draws.number for path, draws in _counted(module).items()}
+    return {path: draws.number for path, draws in _counters_in(module).items()}
 
 
 def write_draw_counts_(module: nn.Module, counts: Mapping[str, int]) -> None:
     """Let what a module holds go on counting; a path that it does not have is left out."""
-    for path, draws in _counted(module).items():
+    for path, draws in _counters_in(module).items():
         draws.number = counts.get(path, draws.number)
 
 
-def _counted(module: nn.Module) -> dict[str, CountedDraws]:
+def _counters_in(module: nn.Module) -> dict[str, CountedDraws]:
     """Return the counters of a module and of those in it."""
     found = {}
     for path, inner in module.named_modules():

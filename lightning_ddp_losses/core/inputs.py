@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core import nests, precision
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.errors import InputError
 
@@ -130,7 +130,7 @@ def raise_late_values() -> None:
 
 def on_host(tree: Any) -> bool:
     """Say whether all tensors in a nest are on the CPU."""
-    return all(tensor.device.type == "cpu" for tensor in precision.tensors_in(tree))
+    return all(tensor.device.type == "cpu" for tensor in nests.tensors_in(tree))
 
 
 def check_devices(title: str, given: Mapping[str, Any], module: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -49,6 +49,33 @@ def leaves(nest: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
         return
     for key, child in children:
         yield from leaves(child, f"{path}{key}")
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return all tensors in nested tuples, lists and dicts, in order."""
+    found, stack = list[Tensor](), [tree]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            stack += item[::-1]
+        elif isinstance(item, dict):
+            stack += reversed(item.values())
+    return found
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Rebuild a nest of tuples, lists and dicts with ``function`` of each tensor in its place."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, item) for item in tree))
+    if type(tree) in (tuple, list):
+        return type(tree)(map_tensors(function, item) for item in tree)
+    if type(tree) is dict:
+        return {key: map_tensors(function, item) for key, item in tree.items()}
+    return tree
 
 
 def is_array(leaf: Any) -> bool:

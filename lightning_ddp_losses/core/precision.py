@@ -11,13 +11,13 @@ keeps them out of a precision plugin's halving (``bf16-true``, ``16-true``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import compat, nests
 
 _CROSS_BATCH_MEMORY = "pytorch_metric_learning.losses.cross_batch_memory.CrossBatchMemory"
 
@@ -72,33 +72,6 @@ def _casts_its_buffers(module: nn.Module) -> bool:
     return any(f"{cls.__module__}.{cls.__name__}" == _CROSS_BATCH_MEMORY for cls in type(module).__mro__)
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Return all tensors in nested tuples, lists and dicts, in order."""
-    found, stack = list[Tensor](), [tree]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, Tensor):
-            found.append(item)
-        elif isinstance(item, (tuple, list)):
-            stack += item[::-1]
-        elif isinstance(item, dict):
-            stack += reversed(item.values())
-    return found
-
-
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Rebuild a nest of tuples, lists and dicts with ``function`` of each tensor in its place."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, item) for item in tree))
-    if type(tree) in (tuple, list):
-        return type(tree)(map_tensors(function, item) for item in tree)
-    if type(tree) is dict:
-        return {key: map_tensors(function, item) for key, item in tree.items()}
-    return tree
-
-
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     """Rebuild a nest with its floating tensors in ``dtype``; one tensor that appears twice stays one tensor.
 
@@ -113,7 +86,7 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
             done[id(tensor)] = tensor.to(dtype)
         return done[id(tensor)]
 
-    return map_tensors(cast, tree)
+    return nests.map_tensors(cast, tree)
 
 
 @contextlib.contextmanager

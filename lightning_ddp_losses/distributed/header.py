@@ -31,8 +31,22 @@ OURS, OF_USER = 0, 0x5AFE
 _WIRE = struct.Struct("<HHHHI16s")
 HEADER_BYTES = _WIRE.size
 
+_SIZE = struct.Struct("<I")  # of a part that stands before others
+
 _SHOWN_CHARACTERS = 200  # of a long value in a message
 _SHOWN_BEFORE = 40  # of those, before the place where the ranks' values part
+
+
+def sized(part: bytes) -> bytes:
+    """Return a part of a payload with its size before it, so that others may follow."""
+    return _SIZE.pack(len(part)) + part
+
+
+def read_sized(payload: bytes, offset: int) -> tuple[bytes, int]:
+    """Return the part that ``sized`` made, which begins at an offset, and where the next one begins."""
+    (size,) = _SIZE.unpack_from(payload, offset)
+    end = offset + _SIZE.size + size
+    return payload[end - size : end], end
 
 
 class Header(NamedTuple):

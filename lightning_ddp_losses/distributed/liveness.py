@@ -170,7 +170,7 @@ class World:
             except RuntimeError:
                 is_store_lost = True
             if ended:
-                return f"{self._named(ended)} {_has(ended)} ended: killed, out of memory, or after an error of its own"
+                return f"{self._named(ended)} {_has_or_have(ended)} ended: killed, out of memory, or after an error of its own"
             if time.monotonic() > end:
                 break
             time.sleep(_POLL_SECONDS)
@@ -178,7 +178,7 @@ class World:
         if is_store_lost:
             return self._store_lost()
         if silent:
-            return f"{self._named(silent)} {_has(silent)} said nothing for {SILENCE_SECONDS:g} s: standing still, or out of reach"
+            return f"{self._named(silent)} {_has_or_have(silent)} said nothing for {SILENCE_SECONDS:g} s: standing still, or out of reach"
         return "all ranks say that they are here"
 
     def _say_here(self, ended: list[int]) -> None:
@@ -267,7 +267,7 @@ def is_lost_connection(error: BaseException) -> bool:
     )
 
 
-def _has(ranks: list[int]) -> str:
+def _has_or_have(ranks: list[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
 
 

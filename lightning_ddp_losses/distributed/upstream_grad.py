@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core import nests
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import process_groups
@@ -79,7 +79,7 @@ class UpstreamGradWatch:
             group: Ranks of which one weighs it as the other; subgroups of the world may differ.
         """
         everywhere = group is None or process_groups.world_size(group) == process_groups.world_size()
-        return precision.map_tensors(lambda tensor: self._watch(tensor, everywhere), value)
+        return nests.map_tensors(lambda tensor: self._watch(tensor, everywhere), value)
 
     def _watch(self, value: Tensor, everywhere: bool) -> Tensor:
         if not value.requires_grad:

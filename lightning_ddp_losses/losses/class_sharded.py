@@ -14,6 +14,7 @@ on this rank, ``K`` weight rows per class (sub-centers).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -360,30 +361,20 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         local_labels = torch.where(is_local, labels - shard.start, -1)
         chunk = self._chunk(len(labels), embeddings.element_size(), embeddings.device)
         lengths = self._head.lengths(embeddings) if form == "bf16" else None
-        sampler = self._training_sampler()
-        if sampler is None:
-            classes = LocalClasses(local_labels, chunk, per_class)
-            return ShardedSoftmax(
-                self._head,
-                classes,
-                penalty=self._penalty,
-                group=self._group,
-                replica_group=self._replica_group,
-                form=form,
-                lengths=lengths,
-            )
-        sampled = sampler.draw_next(local_labels, shard, embeddings.dtype)
-        classes = LocalClasses(sampled.labels, chunk, per_class, sampled.classes)
-        return ShardedSoftmax(
+        make = partial(
+            ShardedSoftmax,
             self._head,
-            classes,
-            log_weight=sampled.log_weight,
             group=self._group,
             replica_group=self._replica_group,
             form=form,
             lengths=lengths,
-            on_backward=self._note_sampled_gradient,
         )
+        sampler = self._training_sampler()
+        if sampler is None:
+            return make(LocalClasses(local_labels, chunk, per_class), penalty=self._penalty)
+        sampled = sampler.draw_next(local_labels, shard, embeddings.dtype)
+        classes = LocalClasses(sampled.labels, chunk, per_class, sampled.classes)
+        return make(classes, log_weight=sampled.log_weight, on_backward=self._note_sampled_gradient)
 
     def _chunk(self, rows: int, element_bytes: int, device: torch.device) -> int:
         class_bytes = max(rows, 1) * element_bytes * self._head.per_class

@@ -18,7 +18,7 @@ import torch
 from pytorch_metric_learning.utils import common_functions as c_f
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core import nests
 from lightning_ddp_losses.core.counted_draws import CountedDraws
 from lightning_ddp_losses.core.random_state import preserve_random_state, torch_generators
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
@@ -472,7 +472,7 @@ class TensorCall:
 
 
 def _refuse_nested(title: str, name: int | str, value: Any) -> None:
-    if any(tensor.ndim for tensor in precision.tensors_in(value)):
+    if any(tensor.ndim for tensor in nests.tensors_in(value)):
         raise InputError(
             f"{title}: argument {name}",
             expected="a tensor",

@@ -155,12 +155,12 @@ def as_operand(rows: Tensor, form: ProductForm, lengths: Tensor | None = None) -
     if form == "float32":
         return Operand((rows,))
     if form == "tf32":
-        return Operand(_split(rows))
+        return Operand(_high_and_low(rows))
     raw = rows if lengths is None else rows * lengths.unsqueeze(1)
     return Operand((raw.to(torch.bfloat16),), lengths)
 
 
-def _split(values: Tensor) -> tuple[Tensor, Tensor]:
+def _high_and_low(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return two bf16 tensors whose sum is the values to 16 bits."""
     high = values.to(torch.bfloat16)
     return high, (values - high).to(torch.bfloat16)

@@ -20,7 +20,7 @@ from torchmetrics.metric import CompositionalMetric
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper, MultitaskWrapper, Running
 from torchmetrics.wrappers.transformations import MetricInputTransformer
 
-from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core import nests
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.metrics.coroutines import Call, Coroutine, reply, run, together
@@ -120,7 +120,7 @@ class _DifferentiableComposition(Composite):
         if self.metric_b is None:
             parts.pop()
         value = self.op(*parts)  # type: ignore[attr-defined]
-        self._forward_cache = precision.map_tensors(Tensor.detach, value)
+        self._forward_cache = nests.map_tensors(Tensor.detach, value)
         return value
 
 
@@ -143,7 +143,7 @@ class _DifferentiableMinMax(Composite):
         low = torch.where(value < self.min_val.to(value.device), value, self.min_val.to(value))  # type: ignore[has-type]
         self.max_val, self.min_val = high.detach(), low.detach()
         found = {"raw": value, "max": high, "min": low}
-        self._forward_cache = precision.map_tensors(Tensor.detach, found)
+        self._forward_cache = nests.map_tensors(Tensor.detach, found)
         return found
 
 

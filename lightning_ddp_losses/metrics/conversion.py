@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, overload
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core import nests
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Composite
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric, check_on_step, check_options
@@ -268,7 +268,7 @@ def _copy_of(metric: Any) -> Any:
     memo: dict[int, Any] = {id(p): p for p in metric.parameters()}
     for part in _metrics_inside(metric):
         attributes = vars(part)
-        for tensor in precision.tensors_in(list(attributes.values())):
+        for tensor in nests.tensors_in(list(attributes.values())):
             if not tensor.is_leaf:
                 memo[id(tensor)] = tensor.detach()
         group = attributes.get("process_group")

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torchmetrics.utilities.data import dim_zero_cat
 
-from lightning_ddp_losses.core import autograd_graph, precision
+from lightning_ddp_losses.core import autograd_graph, nests
 from lightning_ddp_losses.core.graph_capture import refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match
@@ -134,12 +134,12 @@ def gather_inputs(
                 fix="Use gather='states'.",
             )
     tree = (args, kwargs)
-    batches = [tensor for tensor in precision.tensors_in(tree) if tensor.ndim]
+    batches = [tensor for tensor in nests.tensors_in(tree) if tensor.ndim]
     name = type(owner).__name__
     states = [State(f"{name}, input {i}", t, t.device, dim_zero_cat) for i, t in enumerate(batches)]
     (values,) = yield [Request(owner, states)]
     gathered = iter(values)
-    return precision.map_tensors(lambda t: next(gathered) if t.ndim else t, tree)
+    return nests.map_tensors(lambda t: next(gathered) if t.ndim else t, tree)
 
 
 def together(calls: Sequence[Call]) -> Coroutine:

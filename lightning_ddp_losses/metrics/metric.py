@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
-from lightning_ddp_losses.core import autograd_graph, inputs, precision
+from lightning_ddp_losses.core import autograd_graph, inputs, nests, precision
 from lightning_ddp_losses.core.configuration import configuration
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import process_groups
@@ -128,7 +128,7 @@ class DifferentiableMetric(MetricStates):
     def _forward_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
         """Update on the batch alone, exchange, compute, and only then add the batch to what was there."""
         record = self._record
-        given = precision.tensors_in((args, kwargs))
+        given = nests.tensors_in((args, kwargs))
         wanted = wants_gradient(given)
         self._prepare(given)
 
@@ -206,7 +206,7 @@ class DifferentiableMetric(MetricStates):
 
     def _check_gradient(self, value: Any) -> None:
         """Refuse a value without a graph where an input asks for a gradient."""
-        if self._record.expects_gradient and not any(t.requires_grad for t in precision.tensors_in(value)):
+        if self._record.expects_gradient and not any(t.requires_grad for t in nests.tensors_in(value)):
             raise ConfigurationError(
                 f"{self._title()}: value",
                 expected="a gradient, as an input asks for one",
@@ -216,10 +216,10 @@ class DifferentiableMetric(MetricStates):
 
     def _shared_value(self, value: Any, *, has_peers: bool) -> Any:
         """Remember a value that is about to leave, and watch what comes back into it where other ranks have it too."""
-        self._forward_cache = precision.map_tensors(Tensor.detach, value)
+        self._forward_cache = nests.map_tensors(Tensor.detach, value)
         if not has_peers:
             return value
-        for tensor in precision.tensors_in(value):
+        for tensor in nests.tensors_in(value):
             autograd_graph.remember_global_value(tensor)
         return self._record.upstream_grads.watch(value, group=self.process_group)
 
@@ -240,7 +240,7 @@ class DifferentiableMetric(MetricStates):
     def _update_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
         """Add a batch to what was there; with a graph only where it is to be kept."""
         record = self._record
-        given = precision.tensors_in((args, kwargs))
+        given = nests.tensors_in((args, kwargs))
         self._prepare(given)
         if record.gather == "inputs" and self._has_peers:
             args, kwargs = yield from gather_inputs(self, self._title(), args, kwargs)
@@ -269,7 +269,7 @@ class DifferentiableMetric(MetricStates):
             if self._record.in_forward or self._computed is not None:
                 return plain(*args, **kwargs)
             is_shared = self._has_peers and self._to_sync
-            dtype = precision.compute_dtype(precision.tensors_in(self._states()))
+            dtype = precision.compute_dtype(nests.tensors_in(self._states()))
             with precision.full_precision(dtype, [self.device.type]):
                 value = plain(*args, **kwargs)
             if self._record.keep_graph:

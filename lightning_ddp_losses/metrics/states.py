@@ -18,7 +18,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core import nests, precision
 from lightning_ddp_losses.core.configuration import configuration
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.metrics.travelling_state import State
@@ -193,9 +193,9 @@ class MetricStates(Metric):
         for name, value in self._states().items():
             own[name] = value if isinstance(value, list) else value.clone()
         self._assign(own)
-        before = {id(tensor) for tensor in precision.tensors_in(self._states())}
+        before = {id(tensor) for tensor in nests.tensors_in(self._states())}
         self._update_rows(args, kwargs, may_skip=may_skip)
-        return precision.map_tensors(lambda t: t if id(t) in before else t.detach(), self._states())  # type: ignore[no-any-return]
+        return nests.map_tensors(lambda t: t if id(t) in before else t.detach(), self._states())  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------ graphs and copies
 
@@ -209,7 +209,7 @@ class MetricStates(Metric):
         """Return what is pickled and copied: nothing with a graph."""
         state = super().__getstate__()
         for name in (*self._defaults, "_forward_cache", "_computed"):
-            state[name] = precision.map_tensors(lambda t: t if t.is_leaf else t.detach(), state[name])
+            state[name] = nests.map_tensors(lambda t: t if t.is_leaf else t.detach(), state[name])
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -229,7 +229,7 @@ def _has_plain_reset(cls: type) -> bool:
 
 def detached(states: States) -> States:
     """Return the states without their graph, in the same memory."""
-    return {name: precision.map_tensors(Tensor.detach, value) for name, value in states.items()}
+    return {name: nests.map_tensors(Tensor.detach, value) for name, value in states.items()}
 
 
 def has_no_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
-from lightning_ddp_losses.core import compat, precision, safe_payload
+from lightning_ddp_losses.core import compat, nests, safe_payload
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import ConfigurationError, InputError
@@ -209,20 +209,20 @@ def _local_rows(loader: Any, batches: Sequence[Any]) -> _LocalRows:
     for number, (batch, indices) in enumerate(zip(batches, drawn, strict=False)):
         what = f"{_TITLE}: predictions of batch {number}"
         _refuse_other_leaves(batch, what)
-        counts = {tensor.shape[0] for tensor in precision.tensors_in(batch)}
+        counts = {tensor.shape[0] for tensor in nests.tensors_in(batch)}
         if counts != {len(indices)}:
             got = ", ".join(map(str, sorted(counts))) or "none"
             fix = "Return one row for each row of the batch."
             raise InputError(what, expected=f"{len(indices)} rows, as the batch has", got=got, fix=fix)
-        if len({tensor.device for tensor in precision.tensors_in(batch)}) > 1:
+        if len({tensor.device for tensor in nests.tensors_in(batch)}) > 1:
             raise InputError(what, expected="tensors on one device", got=_form_of(batch))
         forms.append(_form_of(batch))
         if forms[-1] != forms[0]:
             raise InputError(what, expected=f"as of batch 0: {forms[0]}", got=forms[-1])
     # one tensor in the place of one of each batch
-    parts = zip(*map(precision.tensors_in, batches), strict=True)
+    parts = zip(*map(nests.tensors_in, batches), strict=True)
     tensors = iter(list(map(_joined_batches, parts)))
-    nest = precision.map_tensors(lambda _: next(tensors), batches[0])
+    nest = nests.map_tensors(lambda _: next(tensors), batches[0])
     places = list(chain.from_iterable(drawn[: len(batches)]))
     if not all(isinstance(place, int) for place in places):
         raise InputError(f"{_TITLE}: indices of the sampler", expected="whole numbers", got=type(places[0]).__name__)
@@ -297,7 +297,7 @@ def _form_of(nest: Any) -> str:
     def described(tensor: Tensor) -> str:
         return f"{tensor.dtype} {('rows', *tensor.shape[1:])} {tensor.device.type}"
 
-    return repr(precision.map_tensors(described, nest))
+    return repr(nests.map_tensors(described, nest))
 
 
 # ---------------------------------------------------------------------- rows of all ranks
@@ -311,9 +311,9 @@ def _offers(local_rows: Sequence[_LocalRows]) -> list[_RowsOffer]:
             offers.append(_RowsOffer(0, 0, 0, 0, "", "", None))
             continue
         different = len(torch.unique(indices))
-        tensors = precision.tensors_in(nest)
+        tensors = nests.tensors_in(nest)
         row_bytes = indices.itemsize + sum(t.nbytes for t in tensors) // len(indices)
-        empty = precision.map_tensors(lambda tensor: tensor[:0].cpu(), nest)
+        empty = nests.map_tensors(lambda tensor: tensor[:0].cpu(), nest)
         form, device = _form_of(nest), tensors[0].device.type
         offers.append(_RowsOffer(len(indices), different, rows_of_set, row_bytes, form, device, empty))
     return offers
@@ -335,8 +335,8 @@ def _gather_rows(trainer: Trainer, rows: _LocalRows, offers: Sequence[_RowsOffer
         device = torch.device("cpu")
         if with_rows[0].device != device.type:
             device = trainer.strategy.root_device
-        nest = precision.map_tensors(lambda tensor: tensor.to(device), with_rows[0].nest)
-    tensors = precision.tensors_in(nest)
+        nest = nests.map_tensors(lambda tensor: tensor.to(device), with_rows[0].nest)
+    tensors = nests.tensors_in(nest)
     given = {"places": rows.indices.to(tensors[0].device)}
     given |= {f"tensor {number}": tensor for number, tensor in enumerate(tensors)}
     # all at once where every rank keeps them, else in rounds
@@ -368,7 +368,7 @@ def _gather_rows(trainer: Trainer, rows: _LocalRows, offers: Sequence[_RowsOffer
     if not is_kept:
         return None
     ordered = iter([tensor[order] for tensor in everything])
-    return precision.map_tensors(lambda _: next(ordered), nest)
+    return nests.map_tensors(lambda _: next(ordered), nest)
 
 
 def _other_draws(different: int, offers: Sequence[_RowsOffer], name: str) -> InputError | None:

@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.header import read_sized, sized
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradRecorder
 from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameter, ReducedParameters
 
 _CALL = struct.Struct("<IQ?")  # calls, rows, whether a gradient is there already
-_SIZE = struct.Struct("<I")
 
 
 class CallCounter(Protocol):
@@ -149,7 +149,7 @@ class CallCheck:
         for counter in self._counters:
             counter.reset()
         for attached in self._attached:
-            payload += _sized(attached.measure())
+            payload += sized(attached.measure())
         self._prepared, self._sent = _UnsentHandshake(must_match, payload, parameters, new), None
         self._is_only_one = self._is_only_one and handshake.number_opened() == self._number_opened
         self._calls, self._ready_bytes = None, 0
@@ -167,7 +167,7 @@ class CallCheck:
 
     def _send(self, prepared: _UnsentHandshake) -> handshake.PendingHandshake:
         """Let this rank's handshake leave, with what is known by now."""
-        own = prepared.payload + _sized(self._upstream_grads.take().encode()) + self._reducer.pack()
+        own = prepared.payload + sized(self._upstream_grads.take().encode()) + self._reducer.pack()
         self._sent = handshake.start("backward", prepared.must_match, own)
         return self._sent
 
@@ -223,17 +223,11 @@ class CallCheck:
     def _split(self, payload: bytes) -> tuple[bytes, list[bytes], bytes, bytes]:
         """Take a rank's payload apart: its calls, the attached bytes, what came back into global values, gradients."""
         offset = _CALL.size * len(self._counters)
-        calls, sized = payload[:offset], []
+        calls, parts = payload[:offset], []
         for _ in range(len(self._attached) + 1):
-            (size,) = _SIZE.unpack_from(payload, offset)
-            start = offset + _SIZE.size
-            offset = start + size
-            sized.append(payload[start:offset])
-        return calls, sized[:-1], sized[-1], payload[offset:]
-
-
-def _sized(payload: bytes) -> bytes:
-    return _SIZE.pack(len(payload)) + payload
+            part, offset = read_sized(payload, offset)
+            parts.append(part)
+        return calls, parts[:-1], parts[-1], payload[offset:]
 
 
 def _missing_text(title: str, calls: Sequence[int], rows: Sequence[int]) -> str:

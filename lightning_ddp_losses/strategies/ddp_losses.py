@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -392,6 +393,9 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
             return
         state = losses.sharding.own_module_state(losses.module, state)
+        if isinstance(self.precision_plugin, DoublePrecision):
+            # Lightning converts the module after it was loaded, which would round what was saved to float32
+            self.precision_plugin.convert_module(losses.module)
         if losses.module.trainer.state.fn == TrainerFn.FITTING:
             saved_kinds = checkpoint.get(checkpoint_files.LOSS_KINDS)
             checkpoint_files.refuse_other_losses(self._loaded_from, saved_kinds, losses.kinds())

@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.header import read_sized, sized
 from lightning_ddp_losses.samplers.predictions import current_loaders
 from lightning_ddp_losses.strategies.undivided_data import UndividedData
 
@@ -85,22 +86,20 @@ class EvaluationEnds:
         """
         self.is_inside = False
         indices = sorted(self._data)
-        payloads = [self._data[index].take() for index in indices]
-        # as many bytes of each loader as there are, of which every rank has its own number
-        own = b"".join(len(payload).to_bytes(4, "little") + payload for payload in payloads)
+        # of each loader some bytes, of which every rank has its own number
+        own = b"".join(sized(self._data[index].take()) for index in indices)
         everyone = handshake.all_gather_between_steps(f"the end of {_name(trainer)}", {}, own)
-        by_rank = [_split(payload) for payload in everyone]
+        by_rank = [_parts(payload) for payload in everyone]
         for index, of_ranks in zip(indices, zip(*by_rank, strict=False), strict=False):
             self._data[index].judge(trainer, of_ranks)
 
 
-def _split(payload: bytes) -> list[bytes]:
-    """Take apart what ``_end`` joined."""
-    parts = []
-    while payload:
-        end = 4 + int.from_bytes(payload[:4], "little")
-        parts.append(payload[4:end])
-        payload = payload[end:]
+def _parts(payload: bytes) -> list[bytes]:
+    """Take apart what a rank sent."""
+    parts, offset = list[bytes](), 0
+    while offset < len(payload):
+        part, offset = read_sized(payload, offset)
+        parts.append(part)
     return parts
 
 

@@ -120,7 +120,7 @@ def _names_of(module: nn.Module, optimizer: Optimizer) -> list[str]:
     return [names.get(id(p), f"parameter {i} of the optimizer") for i, p in enumerate(_parameters_of(optimizer))]
 
 
-def _parts_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, _Part]:
+def _divided_parts(module: nn.Module, state: Mapping[str, Any]) -> dict[str, _Part]:
     """Return what of a folder's state is classes of a divided weight, by its key."""
     found = {}
     for name, parameter in module.named_parameters():
@@ -157,7 +157,7 @@ def write_folder(path: Path, module: nn.Module, checkpoint: dict[str, Any]) -> N
     is_first = process_groups.rank() == 0
     if is_first:  # a job that ends in the middle leaves a folder that nobody takes for a checkpoint
         (path / METADATA).unlink(missing_ok=True)
-    planner = _SavePlanner(_parts_of(module, state))
+    planner = _SavePlanner(_divided_parts(module, state))
     writer = FileSystemWriter(path, single_file_per_rank=True, overwrite=True)
     save(state, storage_writer=writer, planner=planner, process_group=_host_group(), no_dist=_host_group() is None)
     if is_first:
@@ -268,7 +268,7 @@ def _place_for(saved: TensorStorageMetadata, parameter: nn.Parameter) -> Tensor:
 
 
 def _read_(path: Path, module: nn.Module, state: dict[str, Any]) -> None:
-    planner = _LoadPlanner(_parts_of(module, state))
+    planner = _LoadPlanner(_divided_parts(module, state))
     group = _host_group()
     load(
         state,

@@ -99,7 +99,7 @@ class LoaderStates:
             payloads = handshake.all_gather(
                 "states of training loaders in a checkpoint", facts, pickle.dumps(own), of_user=True
             )
-            ranks = [_Note(*pickle.loads(payload)) for payload in payloads]
+            ranks = [_StateNote(*pickle.loads(payload)) for payload in payloads]
         saved = {
             **trained._asdict(),
             "at_end": at_end,
@@ -185,7 +185,7 @@ class LoaderStates:
         return self._trainer.accumulate_grad_batches if is_automatic else 1
 
 
-class _Note(NamedTuple):
+class _StateNote(NamedTuple):
     """What one rank's training loaders say before a fetch.
 
     Attributes:
@@ -205,7 +205,7 @@ class _NotingLoader(CombinedLoader):
     """
 
     states: LoaderStates
-    notes: dict[int, _Note]
+    notes: dict[int, _StateNote]
     _place = 0
 
     def __iter__(self) -> Any:
@@ -236,12 +236,12 @@ class _NotingLoader(CombinedLoader):
         found = [state_holder(loader) for loader in self.flattened]
         return [holder for holder in found if holder is not None]
 
-    def note_now(self) -> _Note:
+    def note_now(self) -> _StateNote:
         """Read the states as they are."""
         states = pickle.dumps([holder.state_dict() for holder in self.holders()])
-        return _Note(states, [stream.has_ended for stream in self._ending_streams()])
+        return _StateNote(states, [stream.has_ended for stream in self._ending_streams()])
 
-    def note_at(self, place: int) -> _Note:
+    def note_at(self, place: int) -> _StateNote:
         """Return what was noted before the fetch of a batch.
 
         Raises:

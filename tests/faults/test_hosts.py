@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -231,10 +232,10 @@ def test_a_cable_that_is_pulled_ends_every_rank_and_a_relaunch_goes_on(tmp_path:
         pair[1].cable("up")
         assert end(start_nodes(pair, folder, str(script), str(folder), "whole")) == [0, 0], told(folder)
     said = told(folder)
-    # 4. each node has named a rank of the other one
-    for output, of_other in zip(said[:2], ("rank 2", "rank 0"), strict=True):
+    # 4. each node has named a rank of the other one: the silent ones, or the one that ended first, as the hosts share this machine
+    for output, of_other in zip(said[:2], (r"rank [23] \(", r"rank [01] \("), strict=True):
         errors = [line for line in output.splitlines() if "PeerError" in line]
         assert errors, said
-        assert all(of_other in line.split("got", 1)[1] for line in errors), errors
+        assert all(re.search(of_other, line.split("got", 1)[1]) for line in errors), "\n".join(errors)
     assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 6
     assert_close(torch.load(folder / "weights.pt"), torch.load(undisturbed / "weights.pt"), rtol=0)

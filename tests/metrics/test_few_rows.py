@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torchmetrics as tm
 from torch import Tensor
 
-from lightning_ddp_losses.core.precision import map_tensors
+from lightning_ddp_losses.core.nests import map_tensors
 from lightning_ddp_losses.metrics import differentiable
 from tests.metrics.cases import CASES, Case, differentiable_classes
 from tests.metrics.harness import difference, flat

@@ -14,7 +14,8 @@ A new loss in tiles is one ``PairLoss``, named in the row of the loss in ``pml_r
 from ``LOSSES`` in ``tests/losses/test_tiled.py``.
 """
 
-from lightning_ddp_losses.losses.tiled.evaluator import TiledEvaluator, TiledPlan, tiled_plan
+from lightning_ddp_losses.losses.tiled.evaluator import TiledEvaluator
+from lightning_ddp_losses.losses.tiled.plan import TiledPlan, tiled_plan
 from lightning_ddp_losses.losses.tiled.tile_compiler import TileCompiler
 
 __all__ = ["TileCompiler", "TiledEvaluator", "TiledPlan", "tiled_plan"]

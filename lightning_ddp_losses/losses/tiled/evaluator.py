@@ -11,7 +11,7 @@ of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +37,13 @@ from lightning_ddp_losses.losses.partial_sums import (
     value_with_grad,
     wide_float,
 )
-from lightning_ddp_losses.losses.pml_registry import DISTANCES, Reduction, facts_of, pair_loss_of, reduction_of
+from lightning_ddp_losses.losses.pml_registry import facts_of
 from lightning_ddp_losses.losses.products import ProductForm
 from lightning_ddp_losses.losses.recorded_stats import collects_counts
 from lightning_ddp_losses.losses.tile_budget import MASKED_BYTES, tile_budget
 from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
+from lightning_ddp_losses.losses.tiled.plan import TiledPlan
 from lightning_ddp_losses.losses.tiled.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
 from lightning_ddp_losses.losses.tiled.tiles import (
@@ -57,65 +58,12 @@ from lightning_ddp_losses.losses.tiled.tiles import (
     tile_distance,
 )
 
-_REFERENCES = (("ref_emb", "embeddings"), ("ref_labels", "labels"))
-
 # Few rows have few classes, hence few columns with positives; too few read the columns too often, and small tiles are all overhead.
 _FEWEST_ROWS, _HOST_BYTES = 64, 512 << 10
 _MOST_STATS = 3  # the largest k of any pair loss
 _FEWEST_PAIRS = 6  # from which on there are two of one kind, whatever the labels
 
 RingRows = Callable[[Tensor], Iterator[tuple[int, Tensor]]]
-
-
-@dataclass(frozen=True)
-class TiledPlan:
-    """How a loss is evaluated in tiles.
-
-    Attributes:
-        pair_loss: The loss on tiles.
-        reductions: One per sub-loss.
-        symmetric: Between rows of one batch, the gradient of transposed entries needs no gradient from other ranks.
-    """
-
-    pair_loss: type[PairLoss]
-    reductions: tuple[Reduction, ...]
-    symmetric: bool
-
-    def is_symmetric(self, given: Mapping[str, Any], *, two_views: bool = False) -> bool:
-        """Tells whether a call with these arguments compares the rows of one batch with each other.
-
-        Args:
-            given: The arguments by name.
-            two_views: The embeddings are both views of each sample, which need no labels.
-        """
-        if two_views:
-            return self.symmetric
-        if not self.symmetric or "indices_tuple" in given:
-            return False
-        if not isinstance(given.get("embeddings"), Tensor) or not isinstance(given.get("labels"), Tensor):
-            return False
-        return all(given.get(reference, given[own]) is given[own] for reference, own in _REFERENCES)
-
-
-def tiled_plan(loss: Any) -> TiledPlan | None:
-    """Plans how tiles evaluate a loss as it is configured; None: they do not."""
-    pair_loss: type[PairLoss] | None = pair_loss_of(loss)
-    if pair_loss is None or type(loss.distance) not in DISTANCES or _learns(loss) or not pair_loss.supports(loss):
-        return None
-    reductions = []
-    for name in pair_loss.sub_losses:
-        reduction = reduction_of(loss.reducer, name)
-        if reduction is None or reduction.given_divisor or not pair_loss.supports_reduction(reduction):
-            return None
-        reductions.append(reduction)
-    symmetric = pair_loss.symmetric and DISTANCES[type(loss.distance)].symmetric
-    return TiledPlan(pair_loss, tuple(reductions), symmetric)
-
-
-def _learns(loss: Any) -> bool:
-    """Tells whether someone made a temperature or margin a tensor, which may want a gradient; pair losses take numbers."""
-    held = [*loss.parameters(), *vars(loss).values(), *vars(loss.distance).values()]
-    return any(isinstance(value, Tensor) for value in held)
 
 
 @dataclass(frozen=True)
