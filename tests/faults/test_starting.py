@@ -84,9 +84,7 @@ def srun(folder: Path, restarts: int) -> None:
     words = shlex.split(line)
     assert words[:3] == ["srun", "ddp-losses", "fit"]
     assert options_of(words).keys() == {"config", "trainer.num_nodes", "trainer.devices"}
-    # a checkpoint that Lightning resumes under 64-true goes through float32
-    digits = [word.replace("64-true", "32-true") for word in fit_digits(1, 2, folder)]
-    command = [sys.executable, *digits, f"--trainer.callbacks+={__name__}.TakesSignal"]
+    command = [sys.executable, *fit_digits(1, 2, folder), f"--trainer.callbacks+={__name__}.TakesSignal"]
     common = {
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NAME": "train",

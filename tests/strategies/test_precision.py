@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,23 @@ def test_losses_of_pml_keep_dtype_and_bits(pool: RankPool, loss: str, precision:
         for name in (name for name in before if name.startswith("loss.")):
             assert state[name].dtype == LOSS_DTYPE[precision]
             assert torch.equal(state[name], before[name].to(LOSS_DTYPE[precision])), "restored from before the halving"
+
+
+def fit_and_resume(precision: str, file: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters that are saved, and those of a run that is resumed for no step more."""
+    trained, resumed = Learnable(), Learnable()
+    trainer = make_trainer(strategy_of({}), precision=precision)
+    trainer.fit(trained, data())
+    trainer.save_checkpoint(file)
+    make_trainer(strategy_of({}), precision=precision).fit(resumed, data(), ckpt_path=file)
+    return dict(trained.state_dict()), dict(resumed.state_dict())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_resumed_run_begins_with_the_bits_that_were_saved(pool: RankPool, tmp_path: Path, precision: str) -> None:
+    for trained, resumed in pool.run(2, fit_and_resume, precision, str(tmp_path / "trained.ckpt")):
+        assert {name: t.dtype for name, t in resumed.items()} == {name: t.dtype for name, t in trained.items()}
+        assert_close(resumed, trained, rtol=0)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
