@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -27,10 +28,11 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.compat import attached_trainer
 from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.strategies import checkpoint_files, ddp_setup, same_setup
+from lightning_ddp_losses.strategies import checkpoint_files, ddp_setup, fsdp_checkpoints, same_setup
 from lightning_ddp_losses.strategies.launcher import WholeStateLauncher
 from lightning_ddp_losses.strategies.loss_hooks import LossHooks
 from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
+from lightning_ddp_losses.strategies.whole_folder import whole_checkpoint
 
 
 class DDPLossStrategy(LossHooks, DDPStrategy):
@@ -373,14 +375,23 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file, or what is not sharded of a folder of shards; what one rank cannot read is an error on every rank."""
-        path, load = self._losses.sharding.file_to_load(checkpoint_path), super().load_checkpoint
+        """Load a file, what is not sharded of a folder of shards, or a folder that ``ModelParallelLossStrategy`` wrote.
+
+        What one rank cannot read is an error on every rank.
+        """
+        path, load_file = self._losses.sharding.file_to_load(checkpoint_path), super().load_checkpoint
+        is_folder = fsdp_checkpoints.is_folder(Path(path))
+
+        def load() -> dict[str, Any]:
+            if is_folder:
+                return whole_checkpoint(path, weights_only=weights_only)
+            found: dict[str, Any] = load_file(path, weights_only=weights_only)
+            return found
+
         if self._losses.is_plain:
-            plain: dict[str, Any] = load(path, weights_only=weights_only)
-            return plain
-        checkpoint = checkpoint_files.load_on_all_ranks(
-            path, lambda: load(path, weights_only=weights_only), checks_bits=self.local_rank == 0
-        )
+            return load()
+        file = Path(path) / fsdp_checkpoints.METADATA if is_folder else path
+        checkpoint = checkpoint_files.load_on_all_ranks(file, load, checks_bits=self.local_rank == 0)
         self._loaded_from = checkpoint_path
         self._losses.sharding.compare_wholes(checkpoint)
         return self._losses.loaded(checkpoint)

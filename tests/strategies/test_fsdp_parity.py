@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from tests.oracle import assert_close
+from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, ModelParallelLossStrategy
+from tests.lightning_ranks import make_trainer
+from tests.oracle import assert_close, batches
 from tests.rank_pool import RankPool
-from tests.strategies.fsdp_jobs import alone, fit_sharded_model
+from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model, make_job, whole_state
+from tests.strategies.jobs import OPTIMIZERS, TASK, fit_alone, loader, make_loss
 
 # kind, optimizer, world size, whether ranks have equally many rows, options of the trainer
 CASES: list[tuple[str, str, int, bool, dict[str, Any]]] = [
@@ -23,6 +28,8 @@ CASES: list[tuple[str, str, int, bool, dict[str, Any]]] = [
     ("clip", "adamw", 2, False, {"gradient_clip_val": 0.3}),
     ("three", "adamw", 4, True, {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}),
     ("divided", "adamw", 4, False, {"gradient_clip_val": 0.3, "gradient_clip_algorithm": "value"}),
+    ("clip", "adamw", 3, False, {"gradient_clip_val": 0.3}),
+    ("three", "sgd", 3, False, {}),
 ]
 
 
@@ -43,3 +50,97 @@ def test_a_fit_equals_one_process(
     expected = alone(kind, optimizer, **options)
     states = pool.run(world_size, fit_sharded_model, kind, optimizer, even=even, **options)
     assert_close(joined(states, kind), expected, rtol=1e-8)
+
+
+# ---------------------------------------------------------------------- a rank without rows
+
+
+def fit_with_empty_batches(kind: str) -> dict[str, Tensor]:
+    """In each step one rank, in turn, has no row, and the others share all."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    own = []
+    for index, (features, labels) in enumerate(batches(TASK)):
+        having = [other for other in range(world_size) if other != index % world_size]
+        part = slice(having.index(rank), None, len(having)) if rank in having else slice(0, 0)
+        own.append((features[part], labels[part]))
+    module = make_job(kind)
+    make_trainer(ModelParallelLossStrategy()).fit(module, DataLoader(own, batch_size=None))
+    return whole_state(module)
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [("three", 2), ("divided", 3)])
+def test_a_rank_may_have_no_rows(pool: RankPool, kind: str, world_size: int) -> None:
+    states = pool.run(world_size, fit_with_empty_batches, kind)
+    assert_close(joined(states, kind), alone(kind), rtol=1e-8)
+
+
+# ---------------------------------------------------------------------- by hand, with two optimizers
+
+
+class ByHand(Towers):
+    """Each optimizer steps after a backward of its own: first the encoder and one loss, then the other loss with the encoder at rest."""
+
+    def build(self, loss: str) -> None:
+        self.automatic_optimization = False
+        first, second = make_loss("ArcFaceLoss"), make_loss("CosFaceLoss", 1)
+        self.first: nn.Module = GlobalBatchLoss(first) if self.is_global else first
+        self.second: nn.Module = ClassShardedLoss(second) if self.is_global else second
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        features, labels = batch
+        for optimizer, loss in zip(self.optimizers(), (self.first, self.second), strict=True):
+            embeddings = self.encoder(features)
+            optimizer.zero_grad()
+            self.manual_backward(loss(embeddings if loss is self.first else embeddings.detach(), labels))
+            self.clip_gradients(optimizer, 0.3, "norm")
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        make = OPTIMIZERS["adam"]
+        return [make([*self.encoder.parameters(), *self.first.parameters()]), make(self.second.parameters())]
+
+
+class PlainByHand(ByHand):
+    """The same for one process."""
+
+    is_global = False
+
+
+def fit_by_hand() -> dict[str, Tensor]:
+    module = ByHand()
+    data = loader(dist.get_world_size(), dist.get_rank(), even=False)
+    make_trainer(ModelParallelLossStrategy()).fit(module, data)
+    return whole_state(module)
+
+
+def test_two_optimizers_step_by_hand(pool: RankPool) -> None:
+    expected = {name.replace("first.", "first.loss."): value for name, value in fit_alone(PlainByHand).items()}
+    states = pool.run(2, fit_by_hand)
+    divided = torch.cat([state["second.W"] for state in states], 1)
+    for state in states:
+        assert_close({**state, "second.W": divided}, expected, rtol=1e-8)
+
+
+# ---------------------------------------------------------------------- halves
+
+# of what training moved, at most: about twice the largest that was measured
+ROUNDING = {"32-true": 1e-5, "bf16-mixed": 0.02}
+
+
+def fit_rounded(precision: str) -> dict[str, Tensor]:
+    module = make_job("three").float()
+    data = loader(dist.get_world_size(), dist.get_rank(), even=False)
+    own = [(features.float(), labels) for features, labels in data]
+    trainer = make_trainer(ModelParallelLossStrategy(), precision=precision)
+    trainer.fit(module, DataLoader(own, batch_size=None))
+    return whole_state(module)
+
+
+@pytest.mark.parametrize("precision", ROUNDING)
+def test_lower_precision_rounds_and_does_nothing_else(pool: RankPool, precision: str) -> None:
+    before, expected = alone("three", "still"), alone("three")
+    for state in pool.run(2, fit_rounded, precision):
+        assert all(value.dtype == torch.float32 for value in state.values())
+        for name, truth in expected.items():
+            off, moved = (state[name].double() - truth).norm(), (before[name] - truth).norm()
+            assert off <= ROUNDING[precision] * moved, (name, float(off / moved))
