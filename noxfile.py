@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -44,8 +45,9 @@ def audit(session: nox.Session) -> None:
     session.run("ddp-losses", "audit", *arguments)
 
 
-# two at a time where there are two cores
-PYTEST = ("pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
+# a test whose ranks wait for each other leaves a core to another one
+WORKERS = min(4, len(os.sched_getaffinity(0)) + 1) if hasattr(os, "sched_getaffinity") else 3
+PYTEST = ("pytest", "-n", str(WORKERS), "--dist", "worksteal")
 
 
 @nox.session

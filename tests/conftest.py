@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the forkserver starts: i
 
 import torch
 
+from tests import rank_worker
 from tests.rank_pool import RankPool
 
 torch.set_num_threads(1)
@@ -27,3 +28,9 @@ def pool() -> Iterator[RankPool]:
     ranks = RankPool()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plugins_looked_for_once() -> None:
+    """As in the ranks; the process that only hands tests to its workers does without Lightning."""
+    rank_worker.look_for_plugins_once()

@@ -24,8 +24,10 @@ def run_python(
         seconds: It may take that long.
         **environment: Further variables; None takes one away.
     """
+    # bytecode of the package is kept between the processes
+    kept = {"PYTHONDONTWRITEBYTECODE": None}
     given = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    merged = {**os.environ, **dict.fromkeys(_OF_A_RANK), **given, **environment}
+    merged = {**os.environ, **dict.fromkeys(_OF_A_RANK), **kept, **given, **environment}
     return subprocess.run(
         [sys.executable, *arguments],
         env={name: value for name, value in merged.items() if value is not None},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -155,6 +156,7 @@ def _ready_pipes(silent: dict[Any, int], processes: list[Any], left: float) -> l
 
 def _process_main(rank: int, pipe: Any, log: Path, work: Callable[[int], None]) -> None:
     """Do the work in a new process; its output goes to a file, its failure through the pipe."""
+    gc.freeze()  # the collector leaves what was inherited alone: each object that it looked at would be a page of memory to copy
     # a session of its own, output to a file, signals as a fresh process has them
     os.setsid()  # so that what this process starts ends with it
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -14,12 +14,11 @@ from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.buffers import metrics_of
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings, LocalRow
+from lightning_ddp_losses.callbacks.report import MOST_RANKS_ONE_BY_ONE
 from lightning_ddp_losses.core.host_memory import anonymous_bytes
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.rendezvous import device_identity
-
-_MOST_RANKS_ONE_BY_ONE = 8
 
 
 class DeviceRow(NamedTuple):
@@ -180,7 +179,7 @@ class DeviceCheck(LocalCheck, default=True):
         """Return the same, of each rank where they are few; else of all together, from the least to the most."""
         if not self._use_by_rank:
             return []
-        if len(self._use_by_rank) <= _MOST_RANKS_ONE_BY_ONE:
+        if len(self._use_by_rank) <= MOST_RANKS_ONE_BY_ONE:
             return [_use_text(rank, use) for rank, use in enumerate(self._use_by_rank)]
         batches, seconds, peaks = zip(*self._use_by_rank, strict=True)
         remark = f"{_span(batches, '.0f')} batches per rank in {_span(seconds, '.1f')} s"

@@ -19,7 +19,7 @@ from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 from lightning_ddp_losses.callbacks.logged_means import LoggedMeans
 from lightning_ddp_losses.callbacks.loss_observations import local_contrastive_losses
 from lightning_ddp_losses.callbacks.micro_batches import MicroBatches, uneven_micro_batches
-from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME
+from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME, MOST_RANKS_ONE_BY_ONE
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed import handshake, process_groups
@@ -63,7 +63,8 @@ class LossCheck(RankCheck, default=True):
     """The loss of each rank: there, finite, not zero from the start, of elements that count alike on all ranks, and logged as it is.
 
     Covers F30 (over ranks; over the micro-batches that Lightning accumulates as a note), F31, F35, F46, F55, F56, F79 and F82. Keeps
-    every rank's loss in ``history`` and, where there is a log folder, in ``losses_by_rank.csv``.
+    every rank's loss in ``history`` and, where there is a log folder, in ``losses_by_rank.csv``; ``DDPChecks(log_figures=True)`` sends
+    them to the loggers too, as often as Lightning logs (``ddp_checks/rank_0_loss``; of more than 8 ranks the smallest and largest).
 
     Args:
         zero_steps: A loss that is exactly zero in so many steps from the start is reported.
@@ -103,6 +104,7 @@ class LossCheck(RankCheck, default=True):
         super().__init__(every_n_steps=every_n_steps, action=action)
         self.zero_steps, self.bias, self.file = zero_steps, bias, file
         self._history: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=_HISTORY)
+        self._logged: int | None = None  # how often Lightning had logged when losses were last sent to the loggers
         self._stream: IO[str] | None = None
         self._training_step: Callable[..., Any] | None = None
         self._forget()
@@ -128,6 +130,7 @@ class LossCheck(RankCheck, default=True):
         """Look at what ``training_step`` returns, before Lightning does."""
         self._forget()
         self._history.clear()
+        self._logged = None
         self._has_contrastive_loss = bool(local_contrastive_losses(module))
         # a loss that compares rows is no mean over those of several micro-batches
         if module.automatic_optimization and _is_divided(trainer) and not self._has_contrastive_loss:
@@ -338,6 +341,7 @@ class LossCheck(RankCheck, default=True):
         """Keep the losses of all ranks, and write them on rank 0."""
         step = self.runner.step
         self._history.append((step, tuple(losses)))
+        self._send_to_loggers(step, losses)
         # one rank writes, where there is a folder and more than one loss
         if not self.file or len(losses) == 1:
             return
@@ -348,6 +352,23 @@ class LossCheck(RankCheck, default=True):
             titles = [f"rank_{rank}" for rank in range(len(losses))]
             self._stream.write(",".join(["step", *titles]) + "\n")
         self._stream.write(",".join([str(step), *map(repr, losses)]) + "\n")
+
+    def _send_to_loggers(self, step: int, losses: list[float]) -> None:
+        """Send each rank's loss as often as Lightning logs; of many ranks the smallest and the largest."""
+        trainer = self.runner.trainer
+        every: int = getattr(trainer, "log_every_n_steps", 0)  # an option of the Trainer, which its type does not show
+        if not every:
+            return
+        # the check may look at fewer steps than Lightning logs: the first one that it sees after each of those
+        before, self._logged = self._logged, (step + 1) // every
+        if before is None:
+            before = step // every
+        if self._logged == before:
+            return
+        figures = {"loss_min": min(losses), "loss_max": max(losses)}
+        if len(losses) <= MOST_RANKS_ONE_BY_ONE:
+            figures = {f"rank_{rank}_loss": loss for rank, loss in enumerate(losses)}
+        self.runner.report.log_step(trainer, figures, step)
 
     def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Give the strategy its method back and close the file."""

@@ -34,6 +34,9 @@ from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
 FILE_NAME = "ddp_checks.jsonl"
 LOSSES_FILE_NAME = "losses_by_rank.csv"
 _FILE_NAMES = (FILE_NAME, LOSSES_FILE_NAME)  # of one fit, which carry one number
+MOST_RANKS_ONE_BY_ONE = 8
+"""Of more ranks, figures are told together: the smallest and the largest."""
+
 _MOST_FIGURES = 4  # of a check, that the table shows
 # files of these folders are no place that a user would look at
 _NOT_THE_USERS = (
@@ -319,10 +322,10 @@ def _numbered(name: str, number: int) -> str:
 
 
 def _seen_by(check: CheckSummary) -> str:
-    """Return what a check has seen, in its own words; its figures too where they are few."""
+    """Return what a check has seen, in its own words; its figures, where they are few, if it has none."""
     parts = list(check.remarks)
-    if 0 < len(check.figures) <= _MOST_FIGURES:
-        parts.insert(0, ", ".join(f"{name} {value:.4g}" for name, value in check.figures.items()))
+    if not parts and 0 < len(check.figures) <= _MOST_FIGURES:
+        parts = [", ".join(f"{name} {value:.4g}" for name, value in check.figures.items())]
     elif check.figures and not parts:
         parts = [f"{len(check.figures)} figures"]
     return "; ".join(parts) or "-"

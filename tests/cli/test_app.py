@@ -69,7 +69,7 @@ def test_every_config_trains(config: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_command_on_two_ranks_and_what_it_leaves_behind(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--trainer.max_epochs", "2", "--trainer.precision", "64-true"]
+    options = ["--trainer.max_epochs", "2", "--trainer.precision", "64-true", "--trainer.limit_train_batches", "3"]
     arguments = ["fit", "--config", str(ARCFACE), *options]
     shown = two_ranks(*arguments)
     assert "Epoch 1: 100%" in shown

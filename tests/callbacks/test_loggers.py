@@ -1,0 +1,152 @@
+"""What a user of a logger or a progress bar sees of the checks: their counters, each rank's loss, and one table at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import os
+import re
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.fabric.loggers import tensorboard
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from torch import Tensor
+
+from lightning_ddp_losses import DDPChecks, DeviceCheck, LossCheck
+from tests.callbacks.harness import BATCHES, Subject
+from tests.lightning_ranks import make_trainer
+from tests.rank_pool import RankPool
+
+Sent = dict[int, dict[str, float]]  # by step
+
+
+class Logs(Subject):
+    """Logs its loss where users do."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
+        loss = super().training_step(batch, index)
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
+        return loss
+
+
+class Online(Logger):
+    """A logger of a service, as Weights & Biases has it: a project, a run with a name, and no folder of Lightning's."""
+
+    name, version = "project", "first"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Sent = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.sent.setdefault(-1 if step is None else step, {}).update(metrics)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class Board(TensorBoardLogger):
+    """Lightning's own, with a list in the place of TensorBoard's writer, which is not installed here."""
+
+    def __init__(self, folder: str) -> None:
+        tensorboard._TENSORBOARD_AVAILABLE = True
+        super().__init__(folder)
+        self.sent: Sent = {}
+
+    @property
+    def experiment(self) -> Any:
+        if dist.get_rank():
+            return None
+        nothing = dict.fromkeys(("add_scalars", "add_hparams", "flush", "close"), lambda *_: None)
+        return SimpleNamespace(add_scalar=self.add_scalar, **nothing)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.sent.setdefault(step, {})[name] = value
+
+
+def in_csv(folder: Path) -> Sent:
+    """What a logger of CSV files has written."""
+    sent: Sent = {}
+    for row in csv.DictReader((folder / "metrics.csv").open()):
+        numbers = {name: float(text) for name, text in row.items() if text and name != "step"}
+        sent.setdefault(int(row["step"]), {}).update(numbers)
+    return sent
+
+
+def logged(every: int) -> tuple[dict[str, Sent], list[tuple[int, tuple[float, ...]]], list[str]]:
+    """Train with three loggers: what each was sent, the ranks' losses, and the files of the checks."""
+    with tempfile.TemporaryDirectory() as folder:
+        loggers = [CSVLogger(folder), Board(folder), Online()]
+        losses = LossCheck()
+        checks = DDPChecks([losses, DeviceCheck()], summary=False, log_figures=True)
+        make_trainer("ddp", callbacks=[checks], logger=loggers, log_every_n_steps=every).fit(Logs(False))
+        if dist.get_rank():
+            return {}, losses.history, []
+        by_logger = {"CSV": in_csv(Path(loggers[0].log_dir)), "TensorBoard": loggers[1].sent, "online": loggers[2].sent}
+        return by_logger, losses.history, sorted(os.listdir(loggers[0].log_dir))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_logger_shows_counters_and_the_loss_of_each_rank(pool: RankPool, world_size: int) -> None:
+    by_logger, history, files = pool.run(world_size, logged, 2)[0]
+    assert len(history) == BATCHES
+    for sent in by_logger.values():
+        # every second step, in the row in which Lightning logs
+        steps = [step for step in sorted(sent) if "ddp_checks/rank_0_loss" in sent[step]]
+        assert steps == [1, 3]
+        for step in steps:
+            found = [sent[step][f"ddp_checks/rank_{rank}_loss"] for rank in range(world_size)]
+            assert found == pytest.approx(history[step][1])
+            assert sent[step]["train_loss"] == pytest.approx(sum(found) / world_size)
+        # at the end
+        last = sent[max(sent)]
+        assert [last[f"ddp_checks/{severity}s"] for severity in ("error", "warning")] == [0, 0]
+        assert [last[f"ddp_checks/rank_{rank}_batches"] for rank in range(world_size)] == [BATCHES] * world_size
+    expected = {"ddp_checks.jsonl", "losses_by_rank.csv"} if world_size > 1 else set()
+    assert expected <= set(files)
+
+
+def many_ranks(every: int) -> list[tuple[int, dict[str, float]]]:
+    """What the check sends of 9 ranks, of which it looks at every third step."""
+    sent: list[tuple[int, dict[str, float]]] = []
+    report = SimpleNamespace(log_step=lambda trainer, figures, step: sent.append((step, figures)))
+    check = LossCheck(file=False)
+    check._joined = SimpleNamespace(trainer=SimpleNamespace(log_every_n_steps=every), report=report)  # type: ignore[assignment]
+    check._logged = None
+    for step in range(0, 12, 3):
+        check._send_to_loggers(step, [float(step + rank) for rank in range(9)])
+    return sent
+
+
+def test_of_many_ranks_the_smallest_and_largest_loss_are_sent() -> None:
+    assert many_ranks(5) == [(6, {"loss_min": 6.0, "loss_max": 14.0}), (9, {"loss_min": 9.0, "loss_max": 17.0})]
+    assert many_ranks(0) == []
+
+
+def shown(bar: type[ProgressBar]) -> str:
+    """What a fit with a progress bar prints on this rank."""
+    said = io.StringIO()
+    os.environ["COLUMNS"] = "200"
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        checks = DDPChecks([LossCheck(), DeviceCheck()], file=False)
+        make_trainer("ddp", callbacks=[checks, bar()], enable_progress_bar=True).fit(Logs(False))
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("bar", [RichProgressBar, TQDMProgressBar])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_progress_bars_and_the_table_of_the_checks(pool: RankPool, world_size: int, bar: type[ProgressBar]) -> None:
+    text, *others = pool.run(world_size, shown, bar)
+    assert others == [""] * (world_size - 1)
+    assert re.search(r"Epoch 0.*4/4.*train_loss", text.replace("\r", "\n").replace("\n", " ")), text
+    # one table after the bar, in which each rank's work is told once
+    table = text.partition("DDPChecks: ")[2]
+    for rank in range(world_size):
+        assert table.count(f"rank {rank}: 4 batches") == 1
+    assert "rank_0_batches" not in text
