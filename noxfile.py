@@ -58,8 +58,15 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def slow(session: nox.Session) -> None:
+    """Run what takes long and rarely breaks: launchers, whole commands, the matrix of modes."""
+    install(session, "test", extras="[demo]")
+    session.run("python", "-m", *PYTEST, "tests/slow", *session.posargs)
+
+
+@nox.session
 def faults(session: nox.Session) -> None:
-    """Run the slow tests: processes that die, come back, or never come."""
+    """Run the tests with processes that die, come back, or never come."""
     install(session, "test", extras="[demo]")
     session.run("python", "-m", "pytest", "tests/faults", *session.posargs)
 
@@ -99,7 +106,7 @@ def coverage(session: nox.Session) -> None:
     """Run the tests with the coverage of every rank process and of the commands that they start; takes twice as long."""
     install(session, "test", extras="[demo]")
     session.run("coverage", "erase")
-    session.run("coverage", "run", "-m", *PYTEST, *session.posargs)
+    session.run("coverage", "run", "-m", *PYTEST, "tests", "tests/slow", *session.posargs)
     session.run("coverage", "combine", "--quiet")
     session.run("coverage", "report")
 
@@ -117,6 +124,11 @@ def types(session: nox.Session) -> None:
     """Check types with mypy, strictly, and what a user writes with pyright too."""
     install(session, "types", extras="[demo]")
     session.run("mypy")
+    for version in (
+        "3.10",
+        "3.13",
+    ):  # the oldest and newest Python; what lies between has no less than the one, no more than the other
+        session.run("mypy", "--python-version", version)
     session.run("pyright", "tests/typing")
 
 
@@ -147,7 +159,7 @@ PLACES = (
         ".strategies",
         ".callbacks",
     ),
-    *(".audit", ".cli", ".cli.pages.faults", ".cli.pages.recipes", ".cli.pages.release"),
+    *(".audit", ".cli", ".cli.pages.faults", ".cli.pages.recipes", ".cli.pages.numbers", ".cli.pages.release"),
 )
 
 

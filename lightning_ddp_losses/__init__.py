@@ -1,5 +1,11 @@
 """Distributed losses that are right: W ranks compute the gradient of one process, exactly.
 
+```
+rank 0:  rows -> encoder -> embeddings --+                          +-- gradient --+
+rank 1:  rows -> encoder -> embeddings --+--> one loss of all rows -+-- gradient --+--> DDP's mean = gradient of one process
+rank 2:  rows -> encoder -> embeddings --+                          +-- gradient --+
+```
+
 The promise: after ``backward`` and DDP's mean over ranks, every parameter holds the gradient of the loss evaluated in ONE process on the
 concatenated global batch (rank order), and the number that a loss returns is that loss, equal on every rank. What cannot be kept is an
 error on every rank, never a silent fallback. Importing the package registers the strategy names (``Trainer(strategy="ddp_losses")``).
@@ -24,12 +30,13 @@ Layout; imports go down only (``tests/test_layers.py``):
 | ``audit`` | N ranks against one process on the same batches, and why they differ |
 | ``cli`` | the ``ddp-losses`` command and what it trains |
 
-The manual's pages: ``lightning_ddp_losses.cli.pages.faults``, the known faults, and ``lightning_ddp_losses.cli.pages.recipes``, the way
-here from other libraries, and ``lightning_ddp_losses.cli.pages.release``, the changelog and how to cite; in a
-terminal ``ddp-losses explain``. Names below the top level are in ``lightning_ddp_losses.losses``,
-``lightning_ddp_losses.collectives``, ``lightning_ddp_losses.sharding``, ``lightning_ddp_losses.errors``, ``lightning_ddp_losses.metrics``,
-``lightning_ddp_losses.layers``, ``lightning_ddp_losses.samplers``, ``lightning_ddp_losses.strategies``, ``lightning_ddp_losses.callbacks``,
-``lightning_ddp_losses.audit`` and ``lightning_ddp_losses.cli``.
+The manual's pages: ``lightning_ddp_losses.cli.pages.faults``, the known faults, ``lightning_ddp_losses.cli.pages.recipes``, the way here
+from other libraries, ``lightning_ddp_losses.cli.pages.numbers``, times and memory with pictures, and
+``lightning_ddp_losses.cli.pages.release``, the changelog and how to cite; in a terminal ``ddp-losses explain``. Names below the top
+level are in ``lightning_ddp_losses.losses``, ``lightning_ddp_losses.collectives``, ``lightning_ddp_losses.sharding``,
+``lightning_ddp_losses.errors``, ``lightning_ddp_losses.metrics``, ``lightning_ddp_losses.layers``, ``lightning_ddp_losses.samplers``,
+``lightning_ddp_losses.strategies``, ``lightning_ddp_losses.callbacks``, ``lightning_ddp_losses.audit`` and
+``lightning_ddp_losses.cli``.
 
 ``collectives`` and ``sharding`` are documented import paths for what lies in ``distributed``.
 

@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 # the pretended device stands on private names of one release of torch
 collect_ignore = []
 if not torch.__version__.startswith("2.13."):
-    collect_ignore = ["test_pretend_device.py", "test_benchmark_gpu.py"]
+    collect_ignore = ["test_pretend_device.py", "slow/test_benchmark_gpu.py"]
 
 
 @pytest.fixture(scope="session")

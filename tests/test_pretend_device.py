@@ -1,7 +1,7 @@
 """On an accelerator: the numbers of the CPU, and no more launches, waits and uploads than a table allows (``pretend_runs.BOUNDS``).
 
 The device is pretended (``pretend_device``) and needs a process of its own; one process runs everything. Several ranks share it in
-``test_benchmark_gpu``.
+``slow/test_benchmark_gpu``.
 """
 
 from __future__ import annotations

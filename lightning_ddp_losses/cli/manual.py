@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 from pathlib import Path
 
@@ -144,6 +145,24 @@ def recipe_list() -> str:
 def all_recipes() -> str:
     """Return one page with the list and every recipe, for the HTML manual."""
     return "\n\n".join([recipe_list(), *(_one_deeper(text) for text in recipes().values())])
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def numbers() -> str:
+    """Return what the benchmarks measured, for the HTML manual; its pictures are named from the folder of the pages."""
+    folder = RECIPES.parents[2] / "benchmarks"
+    if not folder.is_dir():
+        return "The numbers stand in the repository: `benchmarks/README.md`."
+    # the manual embeds a picture that it finds beside the page's file
+    text = (folder / "README.md").read_text()
+    return re.sub(r"\]\((results/[\w./]+\.png)\)", rf"]({_way_up(folder)}/\1)", text)
+
+
+def _way_up(folder: Path) -> str:
+    """Return the relative path from the folder of the pages to another one."""
+    return os.path.relpath(folder, RECIPES)
 
 
 # ---------------------------------------------------------------------- names

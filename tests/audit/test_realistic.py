@@ -6,18 +6,15 @@ run (most of its seconds), so each module is audited under one of the strategies
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
-from lightning_ddp_losses import DDPChecks, SyncBatchNorm, audit
+from lightning_ddp_losses import SyncBatchNorm, audit
 from tests.audit.realistic import contrastive, pictures, sequences, tables, training
 from tests.audit.realistic.base import Realistic
-from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 
 pytestmark = [
     # what Lightning 2.6 calls in self.all_gather
@@ -122,35 +119,6 @@ HEALTHY: dict[type[Realistic], Setup] = {
     training.ManualAccumulation: Setup(),
     training.InnerLoop: Setup(),
 }
-
-
-def fit_all(modules: Sequence[type[Realistic]], strategy: str) -> dict[str, list[tuple[str, str, str]]]:
-    """Train each module on this rank for two batches; by module, what its checks found: severity, fault, text."""
-    said = {}
-    for module in modules:
-        setup = HEALTHY[module]
-        options = setup.trainer()
-        checks = DDPChecks(action="log", summary=False, file=False)
-        options["callbacks"] = [*options.get("callbacks", []), checks]
-        trainer = make_trainer(setup.strategy(strategy), use_distributed_sampler=True, limit_train_batches=2, **options)
-        trainer.fit(module())
-        said[module.__name__] = [(found.severity, found.fault, str(found)) for found in checks.findings]
-    return said
-
-
-# notes on every fit: how many rows a step has, and whose loss is logged
-OF_EVERY_FIT = {("note", "F18"), ("note", "F56")}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_check_speaks_of_healthy_modules(pool: RankPool, strategy: str) -> None:
-    for by_module in pool.run(2, fit_all, list(HEALTHY), strategy, seconds=600.0):
-        spoken = {
-            name: [text for *kind, text in found if tuple(kind) not in OF_EVERY_FIT]
-            for name, found in by_module.items()
-        }
-        assert {name: texts for name, texts in spoken.items() if texts} == {}
-        assert len(spoken) == len(HEALTHY)
 
 
 @pytest.mark.parametrize("place", range(len(HEALTHY)), ids=[module.__name__ for module in HEALTHY])

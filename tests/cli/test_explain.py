@@ -17,7 +17,7 @@ from lightning_ddp_losses.callbacks import Finding
 from lightning_ddp_losses.callbacks.causes import Cause
 from lightning_ddp_losses.cli import main, manual
 from lightning_ddp_losses.cli.explain import find_page, run_explain
-from lightning_ddp_losses.cli.pages import faults, recipes, release
+from lightning_ddp_losses.cli.pages import faults, numbers, recipes, release
 from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
 from tests.processes import ROOT, run_python
 
@@ -184,10 +184,22 @@ def test_the_changelog_and_the_citation_are_in_the_manual() -> None:
         assert find_page([name]) == page
 
 
+def test_the_pictures_of_the_page_and_of_the_numbers_are_in_the_manual() -> None:
+    # the picture of the gradient contract
+    (picture,) = re.findall(r"```\n(rank 0: .*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert picture in str(lightning_ddp_losses.__doc__)
+    # what the benchmarks have drawn, where the manual's page finds it
+    text = str(numbers.__doc__)
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    drawn = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.png")}
+    assert {Path(path).name for path in pictures} == drawn
+    assert all((Path(str(numbers.__file__)).parent / path).is_file() for path in pictures)
+
+
 def test_the_html_manual_has_every_place_of_a_public_name() -> None:
     code = (ROOT / "noxfile.py").read_text()
     places = re.findall(r'"(\.[\w.]+|)"', code.partition("PLACES = (")[2].partition("\n)")[0])
-    pages = {page.__name__ for page in (faults, recipes, release)}
+    pages = {page.__name__ for page in (faults, recipes, numbers, release)}
     assert {f"lightning_ddp_losses{place}" for place in places} == {*manual.PLACES, *pages}
     assert lightning_ddp_losses.__doc__ is not None
     assert all(f"``lightning_ddp_losses{place}``" in lightning_ddp_losses.__doc__ for place in places if place)

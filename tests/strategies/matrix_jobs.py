@@ -1,6 +1,6 @@
 """One training job for all cells of the matrix of modes: the same steps in one process with plain losses, and on ranks with ours.
 
-A cell is a choice of one level for each mode (`test_matrix.py`). In one process nothing of this package takes part: float64, the plain
+A cell is a choice of one level for each mode (`slow/test_matrix.py`). In one process nothing of this package takes part: float64, the plain
 losses, the whole batches.
 """
 

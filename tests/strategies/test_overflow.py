@@ -14,9 +14,9 @@ from lightning_ddp_losses import DDPLossStrategy
 from tests.lightning_ranks import make_trainer
 from tests.oracle import batches
 from tests.rank_pool import RankPool
+from tests.slow.test_matrix import PLAIN
 from tests.strategies.jobs import TASK
 from tests.strategies.matrix_jobs import Modes, loader_of, whole
-from tests.strategies.test_matrix import PLAIN
 
 PARTS = ("encoder.0.weight", "head.weight", "loss.W", "at_times.W")
 

@@ -1,0 +1,1 @@
+"""What takes long and rarely breaks: launchers, whole commands, the matrix of modes (`nox -s slow`)."""
