@@ -404,10 +404,12 @@ def scale_factors(stats_by_rank: GlobalStats, empty: float = 0.0) -> tuple[Numbe
 def _scale_factors_on_device(stats: DeviceStats, empty: float) -> tuple[Tensor, list[Number]]:
     """Do what ``scale_factors`` does with numbers that the host does not know."""
     own = stats.table[0, :, 0]
-    totals, divisors = stats.table.sum(0).unbind(1)
+    # means over ranks: their quotient is that of the sums, and W over the sum is 1 over the mean
+    means = stats.table.mean(0) if len(stats.table) > 1 else stats.table[0]
+    totals, divisors = means.unbind(1)
     is_empty = divisors == 0
     divisors = divisors.masked_fill(is_empty, torch.inf)  # of which a share is 0
-    values, factors = totals / divisors, len(stats.table) / divisors
+    values, factors = totals / divisors, divisors.reciprocal()
     if empty:
         values = values.masked_fill(is_empty, empty)
     chosen, scale = values.unbind(), list[Number](factors.unbind())

@@ -27,6 +27,7 @@ from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.losses.gathered_call import PMLCall, SeedCounter
 from lightning_ddp_losses.losses.row_chunks import chunks_of
 from lightning_ddp_losses.losses.tiled.evaluator import rows_of_a_tile
+from lightning_ddp_losses.losses.tiled.tiles import tile_distance
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 
@@ -437,7 +438,7 @@ class Products(TorchDispatchMode):
     number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func.overloadpacket is torch.ops.aten.mm
+        self.number += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
         return func(*args, **(kwargs or {}))
 
 
@@ -540,3 +541,17 @@ def test_odd_batches(pool: RankPool) -> None:
         none = rows.clone().requires_grad_()
         loss(none, torch.arange(12)).backward()
         torch.testing.assert_close(mean("none"), none.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_rows_too_short_to_be_normalised_have_the_gradient_of_torch(p: int) -> None:
+    rows = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows *= torch.tensor([[1.0], [0.0], [1e-13], [1e-11]], dtype=torch.float64)
+    distance, upstream = tile_distance(distances.LpDistance(p=p), 30), torch.linspace(-1, 2, 12).double().view(4, 3)
+    prepared = distance.prepare(rows)
+    leaf = rows.clone().requires_grad_()
+    unit = torch.nn.functional.normalize(leaf, p=p, dim=1)
+    unit.backward(upstream)
+    torch.testing.assert_close(prepared.rows, unit.detach(), rtol=0, atol=0)
+    assert leaf.grad is not None
+    torch.testing.assert_close(distance.prepare_vjp(rows, prepared, upstream), leaf.grad, rtol=1e-12, atol=0)

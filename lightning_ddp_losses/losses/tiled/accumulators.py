@@ -41,7 +41,7 @@ class LocalTotal:
     pairs: Any
 
 
-def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> tuple[LocalTotal, Tensor]:
+def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> tuple[LocalTotal, Tensor | None]:
     """Reduces one loss per row.
 
     Args:
@@ -50,9 +50,9 @@ def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> 
         labels: (B,), for class weights.
 
     Returns:
-        The total, and (B,) how much each row's loss counts in S_r.
+        The total, and (B,) how much each row's loss counts in S_r; None: 1.
     """
-    counts, number = torch.ones_like(losses), float(losses.numel())
+    counts, number = None, float(losses.numel())
     passed: Number = number
     above: Number = number
     if reduction.selects:
@@ -65,7 +65,8 @@ def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> 
         # class weights weigh the sum and leave the divisor alone, as PML does
         assert labels is not None
         counts = reduction.weights.to(losses)[labels]
-    total = number_of((losses * counts).sum(dtype=torch.float64))
+    weighted = losses if counts is None else losses * counts
+    total = number_of(weighted.sum(dtype=torch.float64))
     divisor = None if reduction.plain_sum else passed
     return LocalTotal(total, divisor, passed, number, above, number), counts
 
@@ -175,16 +176,17 @@ class PairSums:
         passing = self.reduction.passing(losses)
         return losses.sign_().mul_(passing)
 
-    def finalize(self, labels: Tensor | None) -> tuple[LocalTotal, Tensor]:
-        """Computes the total, and (B,) how much a passing pair of each row counts in S_r."""
+    def finalize(self, labels: Tensor | None) -> tuple[LocalTotal, Tensor | None]:
+        """Computes the total, and (B,) how much a passing pair of each row counts in S_r; None: 1."""
         reduction = self.reduction
         if reduction.per_anchor:
             number = self._all.clamp(min=1)
             anchors, counts = reduce_rows(reduction, self._sum / number, labels)
-            return replace(anchors, pairs=number_of(self._all.sum(dtype=torch.float64))), counts / number
-        counts, weighted = torch.ones_like(self._sum), self._sum
+            pairs = number_of(self._all.sum(dtype=torch.float64))
+            return replace(anchors, pairs=pairs), number.reciprocal() if counts is None else counts / number
+        counts, weighted = None, self._sum
         if reduction.weights is not None and labels is not None:
-            counts = reduction.weights.to(counts)[labels]
+            counts = reduction.weights.to(weighted)[labels]
             weighted = weighted * counts
         passed = number_of((self._passed if self._by_pair else self._all).sum(dtype=torch.float64))
         elements = above = passed

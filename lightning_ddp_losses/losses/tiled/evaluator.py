@@ -35,7 +35,6 @@ from lightning_ddp_losses.losses.partial_sums import (
     undivided,
     unpack_partials,
     value_with_grad,
-    wide_float,
 )
 from lightning_ddp_losses.losses.pml_registry import facts_of
 from lightning_ddp_losses.losses.products import ProductForm
@@ -45,13 +44,14 @@ from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
 from lightning_ddp_losses.losses.tiled.plan import TiledPlan
 from lightning_ddp_losses.losses.tiled.tile_compiler import TileCompiler
-from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
+from lightning_ddp_losses.losses.tiled.tile_functions import Keys, Numbers, PairMasks
 from lightning_ddp_losses.losses.tiled.tiles import (
     LabelPairs,
     MaskedPairs,
     MaskedTile,
     PairList,
     Pairs,
+    Prepared,
     Tile,
     TripletTuples,
     TuplePairs,
@@ -144,7 +144,9 @@ class TiledEvaluator:
         self._loss, self._plan, self._call, self._symmetric, self._world = loss, plan, call, symmetric, world
         self._tile_bytes, self._ring_rows, self._open_backward = tile_bytes, ring_rows, open_backward
         self._on_device, self._compiler, self._masked = on_device, compiler, False
-        self._columns: Tensor | None = None  # with their graph, where they want a gradient
+        self._references: Tensor | None = None  # with their graph, where they want a gradient
+        self._prepared_references: Prepared | None = None
+        self._rows_are_columns = False  # and get their gradient with these
         self._buffers: list[Tensor] = []
         self._kept_tile: Tile | None = None
         self._kept_masked_tile: MaskedTile | None = None
@@ -164,20 +166,27 @@ class TiledEvaluator:
     def forward(self) -> None:
         """Goes over the tiles; the other ranks then need what ``pack`` or ``device_stats`` returns."""
         loss, call = self._loss, self._call
-        # this rank's rows as the distance compares them, with their graph
-        embeddings = match_requires_grad(call.given["embeddings"], call.arguments["embeddings"].requires_grad)
-        self._distance = tile_distance(loss.distance, call.references.shape[0], self._products)
-        self._rows = self._distance.prepare(embeddings)
-        self._pair_loss = self._new_pair_loss(embeddings.shape[0], self._rows)
-        self._masked = self._fits_masks()
-        # the columns they are compared with, and in which order tiles take both
+        # this rank's rows, and all columns that are here, as the distance compares them
+        embeddings, references = call.given["embeddings"], call.references
+        self._embeddings = match_requires_grad(embeddings, call.arguments["embeddings"].requires_grad)
+        self._distance = tile_distance(loss.distance, references.shape[0], self._products)
+        columns = None
         if self._ring_rows is None:
-            self._set_gathered_columns()
-        else:
+            columns = self._distance.prepare(references)
+        self._masked = self._fits_masks()
+        self._prepared = self._prepared_rows(columns)
+        self._rows = self._prepared.rows
+        self._pair_loss = self._new_pair_loss(embeddings.shape[0], self._rows)
+        # in which order tiles take both
+        if self._ring_rows is not None:
             self._set_ring_columns(self._ring_rows)
-        self._sorted_rows = _sorted(self._rows.detach(), self._row_order)
+        else:
+            assert columns is not None
+            self._set_gathered_columns(columns)
+        self._sorted_rows = _sorted(self._rows, self._row_order)
         # sums over each row's entries
-        backward_comes = torch.is_grad_enabled() and (self._rows.requires_grad or self._columns is not None)
+        backward_comes = self._embeddings.requires_grad or self._references is not None
+        backward_comes = backward_comes and torch.is_grad_enabled()
         self._totals, self._row_stats = self._accumulate_tiles(backward_comes=backward_comes)
         self._buffers.clear()  # no tile is alive between forward and backward
 
@@ -235,7 +244,11 @@ class TiledEvaluator:
     def device_stats(self) -> tuple[Tensor, Tensor]:
         """Makes what ``pack`` packs where it stays on the device: (s, 2) totals and divisors, (B, k) statistics."""
         numbers = [(stats.total, stats.divisor) for stats in self._partial_stats()]
-        return device_table(numbers, self._row_stats), self._row_stats
+        table = device_table(numbers, self._row_stats)
+        has_both_kinds = self._has_both_kinds() if self._masked else None
+        if has_both_kinds is not None:
+            table.mul_(has_both_kinds)
+        return table, self._row_stats
 
     def in_column_order(self, stats: Tensor) -> Tensor:
         """Takes (G, k) statistics of all ranks' rows in the order of the columns."""
@@ -253,21 +266,30 @@ class TiledEvaluator:
         """
         value, factors = scale_factors(table)
 
-        def vjp(wanted: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
-            rows_wanted, columns_wanted = wanted
+        def vjp(wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
             if self._open_backward is not None:
                 self._open_backward()
+            references, prepared, distance = self._references, self._prepared_references, self._distance
             columns_grad = None
-            if columns_wanted and self._columns is not None:
-                columns_grad = torch.zeros_like(self._columns)
+            if wanted[-1] and references is not None and prepared is not None:
+                columns_grad = torch.zeros_like(prepared.rows)
             rows_grad = self._backward_tiles(column_stats, factors, columns_grad)
             if columns_grad is not None:
+                assert references is not None
+                assert prepared is not None
                 columns_grad = _unsorted(columns_grad, self._column_order)
-            if not rows_wanted:
-                return None, columns_grad
-            return rows_grad, columns_grad
+                if self._rows_are_columns:
+                    columns_grad[slice(*self._call.bound)] += rows_grad
+                columns_grad = distance.prepare_vjp(references, prepared, columns_grad)
+            if self._rows_are_columns:
+                return (columns_grad,)
+            if wanted[0]:
+                return distance.prepare_vjp(self._embeddings, self._prepared, rows_grad), columns_grad
+            return None, columns_grad
 
-        return value_with_grad(value, self._rows, self._columns, vjp=vjp), value
+        if self._rows_are_columns:
+            return value_with_grad(value, self._references, vjp=vjp), value
+        return value_with_grad(value, self._embeddings, self._references, vjp=vjp), value
 
     @torch.no_grad()
     def _accumulate_tiles(self, *, backward_comes: bool) -> tuple[list[LocalTotal], Tensor]:
@@ -336,7 +358,7 @@ class TiledEvaluator:
                     _write_(pair_loss.numbers, part, after)
         totals, stats = self._reduced_rows()
         # a row without entries: exp(-inf - lowest) is 0, exp(-inf + inf) is not a number
-        if self._plan.pair_loss.width:
+        if pair_loss.width and not pair_loss.rows_have_entries:
             stats.clamp_min_(torch.finfo(stats.dtype).min)
         return totals, stats
 
@@ -431,10 +453,9 @@ class TiledEvaluator:
         if grad is None:
             return torch.zeros_like(self._rows)
         if pair_loss.factor is not None:
-            factor = as_dtype(pair_loss.factor, grad.dtype)
-            grad.mul_(factor)
+            grad.mul_(pair_loss.factor)
             if columns_grad is not None:
-                columns_grad.mul_(factor)
+                columns_grad.mul_(pair_loss.factor)
         return grad
 
     # ------------------------------------------------------------------ columns
@@ -460,23 +481,34 @@ class TiledEvaluator:
 
     def _fits_masks(self) -> bool:
         """Tells whether pairs are masks: where to list them would wait for the device and cost more, or masks are compiled."""
-        rows = self._rows
+        rows = self._call.given["embeddings"]
         if not len(rows) or not self._may_mask():
             return False
         matrix_bytes = len(rows) * self._total_columns() * rows.element_size()
         return self._compiler is not None or (self._on_device and matrix_bytes <= MASKED_BYTES)
 
-    def _set_gathered_columns(self) -> None:
+    def _prepared_rows(self, columns: Prepared | None) -> Prepared:
+        """Prepares this rank's rows; where they are among the columns, they are those.
+
+        Args:
+            columns: All of them; None: they come in a ring.
+        """
+        call = self._call
+        if columns is None or call.references is not call.arguments["embeddings"]:
+            return self._distance.prepare(self._embeddings)
+        # lists take columns sorted: views would keep the unsorted ones alive
+        return columns.part(*call.bound, copy=not self._masked)
+
+    def _set_gathered_columns(self, prepared: Prepared) -> None:
         """Takes all columns as one block."""
         references, distance = self._call.references, self._distance
-        if self._symmetric:
-            references = references.detach()
-        prepared = distance.prepare(references)
-        pairs = self._masked_pairs() if self._masked else self._named_or_labelled_pairs(prepared.shape[0])
+        columns = prepared.rows
+        pairs = self._masked_pairs() if self._masked else self._named_or_labelled_pairs(columns.shape[0])
         self._row_order, self._column_order = pairs.row_order, pairs.column_order
-        if prepared.requires_grad:
-            self._columns = prepared
-        columns = distance.prepare_columns(_sorted(prepared.detach(), self._column_order))
+        if references.requires_grad and not self._symmetric:
+            self._references, self._prepared_references = references, prepared
+            self._rows_are_columns = references is self._call.arguments["embeddings"]
+        columns = distance.prepare_columns(_sorted(columns, self._column_order))
         block = Block(columns, pairs, complete=True)
         self._blocks: Callable[[], Iterator[Block]] = lambda: iter((block,))
 
@@ -484,7 +516,7 @@ class TiledEvaluator:
         """Takes each rank's rows as a block, one after the other."""
         labels, local_labels = self._call.arguments["labels"], self._call.local_labels
         assert local_labels is not None
-        bounds, own_bound, rows = self._call.bounds(), self._call.bound, self._rows.detach()
+        bounds, own_bound, rows = self._call.bounds(), self._call.bound, self._rows
         pairs: Sequence[LabelPairs | MaskedPairs]
         if self._masked:
             pairs = [self._masked_pairs(slice(start, stop)) for start, stop in bounds]
@@ -601,7 +633,9 @@ class TiledEvaluator:
         width = block.columns.shape[0]
         out = self._buffer(0, torch.Size((part.stop - part.start, width)))
         matrix = self._distance.matrix(self._sorted_rows[part], block.columns, self._pair_loss.scale, out)
-        return MaskedTile(matrix, part, slice(block.start, block.start + width), block.pairs.keys(part))
+        labels = block.pairs.keys(part)
+        keys: Keys = PairMasks(labels) if self._compiler is None else labels
+        return MaskedTile(matrix, part, slice(block.start, block.start + width), keys)
 
     def _buffer(self, index: int, shape: torch.Size) -> Tensor:
         """Hands out memory that all tiles of a pass share."""
@@ -615,21 +649,14 @@ class TiledEvaluator:
 
     def _partial_stats(self) -> list[PartialStats]:
         """Lists this rank's sub-losses."""
-        keep = None
-        if self._masked and self._on_device:
-            keep = self._has_both_kinds()
-            # a number of the host times a bool would have torch's default dtype
-            keep = None if keep is None else keep.to(wide_float(keep.device))
-        elif self._is_zero_loss():
+        counts_on_device = self._masked and self._on_device
+        if not counts_on_device and self._is_zero_loss():
             return [PartialStats(0.0, 0.0, False, ElementCounts())] * len(self._totals)
         found = []
         for total in self._totals:
             divisor = total.divisor
             if divisor is None:
                 divisor = undivided(self._world)
-            if keep is not None:
-                found.append(PartialStats(total.total * keep, divisor * keep, False, ElementCounts()))
-                continue
             counts = ElementCounts(total.elements, total.passed, total.above_low, total.pairs)
             found.append(PartialStats(total.total, divisor, False, counts))
         return found

@@ -80,8 +80,12 @@ class Contrastive(PairLoss):
     def finalize(self, labels: Tensor | None) -> tuple[list[LocalTotal], Tensor]:
         positive_total, positive_counts = self._positives.finalize(labels)
         negative_total, negative_counts = self._negatives.finalize(labels)
-        stats = torch.stack([positive_counts, negative_counts], 1)
-        return [positive_total, negative_total], stats[:, : self.width]
+        totals = [positive_total, negative_total]
+        if self._uniform:
+            return totals, self.like.new_empty((self.rows, 0))
+        ones = self.like.new_ones(self.rows)
+        columns = [ones if counts is None else counts for counts in (positive_counts, negative_counts)]
+        return totals, torch.stack(columns, 1)
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]) -> None:
         self._factors, self._column_stats = factors, column_stats
@@ -128,8 +132,9 @@ class Contrastive(PairLoss):
             self._row_stats = row_stats * both
             self._column_stats = None if column_stats is None else column_stats * both
         # a sub-loss's transposed entries count like its own
-        times = 1 if column_stats is None else 2
-        self._uniform_counts = as_row([factor * times for factor in factors], row_stats)
+        self._uniform_counts = as_row(factors, row_stats)
+        if column_stats is not None:
+            self._uniform_counts.mul_(2)
 
     def masked_grad(self, tile: MaskedTile) -> Tensor:
         of_rows, of_columns = self._stats_of(tile)
@@ -200,10 +205,13 @@ class Triplets(PairLoss):
     def finalize(self, labels: Tensor | None) -> tuple[list[LocalTotal], Tensor]:
         total, counts = self._sums.finalize(labels)
         self._counts = counts
-        return [total], counts.unsqueeze(1)[:, :0]
+        return [total], self.like.new_empty((self.rows, 0))
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]) -> None:
-        self._row_counts = self._counts * factors[0]
+        if self._counts is not None:
+            self._row_counts = self._counts * factors[0]
+        else:
+            self._row_counts = as_row(factors[:1], self.like)[0].expand(self.rows)
 
     def grad_(self, tile: Tile) -> None:
         counts = self._row_counts[tile.rows].unsqueeze(1)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
-from lightning_ddp_losses.losses.partial_sums import Number
+from lightning_ddp_losses.losses.partial_sums import Number, wide_float
 from lightning_ddp_losses.losses.pml_registry import Reduction
 from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal, PairSums, reduce_rows
 from lightning_ddp_losses.losses.tiled.tile_functions import (
@@ -60,6 +60,7 @@ class PairLoss:
         symmetric: Gradients of transposed entries follow from the statistics.
         needs_both_kinds: PML returns a zero where there are no positives, or no negatives.
         counts_pairs_once: A pair counts once, however often a miner names it.
+        rows_have_entries: The log-sum-exp of each row is finite, as it has a first entry.
         grad_in_forward: A tile's gradient follows from the tile alone, but for one factor per sub-loss; it can be had in forward.
         run: Calls a function of ``tile_functions`` with its arguments.
         factor: After ``prepare_masked_backward``: what masked gradients are still to be multiplied with; None: nothing.
@@ -70,6 +71,7 @@ class PairLoss:
     symmetric: ClassVar[bool] = True
     needs_both_kinds: ClassVar[bool] = False
     counts_pairs_once: ClassVar[bool] = False
+    rows_have_entries: ClassVar[bool] = False
     grad_in_forward: bool = False
     width: int = 0
     scale: float = 1.0
@@ -259,7 +261,12 @@ class NTXent(SoftmaxPairLoss):
 
     def finalize(self, labels: Tensor | None) -> tuple[list[LocalTotal], Tensor]:
         total, counts = self._pairs.finalize(labels)
-        return [total], torch.stack([self._negatives.finalize(), self._softmax_weight * counts, counts], 1)
+        softmax_weight = self._softmax_weight
+        if counts is None:
+            counts = torch.ones_like(softmax_weight)
+        else:
+            softmax_weight = softmax_weight * counts
+        return [total], torch.stack([self._negatives.finalize(), softmax_weight, counts], 1)
 
     @property
     def numbers(self) -> Numbers:
@@ -330,9 +337,12 @@ class SupCon(SoftmaxPairLoss):
 
     def finalize(self, labels: Tensor | None) -> tuple[list[LocalTotal], Tensor]:
         number, above = self._number.clamp(min=1), self._partners.above_maximum()
-        losses = torch.where(self._number > 0, above - self._positive_sum / number, 0)
+        has_none = self._number == 0
+        losses = (above - self._positive_sum / number).masked_fill_(has_none, 0)
         total, counts = reduce_rows(self.reductions[0], losses, labels)
-        counts = counts * (self._number > 0)
+        if counts is None:
+            counts = torch.ones_like(losses)
+        counts = counts.masked_fill(has_none, 0)
         return [total], torch.stack([self._partners.maximum + above, counts, counts / number], 1)
 
     @property
@@ -366,6 +376,7 @@ class MultiSimilarity(SoftmaxPairLoss):
     """
 
     counts_pairs_once = True
+    rows_have_entries = True
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any) -> None:
         super().__init__(loss, reductions, *args)
@@ -392,6 +403,8 @@ class MultiSimilarity(SoftmaxPairLoss):
         maximum, above = self._negatives.maximum, self._negatives.above_maximum()
         losses = positive_lse / self.loss.alpha + (maximum - self._base + above) / self.loss.beta
         total, counts = reduce_rows(self.reductions[0], losses, labels)
+        if counts is None:
+            counts = torch.ones_like(losses)
         return [total], torch.stack([maximum + above, counts, positive_lse], 1)
 
     @property
@@ -439,8 +452,12 @@ def as_row(numbers: Sequence[Number], like: Tensor) -> Tensor:
     """Makes (1, n) of numbers; those of a device stay there."""
     if like.device.type == "cpu":
         return like.new_tensor([numbers])
-    parts = [n.to(like.dtype) if isinstance(n, Tensor) else like.new_full((), n) for n in numbers]
-    return torch.stack(parts).unsqueeze(0)
+    parts = []
+    for number in numbers:
+        # stacked in the widest dtype of them
+        wide = number if isinstance(number, Tensor) else like.new_full((), number, dtype=wide_float(like.device))
+        parts.append(wide)
+    return torch.stack(parts).unsqueeze(0).to(like.dtype)
 
 
 class SoftmaxGrad:

@@ -39,13 +39,58 @@ class PairKeys(NamedTuple):
     column_ids: Tensor | None
 
 
-def _masks(keys: PairKeys) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tells, (T, C) each: positives, entries of the same label, entries of a row with itself (None: there are none)."""
-    same = keys.row_labels.unsqueeze(1) == keys.column_labels
-    if keys.row_ids is None or keys.column_ids is None:
-        return same, same, None
-    itself: Tensor = keys.row_ids.unsqueeze(1) == keys.column_ids
-    return same ^ itself, same, itself
+class PairMasks:
+    """Masks of a tile's entries, (T, C) each, made when they are first asked for.
+
+    Args:
+        keys: Of the tile.
+    """
+
+    def __init__(self, keys: PairKeys) -> None:
+        self._keys = keys
+        self._same: Tensor | None = None
+        self._itself: Tensor | None = None
+        self._positives: Tensor | None = None
+        self._others: Tensor | None = None
+
+    @property
+    def same(self) -> Tensor:
+        """Entries of the same label."""
+        if self._same is None:
+            self._same = self._keys.row_labels.unsqueeze(1) == self._keys.column_labels
+        return self._same
+
+    @property
+    def itself(self) -> Tensor | None:
+        """Entries of a row with itself; None: there are none."""
+        row_ids, column_ids = self._keys.row_ids, self._keys.column_ids
+        if self._itself is None and row_ids is not None and column_ids is not None:
+            self._itself = row_ids.unsqueeze(1) == column_ids
+        return self._itself
+
+    @property
+    def positives(self) -> Tensor:
+        """Entries of the same label, but for rows with themselves."""
+        if self._positives is None:
+            itself = self.itself
+            self._positives = self.same if itself is None else self.same ^ itself
+        return self._positives
+
+    @property
+    def others(self) -> Tensor:
+        """All but the positives."""
+        if self._others is None:
+            itself = self.itself
+            self._others = ~self.same if itself is None else self.same == itself
+        return self._others
+
+
+Keys = PairKeys | PairMasks
+"""What tells positives from negatives; of labels a function makes its own masks, which ``torch.compile`` then fuses with the rest."""
+
+
+def _masks(keys: Keys) -> PairMasks:
+    return keys if isinstance(keys, PairMasks) else PairMasks(keys)
 
 
 def _without(matrix: Tensor, mask: Tensor | None) -> Tensor:
@@ -109,10 +154,11 @@ def _of_rows_and_columns(row_stats: Tensor, column_stats: Tensor | None, number:
 # ---------------------------------------------------------------------- supervised contrastive
 
 
-def supcon_rows(matrix: Tensor, keys: PairKeys, before: Numbers | None) -> Numbers:
+def supcon_rows(matrix: Tensor, keys: Keys, before: Numbers | None) -> Numbers:
     """Computes maximum, sum of exponentials, sum of the positives less the maximum, number of positives."""
-    positives, _, itself = _masks(keys)
-    maximum, sum_exp = _log_sum_exp(_without(matrix, itself), before)
+    masks = _masks(keys)
+    positives = masks.positives
+    maximum, sum_exp = _log_sum_exp(_without(matrix, masks.itself), before)
     # relative to the row's largest entry, so that a positive which outweighs all others gives a loss of exactly 0
     total = ((matrix - maximum.unsqueeze(1)) * positives).sum(1)
     number = positives.sum(1, dtype=matrix.dtype)
@@ -123,108 +169,111 @@ def supcon_rows(matrix: Tensor, keys: PairKeys, before: Numbers | None) -> Numbe
     return maximum, sum_exp, total, number
 
 
-def supcon_grad(matrix: Tensor, keys: PairKeys, row_stats: Tensor, column_stats: Tensor | None) -> Tensor:
+def supcon_grad(matrix: Tensor, keys: Keys, row_stats: Tensor, column_stats: Tensor | None) -> Tensor:
     """Computes the softmax of the row, less the row's count spread over its positives."""
-    positives, _, itself = _masks(keys)
-    grad = _softmax_grad(_without(matrix, itself), row_stats, column_stats)
-    return grad.sub_(_of_rows_and_columns(row_stats, column_stats, 2) * positives)
+    masks = _masks(keys)
+    grad = _softmax_grad(_without(matrix, masks.itself), row_stats, column_stats)
+    return grad.addcmul_(_of_rows_and_columns(row_stats, column_stats, 2), masks.positives, value=-1)
 
 
 # ---------------------------------------------------------------------- NT-Xent
 
 
-def ntxent_negatives(matrix: Tensor, keys: PairKeys, before: Numbers | None) -> Numbers:
+def ntxent_negatives(matrix: Tensor, keys: Keys, before: Numbers | None) -> Numbers:
     """Computes maximum and sum of exponentials of the negatives."""
-    _, same, _ = _masks(keys)
-    return _log_sum_exp(_without(matrix, same), before)
+    return _log_sum_exp(_without(matrix, _masks(keys).same), before)
 
 
 def ntxent_positives(
-    matrix: Tensor, keys: PairKeys, negatives: Numbers, before: Numbers | None, limits: Limits | None
+    matrix: Tensor, keys: Keys, negatives: Numbers, before: Numbers | None, limits: Limits | None
 ) -> Numbers:
     """Computes sums of the positives: number, losses, number of those that pass, what they give to the negatives' gradient."""
-    positives, _, _ = _masks(keys)
-    return _ntxent_sums(matrix, positives, negatives, before, limits)
+    return _ntxent_sums(matrix, _masks(keys).positives, negatives, before, limits)
 
 
-def ntxent_rows(matrix: Tensor, keys: PairKeys, limits: Limits | None) -> Numbers:
+def ntxent_rows(matrix: Tensor, keys: Keys, limits: Limits | None) -> Numbers:
     """Computes both, where the tile has all columns."""
-    positives, same, _ = _masks(keys)
-    negatives = _log_sum_exp(_without(matrix, same), None)
-    return (*negatives, *_ntxent_sums(matrix, positives, negatives, None, limits))
+    masks = _masks(keys)
+    negatives = _log_sum_exp(_without(matrix, masks.same), None)
+    return (*negatives, *_ntxent_sums(matrix, masks.positives, negatives, None, limits))
 
 
 def _ntxent_sums(
     matrix: Tensor, positives: Tensor, negatives: Numbers, before: Numbers | None, limits: Limits | None
 ) -> Numbers:
     maximum, sum_exp = negatives
-    losses, grads = ntxent_pair(matrix, (maximum + sum_exp.log()).unsqueeze(1))
+    losses, pulls = ntxent_pair(matrix, (maximum + sum_exp.log()).unsqueeze(1))
     passing = _passing(losses, positives, limits)
     # each positive compares itself with all negatives of its row
-    weight = (grads * passing).sum(1)
+    weight = pulls.mul_(passing).sum(1)
     if before is None:
         return (*_pair_sums(losses, positives, passing, None), weight)
     return (*_pair_sums(losses, positives, passing, before[:3]), before[3] + weight)
 
 
 def ntxent_grad(
-    matrix: Tensor, keys: PairKeys, row_stats: Tensor, column_stats: Tensor | None, limits: Limits | None
+    matrix: Tensor, keys: Keys, row_stats: Tensor, column_stats: Tensor | None, limits: Limits | None
 ) -> Tensor:
     """Computes the softmax over the row's negatives times the row's weight, and each positive's own derivative."""
-    positives, same, _ = _masks(keys)
-    grad = _softmax_grad(_without(matrix, same), row_stats, column_stats)
+    masks = _masks(keys)
+    grad = _softmax_grad(_without(matrix, masks.same), row_stats, column_stats)
     for stats, dim in ((row_stats, 1), (column_stats, 0)):
         if stats is not None:
-            losses, pulls = ntxent_pair(matrix, stats[:, 0].unsqueeze(dim))
-            grad = grad.sub_(pulls.mul_(_passing(losses, positives, limits)).mul_(stats[:, 2].unsqueeze(dim)))
+            lifted, pulls = _ntxent_ratio(matrix, stats[:, 0].unsqueeze(dim))
+            passing = masks.positives
+            if limits is not None:
+                passing = _passing(lifted.log_().neg_(), passing, limits)
+            grad = grad.addcmul_(pulls.mul_(passing), stats[:, 2].unsqueeze(dim), value=-1)
     return grad
 
 
 def ntxent_pair(entries: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Computes the loss of each pair, and minus its derivative by s_ip."""
+    lifted, pulls = _ntxent_ratio(entries, lse)
+    return lifted.log_().neg_(), pulls
+
+
+def _ntxent_ratio(entries: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes r_ip plus the tiny number that PML adds, and minus the derivative of the pair's loss by s_ip."""
     above = entries - lse
     # r = sigmoid(above); not torch.sigmoid: it ends where exp(-x) overflows, before r + tiny is tiny
-    smaller = above.abs().neg_().exp_()
-    larger = 1 / (1 + smaller)
-    smaller *= larger
-    is_low = above < 0
-    ratio = torch.where(is_low, smaller, larger)
-    # the loss -log(r + tiny), as PML adds it, and (1 - r) r / (r + tiny)
+    ratio = torch.nn.functional.logsigmoid(above).exp_()
     lifted = ratio + torch.finfo(entries.dtype).tiny
-    return lifted.log().neg_(), torch.where(is_low, larger, smaller).mul_(ratio).div_(lifted)
+    # the loss is -log(r + tiny), its derivative (1 - r) r / (r + tiny)
+    return lifted, above.neg_().sigmoid_().mul_(ratio).div_(lifted)
 
 
 # ---------------------------------------------------------------------- multi-similarity
 
 
-def multi_similarity_rows(matrix: Tensor, keys: PairKeys, before: Numbers | None, base: float, ratio: float) -> Numbers:
+def multi_similarity_rows(matrix: Tensor, keys: Keys, before: Numbers | None, base: float, ratio: float) -> Numbers:
     """Computes maximum and sum of exponentials of the negatives, then of the positives' exponents ``(entry - base) ratio``."""
-    positives, same, _ = _masks(keys)
-    exponents = ((matrix - base) * ratio).masked_fill(~positives, -torch.inf)
+    masks = _masks(keys)
+    exponents = ((matrix - base) * ratio).masked_fill_(masks.others, -torch.inf)
     of_negatives, of_positives = (None, None) if before is None else (before[:2], before[2:])
     # the 1 of the formula is a first entry: exp(0), and exp(s - base) = 1 at s = base
     return (
-        *_log_sum_exp(_without(matrix, same), of_negatives, base),
+        *_log_sum_exp(_without(matrix, masks.same), of_negatives, base),
         *_log_sum_exp(exponents, of_positives, 0.0),
     )
 
 
 def multi_similarity_grad(
     matrix: Tensor,
-    keys: PairKeys,
+    keys: Keys,
     row_stats: Tensor,
     column_stats: Tensor | None,
     base: float,
     ratio: float,
 ) -> Tensor:
     """Computes the softmax of the negatives, and that of the positives of the opposite sign."""
-    positives, same, _ = _masks(keys)
-    grad = _softmax_grad(_without(matrix, same), row_stats, column_stats)
-    exponents = ((matrix - base) * ratio).masked_fill(~positives, -torch.inf)
+    masks = _masks(keys)
+    grad = _softmax_grad(_without(matrix, masks.same), row_stats, column_stats)
+    exponents = ((matrix - base) * ratio).masked_fill_(masks.others, -torch.inf)
     for stats, dim in ((row_stats, 1), (column_stats, 0)):
         if stats is not None:
             pulls = (exponents - stats[:, 2].unsqueeze(dim)).exp_()
-            grad = grad.sub_(pulls.mul_(stats[:, 1].unsqueeze(dim)))
+            grad = grad.addcmul_(pulls, stats[:, 1].unsqueeze(dim), value=-1)
     return grad
 
 
@@ -233,16 +282,15 @@ def multi_similarity_grad(
 
 def contrastive_rows(
     matrix: Tensor,
-    keys: PairKeys,
+    keys: Keys,
     before: Numbers | None,
     margins: tuple[float, float],
     sign: float,
     limits: tuple[Limits | None, Limits | None],
 ) -> Numbers:
     """Computes number, sum and number of what passes, of the positives and then of the negatives."""
-    positives, same, _ = _masks(keys)
     numbers: Numbers = ()
-    for kind, (pairs, losses) in enumerate(_contrastive_losses(matrix, positives, ~same, margins, sign)):
+    for kind, (pairs, losses) in enumerate(_contrastive_losses(matrix, keys, margins, sign)):
         old = None if before is None else before[3 * kind : 3 * kind + 3]
         numbers = (*numbers, *_pair_sums(losses, pairs, _passing(losses, pairs, limits[kind]), old))
     return numbers
@@ -250,7 +298,7 @@ def contrastive_rows(
 
 def contrastive_grad(
     matrix: Tensor,
-    keys: PairKeys,
+    keys: Keys,
     row_counts: Tensor,
     column_counts: Tensor | None,
     margins: tuple[float, float],
@@ -268,46 +316,51 @@ def contrastive_grad(
         sign: 1 for a distance, -1 for a similarity.
         limits: Of positives and negatives.
     """
-    positives, same, _ = _masks(keys)
     grads = []
-    for kind, (pairs, losses) in enumerate(_contrastive_losses(matrix, positives, ~same, margins, sign)):
-        passing = _passing(losses, pairs & (losses > 0), limits[kind])
+    for kind, (pairs, losses) in enumerate(_contrastive_losses(matrix, keys, margins, sign)):
+        # only what has a loss has a gradient, whatever the limits
+        low, high = limits[kind] or (None, None)
+        passing = _passing(losses, pairs, (0.0 if low is None else max(low, 0.0), high))
         grads.append(passing * _of_rows_and_columns(row_counts, column_counts, kind))
-    return grads[0].sub_(grads[1]).mul_(sign)
+    return grads[0].sub_(grads[1]) if sign > 0 else grads[1].sub_(grads[0])
 
 
 def _contrastive_losses(
-    matrix: Tensor, positives: Tensor, negatives: Tensor, margins: tuple[float, float], sign: float
+    matrix: Tensor, keys: Keys, margins: tuple[float, float], sign: float
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Computes pairs and losses, of positives and negatives."""
-    above = ((matrix - margins[0]) * sign).clamp_min_(0)
-    below = ((matrix - margins[1]) * -sign).clamp_min_(0)
-    return (positives, above), (negatives, below)
+    masks, (near, far) = _masks(keys), margins
+    if sign > 0:
+        above, below = matrix - near, far - matrix
+    else:
+        above, below = near - matrix, matrix - far
+    return (masks.positives, above.clamp_min_(0)), (~masks.same, below.clamp_min_(0))
 
 
 # ---------------------------------------------------------------------- triplets
 
 
-def triplet_rows(matrix: Tensor, keys: PairKeys, margin: float) -> Numbers:
+def triplet_rows(matrix: Tensor, keys: Keys, margin: float) -> Numbers:
     """Computes number of triplets, sum of their losses and number of those above 0, where the tile has all columns."""
-    positives, same, _ = _masks(keys)
+    masks = _masks(keys)
+    same, others = masks.same, masks.others
     negatives = matrix.masked_fill(same, torch.inf).sort(1).values
     limits = matrix + margin
     # how many negatives violate each positive, and by how much in all, from cumulated sums
-    violating = torch.searchsorted(negatives, limits.masked_fill(~positives, -torch.inf))
+    violating = torch.searchsorted(negatives, limits.masked_fill(others, -torch.inf))
     finite = negatives.masked_fill(negatives == torch.inf, 0)
     sums = torch.nn.functional.pad(finite.double().cumsum(1), (1, 0))
     losses = limits.double() * violating - sums.gather(1, violating)
-    number = positives.sum(1) * (matrix.shape[1] - same.sum(1))
+    number = (matrix.shape[1] - others.sum(1)) * (matrix.shape[1] - same.sum(1))
     dtype = matrix.dtype
     return number.to(dtype), losses.sum(1).to(dtype), violating.sum(1).to(dtype)
 
 
-def triplet_grad(matrix: Tensor, keys: PairKeys, row_counts: Tensor, margin: float) -> Tensor:
+def triplet_grad(matrix: Tensor, keys: Keys, row_counts: Tensor, margin: float) -> Tensor:
     """Computes how many negatives violate each positive, less how many positives each negative violates, times the row's count."""
-    positives, same, _ = _masks(keys)
-    negatives = matrix.masked_fill(same, torch.inf)
-    limits = (matrix + margin).masked_fill(~positives, -torch.inf)
+    masks = _masks(keys)
+    negatives = matrix.masked_fill(masks.same, torch.inf)
+    limits = (matrix + margin).masked_fill_(masks.others, -torch.inf)
     violating = torch.searchsorted(negatives.sort(1).values, limits)
     violated = matrix.shape[1] - torch.searchsorted(limits.sort(1).values, negatives, right=True)
     return (violating - violated) * row_counts.unsqueeze(1)

@@ -19,8 +19,16 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import own_graph
 from lightning_ddp_losses.losses.pml_registry import DISTANCES
-from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, as_slope_, lengths_of, product
-from lightning_ddp_losses.losses.tiled.tile_functions import PairKeys
+from lightning_ddp_losses.losses.products import (
+    SMALLEST_LENGTH,
+    Operand,
+    ProductForm,
+    as_operand,
+    as_slope_,
+    lengths_of,
+    product,
+)
+from lightning_ddp_losses.losses.tiled.tile_functions import Keys, PairKeys
 
 # torch.cdist subtracts row by row up to so many rows on either side, and multiplies matrices beyond (torch 2.13, measured 2026)
 _DIRECT_ROWS = 25
@@ -127,13 +135,14 @@ class MaskedTile(NamedTuple):
         matrix: (T, C), scaled distances; nobody overwrites it.
         rows: Which of this rank's rows.
         columns: Which columns of the whole batch; a block of a ring, else all.
-        keys: What tells positives from negatives.
+        keys: What tells positives from negatives: labels for a compiled function, else masks, which backward finds where it finds the
+            tile.
     """
 
     matrix: Tensor
     rows: slice
     columns: slice
-    keys: PairKeys
+    keys: Keys
 
 
 class MaskedPairs:
@@ -366,6 +375,25 @@ class TripletTuples:
         return self._anchors[part] - rows.start, self._positives[part], self._negatives[part]
 
 
+class Prepared(NamedTuple):
+    """Embeddings as a distance compares them, without their graph: ``TileDistance.prepare_vjp`` is their backward.
+
+    Attributes:
+        rows: (n, D), or as the distance keeps them.
+        lengths: (n, 1), what the embeddings were divided by; None: they were not, or another way.
+    """
+
+    rows: Tensor
+    lengths: Tensor | None
+
+    def part(self, start: int, stop: int, *, copy: bool) -> Prepared:
+        """Takes some of the rows, as views or copies."""
+        parts = (self.rows[start:stop], None if self.lengths is None else self.lengths[start:stop])
+        if not copy:
+            return Prepared(*parts)
+        return Prepared(parts[0].clone(), None if parts[1] is None else parts[1].clone())
+
+
 class TileDistance:
     """Any distance of pytorch-metric-learning on tiles, by its own ``compute_mat`` and autograd.
 
@@ -381,9 +409,30 @@ class TileDistance:
     def __init__(self, distance: Any) -> None:
         self._distance = distance
 
-    def prepare(self, embeddings: Tensor) -> Tensor:
-        """Normalises (n, D) rows where the distance asks for it; keeps their graph."""
-        return self._distance.maybe_normalize(embeddings)  # type: ignore[no-any-return]
+    @torch.no_grad()
+    def prepare(self, embeddings: Tensor) -> Prepared:
+        """Normalises (n, D) rows where the distance asks for it."""
+        distance = self._distance
+        if not distance.normalize_embeddings:
+            return Prepared(embeddings.detach(), None)
+        if distance.p != 2:
+            return Prepared(distance.normalize(embeddings), None)
+        lengths = lengths_of(embeddings).unsqueeze(1)
+        return Prepared(embeddings / lengths, lengths)
+
+    def prepare_vjp(self, embeddings: Tensor, prepared: Prepared, grad: Tensor) -> Tensor:
+        """Computes the gradient of (n, D) embeddings from that of their ``Prepared`` rows."""
+        distance, unit, lengths = self._distance, prepared.rows, prepared.lengths
+        if not distance.normalize_embeddings:
+            return grad
+        if lengths is None:
+            with own_graph():
+                leaf = embeddings.detach().requires_grad_()
+                (found,) = torch.autograd.grad(distance.normalize(leaf), leaf, grad)
+            return found
+        # what points along the row changes its length only; a row that is too short to be given one is multiplied and no more
+        along = (unit * grad).sum(1, keepdim=True).mul_(lengths > SMALLEST_LENGTH)
+        return torch.addcmul(grad, unit, along, value=-1).div_(lengths)
 
     def prepare_columns(self, prepared: Tensor) -> Tensor:
         """Makes what is kept of the columns, from what ``prepare`` returned."""
@@ -440,7 +489,7 @@ class DotProduct(TileDistance):
     """Similarity as a product: two matrix products, nothing else."""
 
     def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
-        return torch.mm(rows * scale, columns.T, out=out)
+        return torch.addmm(out, rows, columns.T, beta=0, alpha=scale, out=out)
 
     def vjp_(
         self,
@@ -452,8 +501,8 @@ class DotProduct(TileDistance):
         columns_grad: Tensor | None,
     ) -> Tensor:
         if columns_grad is not None:
-            columns_grad.addmm_(matrix_grad.T, rows * scale)
-        return torch.mm(matrix_grad, columns).mul_(scale)
+            columns_grad.addmm_(matrix_grad.T, rows, alpha=scale)
+        return torch.addmm(rows, matrix_grad, columns, beta=0, alpha=scale)
 
 
 class TensorCoreProduct(TileDistance):
@@ -469,9 +518,16 @@ class TensorCoreProduct(TileDistance):
         self._form = form
         self._has_lengths = form == "bf16" and bool(distance.normalize_embeddings)
 
-    def prepare(self, embeddings: Tensor) -> Tensor:
-        unit = super().prepare(embeddings)
-        return torch.cat([unit, lengths_of(embeddings).unsqueeze(1)], 1) if self._has_lengths else unit
+    def prepare(self, embeddings: Tensor) -> Prepared:
+        prepared = super().prepare(embeddings)
+        if not self._has_lengths:
+            return prepared
+        assert prepared.lengths is not None
+        return Prepared(torch.cat([prepared.rows, prepared.lengths], 1), prepared.lengths)
+
+    def prepare_vjp(self, embeddings: Tensor, prepared: Prepared, grad: Tensor) -> Tensor:
+        unit = Prepared(self._without_lengths(prepared.rows), prepared.lengths)
+        return super().prepare_vjp(embeddings, unit, self._without_lengths(grad))
 
     def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
         return out.copy_(product(self._operand(rows), self._operand(columns), scale))
