@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.configuration import configuration_digest
@@ -29,10 +31,12 @@ from lightning_ddp_losses.distributed.accumulation import current_window, micro_
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
+from lightning_ddp_losses.distributed.shard_as_dtensor import as_dtensor, mesh_of_shards
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses.class_heads import head_of, penalty_of
 from lightning_ddp_losses.losses.class_logits import ClassLogits
+from lightning_ddp_losses.losses.class_sharded_pickles import parts_of_release_0_1
 from lightning_ddp_losses.losses.gathered_call import GlobalTuples, miner_counts, miner_weights
 from lightning_ddp_losses.losses.global_batch import refuse_unfit
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
@@ -252,7 +256,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_whole_shape" in state:
-            state = _parts_of_release_0_1(state)
+            state = parts_of_release_0_1(state)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     @property
@@ -515,6 +519,33 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         held = (self.shard.start, self.shard.stop, self.num_classes)
         compat.state_dict_metadata(destination, prefix)[_HELD_CLASSES] = held
 
+    def weight_as_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
+        """Return this rank's classes as its part of a ``DTensor``, for torch's tools: ``distributed.checkpoint``, ``clip_grad_norm_``.
+
+        It is the weight's own memory, and its ``grad`` is the memory of the weight's gradient where there is one: what is loaded into it
+        or scales it, the loss has. Ask anew after a step, which may have made another gradient.
+
+        Args:
+            mesh: Of the ranks over which the classes are divided, in their order, as ``device_mesh["data_parallel"]``; where those are a
+                part of the world, also of two dimensions: replicas, and such ranks. None: one is made.
+
+        Returns:
+            (C, D), or (C, K, D) where a class has K weight rows, ``Shard(0)`` whatever the layout of the loss's own weight.
+
+        Raises:
+            ConfigurationError: without a process group.
+            InputError: on every rank, for a mesh of other ranks.
+
+        Communication: one handshake of the world; every rank must call it.
+        """
+        self.shard_classes()
+        weight, rows = self.weight, self._sharded.rows
+        mesh = mesh_of_shards(self._title, mesh, weight.device.type, self._group)
+        found = as_dtensor(rows(weight), self.shard, mesh)
+        if weight.grad is not None:
+            found.grad = as_dtensor(rows(weight.grad), self.shard, mesh)
+        return found
+
     # ------------------------------------------------------------------ sampled negatives
 
     def attach(self, optimizer: Any) -> None:
@@ -607,33 +638,3 @@ def _check_options(num_classes: int, chunk_size: int | None, sample_rate: float,
             got=f"one, and sample_rate={sample_rate}",
             fix="It would see the sampled classes only; use the optimizer's weight_decay, which the sampled rows get.",
         )
-
-
-def _parts_of_release_0_1(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a loss that release 0.1 pickled: what its parts hold was attributes of the loss then."""
-    former = dict(state)
-    loss = former["_modules"]["loss"]
-    head = head_of(loss)
-    sharded = ShardedWeight(
-        f"ClassShardedLoss({type(loss).__name__})", head, former["_whole_shape"], seed=former["_seed"]
-    )
-    sharded.shard, sharded.world_size = former["shard"], former["_world"]
-    sampler = former["sampler"]
-    if sampler is not None:
-        sampler = ClassSampler(sampler.rate, sampler.unbiased)
-    kept_by_module = {name: value for name, value in former.items() if name in vars(nn.Module())}
-    return {
-        **kept_by_module,
-        "_head": head,
-        "_penalty": penalty_of(loss, head.per_class),
-        "_sharded": sharded,
-        "chunk_size": former["chunk_size"],
-        "_group": former["_group"],
-        "_replica_group": former["_replicas"],
-        "sampler": sampler,
-        "_sampled_gradient": SampledGradient(),
-        "_row_optimizer": None,
-        "_fingerprint": former["_fingerprint"],
-        "_upstream_grads": former["_coefficients"],
-        "_value_reading": former["_reading"],
-    }
