@@ -128,6 +128,11 @@ def _leave_group() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()  # all groups that were made under it too
+        # what DTensor remembers of a mesh names groups of this world
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
 
 
 def _call(task: Task) -> Any:

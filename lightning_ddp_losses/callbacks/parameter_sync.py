@@ -1,7 +1,8 @@
 """`ParameterSyncCheck`: every rank holds the same parameters, bit for bit, by name.
 
 A row is two numbers, a hash of names, shapes, dtypes and order, and one fingerprint of all that is looked at; at the start the ranges of
-the class shards follow. Only where ranks differ are the parameters compared one by one.
+the class shards follow. Where a divided model has replicas, two numbers of ``part_replicas`` come between. Only where ranks differ are
+the parameters compared one by one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ranks
+from lightning_ddp_losses.callbacks.part_replicas import NAME as PARTS
+from lightning_ddp_losses.callbacks.part_replicas import PartReplicas, PartRow, explain_parts, judge_parts
 from lightning_ddp_losses.callbacks.replicated_parameters import (
     RotatingSlices,
     TensorSlice,
@@ -47,29 +50,36 @@ class ParameterRow(NamedTuple):
         structure: A hash of names, shapes, dtypes and order.
         values: One fingerprint of the slices looked at.
         shards: At the start of training, the range of each class shard.
+        parts: Of a model in parts that have replicas.
     """
 
     structure: int
     values: int = 0
     shards: tuple[ShardRow, ...] = ()
+    parts: PartRow | None = None
 
     def pack(self) -> list[int]:
         """Return the numbers as they travel."""
         row = [self.structure, self.values]
         for shard in self.shards:
             row += shard
-        return row
+        return row + list(self.parts or ())
 
     @classmethod
     def unpack(cls, row: Sequence[int]) -> ParameterRow:
         """Return what ``pack`` was given."""
         size = len(ShardRow._fields)
-        shards = tuple(ShardRow(*row[start : start + size]) for start in range(2, len(row), size))
-        return cls(row[0], row[1], shards)
+        # what is left of whole shards
+        stop = len(row) - max(len(row) - 2, 0) % size
+        shards = tuple(ShardRow(*row[start : start + size]) for start in range(2, stop, size))
+        parts = PartRow(*row[stop:]) if stop < len(row) else None
+        return cls(row[0], row[1], shards, parts)
 
 
 class ParameterSyncCheck(RankCheck, default=True):
     """Parameters are equal on all ranks: values, names, order, shapes, dtypes, and whether they train.
+
+    Of a model that ``fully_shard`` divides, each part is compared between the ranks that hold it, where those are several.
 
     Covers F04, F11, F12 and F16, and by looking at gradients and learning rates tells F05-F10 (a gradient that was not
     synchronised) from F14, F15 and F17 (an optimizer that went apart).
@@ -79,7 +89,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         full_every_n_steps: A pass over all of them that often; also at the start, after the first step, and at the end.
         **options: As ``RankCheck``.
 
-    Communication: 24 bytes in the shared gather, and three numbers for each class shard at the start.
+    Communication: 24 bytes in the shared gather, and three numbers for each class shard at the start; 16 more where parts have replicas.
 
     Example:
         >>> checks = DDPChecks([ParameterSyncCheck(parts=1)])  # all parameters in every step
@@ -105,10 +115,12 @@ class ParameterSyncCheck(RankCheck, default=True):
         self._compared: list[TensorSlice] = []
         self._structure = 0
         self._is_first_step = True
+        self._parts = PartReplicas(parts)
 
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Begin with a full pass."""
         self._is_first_step = True
+        self._parts = PartReplicas(self.parts)  # a pickle of an earlier release has none
         self.runner.shared(DDPSnapshot)
 
     # ------------------------------------------------------------------ measure
@@ -126,23 +138,27 @@ class ParameterSyncCheck(RankCheck, default=True):
             return [hash_lines(_descriptions(module, self._parameters, buffers=True))]
         if self._slices.update(self._parameters):
             self._structure = hash_lines(_descriptions(module, self._parameters, buffers=False))
-        self._compared = self._due_slices(stage)
+        if stage == CheckStage.TRAIN_START:
+            self._parts.start(trainer, module)
+        is_full = self._is_full(stage)
+        self._compared = self._due_slices(self._slices, is_full=is_full)
         values = combine(fingerprints(piece.of(self._parameters[piece.name]) for piece in self._compared))
         shards: list[ShardRow] = []
         if stage == CheckStage.TRAIN_START:
             local_shards = class_shards(module).values()
             shards = [ShardRow(shard.start, shard.stop, shard.num_classes) for shard in local_shards]
-        return ParameterRow(self._structure, values, tuple(shards)).pack()
+        parts = self._parts.measure(lambda slices: self._due_slices(slices, is_full=is_full))
+        return ParameterRow(self._structure, values, tuple(shards), parts).pack()
 
-    def _due_slices(self, stage: CheckStage) -> list[TensorSlice]:
+    def _is_full(self, stage: CheckStage) -> bool:
+        """Say whether this stage looks at everything; the next step may not."""
         if stage != CheckStage.AFTER_STEP:
-            return self._slices.all()
-        step = self.runner.step
-        is_full = self._is_first_step or step % self.full_every_n_steps == 0
-        self._is_first_step = False
-        if is_full:
-            return self._slices.all()
-        return self._slices.turn(step // self.every_n_steps)
+            return True
+        is_first, self._is_first_step = self._is_first_step, False
+        return is_first or self.runner.step % self.full_every_n_steps == 0
+
+    def _due_slices(self, slices: RotatingSlices, *, is_full: bool) -> list[TensorSlice]:
+        return slices.all() if is_full else slices.turn(self.runner.step // self.every_n_steps)
 
     # ------------------------------------------------------------------ judge
 
@@ -169,7 +185,9 @@ class ParameterSyncCheck(RankCheck, default=True):
         values = [row.values for row in rows]
         if len(set(values)) > 1:
             found.append(Finding(fault, "parameters", "equal values on all ranks", odd_ranks(values), name="values"))
-        return found
+        # the same part with other values
+        parts = [row.parts for row in rows if row.parts is not None]
+        return found + judge_parts(parts, fault)
 
     # ------------------------------------------------------------------ explain
 
@@ -178,6 +196,8 @@ class ParameterSyncCheck(RankCheck, default=True):
         if finding.name == "parameters":
             before_wrap = finding.moment == CheckStage.BEFORE_WRAP.value
             return json.dumps(_descriptions(module, self._parameters, buffers=before_wrap))
+        if finding.name == PARTS:
+            return self._parts.describe()
         if finding.name != "values":
             return None
         values = fingerprints(piece.of(self._parameters[piece.name]) for piece in self._compared)
@@ -191,6 +211,8 @@ class ParameterSyncCheck(RankCheck, default=True):
         states = [json.loads(text) for text in texts]
         if finding.name == "parameters":
             return [_name_first_difference(finding, states)]
+        if finding.name == PARTS:
+            return explain_parts(finding, states)
         found = []
         for name in states[0]["values"]:
             values = [state["values"][name] for state in states]

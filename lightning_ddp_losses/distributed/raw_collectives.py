@@ -181,6 +181,15 @@ def broadcast_(tensors: Sequence[Tensor], *, group: Group = None) -> None:
             batch = []
 
 
+def broadcast_between_replicas_(part: Tensor, group: dist.ProcessGroup) -> None:
+    """Overwrite a part with that of the first rank of a mesh's own group, in place; no group of ours is made for it.
+
+    Communication: one broadcast, of a part that holds anything.
+    """
+    if part.numel():
+        dist.broadcast(part.detach(), group_src=0, group=group)
+
+
 def _broadcast_bytes_(tensors: list[Tensor], group: Group) -> None:
     packed = torch.cat([as_bytes(tensor) for tensor in tensors])
     device = packed.device

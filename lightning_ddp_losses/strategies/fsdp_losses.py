@@ -42,7 +42,8 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             fully_shard(self.encoder, mesh=self.device_mesh["data_parallel"])
 
     Losses stay whole on every rank, with the mean of their gradients, or are divided by class (``ClassShardedLoss``). Any other parameter
-    that nothing divides is averaged as those of losses are.
+    that nothing divides is averaged as those of losses are. A mesh of two dimensions, replicas and parts (HSDP), of all ranks is right too:
+    replicas start as the first ones.
 
     Equivalent to: one process on the rows of all ranks, as under ``DDPLossStrategy``, at the memory of FSDP2.
 

@@ -7,6 +7,7 @@ rank, and ours.
 | parameter | its gradient |
 |---|---|
 | ``DTensor`` over all ranks | FSDP2's reduce-scatter: the mean, of this rank's part |
+| ``DTensor`` over some, on several replicas (HSDP) | the same, and FSDP2's all-reduce between the replicas |
 | class shard (``ClassShardedLoss``) | that of all rows already, of this rank's classes |
 | any other | the mean of ``LossReducer`` |
 """
@@ -82,7 +83,21 @@ def refuse_other_parallelism(module: nn.Module) -> None:
             "parameters of the model",
             expected=f"each divided by fully_shard over all {process_groups.world_size()} ranks",
             got=f"{', '.join(shown)}{more}",
-            fix='Write fully_shard(module, mesh=self.device_mesh["data_parallel"]); tensor parallelism and other meshes are not supported.',
+            fix='Write fully_shard(module, mesh=self.device_mesh["data_parallel"]). Of other meshes, replicas x parts '
+            "of all ranks are supported; tensor parallelism is not.",
+        )
+
+    # what has replicas: on one mesh, so that a rank has the same replicas of all that it holds
+    meshes = {name: p.device_mesh for name, p in found.items() if replicated_dim(p) is not None}
+    first = next(iter(meshes), None)
+    others = {name: mesh for name, mesh in meshes.items() if mesh != meshes[str(first)]}
+    if others:
+        shown = [f"{name} over {mesh.mesh.tolist()}" for name, mesh in list(others.items())[:_MAX_SHOWN]]
+        raise ConfigurationError(
+            "parameters of the model with replicas",
+            expected=f"all on one mesh, {meshes[str(first)].mesh.tolist()} of {first}",
+            got=", ".join(shown),
+            fix="Make the mesh of replicas and parts once, in configure_model, and give it to each fully_shard.",
         )
 
 
@@ -150,6 +165,17 @@ def _is_over_all_ranks(parameter: DTensor) -> bool:
     return covers and shards == 1 and shards + replicas == len(parameter.placements)
 
 
+def replicated_dim(parameter: Tensor) -> int | None:
+    """Return the dimension of the mesh along which ranks hold the same part of a divided parameter; None where each part is on one rank."""
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh
+    dims = [
+        dim for dim, placement in enumerate(parameter.placements) if placement.is_replicate() and mesh.size(dim) > 1
+    ]
+    return dims[0] if dims else None
+
+
 def _placement(parameter: DTensor) -> str:
     mesh = parameter.device_mesh
     return f"{', '.join(map(str, parameter.placements))} over {' x '.join(map(str, mesh.shape))} ranks"
@@ -161,10 +187,18 @@ def _placement(parameter: DTensor) -> str:
 def broadcast_whole_tensors(module: nn.Module) -> None:
     """Give all ranks rank 0's values of what they hold whole; parts of the model and classes of a loss are each rank's own.
 
-    Communication: one broadcast for each dtype.
+    Where parts have replicas (HSDP), these get the first one's.
+
+    Communication: one broadcast per 64 MiB of what is whole, and one for each part that has replicas.
     """
     whole = [t for _, t in ddp_setup.named_tensors(module) if not isinstance(t, DTensor) and shard_of(t) is None]
     raw_collectives.broadcast_(whole)
+    for parameter in module.parameters():
+        dim = replicated_dim(parameter)
+        if dim is not None:
+            assert isinstance(parameter, DTensor)
+            replicas = parameter.device_mesh.get_group(dim)
+            raw_collectives.broadcast_between_replicas_(local_part(parameter.detach()), replicas)
 
 
 # ---------------------------------------------------------------------- backward

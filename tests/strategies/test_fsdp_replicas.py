@@ -1,0 +1,106 @@
+"""HSDP: `fully_shard` over a mesh of 2 replicas x 2 parts trains as one process does, and replicas that differ are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_ddp_losses import DDPChecks
+from lightning_ddp_losses.distributed.shard import local_part
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model
+from tests.strategies.test_calls import assert_same_error
+from tests.strategies.test_fsdp_checkpoints import train
+from tests.strategies.test_fsdp_parity import joined
+
+W = 4
+
+
+def on_a_plane(module: Towers) -> None:
+    """Ranks 0 and 2 hold the same parts, and so do 1 and 3; the second replicas come with other values."""
+    if dist.get_rank() >= 2:
+        with torch.no_grad():
+            for parameter in module.encoder.parameters():
+                parameter.add_(1.0)
+
+    def configure_model() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        if not any(isinstance(p, DTensor) for p in module.parameters()):
+            fully_shard(module.encoder[0], mesh=mesh)
+            fully_shard(module.encoder, mesh=mesh)
+
+    module.configure_model = configure_model  # type: ignore[method-assign]
+
+
+PARITY: list[tuple[str, dict[str, Any]]] = [
+    ("three", {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
+    ("divided", {"gradient_clip_val": 0.3, "callbacks": [DDPChecks()]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), PARITY, ids=[kind for kind, _ in PARITY])
+def test_replicas_of_parts_equal_one_process(pool: RankPool, kind: str, options: dict[str, Any]) -> None:
+    plain = {name: value for name, value in options.items() if name != "callbacks"}
+    states = pool.run(W, fit_sharded_model, kind, "adamw", even=False, prepare=on_a_plane, **options)
+    assert_close(joined(states, kind), alone(kind, "adamw", **plain), rtol=1e-8)
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_checkpoints_go_on_without_replicas(pool: RankPool, tmp_path: Path, as_folder: bool) -> None:
+    path = str(tmp_path / "checkpoint")
+    strategy = {"save_distributed_checkpoint": as_folder}
+    pool.run(W, fit_sharded_model, "divided", "adamw", strategy, prepare=on_a_plane, save=path)
+    expected = alone("divided", "adamw", max_epochs=2)
+    assert_close(train(pool, ("folder", 2), load=path, max_epochs=2), expected, rtol=1e-8)
+    again = pool.run(W, fit_sharded_model, "divided", "adamw", strategy, prepare=on_a_plane, load=path, max_epochs=2)
+    assert_close(joined(again, "divided"), expected, rtol=1e-8)
+
+
+def drifting(module: Towers, rank: int = 3) -> None:
+    on_a_plane(module)
+
+    def drift(*_: Any) -> None:
+        if dist.get_rank() == rank:
+            local_part(dict(module.encoder.named_parameters())["0.weight"].detach()).add_(1e-6)
+
+    module.on_train_batch_end = drift  # type: ignore[method-assign]
+
+
+def fit_checked(prepare: Callable[[Towers], None]) -> None:
+    fit_sharded_model("arcface", prepare=prepare, callbacks=[DDPChecks()], max_epochs=2)
+
+
+def test_a_replica_that_drifts_is_named(pool: RankPool) -> None:
+    words = [
+        "parameter `encoder.0.weight` (rank 3)",
+        "rank 3: holds the same part as rank 1",
+        "rank 0: holds the same part as rank 2",
+    ]
+    assert_same_error(pool.errors(W, fit_checked, drifting), *words)
+
+
+def on_two_planes(module: Towers) -> None:
+    """Layers with replicas on other ranks each."""
+
+    def configure_model() -> None:
+        ranks = torch.arange(W).reshape(2, 2)
+        for layer, mesh in zip((module.encoder[0], module.encoder[2]), (ranks, ranks.t().contiguous()), strict=True):
+            names = ("replicate", "shard")
+            fully_shard(layer, mesh=torch.distributed.DeviceMesh("cpu", mesh, mesh_dim_names=names))
+
+    module.configure_model = configure_model  # type: ignore[method-assign]
+
+
+def test_replicas_on_several_meshes_are_refused(pool: RankPool) -> None:
+    errors = pool.errors(W, partial(fit_sharded_model, "arcface"), prepare=on_two_planes)
+    assert_same_error(errors, "encoder.2.weight", "one mesh")
