@@ -1,7 +1,8 @@
 """What a run leaves behind: a folder of gradients and parameters as raw bytes, and a `RankRecord` for each rank.
 
 Tensors go to files one at a time and come back in pieces, so that neither writing nor comparing holds a second copy of the
-parameters. A rank whose tensor equals rank 0's bit for bit does not store it again.
+parameters. A rank whose tensor equals rank 0's bit for bit does not store it again. What ranks hold in parts (``fully_shard``) is gathered
+one tensor at a time.
 
 Layout: ``rank-<r>/record.json``; ``rank-<r>/<step>.<kind>.json`` (name -> dtype, shape, digest, file); ``rank-<r>/<number>.bin``.
 Kinds are ``initial`` (step 0), ``gradient``, ``parameter`` and ``buffer``.
@@ -22,11 +23,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_ddp_losses.errors import DDPLossError
 
 PIECE = 1 << 18
 """Elements that are in memory at a time when tensors are compared."""
 
 _RANK_0_SECONDS = 20.0  # how long a rank waits to learn whether rank 0 has the same tensors; then it stores its own
+_RANK_0_SECONDS_OF_PARTS = 600.0  # the same where it cannot store its own, having but parts of some
 _BYTES = 1 << 24  # written and digested at a time
 
 
@@ -256,6 +261,10 @@ def tensor_digest(tensor: Tensor) -> str:
     return found.hexdigest()
 
 
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 class Writer:
     """Stores what one rank of a run does.
 
@@ -272,24 +281,58 @@ class Writer:
         self.home.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, kind: str, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
-        """Store the tensors of one step under a kind; None is a tensor that is not there."""
+        """Store the tensors of one step under a kind; None is a tensor that is not there.
+
+        Raises:
+            DDPLossError: for a tensor in parts that rank 0 has not stored.
+
+        Communication: a gather for each tensor of which ranks hold parts; no rank has more than one of them whole.
+        """
         # digests first: rank 0 writes its index meanwhile
         given = dict(tensors)
-        digests = {name: tensor_digest(tensor) for name, tensor in given.items() if tensor is not None}
+        digests: dict[str, str] = {}
+        gathered: dict[str, Entry] = {}
+        for name, tensor in given.items():
+            if isinstance(tensor, DTensor):
+                gathered[name] = self._gather(tensor)
+                digests[name] = gathered[name].digest
+            elif tensor is not None:
+                digests[name] = tensor_digest(tensor)
         stored: dict[str, Entry] = {}
         if self.rank:
-            stored = self._rank_0_entries(f"{step}.{kind}.json")
+            seconds = _RANK_0_SECONDS_OF_PARTS if gathered else _RANK_0_SECONDS
+            stored = self._rank_0_entries(f"{step}.{kind}.json", seconds)
         # then an entry for each, and a file where none serves already
         index: dict[str, Entry] = {}
         for name, tensor in given.items():
             digest = digests.get(name)
-            if tensor is None or digest is None:
+            if name in gathered:
+                index[name] = self._entry_of_gathered(name, gathered[name], stored.get(name))
+            elif tensor is None or digest is None:
                 index[name] = NO_TENSOR
             elif name in stored and stored[name].digest == digest:
                 index[name] = stored[name]  # the same bits: rank 0's file serves both
             else:
                 index[name] = self._store(tensor, digest)
         _write_atomically(self.home / f"{step}.{kind}.json", json.dumps(_index_to_json(index)))
+
+    def _gather(self, tensor: DTensor) -> Entry:
+        """Store a tensor of which ranks hold parts: once, by rank 0, but where parts have replicas, which may differ."""
+        whole = tensor.full_tensor()
+        has_replicas = any(placement.is_replicate() for placement in tensor.placements)
+        if self.rank == 0 or has_replicas:
+            return self.write_tensor(whole)
+        return Entry(_dtype_name(whole), tuple(whole.shape), tensor_digest(whole), "")
+
+    def _entry_of_gathered(self, name: str, own: Entry, of_rank_0: Entry | None) -> Entry:
+        """Return the entry that serves: rank 0's where it holds the same bits."""
+        if of_rank_0 is not None and of_rank_0.digest == own.digest:
+            if own.file:
+                Path(own.file).unlink()
+            return of_rank_0
+        if not own.file:
+            raise DDPLossError(f"audit: {name}", expected="what rank 0 gathered of it", got="other bits, or nothing")
+        return own
 
     def write_tensor(self, tensor: Tensor) -> Entry:
         """Store one tensor by itself."""
@@ -305,12 +348,11 @@ class Writer:
         with path.open("wb") as file:
             for piece in _byte_pieces(tensor):
                 file.write(piece)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return Entry(dtype, tuple(tensor.shape), digest, str(path))
+        return Entry(_dtype_name(tensor), tuple(tensor.shape), digest, str(path))
 
-    def _rank_0_entries(self, name: str) -> dict[str, Entry]:
+    def _rank_0_entries(self, name: str, seconds: float) -> dict[str, Entry]:
         """Wait for rank 0's index of the same step and kind; empty where it does not come."""
-        deadline = time.monotonic() + _RANK_0_SECONDS
+        deadline = time.monotonic() + seconds
         path, record = self._rank_0_home / name, self._rank_0_home / "record.json"
         while not path.exists():
             if time.monotonic() > deadline or record.exists():

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ class Recorder(Callback):
             ablations.perturb_module_(pl_module, unit, self.run.perturb)
         for scheduler in trainer.lr_scheduler_configs:
             scheduler.strict = False  # what it monitors may come from a validation
-        self.writer.write(0, "initial", _whole([*pl_module.named_parameters(), *pl_module.named_buffers()]))
+        self.writer.write(0, "initial", [*pl_module.named_parameters(), *pl_module.named_buffers()])
         repeated = repeated_validation_rows(trainer) if self.run.validates else []
         self.record.module_info = dataclasses.replace(describe_module(trainer, pl_module), repeated_rows=repeated)
         if self.run.seed is not None:
@@ -291,7 +291,7 @@ class Recorder(Callback):
         parameters = parameters_by_name(trainer, module)
         self._stepping = {n: p for n, p in parameters.items() if p.requires_grad and id(p) not in of_others}
         gradients = [(name, parameter.grad) for name, parameter in self._stepping.items()]
-        self.writer.write(self.record.steps, "gradient", _whole(gradients))
+        self.writer.write(self.record.steps, "gradient", gradients)
         # their way here; what the step makes of them is added to the same entry
         hooked = self._gradient_fingerprints(self._stepping)
         self.record.fingerprints.append({**self._fingerprints, "hooked": hooked})
@@ -338,7 +338,7 @@ class Recorder(Callback):
         self.record.losses.append(_loss_value(trainer, pl_module, outputs))
         if self._unwritten_step:
             parameters = parameters_by_name(trainer, pl_module)
-            self.writer.write(self._unwritten_step, "parameter", _whole(parameters.items()))
+            self.writer.write(self._unwritten_step, "parameter", parameters.items())
             self.writer.write(self._unwritten_step, "buffer", pl_module.named_buffers())
             self._unwritten_step = 0
         if self.record.steps >= self.run.steps:
@@ -443,11 +443,6 @@ def parameters_by_name(trainer: Trainer, module: LightningModule) -> dict[str, n
                 if id(parameter) not in known:
                     found[f"optimizers[{i}].param_groups[{j}][{k}]"] = parameter
     return found
-
-
-def _whole(tensors: Iterable[tuple[str, Tensor | None]]) -> list[tuple[str, Tensor | None]]:
-    """Return tensors by name, whole where ``fully_shard`` has divided them; every rank comes here. Communication: a gather for each."""
-    return [(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor) for name, tensor in tensors]
 
 
 def _parameter_ids(optimizers: Any) -> set[int]:

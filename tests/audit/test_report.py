@@ -141,6 +141,16 @@ def status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable
     torch.set_rng_state(state)
 
 
+@pytest.mark.usefixtures("status")
+def test_a_config_of_an_encoder_in_parts_is_audited(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(ROOT / "configs" / "digits_fsdp2.yaml")
+    monkeypatch.setattr(sys, "argv", ["ddp-losses", "audit", "--config", config, "--audit.steps", "1"])
+    main()
+    assert "Equal: 2 ranks under ModelParallelLossStrategy" in capsys.readouterr().out
+
+
 def test_a_difference_has_status_1(status: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = yaml.safe_load((ROOT / "configs" / "digits_arcface.yaml").read_text())
     arcface = config["model"]["init_args"]["loss"]
