@@ -191,6 +191,24 @@ def replace_unscaling(
     return lambda: vars(scaler).pop("_unscale_grads_", None)
 
 
+def allow_precisions(strategy: type, precisions: Collection[str]) -> None:
+    """Let the Trainer take these precisions for an instance of a strategy, as it does where that is asked for by name.
+
+    (Lightning 2.6.6 refuses them for every instance of ``ModelParallelStrategy``, in a private method of its connector, and for none that
+    comes by name.)
+    """
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    own = _AcceleratorConnector._validate_precision_choice
+
+    def validate(connector: Any) -> None:
+        is_ours = isinstance(connector._strategy_flag, strategy)
+        if not is_ours or connector._precision_flag not in precisions:
+            own(connector)
+
+    _AcceleratorConnector._validate_precision_choice = validate  # type: ignore[method-assign, assignment]
+
+
 def gathered_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Return by name the tensors into which ``fully_shard`` gathers its parameters, once it has; they are in graphs, not in the module."""
     found: dict[str, Tensor] = {}

@@ -42,6 +42,7 @@ What it gets right, beside plain ``ddp``:
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.strategies.ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.strategies.ddp_setup import use_layer_sync
 from lightning_ddp_losses.strategies.fabric import register_refusals
@@ -63,3 +64,5 @@ _OURS = (DDPLossStrategy, ModelParallelLossStrategy)
 for _strategy in _OURS:
     _strategy.register_strategies(StrategyRegistry)
 register_refusals([name for name in StrategyRegistry if StrategyRegistry[name]["strategy"] in _OURS], STRATEGY_REGISTRY)
+# what a name may have, an instance may: both are tested
+compat.allow_precisions(ModelParallelLossStrategy, ("16-mixed", "64-true"))

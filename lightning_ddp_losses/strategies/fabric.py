@@ -37,7 +37,8 @@ class FabricRefusal(DDPStrategy):
             f"Fabric(strategy={asked!r})",
             expected="a strategy of Fabric: ours is for lightning.pytorch.Trainer",
             got="a hand-written loop, in which nothing calls a Trainer's hooks",
-            fix='Take Fabric(strategy="ddp"), wrap losses in GlobalBatchLoss, and hand learnable ones to fabric.setup_module like a model.',
+            fix='Take Fabric(strategy="ddp"), wrap losses in GlobalBatchLoss, and hand learnable ones to fabric.setup_module like a model. '
+            "Loops whose gradients are those of one process: ddp-losses explain migrate fabric, for FSDP2 migrate fabric-fsdp2.",
         )
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import yaml
 from pytorch_metric_learning.losses import ArcFaceLoss
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 
@@ -73,6 +74,11 @@ def own_rows(part: slice) -> Names:
 
 def simple(rows: Names, model: nn.Module) -> Names:
     return {**rows, "model": model, "device": "cpu"}
+
+
+def loaders(rows: Names, model: nn.Module) -> Names:
+    loader = torch.utils.data.DataLoader([(rows["images"], rows["labels"])], batch_size=None)
+    return {**simple(rows, model), "loader": loader}
 
 
 def views(rows: Names, model: nn.Module) -> Names:
@@ -312,7 +318,7 @@ def run_code(code: str, prepare: Callable[[Names, nn.Module], Names], cuts: tupl
         }
         torch.manual_seed(3)
         exec(code, given)
-        if ".backward()" not in code and "fabric.backward" not in code:
+        if ".backward()" not in code and "fabric.backward" not in code and "trainer" not in given:
             given["value"].backward()
         return grads_of(given, raw)
     finally:
@@ -323,8 +329,9 @@ def run_code(code: str, prepare: Callable[[Names, nn.Module], Names], cuts: tupl
 
 def grads_of(given: Names, raw: nn.Module) -> Grads:
     """Of the model, whose DDP has made the mean; of the loss and of the scale, whose mean is made here."""
-    found = {f"model.{name}": p.grad for name, p in raw.named_parameters()}
-    further = {f"loss.{name.split('.')[-1]}": p for name, p in parameters_of(given.get("loss"))}
+    found = {f"model.{name}": whole(p.grad) for name, p in raw.named_parameters()}
+    loss = given.get("loss", getattr(given.get("module"), "loss", None))
+    further = {f"loss.{name.split('.')[-1]}": p for name, p in parameters_of(loss)}
     if "log_scale" in given:
         further["log_scale"] = given["log_scale"]
     for name, parameter in further.items():
@@ -332,12 +339,16 @@ def grads_of(given: Names, raw: nn.Module) -> Grads:
         if (
             dist.is_initialized()
             and not isinstance(given.get("loss"), DistributedDataParallel)
-            and "fabric" not in given
+            and not {"fabric", "trainer"} & set(given)
         ):
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
         found[name] = parameter.grad
     return {name: grad for name, grad in found.items() if grad is not None}
+
+
+def whole(grad: Tensor | None) -> Tensor | None:
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 def parameters_of(loss: object) -> list[tuple[str, nn.Parameter]]:
@@ -378,6 +389,9 @@ def flags(local: bool, grad: bool) -> tuple[str, str]:
 
 
 BARE: Names = {"bare": True}
+# what a test's Trainer has beside
+QUIETLY = "plugins=[environment], use_distributed_sampler=False, logger=False, enable_checkpointing=False, enable_progress_bar=False, "
+QUIETLY += "enable_model_summary=False, "
 RECIPES = {
     "pml": Recipe(simple, arcface, {"model": 1.0, "loss": 2.0}),
     "open_clip": Recipe(towers, clip, {"model": 0.5, "log_scale": 1.0}),
@@ -396,6 +410,8 @@ RECIPES = {
     "detr, one box": Recipe(partial(boxes, few=True), box_mean, {"model": 0.5}, page="detr"),
     "token_means": Recipe(token_rows, token_mean),
     "fabric": Recipe(simple, arcface, options=BARE, change_ours=("Fabric(a", "Fabric(plugins=[environment], a")),
+    "fabric_fsdp2": Recipe(simple, arcface, options=BARE, change_ours=("Fabric(a", "Fabric(plugins=[environment], a")),
+    "fsdp2": Recipe(loaders, arcface, options=BARE, change_ours=("pl.Trainer(", f"pl.Trainer({QUIETLY}")),
 }
 
 

@@ -19,8 +19,8 @@ from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches
 from tests.rank_pool import RankPool
-from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model, make_job, shard, whole_state
-from tests.strategies.jobs import TASK, Job, loader
+from tests.strategies.fsdp_jobs import Towers, fit_sharded_model, make_job, shard, whole_state
+from tests.strategies.jobs import TASK, Job, fit_alone, loader
 from tests.strategies.test_calls import assert_same_error
 
 ROWS, G, EPOCHS = 21, 6, 2
@@ -168,17 +168,37 @@ def test_it_trains_as_ddp_does(pool: RankPool, kind: str) -> None:
     assert_close(ours[0], ddp[0], rtol=1e-10)
 
 
-def fit_by_name() -> dict[str, Tensor]:
+def fit_in_float64(by_name: bool) -> dict[str, Tensor]:
     module = make_job("arcface").float()
-    make_trainer("fsdp2_ddp_losses", precision="64-true").fit(module, loader(2, dist.get_rank()))
+    strategy = "fsdp2_ddp_losses" if by_name else ModelParallelLossStrategy()
+    make_trainer(strategy, precision="64-true").fit(module, loader(2, dist.get_rank()))
     return whole_state(module)
 
 
-def test_the_name_takes_float64(pool: RankPool) -> None:
-    expected = {name: value.float().double() for name, value in alone("arcface", "still").items()}
-    for state in pool.run(2, fit_by_name):
+class Rounded(Towers):
+    """One process that starts from weights of float32."""
+
+    is_global = False
+
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        self.float().double()
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_it_trains_in_float64(pool: RankPool, by_name: bool) -> None:
+    expected = {name.replace("loss.", "loss.loss."): value for name, value in fit_alone(Rounded).items()}
+    for state in pool.run(2, fit_in_float64, by_name):
         assert all(value.dtype == torch.float64 for value in state.values())
-        assert all(not torch.equal(state[name], value) for name, value in expected.items()), "nothing was learnt"
+        assert_close(state, expected, rtol=1e-8)
+
+
+def test_other_precisions_stay_lightnings_to_refuse(pool: RankPool) -> None:
+    assert all("precision" in error.message for error in pool.errors(2, refused_precision))
+
+
+def refused_precision() -> None:
+    make_trainer(ModelParallelLossStrategy(), precision="transformer-engine")
 
 
 def fit_halved() -> dict[str, Tensor]:
