@@ -29,6 +29,7 @@ from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -234,6 +235,8 @@ def compare_names(module: nn.Module, facts: Mapping[str, str]) -> None:
     Communication: one handshake; one more gather where ranks differ.
     """
     own = [_describe_tensor(name, tensor) for name, tensor in named_tensors(module)]
+    # which modules are gathered by themselves: ranks must do so in the same order
+    own += [f"{name} divided by fully_shard" for name, m in module.named_modules() if isinstance(m, FSDPModule)]
     digest = hashlib.sha256("\n".join(own).encode()).digest()
     received = handshake.all_gather("set-up", facts, digest + same_setup.pack_notes())
     same_setup.note_differences([payload[len(digest) :] for payload in received])

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from lightning_ddp_losses import DDPChecks, DDPLossError, ModelParallelLossStrategy, microbatched
 from lightning_ddp_losses.distributed.shard import local_part
@@ -124,6 +125,38 @@ def the_step_fails(module: Towers) -> None:
     module.objective = fail  # type: ignore[method-assign]
 
 
+def a_layer_stays_whole(module: Towers) -> None:
+    plain = module.configure_model
+
+    def configure() -> None:
+        if is_odd():
+            fully_shard(module.encoder[2], mesh=module.device_mesh["data_parallel"])
+        else:
+            plain()
+
+    module.configure_model = configure  # type: ignore[method-assign]
+
+
+def a_layer_is_not_gathered_by_itself(module: Towers) -> None:
+    plain = module.configure_model
+
+    def configure() -> None:
+        if is_odd():
+            fully_shard(module.encoder, mesh=module.device_mesh["data_parallel"])
+        else:
+            plain()
+
+    module.configure_model = configure  # type: ignore[method-assign]
+
+
+def a_part_becomes_nan(module: Towers) -> None:
+    def spoil(*_: Any) -> None:
+        if is_odd() and module.trainer.global_step == 2:
+            local_part(dict(module.encoder.named_parameters())["0.weight"].grad)[0, 0] = torch.nan
+
+    module.on_before_optimizer_step = spoil  # type: ignore[method-assign]
+
+
 PLANTED: list[tuple[Callable[[Towers], None], list[str]]] = [
     (a_loss_weight_drifts, ["loss.loss.W", "rank 1"]),
     (a_gradient_of_a_loss_changes, ["loss.loss.W"]),
@@ -135,6 +168,9 @@ PLANTED: list[tuple[Callable[[Towers], None], list[str]]] = [
     (the_weight_has_another_shape, ["loss.loss.W"]),
     (a_parameter_appears_unequal, ["late"]),
     (the_step_fails, ["spilled coffee", "rank 1"]),
+    (a_layer_stays_whole, ["encoder.0.weight", "rank 1"]),
+    (a_layer_is_not_gathered_by_itself, ["encoder.0 divided by fully_shard", "rank 1"]),
+    (a_part_becomes_nan, ["embeddings: expected numbers, got NaN"]),
 ]
 
 
