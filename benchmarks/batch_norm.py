@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -95,7 +95,10 @@ def row_of(shape: tuple[int, ...], rounds: int, seconds: float) -> Row:
     """One shape."""
     answers = run_ranks(measure, shape, rounds, seconds)
     both = list(zip(*(table for _, _, table in answers), strict=True))
-    median: Callable[[int], float] = lambda i: statistics.median(max(rank[i] for rank in ranks) for ranks in both)  # noqa: E731
+
+    def median(i: int) -> float:
+        return statistics.median(max(rank[i] for rank in ranks) for ranks in both)
+
     gather, again, ours, local = (median(i) for i in range(4))
     off, ratio, counts = max(a[0] for a in answers), ours / gather, answers[0][1]
     few, limit = counts[2] <= 3, SHAPES[shape]  # 2 forward, 1 backward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -247,3 +248,21 @@ def test_no_file_takes_cuda_for_every_accelerator(path: Path) -> None:
         or (isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"))
     ]
     assert not found or name_of_file(path) in NAMES_OF_CUDA, f"lines {found}"
+
+
+def test_each_lint_exemption_has_its_reason() -> None:
+    repository = ROOT.parent
+    files = [repository / "noxfile.py"]
+    for folder in (ROOT, repository / "tests", repository / "benchmarks"):
+        files += sorted(folder.rglob("*.py"))
+    bare = []
+    for path in files:
+        lines = path.read_text().splitlines()
+        bare += [f"{path.name}: {line.strip()}" for line in lines if re.search(r"# noqa(: [A-Z0-9, ]+)?$", line)]
+    assert bare == []
+    # those of whole folders, and of everything
+    settings = (repository / "pyproject.toml").read_text()
+    listed = settings.partition("per-file-ignores]\n")[2].partition("\n\n")[0].splitlines()
+    listed += settings.partition("\nignore = [\n")[2].partition("\n]")[0].splitlines()
+    assert len(listed) > 5
+    assert [line for line in listed if not re.search(r"\] #|, +#", line)] == []

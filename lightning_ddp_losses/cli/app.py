@@ -126,7 +126,7 @@ class LossCLI(LightningCLI):
         self._add_arguments(parser)
         parser.add_class_arguments(AuditOptions, "audit")
         for option in ("ckpt_path", "weights_only"):  # what a config that fit has saved also holds
-            parser.add_argument(f"--{option}", type=Union[str, bool, None], default=None)  # noqa: UP007
+            parser.add_argument(f"--{option}", type=Union[str, bool, None], default=None)  # noqa: UP007 - as above
         return parser
 
     def before_instantiate_classes(self) -> None:
@@ -220,10 +220,10 @@ class AuditOptions:
         output: Where report.html, report.json and ratios.png go, in a new folder for each audit.
     """
 
-    devices: Optional[int] = None  # noqa: UP045
+    devices: Optional[int] = None  # noqa: UP045 - read by jsonargparse at run time on every Python
     steps: int = 3
-    tolerance: Optional[float] = None  # noqa: UP045
-    without: List[str] = field(default_factory=list)  # noqa: UP006
+    tolerance: Optional[float] = None  # noqa: UP045 - read by jsonargparse at run time on every Python
+    without: List[str] = field(default_factory=list)  # noqa: UP006 - read by jsonargparse at run time on every Python
     deterministic: bool = True
     timeout_seconds: float = 300.0
     output: str = "logs/audit"

@@ -56,8 +56,8 @@ class EmbeddingModule(LightningModule):
         miner: Optional[nn.Module] = None,  # noqa: UP045 - read by jsonargparse at run time on every Python
         *,
         lr: float = 1e-3,
-        loss_lr: Optional[float] = None,  # noqa: UP045
-        chunk_size: Optional[int] = None,  # noqa: UP045
+        loss_lr: Optional[float] = None,  # noqa: UP045 - read by jsonargparse at run time on every Python
+        chunk_size: Optional[int] = None,  # noqa: UP045 - read by jsonargparse at run time on every Python
         optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = torch.optim.Adam,
     ) -> None:
         super().__init__()

@@ -311,7 +311,7 @@ def close(*, world: bool = False) -> None:
 
     gloo's threads may abort the interpreter if they are still alive when it ends.
     """
-    global _world  # noqa: PLW0603
+    global _world  # noqa: PLW0603 - the cache goes with the groups
     if is_distributed() and dist.group.WORLD is _world:
         for ours in _groups_by_ranks.values():
             made = {ours.handshakes, ours.host, ours.gradients, ours.checks}

@@ -117,7 +117,7 @@ class Half(Subject):
         return super().objective(features.float(), labels, index)
 
 
-O = "OptimizerCheck"  # noqa: E741
+O = "OptimizerCheck"  # noqa: E741 - a column of the table
 CASES = [
     Case(Forgotten, "F01", O, "head.weight", ranks=()),
     Case(InAList, "F02", O, "self.heads[0].weight", ranks=()),

@@ -327,7 +327,7 @@ def refused(name: str, alone: bool) -> list[str]:
     """The error, on all ranks or with the others in a plain call; then they go on."""
     call = REFUSED[name][0]
     if alone and dist.get_rank():
-        call = lambda: collectives.all_gather_with_grad(X)  # noqa: E731
+        call = lambda: collectives.all_gather_with_grad(X)  # noqa: E731 - as those of the table
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

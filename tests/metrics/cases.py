@@ -103,8 +103,8 @@ def image_of(size: int = 16, channels: int = 3) -> Callable[[torch.Generator], B
 
 
 SIGNALS: Callable[[torch.Generator], Batch] = lambda g: pair(g, ROWS, 40)  # noqa: E731 - one row of the table each
-SPEAKERS: Callable[[torch.Generator], Batch] = lambda g: pair(g, ROWS, 2, 40)  # noqa: E731
-FIRST: Callable[[Any], Tensor] = lambda value: value[0].sum()  # noqa: E731
+SPEAKERS: Callable[[torch.Generator], Batch] = lambda g: pair(g, ROWS, 2, 40)  # noqa: E731 - as above
+FIRST: Callable[[Any], Tensor] = lambda value: value[0].sum()  # noqa: E731 - as above
 SSIM = image.StructuralSimilarityIndexMeasure
 MULTISCALE = partial(image.MultiScaleStructuralSimilarityIndexMeasure, kernel_size=3, betas=(0.5, 0.5))
 

@@ -112,11 +112,11 @@ class Learnable(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return OPTIMIZERS["adam"](self.parameters(), **self.rate)
 
-    rate: dict[str, float] = {}  # noqa: RUF012
+    rate: dict[str, float] = {}  # noqa: RUF012 - nobody writes to it
 
 
 class Still(Learnable):
-    rate = {"lr": 0.0}  # noqa: RUF012
+    rate = {"lr": 0.0}  # noqa: RUF012 - nobody writes to it
 
 
 def fit_precision(make: Any, precision: str, strategy: Any = None) -> dict[str, Tensor]:
@@ -196,7 +196,7 @@ def record_half(dtype: torch.dtype) -> tuple[set[Any], torch.dtype]:
 class Overflows(Learnable):
     """In batch 1 the inputs of the last rank are more than a half can hold."""
 
-    rate = {"lr": 0.01}  # noqa: RUF012
+    rate = {"lr": 0.01}  # noqa: RUF012 - nobody writes to it
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         spoilt = index == 1 and self.global_rank == self.trainer.world_size - 1
