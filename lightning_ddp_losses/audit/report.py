@@ -147,7 +147,9 @@ class AuditReport:
         # what is left out, as one row
         rest = rows[_SHOWN:]
         if rest:
-            worst = f"{max(row.error for row in rest):.1e}"
+            # the error of a gradient that is zero, and of what rounding makes of it, says nothing
+            errors = [row.error for row in rest if row.verdict != "zero"]
+            worst = f"{max(errors):.1e}" if errors else _NO_NUMBERS[-1]
             verdict = "exact" if all(row.exact for row in rest) else ""
             cells = [f"... {len(rest)} more"]
             if wide:

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -42,6 +43,15 @@ def test_the_worst_comes_first_and_a_narrow_terminal_will_do(wrong: AuditReport)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(len(line) <= 80 for line in text.splitlines())
     assert text.index("loss.loss.W ") < text.index("encoder.0.weight ")
+
+
+def test_the_error_of_a_gradient_that_is_zero_is_not_shown() -> None:
+    wrong = ComparedRow(1, "w", "encoder", "gradient", 2.0, 1.0, 1.0, 1.0, 1e-9, True, 0, "wrong scale")
+    zero, exact = replace(wrong, error=0.5, verdict="zero"), replace(wrong, error=2e-10, verdict="exact")
+    for others, shown in (([zero, zero], "-"), ([zero, exact], "2.0e-10")):
+        text = str(AuditReport(rows=[wrong] * 12 + others, updates=[], losses=[], diagnoses=[], notes=[], equal=False))
+        (row,) = [line.split() for line in text.splitlines() if "... 2 more" in line]
+        assert row == ["...", "2", "more", shown, "exact"]
 
 
 def test_json_holds_everything(wrong: AuditReport, tmp_path: Path) -> None:
