@@ -48,6 +48,7 @@ def audit(session: nox.Session) -> None:
 # a test whose ranks wait for each other leaves a core to another one
 WORKERS = min(4, len(os.sched_getaffinity(0)) + 1) if hasattr(os, "sched_getaffinity") else 3
 PYTEST = ("pytest", "-n", str(WORKERS), "--dist", "worksteal")
+FOLDERS = ("tests", "tests/slow")  # in turn: pytest leaves out what lies inside a folder that it has been given
 
 
 @nox.session
@@ -83,7 +84,8 @@ def oldest(session: nox.Session) -> None:
     """Run the tests with the oldest releases that are promised; torch stays as it is (several GB for each other)."""
     lower = [re.sub(r"\[.*\]", "", d).split(",")[0].replace(">=", "==") for d in PROJECT["project"]["dependencies"]]
     install(session, "test", extras="[demo]", further=[pin for pin in lower if not pin.startswith("torch==")])
-    session.run("python", "-m", *PYTEST, *session.posargs)
+    for folder in FOLDERS:
+        session.run("python", "-m", *PYTEST, folder, *session.posargs)
 
 
 @nox.session
@@ -91,7 +93,8 @@ def newest(session: nox.Session) -> None:
     """Run the tests with the newest releases of everything, torch too: several GB, which CI does not load."""
     dependencies = nox.project.dependency_groups(PROJECT, "test")
     session.install("--upgrade", "-e", ".[demo]", *dependencies)
-    session.run("python", "-m", *PYTEST, *session.posargs)
+    for folder in FOLDERS:
+        session.run("python", "-m", *PYTEST, folder, *session.posargs)
 
 
 @nox.session
@@ -106,7 +109,8 @@ def coverage(session: nox.Session) -> None:
     """Run the tests with the coverage of every rank process and of the commands that they start; takes twice as long."""
     install(session, "test", extras="[demo]")
     session.run("coverage", "erase")
-    session.run("coverage", "run", "-m", *PYTEST, "tests", "tests/slow", *session.posargs)
+    for folder in FOLDERS:
+        session.run("coverage", "run", "-m", *PYTEST, folder, *session.posargs)
     session.run("coverage", "combine", "--quiet")
     session.run("coverage", "report")
 
