@@ -40,6 +40,7 @@ from lightning_ddp_losses.distributed.fingerprint import (
     hash_lines,
     start_fingerprint,
 )
+from lightning_ddp_losses.distributed.shard import local_part
 
 # steps at which a module's gradient must be zero to be called so: a head that starts at zero is no fault
 _FIRST_ZERO_STEP, _LAST_ZERO_STEP = 0, 3
@@ -135,6 +136,9 @@ class GradientFlowCheck(RankCheck, default=True):
         # the gradients of the step that is being made, and of the last one that was judged
         self._gradients = StepGradients()
         self._judged = StepGradients()
+        # those of parts of the model, which nobody else holds: are they finite?
+        self._part_slices = RotatingSlices(self.parts)
+        self._part_sizes: list[tuple[str, float | Tensor]] = []
         self._not_finite: list[str] = []
         self._zero_modules: set[str] = set()
 
@@ -199,6 +203,23 @@ class GradientFlowCheck(RankCheck, default=True):
         self._gradients.add_absent(parameters)
         slices = [piece for piece in self._due_slices() if piece.name in parameters]
         self._gradients.add(slices, parameters, largest=self._looks_for_zeros)
+        self._see_parts(trainer, module, optimizer)
+
+    def _see_parts(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
+        """Look at the gradients of what this rank holds of parameters that ``fully_shard`` divides."""
+        names = divided_parameters(trainer)
+        if not names:
+            return
+        stepped: set[int] = set()
+        for group in optimizer.param_groups:
+            stepped.update(map(id, group["params"]))
+        parts: dict[str, Tensor] = {}
+        for name, parameter in module.named_parameters():
+            if name in names and id(parameter) in stepped and parameter.grad is not None:
+                parts[name] = local_part(parameter.grad)
+        self._part_slices.update(parts)
+        for each in self._part_slices.turn(self.runner.step // self.every_n_steps):
+            self._part_sizes.append((each.name, _size_of(each.of(parts[each.name]), largest=False)))
 
     def _is_due(self) -> bool:
         return self.runner.step % self.every_n_steps == 0
@@ -223,7 +244,8 @@ class GradientFlowCheck(RankCheck, default=True):
         gradients, self._gradients = self._gradients, StepGradients()
         self._judged = gradients
         largest = gradients.largest()
-        self._not_finite = [name for name, size in largest.items() if not size < math.inf]
+        sizes, self._part_sizes = [*largest.items(), *self._part_sizes], []
+        self._not_finite = list(dict.fromkeys(name for name, size in sizes if not float(size) < math.inf))
         detached = self._detached_modules(largest)
         # what ranks compare, where they hold the same parameters
         absent = values = expected = 0
@@ -407,10 +429,7 @@ class StepGradients:
             piece = each.of(grad)
             self.slices.append(each)
             self._fingerprints.append(start_fingerprint(piece))
-            if largest or piece.device.type != "cpu":
-                self._sizes.append(_largest(piece))
-            else:
-                self._sizes.append(_finite_bound(piece))
+            self._sizes.append(_size_of(piece, largest=largest))
 
     def add_absent(self, parameters: Mapping[str, Tensor]) -> None:
         """Add the names of those that take part in training and have no gradient."""
@@ -436,6 +455,13 @@ class StepGradients:
             else:
                 found[each.name] = max(found.get(each.name, 0.0), size)
         return found
+
+
+def _size_of(piece: Tensor, *, largest: bool) -> float | Tensor:
+    """Return the largest magnitude; without ``largest`` it is enough that it is finite where all elements are."""
+    if largest or piece.device.type != "cpu":
+        return _largest(piece)
+    return _finite_bound(piece)
 
 
 def _largest(piece: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ PLANTED: list[tuple[Callable[[Towers], None], list[str]]] = [
     (the_step_fails, ["spilled coffee", "rank 1"]),
     (a_layer_stays_whole, ["encoder.0.weight", "rank 1"]),
     (a_layer_is_not_gathered_by_itself, ["encoder.0 divided by fully_shard", "rank 1"]),
-    (a_part_becomes_nan, ["embeddings: expected numbers, got NaN"]),
+    (a_part_becomes_nan, ["F79", "gradient of `encoder.0.weight` is not finite", "rank 1"]),
 ]
 
 
