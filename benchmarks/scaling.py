@@ -178,7 +178,7 @@ def pretended(pairs: list[tuple[str, int]]) -> list[tuple[int, int, float]]:
         dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())  # type: ignore[no-untyped-call]
         group = dist.group.WORLD
         assert group is not None
-        ours = process_groups.ProcessGroups(group, group, group, group, group, tuple(range(world)))
+        ours = process_groups.ProcessGroups(group, group, tuple(range(world)), lambda only=group: only)
         with mock.patch.object(process_groups, "internal_groups", return_value=ours):
             found.append(measure(mode))
         gc.collect()

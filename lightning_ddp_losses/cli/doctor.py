@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import logging
 import os
@@ -27,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_ddp_losses import __version__
+from lightning_ddp_losses.distributed.process_groups import connections
 from lightning_ddp_losses.losses import GlobalBatchLoss
 
 _DISTRIBUTION = "lightning-ddp-losses"
@@ -132,6 +134,7 @@ def machine_entries() -> list[ReportLine]:
         ReportLine("accelerators", ", ".join(_accelerators()) or "none"),
         ReportLine("backends", ", ".join(backends) or "none", is_fault=not backends),
         ReportLine("network", _network()),
+        ReportLine("open files", _open_files()),
         ReportLine("strategies", ", ".join(sorted(strategies))),
     ]
 
@@ -159,6 +162,17 @@ def _network() -> str:
         address = "no address: set GLOO_SOCKET_IFNAME to an interface"
     interfaces = ", ".join(name for _, name in socket.if_nameindex())
     return f"{host} is {address}; interfaces {interfaces}"
+
+
+def _open_files() -> str:
+    """Return how many files a process may open, and how many the connections of our groups are on large worlds."""
+    allowed = "no limit known"
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
+
+        allowed = f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} per process"
+    needs = [f"{connections(world):,} at {world:,} ranks" for world in (64, 1024)]
+    return f"{allowed}; our groups keep at most {', '.join(needs)}"
 
 
 def two_ranks_entry() -> ReportLine:

@@ -115,11 +115,13 @@ def all_gather(
     return pending.finish()
 
 
-def all_gather_between_steps(what: str, must_match: Mapping[str, object], payload: bytes = b"") -> list[bytes]:
-    """As ``all_gather`` of the world, where no loss or layer is at work: ``number_opened`` does not count it."""
-    payloads = all_gather(what, must_match, payload)
-    if process_groups.world_size() > 1:
-        Channel.of(None, "handshakes").opened -= 1
+def all_gather_between_steps(
+    what: str, must_match: Mapping[str, object], payload: bytes = b"", *, group: Group = None
+) -> list[bytes]:
+    """As ``all_gather``, where no loss or layer is at work: ``number_opened`` does not count it."""
+    payloads = all_gather(what, must_match, payload, group=group)
+    if process_groups.world_size(group) > 1:
+        Channel.of(group, "handshakes").opened -= 1
     return payloads
 
 
@@ -170,7 +172,9 @@ class Channel:
     def of(cls, group: Group, name: ChannelName) -> Channel:
         """Return the channel of a user's group by this name."""
         internal_groups = process_groups.internal_groups(group)
-        carrier: dist.ProcessGroup = getattr(internal_groups, name)
+        if not internal_groups.has(name):
+            all_gather_between_steps(f"the group of {name}", {}, group=group)  # all ranks come to make it
+        carrier = internal_groups.get(name)
         key = cls, carrier  # where two names share a group, they share its handshakes
         if key not in internal_groups.notes:
             internal_groups.notes[key] = cls(carrier, len(internal_groups.ranks))

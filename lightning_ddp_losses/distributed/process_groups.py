@@ -1,7 +1,8 @@
 """The only place that asks torch.distributed for ranks, and the owner of our process groups.
 
-Ours never meet the model's collectives: a user's group (or the world) gets groups of ours, made together at first use, so that ranks
-at different places of the program still create the same ones. Without torch.distributed the world is one process of rank 0.
+Ours never meet the model's collectives: a user's group (or the world) gets groups of ours. That of handshakes is made where ranks first
+ask for it, each other one where it is first used: after a handshake, in which all ranks have said that they are at this place. Without
+torch.distributed the world is one process of rank 0.
 
 What lies on an accelerator travels on the user's own group. Kernels of two communicators of NCCL that two ranks launch in another order
 wait for each other for ever; those of one communicator run in the order of their launches. That order is one on all ranks: forward and
@@ -9,8 +10,19 @@ the reductions after backward launch from the user's thread, each after a handsh
 place. Backward launches from autograd's thread of the device, one for DDP's buckets, which leave in their fixed order, and for ours,
 which leave in the order of the graph; both orders follow from the forward that the ranks have agreed on.
 
-Each of our four gloo groups keeps a connection to every other rank: 4 (W - 1) open files per rank beside the world's own, 252 at W = 64
-and 4,092 at W = 1024, where ``ulimit -n`` must allow for that.
+gloo connects each rank of a group with every other one when the group is made, so a group is W - 1 open files per rank beside the world's
+own, and a handshake is one exchange between all of them. Fewer than one group of handshakes, as ranks per node + nodes would be, could be
+had with a tree of groups only, where a message of each handshake passes several ranks one after the other. The groups cannot be fewer than
+their uses: a rank that failed sends its error in a handshake while its peers stand in a payload or a check, and sizes that differ in one
+group end the process. ``ulimit -n`` must allow for:
+
+| open files of ours per rank | groups | W = 64 | W = 1024 |
+|---|---|---|---|
+| accelerators, without checks | handshakes | 63 | 1,023 |
+| accelerators, with ``DDPChecks`` | and checks | 126 | 2,046 |
+| CPU, few bytes | handshakes | 63 | 1,023 |
+| CPU, payloads of any size | and host; gradients, where losses have some | 189 | 3,069 |
+| CPU, with ``DDPChecks`` | and checks | 252 | 4,092 |
 
 Measured (torch 2.13, 2026): ``new_group`` does not inherit the world's time-out; a group made by its members alone is named by how
 many groups each of them knows, so members of parts that overlap may never meet; gloo's threads can abort an interpreter that ends
@@ -23,14 +35,14 @@ import atexit
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import liveness, rendezvous
@@ -57,37 +69,83 @@ class WithProcessGroup:
         return copied
 
 
-@dataclass(frozen=True)
 class ProcessGroups:
     """Our groups over the ranks of one user group.
 
+    Args:
+        handshakes: Carries handshakes.
+        device: The user's own group where that carries tensors on an accelerator; None: ``host`` does.
+        ranks: The global ranks of the members, in group order.
+        new: Makes one more group of ours, or returns the one that serves for everything. Communication: every member comes.
+
     Attributes:
         handshakes: gloo on the CPU, for metadata on the host: every collective of losses, metrics and the strategy opens here.
-        host: gloo, for CPU tensors that follow a handshake.
-        device: the user's own group, for tensors on an accelerator; ``host`` where that is gloo.
-        gradients: gloo, for the losses' gradients on the CPU alone: they may travel while other collectives run.
-        checks: gloo, for checks alone, so that a check never meets a loss.
-        ranks: the global ranks of the members, in group order.
-        notes: what a module keeps for as long as these groups live, under a key of its own.
+        ranks: The global ranks of the members, in group order.
+        notes: What a module keeps for as long as these groups live, under a key of its own.
     """
 
-    handshakes: dist.ProcessGroup
-    host: dist.ProcessGroup
-    device: dist.ProcessGroup
-    gradients: dist.ProcessGroup
-    checks: dist.ProcessGroup
-    ranks: tuple[int, ...]
-    notes: dict[Any, Any] = field(default_factory=dict)
+    def __init__(
+        self,
+        handshakes: dist.ProcessGroup,
+        device: dist.ProcessGroup | None,
+        ranks: tuple[int, ...],
+        new: Callable[[], dist.ProcessGroup],
+    ) -> None:
+        self.handshakes, self.ranks = handshakes, ranks
+        self.notes: dict[Any, Any] = {}
+        self._device, self._new = device, new
+        self._made: dict[str, dist.ProcessGroup] = {"handshakes": handshakes}
+
+    @property
+    def host(self) -> dist.ProcessGroup:
+        """The group, of gloo, for CPU tensors that follow a handshake; made at first use."""
+        return self.get("host")
+
+    @property
+    def gradients(self) -> dist.ProcessGroup:
+        """The group, of gloo, for the losses' gradients on the CPU alone: they may travel while others run. Made at first use."""
+        return self.get("gradients")
+
+    @property
+    def checks(self) -> dist.ProcessGroup:
+        """The group, of gloo, for checks alone, so that a check never meets a loss; made at first use, after a handshake."""
+        return self.get("checks")
+
+    @property
+    def device(self) -> dist.ProcessGroup:
+        """The user's own group, for tensors on an accelerator; ``host`` where that is gloo."""
+        return self.host if self._device is None else self._device
+
+    def get(self, name: str) -> dist.ProcessGroup:
+        """Return one of them by name.
+
+        Communication: at first use a rendezvous through the store, to which every member comes: what uses a group follows a handshake.
+        """
+        if name not in self._made:
+            self._made[name] = self._new()
+        return self._made[name]
+
+    def has(self, name: str) -> bool:
+        """Say whether this one has been made."""
+        return name in self._made
+
+    def made(self) -> set[dist.ProcessGroup]:
+        """Return those that there are."""
+        return set(self._made.values())
 
     def warm_up(self, device: torch.device) -> None:
-        """Let all members meet once on the group that carries tensors of this device, before some of them send messages to each other.
+        """Let all members meet on the group that carries tensors of this device, before some of them send messages to each other.
 
-        NCCL wants every rank of a group in the group's first call, also where that is a batch of messages; a rank without rows sends none.
+        A group is made by all of its members, and NCCL wants every rank of a group in the group's first call, also where that is a batch
+        of messages; a rank without rows sends none.
 
-        Communication: at first use on an accelerator, one all-reduce of one element; every member must take part.
+        Communication: at first use the making of the group, and on an accelerator one all-reduce of one element; every member must
+            take part.
         """
         key = "warm", device
-        if device.type != "cpu" and key not in self.notes:
+        if device.type == "cpu":
+            self.get("host")
+        elif key not in self.notes:
             self.notes[key] = True
             dist.all_reduce(torch.zeros(1, device=device), group=self.device)
 
@@ -96,6 +154,7 @@ class ProcessGroups:
         return self.host if tensor.device.type == "cpu" else self.device
 
 
+_NAMES = ("handshakes", "host", "gradients", "checks")
 _AVAILABLE = dist.is_available()
 _groups_by_ranks: dict[tuple[int, ...], ProcessGroups] = {}
 _groups_by_group: dict[Group, ProcessGroups] = {}
@@ -161,9 +220,10 @@ def subgroup_of_size(size: int) -> Group:
 def internal_groups(group: Group = None) -> ProcessGroups:
     """Return our groups over the members of ``group``, which are made at first use.
 
-    Communication: at first use only, four rendezvous through the store, and under NCCL a gather of small objects; every member must take
-        part. Where ``torchrun``'s agent holds the store of a world that our strategy has not started, a roll call through it comes first
-        (``rendezvous``). A gloo group that is a part of the world serves for everything itself.
+    Communication: at first use only, a rendezvous through the store, and under NCCL a gather of small objects; every member must take
+        part. Each other group is made where it is used first. Where ``torchrun``'s agent holds the store of a world that our strategy
+        has not started, a roll call through it comes before each (``rendezvous``). A gloo group that is a part of the world serves for
+        everything itself.
     """
     global _close_registered  # noqa: PLW0603 - once per process
     _forget_former_world()
@@ -177,6 +237,11 @@ def internal_groups(group: Group = None) -> ProcessGroups:
         _groups_by_ranks[ranks] = _make(ranks, group)
     _groups_by_group[group] = _groups_by_ranks[ranks]
     return _groups_by_group[group]
+
+
+def connections(world_size: int) -> int:
+    """Return how many open files of a rank our groups over a world are, where each of them has been used."""
+    return len(_NAMES) * (world_size - 1)
 
 
 def replica_group(group: Group) -> Group:
@@ -199,8 +264,7 @@ def replica_group(group: Group) -> Group:
     _forget_former_world()  # a part of one rank has met nobody before, so nothing else has asked
     ranks = tuple(dist.get_process_group_ranks(group))
     if ranks not in _replica_groups:
-        everyone: list[tuple[int, ...]] = [()] * world_size()
-        dist.all_gather_object(everyone, ranks, group=internal_groups().handshakes)
+        everyone = [tuple(found) for found in _gather_values(ranks, internal_groups().handshakes)]
         parts = sorted(set(everyone))
         members_of_parts = sorted(itertools.chain.from_iterable(parts))
         if members_of_parts != list(range(world_size())) or len({len(part) for part in parts}) > 1:
@@ -234,31 +298,49 @@ def _make(ranks: tuple[int, ...], group: Group) -> ProcessGroups:
         # the rest of the world is not here to make new groups, and torch names a group made by its members alone by how
         # many each of them knows: where parts of the world overlap, the names part and the members never meet
         assert group is not None
-        return ProcessGroups(group, group, group, group, group, ranks)
+        user_group = group
+        ours = ProcessGroups(group, None, ranks, lambda: user_group)
+        for name in _NAMES:
+            ours.get(name)  # nothing is made
+        return ours
 
     timeout = _timeout or compat.group_timeout(group if group is not None else dist.group.WORLD)
 
     def new() -> dist.ProcessGroup:
-        made: dist.ProcessGroup = dist.new_group(
-            None if is_world else list(ranks),
-            timeout=timeout,
-            backend="gloo",
-            # members of a part of the world must not wait for the rest of it
-            use_local_synchronization=not is_world,
-        )
+        with _new_groups(ranks):
+            made: dist.ProcessGroup = dist.new_group(
+                None if is_world else list(ranks),
+                timeout=timeout,
+                backend="gloo",
+                # members of a part of the world must not wait for the rest of it
+                use_local_synchronization=not is_world,
+            )
         return made
 
-    # every rank makes them in this order
-    with _new_groups(ranks):
-        handshakes, host, gradients, checks = new(), new(), new(), new()
-    device = group if group is not None else dist.group.WORLD
-    assert device is not None
+    ours = ProcessGroups(new(), None if only_gloo else group or dist.group.WORLD, ranks, new)
+    if not is_world:
+        # torch names it by how many groups a rank knows, and later on a member of other parts might know more; a part has no
+        # use for the others
+        ours.get("host")
     if dist.get_backend(group) == "nccl":
-        _refuse_shared_device(handshakes, len(ranks))
-    return ProcessGroups(handshakes, host, host if only_gloo else device, gradients, checks, ranks)
+        _refuse_shared_device(ours.handshakes)
+    return ours
 
 
-def _refuse_shared_device(handshakes: dist.ProcessGroup, world_size: int) -> None:
+def _gather_values(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return every rank's plain value in rank order; as JSON, since torch's gather of objects unpickles what peers send."""
+    data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
+    # 1. how long each is
+    sizes = torch.empty(group.size(), dtype=torch.int64)
+    dist.all_gather(list(torch.split(sizes, 1)), torch.tensor([len(data)]), group=group)
+    # 2. as many bytes of each as the longest has
+    padded = nn.functional.pad(data, (0, int(sizes.max()) - len(data)))
+    texts = torch.empty(group.size(), len(padded), dtype=torch.uint8)
+    dist.all_gather(list(texts), padded, group=group)
+    return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes.tolist(), strict=True)]
+
+
+def _refuse_shared_device(handshakes: dist.ProcessGroup) -> None:
     """Refuse two ranks of NCCL on one device, which it takes for a fault on those and waits over on the others.
 
     Raises:
@@ -271,9 +353,7 @@ def _refuse_shared_device(handshakes: dist.ProcessGroup, world_size: int) -> Non
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-    everyone: list[str | None] = [None] * world_size
-    dist.all_gather_object(everyone, rendezvous.nccl_device("nccl", device), group=handshakes)
-    error = rendezvous.shared_device_error(everyone)
+    error = rendezvous.shared_device_error(_gather_values(rendezvous.nccl_device("nccl", device), handshakes))
     if error is not None:
         error.collective = True
         raise error
@@ -314,10 +394,9 @@ def close(*, world: bool = False) -> None:
     global _world  # noqa: PLW0603 - the cache goes with the groups
     if is_distributed() and dist.group.WORLD is _world:
         for ours in _groups_by_ranks.values():
-            made = {ours.handshakes, ours.host, ours.gradients, ours.checks}
-            if len(made) == 1:
-                continue  # the user's own; that of devices always is
-            for group in made:
+            for group in ours.made() - set(
+                _groups_by_group
+            ):  # a gloo group that serves for everything is the user's own
                 # a peer that died before us has taken its side of the connection along
                 with contextlib.suppress(RuntimeError, ValueError, AssertionError):
                     dist.destroy_process_group(group)

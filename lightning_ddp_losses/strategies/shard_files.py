@@ -362,6 +362,8 @@ def assemble(part: Tensor, shard: ClassShard, owners: Owners, receiver: int = 0)
     Communication: each rank sends its part to the receiver.
     """
     shape, rank = shard.whole_shape(part), process_groups.rank()
+    if len(owners) > 1:
+        process_groups.internal_groups().warm_up(part.device)  # before two of all ranks need their group
     device = part.device if rank == receiver else torch.device("meta")
     with torch.inference_mode(False), torch.no_grad():  # also in validation: who writes to it later can be told
         whole = torch.empty(shape, dtype=part.dtype, device=device)

@@ -124,6 +124,7 @@ def test_the_doctor_finds_two_ranks_equal_to_one_process() -> None:
         assert f"{name} " in text
         assert importlib.metadata.version(name) in text
     assert all(word in text for word in ("Python", "gloo", "interfaces", "ddp_losses_fork", "cores"))
+    assert "at most 252 at 64 ranks, 4,092 at 1,024 ranks" in text
 
 
 def test_the_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,15 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.distributed import process_groups, rendezvous
+from lightning_ddp_losses.distributed import handshake, process_groups, rendezvous
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
-from lightning_ddp_losses.distributed.raw_collectives import Ring
+from lightning_ddp_losses.distributed.raw_collectives import Ring, start_mean
+from lightning_ddp_losses.distributed.shard import ClassShard
+from lightning_ddp_losses.strategies.shard_files import assemble
+from tests.lightning_ranks import make_trainer
 from tests.processes import run_python
 from tests.rank_pool import RankPool
+from tests.strategies.jobs import Job, loader
 
 
 def ranks_and_sizes() -> tuple[bool, int, int]:
@@ -130,26 +135,89 @@ def reset_timeout() -> None:
     process_groups.set_timeout(None)
 
 
-def connections_of_ours() -> int:
-    """How many sockets of this process our groups have opened."""
+def sockets() -> int:
+    """How many sockets this process has open, once those of a former world have been closed."""
+    counts = [-1]
+    while len(counts) < 10 or len(set(counts[-10:])) > 1:
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        counts.append(sum(os.readlink(link).startswith("socket:") for link in links if os.path.lexists(link)))
+        time.sleep(0.01)
+    return counts[-1]
 
-    def sockets() -> int:
-        opened = Path("/proc/self/fd").iterdir()
-        return sum(link.is_symlink() and os.readlink(link).startswith("socket:") for link in opened)
 
+def connections_of_ours() -> list[int]:
+    """How many sockets of this process our groups have opened, after each use of a group that was not used before."""
+    process_groups.close()  # those of a former world
     dist.barrier()  # the world has its own
-    before = sockets()
-    process_groups.internal_groups()
-    all_gather_with_grad(torch.ones(1))
-    dist.barrier()
-    return sockets() - before
+    before, counts = sockets(), []
+    uses = (
+        process_groups.internal_groups,
+        lambda: handshake.all_gather("a handshake", {}, b"few bytes"),
+        lambda: all_gather_with_grad(torch.ones(1)),
+        lambda: start_mean(torch.ones(1))(),
+        lambda: handshake.all_gather("a check", {}, channel="checks"),
+    )
+    for use in uses:
+        use()
+        dist.barrier()
+        counts.append(sockets() - before)
+    return counts
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_our_groups_keep_four_connections_to_each_peer(pool: RankPool, world_size: int) -> None:
-    counts = pool.run(world_size, connections_of_ours, fresh=True)
-    # and each group a socket at which it listens
-    assert max(counts) <= 4 * (world_size - 1) + 4, counts
+def test_a_group_is_made_where_it_is_used_first(pool: RankPool, world_size: int) -> None:
+    for counts in pool.run(world_size, connections_of_ours, fresh=True):
+        # a connection to each peer, and a socket at which the group listens
+        most = [groups * world_size for groups in (1, 1, 2, 3, 4)]
+        assert all(count <= limit for count, limit in zip(counts, most, strict=True)), counts
+        assert counts[0] == counts[1] < counts[2] < counts[3] < counts[4]
+
+
+def connections_of_a_fit(strategies: list[str]) -> list[int]:
+    """How many sockets a fit under each strategy leaves open in this process, beyond those of the world."""
+    process_groups.close()  # those of a former world
+    dist.barrier()
+    before, counts = sockets(), []
+    for strategy in strategies:
+        make_trainer(strategy, max_steps=2).fit(Job(), loader(dist.get_world_size(), dist.get_rank()))
+        dist.barrier()
+        counts.append(sockets() - before)
+    process_groups.set_timeout(None)  # the strategy's
+    return counts
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_fit_opens_as_many_files_as_its_groups_have_members(pool: RankPool, world_size: int) -> None:
+    for plain, ours in pool.run(world_size, connections_of_a_fit, ["ddp", "ddp_losses"], fresh=True):
+        # handshakes, what is broadcast at the start, gradients of the loss; no group for checks
+        assert world_size <= ours - plain <= 3 * world_size, (plain, ours)
+
+
+def whole_of_two_blocks() -> list[float] | None:
+    """Two ranks of three send each other a message in a group that nobody has used: the third comes to make it."""
+    blocks = [ClassShard.of_rank(2, 2, rank) for rank in (0, 1)]
+    rank = dist.get_rank()
+    shard = ClassShard.of_rank(2, 2, rank)
+    part = torch.full((shard.classes,), float(rank))
+    whole = assemble(part, shard, [*enumerate(blocks)])
+    return whole.tolist() if rank == 0 else None
+
+
+def test_two_ranks_send_messages_in_a_group_that_all_have_made(pool: RankPool) -> None:
+    assert pool.run(3, whole_of_two_blocks, fresh=True) == [[0.0, 1.0], None, None]
+
+
+def one_rank_checks() -> None:
+    if dist.get_rank() == 0:
+        handshake.all_gather("a check", {}, channel="checks")
+    else:
+        all_gather_with_grad(torch.ones(1))
+
+
+def test_a_rank_that_does_not_come_to_make_a_group_is_an_error_on_all(pool: RankPool) -> None:
+    errors = pool.errors(2, one_rank_checks, fresh=True)
+    assert {error.type for error in errors} == {"RankMismatchError"}
+    assert "the group of checks" in errors[0].message == errors[1].message
 
 
 # ---------------------------------------------------------------------- a world of NCCL, as far as arguments can say
@@ -195,7 +263,7 @@ def make_groups_of_nccl(devices: list[str]) -> list[tuple[str, float]]:
 
 
 def test_under_nccl_our_groups_are_gloos_with_its_time_out_and_devices_share_the_models(pool: RankPool) -> None:
-    assert pool.run(2, make_groups_of_nccl, ["GPU 0", "GPU 1"], fresh=True) == [[("gloo", 33.0)] * 4] * 2
+    assert pool.run(2, make_groups_of_nccl, ["GPU 0", "GPU 1"], fresh=True) == [[("gloo", 33.0)]] * 2
 
 
 def test_two_ranks_of_nccl_on_one_device_are_an_error_on_every_rank(pool: RankPool) -> None:
