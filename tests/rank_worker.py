@@ -130,9 +130,9 @@ def _leave_group() -> None:
         dist.destroy_process_group()  # all groups that were made under it too
         # what DTensor remembers of a mesh names groups of this world
         if "torch.distributed.tensor" in sys.modules:
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+            from torch.distributed.tensor import debug
 
-            _clear_sharding_prop_cache()
+            getattr(debug, "_clear_sharding_prop_cache", lambda: None)()  # not in every release
 
 
 def _call(task: Task) -> Any:
