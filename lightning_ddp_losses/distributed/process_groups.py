@@ -181,8 +181,25 @@ def world_size(group: Group = None) -> int:
     """Return the number of processes in ``group`` (None: the world); 1 without torch.distributed."""
     world = _default()
     if world is None:
+        _refuse_foreign_group(group)
         return 1
     return world.size() if group is None else dist.get_world_size(group)
+
+
+def _refuse_foreign_group(group: Group) -> None:
+    """Refuse a group that ``torch.distributed`` has not made, as torchft's: nobody knows its ranks, and its size may change.
+
+    Raises:
+        ConfigurationError: naming its class.
+    """
+    if group is not None and type(group) is not dist.ProcessGroup:
+        raise ConfigurationError(
+            "group",
+            expected="a group that torch.distributed.new_group has made, whose ranks stay",
+            got=type(group).__name__,
+            fix="Leave group= out: the loss is then over the ranks of this replica's world, and torchft's DistributedDataParallel takes "
+            "the mean of the gradients over the replicas.",
+        )
 
 
 def _default() -> Group:
@@ -229,6 +246,7 @@ def internal_groups(group: Group = None) -> ProcessGroups:
     _forget_former_world()
     if group in _groups_by_group:
         return _groups_by_group[group]
+    _refuse_foreign_group(group)
     ranks = tuple(dist.get_process_group_ranks(group if group is not None else _world))
     if ranks not in _groups_by_ranks:
         if not _close_registered:

@@ -220,6 +220,28 @@ def test_a_rank_that_does_not_come_to_make_a_group_is_an_error_on_all(pool: Rank
     assert "the group of checks" in errors[0].message == errors[1].message
 
 
+class Managed(dist.ProcessGroup):
+    """As torchft's: not of torch.distributed's making, and of a size of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+
+    def size(self) -> int:
+        return 2
+
+
+def gather_in_a_managed_group() -> None:
+    all_gather_with_grad(torch.ones(2), group=Managed())
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_group_that_torch_has_not_made_is_refused(pool: RankPool, distributed: bool) -> None:
+    (error,) = pool.errors(1, gather_in_a_managed_group, distributed=distributed)
+    assert error.type == "ConfigurationError"
+    assert "got Managed" in error.message
+    assert "mean of the gradients over the replicas" in error.message
+
+
 # ---------------------------------------------------------------------- a world of NCCL, as far as arguments can say
 
 
