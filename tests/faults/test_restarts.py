@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.processes import ROOT, run_python
 
@@ -116,3 +117,69 @@ def test_a_fit_of_the_strategy_is_restarted_by_torchrun(tmp_path: Path, backend:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("done")) == ["done 2 0 3", "done 2 1 3"]
+
+
+RESUMING = """
+import os, signal, sys
+from datetime import timedelta
+import torch
+from torch import nn
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from pytorch_metric_learning.losses import ArcFaceLoss
+from lightning_ddp_losses import DDPLossStrategy
+
+folder, is_killed = sys.argv[1], sys.argv[2] == "killed"
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.3), nn.Linear(6, 4))
+        self.loss = ArcFaceLoss(5, 4)
+
+    def training_step(self, batch, number):
+        if is_killed and attempt == 0 and self.global_rank == 1 and self.global_step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.loss(self.encoder(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 0.01)
+
+torch.manual_seed(3)
+module = Module()
+data = torch.utils.data.TensorDataset(torch.arange(96.0).sin().view(12, 8), torch.arange(12) % 5)
+torch.manual_seed(7 + int(os.environ["RANK"]))  # ranks draw different masks
+saving = ModelCheckpoint(folder, save_last=True, every_n_train_steps=1)
+trainer = Trainer(
+    accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
+    callbacks=[saving], strategy=DDPLossStrategy(use_global_sampler=True, timeout=timedelta(seconds=240)),
+)
+began = []
+module.on_train_start = lambda: began.append(trainer.global_step)
+trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2, shuffle=True), ckpt_path="last")
+torch.save(module.state_dict(), f"{folder}/state-{trainer.global_rank}")
+print("done", attempt, trainer.global_rank, *began, trainer.global_step, flush=True)
+"""
+
+
+def run_resuming(folder: Path, how: str) -> list[str]:
+    """What the ranks say in the end, under an agent that starts them once more when one dies."""
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(RESUMING)
+    done = run_python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"),
+        *("--monitor-interval", "0.1", str(script), str(folder), how),
+        seconds=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("done"))
+
+
+def test_a_fit_that_is_restarted_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    assert run_resuming(tmp_path / "killed", "killed") == ["done 1 0 4 6", "done 1 1 4 6"]
+    assert run_resuming(tmp_path / "undisturbed", "not") == ["done 0 0 0 6", "done 0 1 0 6"]
+    for rank in (0, 1):
+        states = [torch.load(tmp_path / how / f"state-{rank}", weights_only=True) for how in ("killed", "undisturbed")]
+        assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
