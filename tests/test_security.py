@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import collections
 import os
 import pickle
@@ -12,8 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_ddp_losses import InputError
 from lightning_ddp_losses.audit import api
@@ -22,6 +25,11 @@ from lightning_ddp_losses.cli import app
 from lightning_ddp_losses.cli.explain import find_page
 from lightning_ddp_losses.core import safe_payload
 from lightning_ddp_losses.distributed import rendezvous
+from tests.rank_pool import RankPool
+from tests.strategies import test_loader_states as loader_states
+from tests.strategies.test_calls import assert_same_error
+from tests.strategies.test_resuming import AFTER
+from tests.strategies.test_uneven_ends import Rows, batches_of, stream, train
 
 
 class Point(NamedTuple):
@@ -45,6 +53,109 @@ def test_a_message_holds_containers_and_named_tuples() -> None:
     found = safe_payload.unpack(safe_payload.pack(nest))
     assert type(found["c"]["d"]) is Point
     assert torch.equal(found["a"][0], nest["a"][0])  # type: ignore[index]
+
+
+def test_a_message_holds_arrays_and_numbers_of_numpy() -> None:
+    arrays = {str(dtype): np.arange(3).astype(dtype) for dtype in ("f2", "f8", "i4", "u1", "?", "U3")}
+    nest = {**arrays, "number": np.float64(0.5), "random": np.random.RandomState(1).get_state()}
+    found = safe_payload.unpack(safe_payload.pack(nest))
+    assert all(np.array_equal(found[key], array) and found[key].dtype == array.dtype for key, array in arrays.items())
+    assert found["number"] == 0.5
+    assert np.array_equal(found["random"][1], nest["random"][1])
+
+
+def test_an_array_of_objects_with_a_program_in_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(pickle.UnpicklingError):
+        safe_payload.unpack(safe_payload.pack(np.array([RunsSomething()], dtype=object)))
+    assert list(tmp_path.iterdir()) == []
+
+
+class OfTheUser:
+    """A class that does nothing bad, which nobody can know."""
+
+
+def test_a_users_own_value_is_refused_where_it_is_made_and_can_be_allowed() -> None:
+    with pytest.raises(InputError, match=r"the batch: expected tensors.*\.OfTheUser"):
+        safe_payload.pack_readable([OfTheUser()], "the batch")
+    with pytest.raises(InputError, match="add_safe_globals"):
+        safe_payload.pack_readable([lambda: None], "the batch")
+    with torch.serialization.safe_globals([OfTheUser]):
+        payload = safe_payload.pack_readable([OfTheUser()], "the batch")
+        assert type(safe_payload.unpack_from(payload, "the batch", 1)[0]) is OfTheUser
+
+
+class Plants:
+    """Makes a folder where a pickle of it is read."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (self.folder,)
+
+
+def receive_planted(folder: str, fit: Callable[..., Any], *args: Any) -> None:
+    """Train where rank 0 sends what it likes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            planted = safe_payload.pack(Plants(folder))
+            patch.setattr(safe_payload, "pack_readable", lambda *args: planted)
+        fit(*args)
+
+
+def join_without_batches(rank: int) -> Any:
+    """Rank 1 never has a batch, and hears from rank 0 how one looks."""
+    return stream(batches_of([(2,), ()])[rank])
+
+
+WAYS: dict[str, tuple[Any, ...]] = {
+    "structure": (train, Rows, join_without_batches, "join"),
+    "states": (loader_states.fit, "data set", (AFTER, 1), "{folder}/saved.ckpt", None),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_peer_plants_is_not_run(pool: RankPool, tmp_path: Path, way: str) -> None:
+    arguments = [part.format(folder=tmp_path) if isinstance(part, str) else part for part in WAYS[way]]
+    errors = pool.errors(2, receive_planted, str(tmp_path / "was-run"), *arguments)
+    assert all(error.is_a("DDPLossError") and not error.timed_out for error in errors), errors
+    for error in errors:
+        assert all(word in error.message for word in (f"{way} of", "from rank 0", "mkdir")), error.message
+    assert list(tmp_path.iterdir()) == []
+
+
+class OfTheUsersState(loader_states.Rows):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": OfTheUser()} if dist.get_rank() == 1 else super().state_dict()
+
+
+def fit_with_own_state(folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(loader_states.KINDS, "of the user", lambda: loader_states.Two(OfTheUsersState()))
+        loader_states.fit("of the user", (AFTER, 1), f"{folder}/saved.ckpt", None)
+
+
+def test_a_state_that_others_could_not_read_is_refused_before_training(pool: RankPool, tmp_path: Path) -> None:
+    errors = pool.errors(2, fit_with_own_state, str(tmp_path))
+    assert_same_error(errors, "loaders with a state of their own", "test_security.OfTheUser", "add_safe_globals")
+    assert list(tmp_path.iterdir()) == []
+
+
+UNPICKLING = {"loads", "Unpickler", "all_gather_object", "gather_object", "broadcast_object_list", "recv_object_list"}
+
+
+def test_nothing_is_unpickled_but_a_batch_of_an_audit() -> None:
+    """Each name in the package that unpickles, by file: that one reads a file of this user's alone (``refuse_foreign_file``)."""
+    package = Path(safe_payload.__file__).parents[1]
+    found = []
+    for path in package.rglob("*.py"):
+        attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+        for node in attributes:
+            module = node.value.id if isinstance(node.value, ast.Name) else ""
+            if (node.attr in UNPICKLING and module != "json") or (module, node.attr) == ("pickle", "load"):
+                found.append(f"{path.relative_to(package).as_posix()} {module}.{node.attr}")
+    assert found == ["audit/replay.py pickle.load"]
 
 
 def test_a_batch_that_another_user_could_have_written_is_refused(tmp_path: Path) -> None:

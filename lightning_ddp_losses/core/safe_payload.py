@@ -1,21 +1,30 @@
 """Values that other processes have made, as bytes: read without running what is in them.
 
-``torch.load`` with ``weights_only`` knows tensors, plain values and containers. Named tuples and dataclasses of modules that this process
-has imported are made too: they hold values and run nothing. Any other class is refused. (A pickle may run anything when it is read.)
+``torch.load`` with ``weights_only`` knows tensors, plain values and containers. numpy's arrays and numbers, and named tuples and
+dataclasses of modules that this process has imported, are made too: they hold values and run nothing. Any other class is refused. (A
+pickle may run anything when it is read.) Who trusts a class of theirs says so on every rank, with
+``torch.serialization.add_safe_globals([Class])``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import sys
 from typing import Any
 
 import torch
 
+from lightning_ddp_losses.errors import InputError, PeerError
+
+_READABLE = "tensors, arrays and plain values in dicts, lists, tuples, named tuples and dataclasses"
+_NUMPY_PARTS = re.compile(r"numpy\.(ndarray|dtype|_?core\.multiarray\.(_reconstruct|scalar))")
+"""What a pickle of an array or a number of numpy names: it fills memory with bytes, and runs nothing."""
+
 
 def pack(value: Any) -> bytes:
-    """Return a value as bytes: tensors, plain values, containers of such."""
+    """Return a value as bytes: tensors, arrays, plain values, containers of such."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -27,10 +36,70 @@ def unpack(payload: bytes) -> Any:
     Raises:
         pickle.UnpicklingError: for a class that could do something when it is made.
     """
-    named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(payload))
-    found = [_imported(name) for name in named]
-    with torch.serialization.safe_globals([cls for cls in found if _is_record(cls)]):
+    allowed = _numpy_dtypes()
+    for name in torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(payload)):
+        found = _imported(name)
+        if _NUMPY_PARTS.fullmatch(name) or _is_record(found):
+            allowed.append(found)
+    with torch.serialization.safe_globals(allowed):
         return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+
+
+def pack_readable(value: Any, what: str) -> bytes:
+    """Return a value of the user's program as bytes that every rank will read.
+
+    Args:
+        value: The value.
+        what: It is, for the message.
+
+    Raises:
+        InputError: naming what in it the other ranks would refuse, or what cannot be sent.
+    """
+    try:
+        payload = pack(value)
+        unpack(payload)
+    except Exception as error:  # whatever a class does when it is pickled
+        raise InputError(
+            what,
+            expected=f"{_READABLE}, which other ranks read without running anything",
+            got=_reason(error),
+            fix="Make it of such values (a state_dict of numbers, a batch of tensors in a dict). Where you trust the class, say so on "
+            "every rank, before the fit: torch.serialization.add_safe_globals([TheClass]).",
+        ) from error
+    return payload
+
+
+def unpack_from(payload: bytes, what: str, rank: int) -> Any:
+    """Return what ``pack_readable`` was given on another rank.
+
+    Raises:
+        PeerError: for what could run something, or is damaged; nothing of it is run.
+    """
+    try:
+        return unpack(payload)
+    except Exception as error:
+        raise PeerError(
+            f"{what}, from rank {rank}",
+            expected=_READABLE,
+            got=_reason(error),
+            fix="No rank of this package sends that: look at who can reach the run's ports (`ddp-losses explain security`).",
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error of ``torch.load`` says was refused, without its advice; of another error the first line."""
+    text = str(error)
+    refused = re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text)
+    if refused is not None:
+        return refused[1]
+    lines = text.splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def _numpy_dtypes() -> list[Any]:
+    """Return the classes of numpy's dtypes, whose instances a pickle fills; none where numpy is not loaded."""
+    dtypes = getattr(sys.modules.get("numpy"), "dtypes", None)
+    return [cls for cls in vars(dtypes).values() if isinstance(cls, type)] if dtypes is not None else []
 
 
 def _imported(name: str) -> Any:

@@ -19,7 +19,6 @@ Legend: ``W`` ranks, ``k`` batches of an epoch.
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,9 +27,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import compat, safe_payload
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.errors import InputError, PeerError
 from lightning_ddp_losses.samplers.global_batch import draw_of
 from lightning_ddp_losses.strategies.random_states import iterator_follows
 from lightning_ddp_losses.strategies.sampler_places import TrainedBatches, rewound, trained_batches
@@ -96,14 +95,11 @@ class LoaderStates:
         if together:
             own = combined.note_now() if at_end else combined.note_at(trained.batches)
             facts = {"loaders": [type(holder).__name__ for holder in combined.holders()]}
-            payloads = handshake.all_gather(
-                "states of training loaders in a checkpoint", facts, pickle.dumps(own), of_user=True
-            )
-            ranks = [_StateNote(*pickle.loads(payload)) for payload in payloads]
+            ranks = _states_of_all_ranks(own, facts)
         saved = {
             **trained._asdict(),
             "at_end": at_end,
-            "states": [pickle.loads(note.states) for note in ranks],
+            "states": [note.states for note in ranks],
             "ended": [note.ended for note in ranks],
         }
         return {**checkpoint, LOADER_STATES: saved}
@@ -189,12 +185,26 @@ class _StateNote(NamedTuple):
     """What one rank's training loaders say before a fetch.
 
     Attributes:
-        states: Of each loader that has one, pickled: a state may hold what the loader goes on to change.
+        states: Of each loader that has one, a copy: a state may hold what the loader goes on to change.
         ended: Of each loader, whether this rank has run out of it.
     """
 
-    states: bytes
+    states: list[Any]
     ended: list[bool]
+
+
+def _states_of_all_ranks(own: _StateNote, facts: Mapping[str, object]) -> list[_StateNote]:
+    """Return what every rank noted. Communication: one handshake, as long as the states."""
+    what = "states of training loaders in a checkpoint"
+    try:
+        payload = safe_payload.pack_readable(tuple(own), _TITLE)
+    except InputError as error:
+        handshake.raise_in_all_groups(error, what)
+    payloads = handshake.all_gather(what, facts, payload, of_user=True)
+    try:
+        return [_StateNote(*safe_payload.unpack_from(payload, what, rank)) for rank, payload in enumerate(payloads)]
+    except PeerError as error:
+        handshake.raise_in_all_groups(error, what)
 
 
 class _NotingLoader(CombinedLoader):
@@ -218,6 +228,7 @@ class _NotingLoader(CombinedLoader):
             stream.has_ended = has_ended
         self._place, self.notes = self.states.trained(), {}
         self._note()
+        self._refuse_unreadable()
         return self
 
     def __len__(self) -> int:
@@ -238,7 +249,7 @@ class _NotingLoader(CombinedLoader):
 
     def note_now(self) -> _StateNote:
         """Read the states as they are."""
-        states = pickle.dumps([holder.state_dict() for holder in self.holders()])
+        states = copy.deepcopy([holder.state_dict() for holder in self.holders()])
         return _StateNote(states, [stream.has_ended for stream in self._ending_streams()])
 
     def note_at(self, place: int) -> _StateNote:
@@ -255,6 +266,18 @@ class _NotingLoader(CombinedLoader):
                 fix="Save where a step has ended (on_train_batch_end), or at the end of an epoch.",
             )
         return self.notes[place]
+
+    def _refuse_unreadable(self) -> None:
+        """Refuse a state that could not be saved, before anything is trained.
+
+        Raises:
+            InputError: on every rank.
+        """
+        try:
+            for note in self.notes.values():
+                safe_payload.pack_readable(note.states, _TITLE)
+        except InputError as error:
+            handshake.raise_in_all_groups(error, "state_dict of a training loader")
 
     def _ending_streams(self) -> Sequence[Any]:
         return getattr(self, "_streams", ())

@@ -20,7 +20,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -31,9 +30,9 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import compat, safe_payload
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.errors import ConfigurationError, InputError, PeerError
 from lightning_ddp_losses.strategies import empty_batches
 
 WHAT = "training batches of this epoch"
@@ -46,6 +45,7 @@ MODES = ("error", "join", "stop")
 N = TypeVar("N", int, float)
 _REMEMBERED = 8  # batches: more than Lightning fetches ahead
 _FETCH = "fetching a training batch"
+_STRUCTURE = "uneven='join': the structure of a batch, for ranks that never had one"
 
 
 def refuse_uneven(uneven: object, *, is_plain_ddp: bool) -> None:
@@ -489,8 +489,8 @@ class _Stream:
     def _share_structure(self, batch: Any) -> Any:
         """Give a rank that never had a batch the structure of the peers'; every rank comes here, with its batch or None.
 
-        (A batch may be of any class, so a pickle travels here, between the ranks of one run; whoever can write into their connections could
-        run anything in them, as through torch's own collectives of objects.)
+        Raises:
+            InputError: on every rank, for a batch that other ranks could not read without running something.
 
         Communication: one handshake, with a batch of 0 rows.
         """
@@ -498,11 +498,19 @@ class _Stream:
         own = b""
         if batch is not None:
             self._keep_structure(batch)
-            own = pickle.dumps(self._empty_batch())
+            empty = self._empty_batch()
+            try:
+                own = safe_payload.pack_readable(empty, _STRUCTURE)
+            except InputError as error:
+                handshake.raise_in_all_groups(error, _FETCH)
         payloads = handshake.all_gather_between_steps("structure of a batch", {}, own)
+        first = next(rank for rank, payload in enumerate(payloads) if payload)
+        try:  # every rank reads it, so that all refuse the same one
+            shared = safe_payload.unpack_from(payloads[first], _STRUCTURE, first)
+        except PeerError as error:
+            handshake.raise_in_all_groups(error, _FETCH)
         if batch is None and not self._has_empty:
-            self._empty = pickle.loads(next(payload for payload in payloads if payload))
-            self._has_empty = True
+            self._empty, self._has_empty = shared, True
         return self._empty_batch()
 
     def _own_batch(self) -> tuple[bool, Any]:
