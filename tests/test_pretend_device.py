@@ -85,6 +85,53 @@ def test_every_case_ran(results: Results) -> None:
     assert set(names) <= set(results)
 
 
+def test_rows_labels_and_losses_apart() -> None:
+    """Whatever lies apart from the rows, of each public loss and the miner: one error that names both devices."""
+    program = """
+import torch
+from lightning_ddp_losses import InputError
+from tests.losses.harness import line_of_rows
+from tests.losses.test_devices_of_a_call import MAKE, WITHOUT_TENSORS, second_argument
+from tests.pretend_runs import join_world_of_one
+join_world_of_one()
+
+def refusal(name, place, rows, others):
+    try:
+        MAKE[name]().to(place)(rows, others)
+    except InputError as error:
+        return str(error)
+    return "no error"
+
+for name in MAKE:
+    rows, others = line_of_rows(), second_argument(name)
+    on_device = device.to_device(rows), device.to_device(others)
+    found = [refusal(name, device.name, on_device[0], others), refusal(name, device.name, rows, on_device[1])]
+    if name not in WITHOUT_TENSORS:
+        found += [refusal(name, "cpu", *on_device), refusal(name, device.name, rows, others)]
+    for text in found:
+        assert ": devices: expected" in text and "on cpu" in text and f"on {device.name}" in text, (name, text)
+print("fine")
+"""
+    assert on_device(program).strip() == "fine"
+
+
+def test_the_first_class_of_a_shard_now_and_a_call_ago() -> None:
+    program = """
+import torch
+from pytorch_metric_learning import losses
+from lightning_ddp_losses import ClassShardedLoss
+weight = torch.arange(12.0).view(4, 3)
+sharded = ClassShardedLoss(losses.ArcFaceLoss(3, 4))._sharded
+sharded.world_size = 2
+first = sharded.fingerprint(device.to_device(weight))
+other = device.to_device(weight + torch.arange(4.0)[:, None])
+assert sharded.fingerprint(other) == first
+assert sharded.fingerprint(other, at_once=True) != first
+print("fine")
+"""
+    assert on_device(program).strip() == "fine"
+
+
 def test_device_itself() -> None:
     """What a GPU refuses is refused, what makes the host wait is counted, and early readers find rubbish."""
     program = """

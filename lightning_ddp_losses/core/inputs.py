@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -133,13 +133,14 @@ def on_host(tree: Any) -> bool:
     return all(tensor.device.type == "cpu" for tensor in nests.tensors_in(tree))
 
 
-def check_devices(title: str, given: Mapping[str, Any], module: nn.Module) -> None:
+def check_devices(title: str, given: Mapping[str, Any], module: nn.Module, *, buffers: Iterable[Tensor] = ()) -> None:
     """Refuse tensors of a call that lie on several devices, or on another one than the loss.
 
     Args:
         title: How messages name the loss.
         given: Arguments of the call, by name; what is no tensor, or a tensor of one number, may lie where it will.
         module: The loss, whose parameters count.
+        buffers: Those of its buffers that must lie beside the rows too; pytorch-metric-learning moves its own.
 
     Raises:
         InputError: naming both devices.
@@ -153,10 +154,12 @@ def check_devices(title: str, given: Mapping[str, Any], module: nn.Module) -> No
         shown = ", ".join(f"{name} on {other}" for name, other in devices.items())
         fix = "Move them to the device of the encoder's output: `tensor.to(embeddings.device)`."
         _refuse(f"{title}: devices", "all tensors of a call on one device", shown, fix)
-    for parameter in precision.parameters_of(module):
-        if parameter.device != device:
+    held = [("parameter", parameter) for parameter in precision.parameters_of(module)]
+    held += [("buffer", buffer) for buffer in buffers]
+    for kind, tensor in held:
+        if tensor.device != device:
             first = next(iter(devices))
-            shown = f"{first} on {device}, a parameter {tuple(parameter.shape)} of the loss on {parameter.device}"
+            shown = f"{first} on {device}, a {kind} {tuple(tensor.shape)} of the loss on {tensor.device}"
             fix = f"Move the loss: `loss.to({str(device)!r})`, before the optimizer is made; as part of the LightningModule it moves along."
             _refuse(f"{title}: devices", "the loss on the device of its rows", shown, fix)
 

@@ -91,6 +91,9 @@ class Shardable(Protocol):
     def attach(self, optimizer: Any) -> None:
         """Let the optimizer step only what a step has touched."""
 
+    def refuse_equal_shards(self) -> None:
+        """Refuse shards that something has made equal on all ranks since the last call. Every rank of the group takes part."""
+
 
 class _ShardParameter(nn.Parameter):
     """A parameter whose tag goes along into copies: an untagged copy of a shard would be averaged away."""

@@ -10,9 +10,10 @@ wrong gradient.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,24 @@ class _PendingValue:
 
 
 _pending_values: weakref.WeakSet[_PendingValue] = weakref.WeakSet()
+_note_numbers = itertools.count()
+
+
+class _NotedGrad(NamedTuple):
+    """What came back into one value.
+
+    Attributes:
+        value: The upstream gradient; on an accelerator one that nobody has waited for.
+        copy: That, on its way to the host; None on the CPU.
+        number: Notes of all watches count up.
+    """
+
+    value: Tensor
+    copy: HostCopy | None
+    number: int
+
+    def text(self) -> str:
+        return _text(self.value if self.copy is None else self.copy.read())
 
 
 class UpstreamGradRecorder:
@@ -69,7 +88,8 @@ class UpstreamGradWatch:
     """Notes what comes back into a value that all ranks share."""
 
     def __init__(self) -> None:
-        self._noted: list[tuple[Tensor, HostCopy | None]] = []
+        self._noted: list[_NotedGrad] = []
+        self._everywhere = False
 
     def watch(self, value: Any, *, group: Group = None) -> Any:
         """Return the same value, or nest of values; the upstream gradient of each tensor will be noted.
@@ -79,6 +99,7 @@ class UpstreamGradWatch:
             group: Ranks of which one weighs it as the other; subgroups of the world may differ.
         """
         everywhere = group is None or process_groups.world_size(group) == process_groups.world_size()
+        self._everywhere = everywhere
         return nests.map_tensors(lambda tensor: self._watch(tensor, everywhere), value)
 
     def _watch(self, value: Tensor, everywhere: bool) -> Tensor:
@@ -100,14 +121,18 @@ class UpstreamGradWatch:
     def take(self) -> str:
         """Return what was noted since the last call, as text for a handshake."""
         noted, self._noted = self._noted, []
-        values = []
-        for value, copy in noted:
-            values.append(value if copy is None else copy.read())
-        return ", ".join(map(_text, values)) or "none yet"
+        return ", ".join(note.text() for note in noted) or "none yet"
+
+    def take_late(self) -> list[_NotedGrad]:
+        """Return what was noted since the last call, where the world weighs the value alike; none of it is reported again."""
+        if not self._everywhere:
+            return []
+        late, self._noted = self._noted, []
+        return late
 
     def forget(self, value: Tensor) -> bool:
         """Say whether this was noted and not taken yet; from now on it counts as taken."""
-        left = [entry for entry in self._noted if entry[0] is not value]
+        left = [note for note in self._noted if note.value is not value]
         known = len(left) < len(self._noted)
         self._noted = left
         return known
@@ -115,13 +140,14 @@ class UpstreamGradWatch:
     @eager_recursive  # a hook in backward, which a compiled step would trace
     def note(self, grad: Tensor, pending: _PendingValue | None) -> None:
         """Remember an upstream gradient without waiting for the device; of one with dimensions its sum and sum of squares."""
+        _with_late_notes.add(self)
         if grad.ndim:
             grad = torch.stack([grad.sum(), grad.square().sum()])
         if grad.device.type != "cpu":
-            self._noted.append((grad, HostCopy(grad)))
+            self._noted.append(_NotedGrad(grad, HostCopy(grad), next(_note_numbers)))
             return
         value = grad.detach().clone()
-        self._noted.append((value, None))
+        self._noted.append(_NotedGrad(value, None, next(_note_numbers)))
         if pending is not None and pending.recorder is not None:
             pending.recorder.add(self, value)
 
@@ -130,6 +156,26 @@ class UpstreamGradWatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UpstreamGradWatch, ()
+
+
+_with_late_notes: weakref.WeakSet[UpstreamGradWatch] = weakref.WeakSet()
+
+
+def forget_late_notes() -> None:
+    """Leave what was noted until now to the next calls: to be called when training begins."""
+    _with_late_notes.clear()
+
+
+def take_late_notes() -> str:
+    """Return what came back into values and was not compared since, as text for a handshake of the world: when training ends."""
+    watches = list(_with_late_notes)
+    _with_late_notes.clear()
+    notes: list[_NotedGrad] = []
+    for watch in watches:
+        notes += watch.take_late()
+    # in the order of backward, which is the same on all ranks
+    notes.sort(key=lambda note: note.number)
+    return ", ".join(note.text() for note in notes) or "none"
 
 
 class _Note(torch.autograd.Function):

@@ -461,6 +461,20 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         if self._replica_group is not None:
             raw_collectives.broadcast_([self.weight.data], group=self._replica_group)
 
+    def refuse_equal_shards(self) -> None:
+        """Refuse classes that something has broadcast, also since the last call.
+
+        Raises:
+            RankMismatchError: on every rank of the group.
+
+        Communication: one handshake.
+        """
+        if self._sharded.world_size < 2:
+            return
+        own = self._sharded.fingerprint(self.weight, at_once=True)
+        everyone = handshake.all_gather(f"{self._title}: classes", {}, own, group=self._group)
+        self._sharded.refuse_equal_shards(everyone)
+
     def _refuse_products(self, products: ProductChoice) -> None:
         """Refuse what is no choice, and tensor cores for logits that are not one product.
 
@@ -601,6 +615,10 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     def _class_logits(self, embeddings: Tensor, k: int = 0) -> ClassLogits:
         """Gather the embeddings of all ranks, for their logits with this rank's classes; ``k`` must be equal on all ranks."""
         self._check_embeddings(embeddings)
+        try:
+            inputs.check_devices(self._title, {"embeddings": embeddings}, self)
+        except DDPLossError as error:
+            handshake.raise_on_all_ranks(error, self._title, group=self._group)
         dtype = precision.compute_dtype([embeddings, self.weight])
         batches = {"embeddings": embeddings.to(dtype)}
         batch = gather_batch(f"{self._title}: logits", batches, {"k": k}, group=self._group)

@@ -219,7 +219,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         read = self._reading.next_call((args, kwargs))
         try:
             refuse_capture(self._title)
-            inputs.check_devices(self._title, {**self._by_name(args), **kwargs}, self.loss)
+            # class weights of torch's own losses
+            buffers = self.loss.buffers() if isinstance(self.loss, TORCH_LOSS_TYPES) else ()
+            inputs.check_devices(self._title, {**self._by_name(args), **kwargs}, self.loss, buffers=buffers)
             self._reading.raise_late()
             inputs.check_inputs(
                 self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True
@@ -450,11 +452,17 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
         """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""
-        return autograd_graph.run_full_precision(self, self._mine, args, kwargs)  # type: ignore[no-any-return]
-
-    def _mine(self, *args: Any, **kwargs: Any) -> GlobalTuples:
-        names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         title = f"GlobalBatchMiner({type(self.miner).__name__})"
+        names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
+        try:
+            refuse_capture(title)
+            given = by_name(title, self.miner, names, args, kwargs)
+            inputs.check_devices(title, given, self.miner)
+            return autograd_graph.run_full_precision(self, partial(self._mine, title), (), given)  # type: ignore[no-any-return]
+        except Exception as error:  # what all ranks raise alike passes through
+            handshake.raise_on_all_ranks(error, title, group=self._group)
+
+    def _mine(self, title: str, /, **given: Any) -> GlobalTuples:
         if not self._fingerprint:
             self._fingerprint = configuration_digest(self.miner)
 
@@ -462,14 +470,9 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
             must_match = {"configuration": self._fingerprint}
             return gather_batch(title, batches, must_match, extra=self._seeds.next(), group=self._group)
 
-        try:
-            refuse_capture(title)
-            given = by_name(title, self.miner, names, args, kwargs)
-            call = PMLCall(self.miner, given, gather, process_groups.rank(self._group))
-            with same_draws(self.miner, call.seed, call.batches):
-                return GlobalTuples.of(self.miner(**call.arguments), call.total_rows)
-        except Exception as error:  # what all ranks raise alike passes through
-            handshake.raise_on_all_ranks(error, title, group=self._group)
+        call = PMLCall(self.miner, given, gather, process_groups.rank(self._group))
+        with same_draws(self.miner, call.seed, call.batches):
+            return GlobalTuples.of(self.miner(**call.arguments), call.total_rows)
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -195,17 +195,18 @@ class ShardedWeight:
             )
         return self.shard.own_part(given)
 
-    def fingerprint(self, parameter: Tensor) -> bytes:
+    def fingerprint(self, parameter: Tensor, *, at_once: bool = False) -> bytes:
         """Return what this rank's first class looks like; nothing where that says nothing.
 
-        On an accelerator from the second call on: what it looked like at the call before, for which nobody waits.
+        On an accelerator from the second call on: what it looked like at the call before, for which nobody waits; unless ``at_once``.
         """
         if not self.shard.classes or self.world_size == 1:
             return b""
         row = parameter.detach().narrow(self.shard.dim, 0, 1).contiguous().view(-1)
         if parameter.device.type != "cpu":
             late, self._late_row = self._late_row, HostCopy(row)
-            row = (late or self._late_row).read()
+            copy = self._late_row if late is None or at_once else late
+            row = copy.read()
         if bool((row == row[0]).all()):
             return b""  # a constant start is the same everywhere
         return hashlib.blake2b(raw_collectives.host_bytes(row), digest_size=8).digest()

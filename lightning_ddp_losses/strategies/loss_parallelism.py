@@ -22,11 +22,12 @@ from lightning_ddp_losses.core import compat, inputs
 from lightning_ddp_losses.core.compat import attached_trainer, combined_loader, injects_distributed_sampler
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
+from lightning_ddp_losses.distributed.upstream_grad import forget_late_notes, take_late_notes
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies import ddp_setup, same_setup
 from lightning_ddp_losses.strategies.adoption import Adoption
 from lightning_ddp_losses.strategies.advice import Advice
-from lightning_ddp_losses.strategies.call_check import CallCheck
+from lightning_ddp_losses.strategies.call_check import CallCheck, refuse_other_upstream_grads
 from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
 from lightning_ddp_losses.strategies.evaluation_ends import EvaluationEnds
 from lightning_ddp_losses.strategies.evaluation_loaders import EvaluationLoaders, refuse_evaluation
@@ -321,6 +322,7 @@ class LossParallelism:
 
     def on_train_start(self) -> None:
         """Make sure that all samplers stand where the checkpoint says, and random numbers go on."""
+        forget_late_notes()
         with self.raise_on_all_ranks("on_train_start"):
             self._places.start(self.module.trainer, keeps_state=state_holder)
             self._loader_states.start(self.module.trainer)
@@ -459,13 +461,18 @@ class LossParallelism:
     # ------------------------------------------------------------------ end
 
     def on_train_end(self) -> None:
-        """Look at what the last step left on an accelerator. Communication: there one handshake."""
+        """Look at what the last step left and no later call will read.
+
+        Communication: one handshake, and one for each loss with class shards.
+        """
         liveness.end_run()
-        if self.is_plain or inputs.on_host(torch.empty(0, device=self._strategy.root_device)):
+        if self.is_plain:
             return
         with self.raise_on_all_ranks("the end of training"):
             inputs.raise_late_values()
-        handshake.all_gather("the end of training", {})
+            self.sharding.refuse_equal_shards()
+        upstream_grads = handshake.all_gather("the end of training", {}, take_late_notes().encode())
+        refuse_other_upstream_grads([text.decode() for text in upstream_grads])
 
     def on_exception(self, exception: BaseException) -> None:
         """End the peers too, where one rank fails between two steps (a callback, an optimizer, Lightning itself)."""

@@ -74,6 +74,11 @@ class ShardedDDP:
         if self._shards is not None and self._shards.has_parts():
             self._shards.install_clipping(precision_plugin)
 
+    def refuse_equal_shards(self) -> None:
+        """Refuse shards that something has broadcast since their last call. Communication: one handshake for each loss with shards."""
+        if self._shards:
+            self._shards.refuse_equal_shards()
+
     def share_overflow(self, precision_plugin: Any) -> None:
         """Let a gradient that overflowed on one rank count on all, where a scaler looks at it."""
         if self._shards and getattr(precision_plugin, "scaler", None) is not None:

@@ -103,6 +103,12 @@ class ShardedParameters:
                 for optimizer in optimizers:
                     inner.attach(optimizer)
 
+    def refuse_equal_shards(self) -> None:
+        """Refuse shards that something has broadcast by mistake. Communication: one handshake for each loss with shards."""
+        for inner in self._module.modules():
+            if isinstance(inner, Shardable):
+                inner.refuse_equal_shards()
+
     def _refuse_optimizer_of_whole_weights(self, optimizer: Any) -> None:
         name = type(optimizer).__name__
         if process_groups.world_size() == 1 or name.lower() not in _OF_WHOLE_WEIGHTS:

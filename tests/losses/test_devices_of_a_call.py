@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import miners
 from torch import Tensor, nn
 
-from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
+from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
 from tests.losses.harness import CLASSES, DIM, line_of_rows
 from tests.rank_pool import RankPool
 
@@ -42,7 +43,10 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     "rows": lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows"),
     "replicated": lambda: GlobalBatchLoss(Weighted()),
     "class-sharded": lambda: ClassShardedLoss(arc()),
+    "class weights": lambda: GlobalBatchLoss(nn.CrossEntropyLoss(torch.ones(DIM, dtype=torch.float64))),
+    "miner": lambda: GlobalBatchMiner(miners.MultiSimilarityMiner()),
 }
+WITHOUT_TENSORS = ("rows", "miner")
 
 
 def second_argument(name: str) -> Tensor:
@@ -62,8 +66,14 @@ def loss_apart(name: str) -> None:
     loss(line_of_rows(), second_argument(name))
 
 
-JOBS = [(job, name) for job in (tensors_apart, loss_apart) for name in MAKE]
-JOBS.remove((loss_apart, "rows"))  # has no parameters
+def logits_apart(name: str) -> None:
+    loss: ClassShardedLoss = MAKE[name]()  # type: ignore[assignment]
+    loss.predict(line_of_rows().to("meta") if dist.get_rank() else line_of_rows())
+
+
+JOBS = [(tensors_apart, name) for name in MAKE]
+JOBS += [(loss_apart, name) for name in MAKE if name not in WITHOUT_TENSORS]
+JOBS += [(logits_apart, "class-sharded")]
 
 
 @pytest.mark.parametrize(("job", "name"), JOBS)
