@@ -31,6 +31,15 @@ def compute_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     return dtype
 
 
+def narrow_dtype(tensors: Iterable[object]) -> torch.dtype | None:
+    """Return bfloat16 or float16 where all floating tensors are that; else None."""
+    dtypes = {tensor.dtype for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_floating_point()}
+    if len(dtypes) != 1:
+        return None
+    (dtype,) = dtypes
+    return dtype if dtype in (torch.bfloat16, torch.float16) else None
+
+
 def is_full(dtype: torch.dtype, device_types: Iterable[str], tensors: Iterable[Tensor]) -> bool:
     """Say whether nothing stands in the way of ``dtype``: no autocast, no low default dtype, no floating tensor of another."""
     return (

@@ -9,6 +9,7 @@ import functools
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -25,6 +26,36 @@ BackwardChoice: TypeAlias = Callable[[dict[str, list[int]]], Backward]
 """Rows of each rank, by tensor -> which gradient to give; the same on every rank."""
 
 _ALIGN = 16  # bytes; a view of any dtype may start there
+_NARROW_DTYPES = (None, torch.bfloat16, torch.float16)  # by what an offer says of a tensor; None: as the tensor is
+
+
+@dataclass(frozen=True)
+class NarrowRows:
+    """What a tensor's rows are a function of, in fewer bytes: these travel, and each receiver makes the rows of them.
+
+    Attributes:
+        rows: (B, ...), as the caller gave them, of any floating dtype.
+        expand: Such rows of any rank -> rows of the tensor. Row by row, so that it makes no difference where.
+    """
+
+    rows: Tensor
+    expand: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of_cast(cls, tensor: Tensor, given: torch.dtype | None) -> NarrowRows:
+        """Make them for a tensor that was cast from ``given``; None: it was not."""
+        rows = tensor.detach()
+        return cls(rows if given is None else rows.to(given), lambda sent: sent.to(tensor.dtype))
+
+    def kind(self, tensor: Tensor) -> int:
+        """Return what an offer says: whether these travel in place of the tensor, and their dtype."""
+        is_narrow = self.rows.dtype in _NARROW_DTYPES and self.rows.dtype != tensor.dtype
+        return _NARROW_DTYPES.index(self.rows.dtype) if is_narrow else 0
+
+
+def narrow_batches(batches: Mapping[str, Tensor], given: torch.dtype | None) -> dict[str, NarrowRows]:
+    """Make what may travel in place of the floating ones of some tensors, all of which were cast from ``given``; None: from none."""
+    return {name: NarrowRows.of_cast(t, given) for name, t in batches.items() if t.is_floating_point()}
 
 
 @dataclass(frozen=True)
@@ -54,6 +85,7 @@ def gather_batch(
     backward: Backward | BackwardChoice = "sum",
     extra: bytes = b"",
     counted: Collection[str] = (),
+    narrow: Mapping[str, NarrowRows] | None = None,
     group: Group = None,
 ) -> GatheredBatch:
     """Gather the rows of all ranks for several tensors at once, in rank order, with their graphs.
@@ -66,6 +98,8 @@ def gather_batch(
         extra: Own bytes that go with the handshake.
         counted: Names of (B, D) tensors whose rows stay where they are: all agree on D and dtype, and learn how many rows there are;
             they come back as (G, 0).
+        narrow: By name of a tensor what travels in its place where that is bfloat16 or float16 and the tensor is wider; from every rank,
+            whatever its dtype. Gradients travel in the dtype of the tensor.
         group: Process group; None is the world.
 
     Communication:
@@ -83,14 +117,17 @@ def gather_batch(
     if process_groups.world_size(group) == 1:
         return GatheredBatch(values, [[t.shape[0]] for t in values], [extra])
     # 1. this rank's part of the handshake: rows and need of a gradient of each tensor, the extra bytes, the tensors where they are few
+    forms = [(narrow or {}).get(name) for name in tensors]
+    kinds = [0 if f is None or n in counted else f.kind(t) for n, f, t in zip(tensors, forms, values, strict=True)]
+    sent = [f.rows.detach() if f and kind else t for f, kind, t in zip(forms, kinds, values, strict=True)]
     is_grad_enabled = torch.is_grad_enabled()
     needs_grad = [t.requires_grad and is_grad_enabled for t in values]
     form = _form(len(values))
-    inline_bytes = form.size + len(extra) + sum(_aligned(t.nbytes) for t in values)
+    inline_bytes = form.size + len(extra) + sum(_aligned(t.nbytes) for t in sent)
     is_inline = inline_bytes <= handshake.inline_capacity(group) and all(t.device.type == "cpu" for t in values)
-    payload = form.pack(*(t.shape[0] for t in values), *needs_grad, is_inline, len(extra)) + extra
+    payload = form.pack(*(t.shape[0] for t in values), *needs_grad, *kinds, is_inline, len(extra)) + extra
     if is_inline:
-        payload = b"".join([payload, *_aligned_bytes(values)])
+        payload = b"".join([payload, *_aligned_bytes(sent)])
     # 2. the handshake: all agree on what is gathered
     must_match = {
         **must_match,
@@ -108,16 +145,21 @@ def gather_batch(
     how = backward
     if callable(how):
         how = how(dict(zip(tensors, counts, strict=True)))
-    inline_rows = [offer.rows for offer in offers] if all(offer.is_inline for offer in offers) else None
+    travelling = []
+    for i, (value, rows_form) in enumerate(zip(values, forms, strict=True)):
+        travelling.append(_Travelling(value.detach(), sent[i], rows_form, [offer.kinds[i] for offer in offers]))
+    receive = partial(_gather_packed, travelling, counts, group)
+    if all(offer.is_inline for offer in offers):
+        receive = partial(_unpack_inline, travelling, counts, [offer.rows for offer in offers])
     exchange = BackwardExchange(what, group)
-    gathered = _Gather.apply(inline_rows, counts, group, how, exchange, *values)  # type: ignore[no-untyped-call]
+    gathered = _Gather.apply(receive, counts, group, how, exchange, *values)  # type: ignore[no-untyped-call]
     return GatheredBatch(list(gathered), counts, [offer.extra for offer in offers])
 
 
 @functools.cache
 def _form(tensors: int) -> struct.Struct:
-    """Return the form of an offer: rows of each tensor, need of a gradient of each, whether rows are inline, length of the extra bytes."""
-    return struct.Struct(f"<{tensors}Q{tensors}??I")
+    """Return the form of an offer: of each tensor rows, need of a gradient and dtype; whether rows are inline; extra bytes."""
+    return struct.Struct(f"<{tensors}Q{tensors}?{tensors}B?I")
 
 
 class _Offer(NamedTuple):
@@ -126,6 +168,7 @@ class _Offer(NamedTuple):
     Attributes:
         counts: Rows of each.
         needs_grad: Whether the rank needs a gradient of each.
+        kinds: Of each, what ``NarrowRows.kind`` says.
         is_inline: Whether their bytes go with the handshake.
         extra: The caller's bytes.
         rows: The tensors' bytes, each at an aligned place; empty where they are not inline.
@@ -133,6 +176,7 @@ class _Offer(NamedTuple):
 
     counts: tuple[int, ...]
     needs_grad: tuple[bool, ...]
+    kinds: tuple[int, ...]
     is_inline: bool
     extra: bytes
     rows: bytes
@@ -140,10 +184,49 @@ class _Offer(NamedTuple):
     @classmethod
     def read(cls, form: struct.Struct, payload: bytes) -> _Offer:
         *fields, is_inline, extra_bytes = form.unpack_from(payload)
-        tensors = len(fields) // 2
+        tensors = len(fields) // 3
         rows_start = form.size + extra_bytes
-        counts, needs_grad = tuple(fields[:tensors]), tuple(fields[tensors:])
-        return cls(counts, needs_grad, is_inline, payload[form.size : rows_start], payload[rows_start:])
+        counts, needs_grad, kinds = (tuple(fields[i * tensors : (i + 1) * tensors]) for i in range(3))
+        return cls(counts, needs_grad, kinds, is_inline, payload[form.size : rows_start], payload[rows_start:])
+
+
+class _Travelling(NamedTuple):
+    """One tensor on its way.
+
+    Attributes:
+        tensor: What all ranks shall have of each other.
+        sent: What travels of this rank's.
+        form: What may travel in its place; None: nothing.
+        kinds: By rank, what does, as an offer says it.
+    """
+
+    tensor: Tensor
+    sent: Tensor
+    form: NarrowRows | None
+    kinds: list[int]
+
+    def like(self, rank: int) -> Tensor:
+        """Return a tensor of the width and dtype in which a rank's rows travel."""
+        kind = self.kinds[rank]
+        if not kind or self.form is None:
+            return self.tensor
+        dtype = _NARROW_DTYPES[kind]
+        rows = self.form.rows
+        return rows if rows.dtype == dtype else rows[:0].to(dtype)
+
+    def row_bytes(self, rank: int) -> int:
+        """Return how many bytes one row of a rank takes."""
+        like = self.like(rank)
+        return like.shape[1:].numel() * like.element_size()
+
+    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Return the rows of all ranks, of those of each as they came."""
+        if self.form is None or not any(self.kinds):
+            return torch.cat(blocks)  # type: ignore[arg-type]
+        if len(set(self.kinds)) == 1:
+            return self.form.expand(torch.cat(blocks))  # type: ignore[arg-type]
+        whole = [self.form.expand(rows) if kind else rows for rows, kind in zip(blocks, self.kinds, strict=True)]
+        return torch.cat(whole)
 
 
 _FIXED = 5  # arguments of _Gather before the tensors
@@ -153,7 +236,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        inline_rows: list[bytes] | None,
+        receive: Callable[[], list[Tensor]],
         counts: list[list[int]],
         group: Group,
         backward: Backward,
@@ -162,8 +245,7 @@ class _Gather(torch.autograd.Function):
     ) -> Any:
         ctx.counts, ctx.group, ctx.mode, ctx.exchange = counts, group, backward, exchange
         ctx.set_materialize_grads(False)
-        gathered = None if inline_rows is None else _unpack_inline(tensors, counts, inline_rows)
-        out = gathered or _gather_packed(tensors, counts, group)
+        out = receive()
         # some losses refuse targets that ask for a gradient
         ctx.mark_non_differentiable(*(t for i, t in enumerate(out) if not ctx.needs_input_grad[_FIXED + i]))
         ctx.shapes = [(t.shape, t.dtype, t.device) for t in out]
@@ -202,48 +284,63 @@ def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:
         yield bytes(_aligned(len(data)) - len(data))
 
 
-def _unpack_inline(tensors: Sequence[Tensor], counts: list[list[int]], payloads: list[bytes]) -> list[Tensor]:
-    """Return tensors like these, of all ranks' rows, from the bytes that each rank has sent of them."""
+def _unpack_inline(travelling: Sequence[_Travelling], counts: list[list[int]], payloads: list[bytes]) -> list[Tensor]:
+    """Return the rows of all ranks, of each tensor, from the bytes that each rank has sent of them."""
     out = []
     starts = [0] * len(payloads)
-    for tensor, rows in zip(tensors, counts, strict=True):
-        row_bytes = _row_bytes(tensor)
-        whole = bytearray()
+    for each, rows in zip(travelling, counts, strict=True):
+        is_of_one_kind = len(set(each.kinds)) == 1
+        whole, blocks = bytearray(), []
         for rank, payload in enumerate(payloads):
-            size = rows[rank] * row_bytes
-            whole += payload[starts[rank] : starts[rank] + size]
+            size = rows[rank] * each.row_bytes(rank)
+            part = payload[starts[rank] : starts[rank] + size]
             starts[rank] += _aligned(size)
-        flat = torch.frombuffer(whole, dtype=tensor.dtype) if whole else torch.empty(0, dtype=tensor.dtype)
-        out.append(flat.view(sum(rows), *tensor.shape[1:]))
+            if is_of_one_kind:
+                whole += part
+            else:
+                blocks.append(_from_bytes(bytearray(part), rows[rank], each.like(rank)))
+        # the usual case: no copy but the one that made the bytes one
+        if is_of_one_kind:
+            joined = _from_bytes(whole, sum(rows), each.like(0))
+            if each.form is not None and each.kinds[0]:
+                joined = each.form.expand(joined)
+            out.append(joined)
+        else:
+            out.append(each.joined(blocks))
     return out
 
 
-def _gather_packed(tensors: Sequence[Tensor], counts: list[list[int]], group: Group) -> list[Tensor]:
-    """Return tensors like these, of all ranks' rows, by one gather of their bytes."""
+def _from_bytes(data: bytearray, rows: int, like: Tensor) -> Tensor:
+    flat = torch.frombuffer(data, dtype=like.dtype) if data else torch.empty(0, dtype=like.dtype)
+    return flat.view(rows, *like.shape[1:])
+
+
+def _gather_packed(travelling: Sequence[_Travelling], counts: list[list[int]], group: Group) -> list[Tensor]:
+    """Return the rows of all ranks, of each tensor, by one gather of their bytes."""
     world_size = process_groups.world_size(group)
-    row_bytes = [_row_bytes(tensor) for tensor in tensors]
     # 1. as many bytes of each rank as the one with the most has
     sizes = [0] * world_size
-    for rows, n in zip(counts, row_bytes, strict=True):
+    for each, rows in zip(travelling, counts, strict=True):
         for rank in range(world_size):
-            sizes[rank] += _aligned(rows[rank] * n)
+            sizes[rank] += _aligned(rows[rank] * each.row_bytes(rank))
     longest = max(sizes)
     if longest == 0:
-        return [tensor.detach().clone() for tensor in tensors]
-    packed = _packed(tensors, longest)
+        return [each.tensor.clone() for each in travelling]
+    packed = _packed([each.sent for each in travelling], longest)
     everyone = packed.new_empty(world_size * longest)
     # 2. one gather
     gather(everyone, packed, group=group_for(packed, group))
     # 3. each tensor's block of each rank
     out = []
     starts = [rank * longest for rank in range(world_size)]
-    for tensor, rows, n in zip(tensors, counts, row_bytes, strict=True):
+    for each, rows in zip(travelling, counts, strict=True):
         blocks = []
         for rank, start in enumerate(starts):
-            block = everyone[start : start + rows[rank] * n]
-            blocks.append(block.view(tensor.dtype).view(rows[rank], *tensor.shape[1:]))
-            starts[rank] += _aligned(rows[rank] * n)
-        out.append(torch.cat(blocks))
+            like, size = each.like(rank), rows[rank] * each.row_bytes(rank)
+            block = everyone[start : start + size]
+            blocks.append(block.view(like.dtype).view(rows[rank], *like.shape[1:]))
+            starts[rank] += _aligned(size)
+        out.append(each.joined(blocks))
     return out
 
 
@@ -257,10 +354,6 @@ def _packed(tensors: Sequence[Tensor], size: int) -> Tensor:
         place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         offset += _aligned(tensor.nbytes)
     return packed
-
-
-def _row_bytes(tensor: Tensor) -> int:
-    return tensor.shape[1:].numel() * tensor.element_size()
 
 
 def _aligned(size: int) -> int:

@@ -28,7 +28,7 @@ from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.graph_capture import refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.accumulation import current_window, micro_batch_to_match, name_value
-from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
+from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, NarrowRows, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
 from lightning_ddp_losses.distributed.shard_as_dtensor import as_dtensor, mesh_of_shards
@@ -111,6 +111,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     loss: Any
     sampler: ClassSampler | None
     products: ProductChoice = "float32"  # what was pickled before there was a choice
+    _given_dtype: torch.dtype | None = None  # of the embeddings of this call, where narrow
 
     def __init__(
         self,
@@ -275,6 +276,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             indices_tuple: A miner's pairs or triplets of local rows; as in PML they weigh the rows.
         """
         self._check_embeddings(embeddings)
+        self._given_dtype = precision.narrow_dtype([embeddings])
         labels = self._checked_labels(embeddings, labels)
         try:
             form = self._product_form(embeddings)
@@ -340,7 +342,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             **micro_batch_to_match(),
         }
         shard = self._sharded.fingerprint(self.weight)
-        batch = gather_batch(self._title, batches, must_match, extra=shard, group=self._group)
+        narrow = {"embeddings": NarrowRows.of_cast(embeddings, self._given_dtype)}
+        batch = gather_batch(self._title, batches, must_match, extra=shard, narrow=narrow, group=self._group)
         if self._replica_group is None:  # else another part of the world may have some
             self._refuse_no_rows(batch.tensors[0])
         self._sharded.refuse_equal_shards(batch.extras)
@@ -621,7 +624,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
         dtype = precision.compute_dtype([embeddings, self.weight])
         batches = {"embeddings": embeddings.to(dtype)}
-        batch = gather_batch(f"{self._title}: logits", batches, {"k": k}, group=self._group)
+        narrow = {"embeddings": NarrowRows(embeddings, lambda rows: rows.to(dtype))}
+        batch = gather_batch(f"{self._title}: logits", batches, {"k": k}, narrow=narrow, group=self._group)
         rows = batch.tensors[0]
         return ClassLogits(
             self._head,

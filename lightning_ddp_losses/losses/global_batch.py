@@ -18,7 +18,7 @@ from pytorch_metric_learning.losses import CrossBatchMemory
 from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import autograd_graph, inputs
+from lightning_ddp_losses.core import autograd_graph, inputs, nests, precision
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.core.forward_patch import eager_recursive
@@ -26,7 +26,7 @@ from lightning_ddp_losses.core.graph_capture import refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match, name_value
 from lightning_ddp_losses.distributed.collectives import Backward
-from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, GatheredBatch, gather_batch
+from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, GatheredBatch, gather_batch, narrow_batches
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
@@ -123,6 +123,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     # what was pickled before there was a choice
     products: ProductChoice = "float32"
     _form_to_match: ProductForm = "float32"
+    _given_dtype: torch.dtype | None = None  # of the floating arguments of this call, where narrow
 
     def __init__(
         self,
@@ -207,6 +208,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         """
         args, kwargs = self._validated(args, kwargs)
         form = self._product_form(self._by_name(args) | kwargs)
+        self._given_dtype = precision.narrow_dtype(nests.tensors_in((args, kwargs)))
         value = autograd_graph.run_full_precision(self, partial(self._evaluate, form), args, kwargs)
         autograd_graph.remember_global_value(value)
         name_value(value, self._title)
@@ -384,7 +386,14 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     ) -> GatheredBatch:
         seed, must_match = self._seeds.next(), self._take_must_match()
         return gather_batch(
-            self._title, batches, must_match, backward=backward, extra=seed, counted=counted, group=self._group
+            self._title,
+            batches,
+            must_match,
+            backward=backward,
+            extra=seed,
+            counted=counted,
+            narrow=narrow_batches(batches, self._given_dtype),
+            group=self._group,
         )
 
     def _exchange(self) -> StatsExchange:
@@ -436,6 +445,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
     """
 
     sees_global_batch = True
+    _given_dtype: torch.dtype | None = None
 
     def __init__(self, miner: nn.Module, *, group: Group = None) -> None:
         super().__init__()
@@ -452,6 +462,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
         """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""
+        self._given_dtype = precision.narrow_dtype(nests.tensors_in((args, kwargs)))
         title = f"GlobalBatchMiner({type(self.miner).__name__})"
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         try:
@@ -468,7 +479,8 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
 
         def gather(batches: dict[str, Tensor]) -> GatheredBatch:
             must_match = {"configuration": self._fingerprint}
-            return gather_batch(title, batches, must_match, extra=self._seeds.next(), group=self._group)
+            narrow = narrow_batches(batches, self._given_dtype)
+            return gather_batch(title, batches, must_match, extra=self._seeds.next(), narrow=narrow, group=self._group)
 
         call = PMLCall(self.miner, given, gather, process_groups.rank(self._group))
         with same_draws(self.miner, call.seed, call.batches):

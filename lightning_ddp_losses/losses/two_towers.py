@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_ddp_losses.core import autograd_graph, inputs
+from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.graph_capture import refuse_capture
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.accumulation import name_value
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
-from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
+from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, NarrowRows, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
@@ -52,6 +52,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
 
     sees_global_batch = True
     products: ProductChoice = "float32"  # what was pickled before there was a choice
+    _given_dtype: torch.dtype | None = None  # of the rows of this call, where narrow
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             form = self._product_form(rows)
         except DDPLossError as error:
             handshake.raise_on_all_ranks(error, type(self).__name__, group=self._group)
+        self._given_dtype = precision.narrow_dtype(rows[:3])
         kinds = {name: _kind_of_number(number) for name, number in numbers.items()}
         kinds["products"] = form
         value: Tensor = autograd_graph.run_full_precision(self, self._forward, (rows, given, kinds), {})
@@ -180,9 +182,12 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         # unit length
         if self.normalize:
             images = functional.normalize(images, dim=1)
+        # what the other ranks make the same of: in the dtype in which the caller gave it
+        narrow = {"texts": self._narrow_columns(texts, form)}
         texts = self._columns_of(texts, form)
         second_tower = {"texts": texts}
         if extra is not None:
+            narrow["extra_texts"] = self._narrow_columns(extra, form)
             second_tower["extra_texts"] = self._columns_of(extra, form)
         if queue is not None:
             queue = self._columns_of(queue, form).detach()
@@ -190,7 +195,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         products = (images * form.rows(texts)).sum(1).detach()
         # what all ranks need to know: all texts, or in a ring how many there are
         trained = [images, *self.parameters(), *(number for number in given.values() if number is not None)]
-        batch = self._exchange(trained, second_tower, products, {"queue": _kind_of_queue(queue), **kinds})
+        batch = self._exchange(trained, second_tower, narrow, products, {"queue": _kind_of_queue(queue), **kinds})
         text_counts, extra_counts = batch.counts[0], [0] * len(batch.counts[0])
         if extra is not None:
             extra_counts = batch.counts[1]
@@ -218,14 +223,27 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             return unit
         return torch.cat([unit, lengths_of(rows).unsqueeze(1)], 1)
 
+    def _narrow_columns(self, rows: Tensor, form: RowForm) -> NarrowRows:
+        """Makes what may travel in place of columns: the rows that they are made of."""
+        given = rows.detach()
+        if self._given_dtype is not None:
+            given = given.to(self._given_dtype)
+        return NarrowRows(given, lambda sent: self._columns_of(sent.to(rows.dtype), form))
+
     def _exchange(
-        self, trained: list[Tensor], second_tower: dict[str, Tensor], products: Tensor, kinds: dict[str, object]
+        self,
+        trained: list[Tensor],
+        second_tower: dict[str, Tensor],
+        narrow: dict[str, NarrowRows],
+        products: Tensor,
+        kinds: dict[str, object],
     ) -> GatheredBatch:
         """Makes sure that all ranks do the same, and gathers what they need of each other.
 
         Args:
             trained: What gets a gradient here, where it needs one.
             second_tower: Rows by name.
+            narrow: What may travel in their place, by the same names.
             products: (B,), of each text with its own image.
             kinds: What else must be equal on all ranks.
         """
@@ -238,7 +256,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         }
         if self.gather == "all":
             given = {**second_tower, "products with their own text": products}
-            return gather_batch(title, given, must_match, group=self._group)
+            return gather_batch(title, given, must_match, narrow=narrow, group=self._group)
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in trained)
         return gather_batch(
             title, second_tower, must_match, extra=bytes([needs_grad]), counted=second_tower, group=self._group

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_ddp_losses.core import autograd_graph, inputs
 from lightning_ddp_losses.core.compat import uncompiled
 from lightning_ddp_losses.core.forward_patch import ForwardPatch, eager
+from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
 from lightning_ddp_losses.errors import HiddenLossError
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
 
@@ -73,6 +74,8 @@ class LossForwardPatch(ForwardPatch):
         if self._global_loss is None:
             if not read:
                 args, kwargs = inputs.clamp_labels(self._inner, self._title, args, kwargs, self._reading)
+            if getattr(self._inner, "sees_global_batch", False) and isinstance(self._inner, WithProcessGroup):
+                return self.original(*args, **kwargs)  # which computes wide by itself, and sends rows as they come
             return autograd_graph.run_full_precision(self.module, self.original, args, kwargs)
         self._in_global_loss = True
         try:

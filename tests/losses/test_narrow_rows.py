@@ -1,0 +1,118 @@
+"""Rows of bfloat16 and float16 travel as they are and are made wider where they arrive: half the bytes, the same bits.
+
+The other way is the same values in float32, on the same ranks; gradients travel in float32 either way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import miners
+from torch import Tensor, nn
+
+from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
+from lightning_ddp_losses.distributed import backward_exchange, gathered_batch
+from tests.counting import nothing_rides
+from tests.rank_pool import RankPool
+
+WIDTH, CLASSES = 64, 6
+SIZES = {2: [7, 12], 3: [7, 0, 12]}
+
+
+class Mined(nn.Module):
+    """A miner over all ranks and a loss that takes its tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.miner = GlobalBatchMiner(miners.MultiSimilarityMiner())
+        self.loss = GlobalBatchLoss(pml.TripletMarginLoss(), mode="rows")
+
+    def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
+        value: Tensor = self.loss(rows, labels, self.miner(rows, labels))
+        return value
+
+
+MAKE: dict[str, Callable[[], nn.Module]] = {
+    "tiles, symmetric": lambda: GlobalBatchLoss(pml.NTXentLoss(), mode="rows"),
+    "tiles, gradients travel": lambda: GlobalBatchLoss(pml.TripletMarginLoss(), mode="rows"),
+    "row chunks": lambda: GlobalBatchLoss(pml.CircleLoss(), mode="rows"),
+    "replicated": lambda: GlobalBatchLoss(pml.NCALoss()),
+    "class-sharded": lambda: ClassShardedLoss(pml.ArcFaceLoss(CLASSES, WIDTH)),
+    "CLIP": ClipLoss,
+    "CLIP on tensor cores": lambda: ClipLoss(products="bf16"),
+    "SigLIP": SigLipLoss,
+    "mined": Mined,
+}
+Result = tuple[list[Tensor], dict[torch.dtype, int], int]
+
+
+def measure(name: str, dtypes: list[torch.dtype], narrow: torch.dtype) -> Result:
+    """Value and gradients; bytes that this rank sent to be gathered; dtypes in which gradients of rows travelled."""
+    rank, sizes = dist.get_rank(), SIZES[dist.get_world_size()]
+    stop = sum(sizes[: rank + 1])
+    part = slice(stop - sizes[rank], stop)
+    generator = torch.Generator().manual_seed(0)
+    rows, others = torch.randn(2, sum(sizes), WIDTH, generator=generator).to(narrow)[:, part]
+    leaves = [rows.to(dtypes[rank]).requires_grad_(), others.to(dtypes[rank]).requires_grad_()]
+    labels = (torch.arange(sum(sizes)) % CLASSES)[part]
+    torch.manual_seed(3)
+    module = MAKE[name]()
+    sent, gradients = 0, set[Any]()
+
+    def gather(everyone: Tensor, own: Tensor, **options: Any) -> None:
+        nonlocal sent
+        sent += own.nbytes
+        plain_gather(everyone, own, **options)
+
+    def reduce_scatter(tensor: Tensor, *args: Any) -> Tensor:
+        gradients.add(tensor.dtype)
+        return plain_reduce_scatter(tensor, *args)
+
+    plain_gather, plain_reduce_scatter = gathered_batch.gather, backward_exchange.reduce_scatter_rows
+    with (
+        mock.patch.object(gathered_batch, "gather", gather),
+        mock.patch.object(backward_exchange, "reduce_scatter_rows", reduce_scatter),
+    ):
+        value = module(leaves[0], leaves[1] if "CLIP" in name or "LIP" in name else labels)
+        value.backward()
+    assert gradients <= {torch.float32}
+    found = [value.detach(), *(leaf.grad.to(narrow) for leaf in leaves if leaf.grad is not None)]
+    return [*found, *(p.grad for p in module.parameters() if p.grad is not None)], sent  # type: ignore[return-value]
+
+
+def three_ways(name: str, narrow: torch.dtype, rides: bool) -> list[Any]:
+    world = dist.get_world_size()
+    with contextlib.nullcontext() if rides else nothing_rides():
+        return [
+            measure(name, dtypes, narrow)
+            for dtypes in ([torch.float32] * world, [narrow] * world, [torch.float32] + [narrow] * (world - 1))
+        ]
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_same_bits_of_half_the_bytes(pool: RankPool, world_size: int, name: str) -> None:
+    for (wide, wide_bytes), (narrow, narrow_bytes), (mixed, _) in pool.run(
+        world_size, three_ways, name, torch.bfloat16, False
+    ):
+        for expected, got, of_both in zip(wide, narrow, mixed, strict=True):
+            assert torch.equal(expected, got)
+            assert torch.equal(expected, of_both)
+        # labels, products and what fills up to an aligned place are few beside 64 numbers a row
+        assert wide_bytes > 12 * WIDTH * 4
+        assert narrow_bytes < 0.56 * wide_bytes
+
+
+@pytest.mark.parametrize("name", ["tiles, symmetric", "class-sharded", "SigLIP"])
+def test_rows_that_ride_in_the_handshake(pool: RankPool, name: str) -> None:
+    for (wide, _), (narrow, _), (mixed, _) in pool.run(2, three_ways, name, torch.float16, True):
+        for expected, got, of_both in zip(wide, narrow, mixed, strict=True):
+            assert torch.equal(expected, got)
+            assert torch.equal(expected, of_both)
