@@ -13,9 +13,10 @@ on this rank, ``K`` weight rows per class (sub-centers).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -275,16 +276,16 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             labels: (B,), integers from 0 to C - 1.
             indices_tuple: A miner's pairs or triplets of local rows; as in PML they weigh the rows.
         """
-        self._check_embeddings(embeddings)
-        self._given_dtype = precision.narrow_dtype([embeddings])
-        labels = self._checked_labels(embeddings, labels)
         try:
+            self._check_embeddings(embeddings)
+            self._given_dtype = precision.narrow_dtype([embeddings])
+            labels = self._checked_labels(embeddings, labels)
             form = self._product_form(embeddings)
             value: Tensor = autograd_graph.run_full_precision(
                 self, self._global_loss, (embeddings, labels, indices_tuple, form), {}
             )
-        except Exception as error:  # what all ranks raise alike passes through
-            handshake.raise_on_all_ranks(error, self._title, group=self._group)
+        except Exception as error:
+            self._raise_on_all_ranks(error)
         autograd_graph.remember_global_value(value)
         name_value(value, self._title)
         watched: Tensor = self._upstream_grads.watch(value, group=self._group)
@@ -301,8 +302,10 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         batch = self._gather(embeddings, labels.to(torch.int64), indices_tuple, form)
         global_embeddings, global_labels, *named = batch.tensors
         if isinstance(indices_tuple, GlobalTuples):
-            indices_tuple.check(self._title, len(global_embeddings))
-            named = [self._times_named(indices_tuple, len(global_embeddings))]
+            # a miner over all ranks names rows of the other parts of the world too
+            rows_of_ranks = dict(zip(process_groups.members(self._group), batch.counts[0], strict=True))
+            times_named = self._times_named(indices_tuple, indices_tuple.rows)
+            named = [indices_tuple.counts_of(times_named, rows_of_ranks, self._title)]
         # 2. each row's loss over the classes of all ranks
         rows, scale = self._head.prepare(global_embeddings)
         softmax = self._softmax(global_labels, global_embeddings, form)
@@ -348,6 +351,19 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             self._refuse_no_rows(batch.tensors[0])
         self._sharded.refuse_equal_shards(batch.extras)
         return batch
+
+    def _raise_on_all_ranks(self, error: Exception) -> NoReturn:
+        """Raise on every rank what failed on one, or in one part of the world; what all ranks raise alike passes through."""
+        try:
+            handshake.raise_on_all_ranks(error, self._title, group=self._group)
+        except Exception as raised:
+            replicas = self._replica_group
+            if replicas is None or handshake.reported_in(raised) is process_groups.internal_groups(replicas).handshakes:
+                raise
+            # all ranks of this part are here; the other parts wait for their replicas, or for what these send
+            with contextlib.suppress(AttributeError):  # an exception class may forbid it
+                raised.collective = False  # type: ignore[attr-defined]
+            handshake.raise_on_all_ranks(raised, self._title, group=replicas)
 
     def _refuse_no_rows(self, rows_of_all_ranks: Tensor) -> None:
         if len(rows_of_all_ranks) == 0:

@@ -86,17 +86,48 @@ class GlobalTuples(tuple[Tensor, ...]):
     """A miner's tuples over the global batch, the same on every rank: indices count rows of all ranks.
 
     Attributes:
-        rows: How many rows those are.
+        rows_of_ranks: How many rows those are, by global rank, in their order.
     """
 
-    rows: int
+    rows_of_ranks: dict[int, int]
 
     @classmethod
-    def of(cls, tuples: Iterable[Tensor], rows: int) -> GlobalTuples:
-        """Make them from tuples that count ``rows`` rows."""
+    def of(cls, tuples: Iterable[Tensor], rows_of_ranks: dict[int, int]) -> GlobalTuples:
+        """Make them from tuples that count the rows of some ranks, in this order."""
         made = cls(tuples)
-        made.rows = rows
+        made.rows_of_ranks = rows_of_ranks
         return made
+
+    @property
+    def rows(self) -> int:
+        """How many rows they count."""
+        return sum(self.rows_of_ranks.values())
+
+    def counts_of(self, counts: Tensor, rows_of_ranks: dict[int, int], title: str) -> Tensor:
+        """Take what belongs to the rows of some of the ranks, in their order.
+
+        Args:
+            counts: (G,), a number for each row that the tuples count.
+            rows_of_ranks: The rows that a loss gets, by global rank.
+            title: For the message.
+
+        Raises:
+            InputError: for tuples of another batch, or of other ranks.
+        """
+        missing = [rank for rank, rows in rows_of_ranks.items() if self.rows_of_ranks.get(rank) != rows]
+        if missing:
+            expected, got = (
+                ", ".join(f"rank {r}: {of.get(r)}" for r in missing) for of in (rows_of_ranks, self.rows_of_ranks)
+            )
+            raise InputError(
+                f"{title}: indices_tuple of GlobalBatchMiner",
+                expected=f"of the rows that the loss gets ({expected})",
+                got=f"of other rows ({got})",
+                fix="Mine the embeddings that the loss gets, over all ranks or over the group of the loss.",
+            )
+        parts = torch.split(counts, list(self.rows_of_ranks.values()))
+        by_rank = dict(zip(self.rows_of_ranks, parts, strict=True))
+        return torch.cat([by_rank[rank] for rank in rows_of_ranks])
 
     def check(self, title: str, rows: int) -> None:
         """Refuse tuples of another batch, or of another group's.

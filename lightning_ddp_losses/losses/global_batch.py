@@ -484,7 +484,9 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
 
         call = PMLCall(self.miner, given, gather, process_groups.rank(self._group))
         with same_draws(self.miner, call.seed, call.batches):
-            return GlobalTuples.of(self.miner(**call.arguments), call.total_rows)
+            tuples = self.miner(**call.arguments)
+        ranks = process_groups.members(self._group)
+        return GlobalTuples.of(tuples, dict(zip(ranks, call.counts["embeddings"], strict=True)))
 
 
 # ---------------------------------------------------------------------- what is refused

@@ -1,0 +1,103 @@
+"""Class shards over parts of four ranks, in a hand-written loop: tuples of a miner over all ranks, and errors of one part alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import miners
+from torch import Tensor
+
+from lightning_ddp_losses import ClassShardedLoss, GlobalBatchMiner
+from tests.losses import harness
+from tests.losses.harness import CLASSES, DIM
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+
+WORLD = 4
+PARTS = [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+SPLITS = [[3, 3, 3, 3], [1, 0, 5, 6], [5, 7, 0, 0]]
+
+
+def arcface() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return pml.ArcFaceLoss(CLASSES, DIM).double()
+
+
+def own_part(parts: list[list[int]]) -> dist.ProcessGroup:
+    groups = [dist.new_group(part) for part in parts]
+    return next(group for group, part in zip(groups, parts, strict=True) if dist.get_rank() in part)
+
+
+def mined(parts: list[list[int]], miner_in_part: bool) -> list[dict[str, Tensor]]:
+    """By split: value and gradients of a loss over parts."""
+    part, found = own_part(parts), []
+    for sizes in SPLITS:
+        rows = harness.own_rows(sizes, dist.get_rank())
+        leaf, labels = rows["targets"].clone().requires_grad_(), rows["labels"]
+        loss = ClassShardedLoss(arcface(), group=part)
+        miner = GlobalBatchMiner(miners.MultiSimilarityMiner(), group=part if miner_in_part else None)
+        value = loss(leaf, labels, miner(leaf, labels))
+        value.backward()
+        classes = torch.arange(loss.shard.start, loss.shard.stop)
+        found.append({"value": value.detach(), "rows": leaf.grad, "weight": loss.weight.grad, "classes": classes})
+    return found  # type: ignore[return-value]
+
+
+def alone(parts: list[list[int]] | None, sizes: list[int]) -> dict[str, Tensor]:
+    """One process; a miner of a part names rows of that part."""
+    rows = harness.global_rows()
+    leaf, labels = rows["targets"].clone().requires_grad_(), rows["labels"]
+    starts = [sum(sizes[:rank]) for rank in range(WORLD)]
+    members = [
+        [row for rank in part for row in range(starts[rank], starts[rank] + sizes[rank])] for part in parts or []
+    ]
+    tuples: list[list[Tensor]] = [[], [], [], []]
+    for part_rows in members or [list(range(len(labels)))]:
+        index = torch.tensor(part_rows, dtype=torch.int64)
+        for kind, found in enumerate(miners.MultiSimilarityMiner()(leaf.detach()[index], labels[index])):
+            tuples[kind].append(index[found])
+    loss = arcface()
+    value = loss(leaf, labels, tuple(torch.cat(parts_of_kind) for parts_of_kind in tuples))
+    value.backward()
+    return {"value": value.detach(), "rows": leaf.grad, "weight": loss.W.grad}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=["blocks", "in turn"])
+@pytest.mark.parametrize("miner_in_part", [False, True], ids=["a miner over all", "a miner of the part"])
+def test_a_miner_beside_shards_in_parts(pool: RankPool, parts: list[list[int]], miner_in_part: bool) -> None:
+    results = pool.run(WORLD, mined, parts, miner_in_part)
+    for number, sizes in enumerate(SPLITS):
+        truth = alone(parts if miner_in_part else None, sizes)
+        found = [result[number] for result in results]
+        # the mean over ranks is the encoder's, as DDP takes it
+        rows = torch.cat([each["rows"] for each in found]) / WORLD
+        assert_close({"rows": rows}, {"rows": truth["rows"]})
+        for each in found:
+            own = truth["weight"][:, each["classes"]]
+            assert_close({"value": each["value"], "weight": each["weight"]}, {"value": truth["value"], "weight": own})
+
+
+def tuples_of_other_rows() -> None:
+    """The second part hands in tuples of more rows."""
+    loss = ClassShardedLoss(arcface(), group=own_part(PARTS[0]))
+    rows, labels = harness.line_of_rows(), torch.tensor([0, 0, 1, 1])
+    tuples = GlobalBatchMiner(miners.MultiSimilarityMiner())(rows, labels)
+    if dist.get_rank() > 1:
+        rows, labels = rows[:3], labels[:3]
+    loss(rows, labels, tuples)
+
+
+def labels_out_of_range() -> None:
+    loss = ClassShardedLoss(arcface(), group=own_part(PARTS[0]))
+    loss(harness.line_of_rows(), torch.tensor([0, 0, 1, 1 + 100 * (dist.get_rank() == 2)]))
+
+
+@pytest.mark.parametrize("job", [tuples_of_other_rows, labels_out_of_range])
+def test_an_error_of_one_part_is_that_of_all(pool: RankPool, job: object) -> None:
+    errors = pool.errors(WORLD, job)  # type: ignore[arg-type]
+    for error in errors:
+        assert error.is_a("InputError"), error.traceback
+        assert "ClassShardedLoss(ArcFaceLoss): " in error.message
+        assert not error.timed_out
