@@ -127,6 +127,7 @@ first = sharded.fingerprint(device.to_device(weight))
 other = device.to_device(weight + torch.arange(4.0)[:, None])
 assert sharded.fingerprint(other) == first
 assert sharded.fingerprint(other, at_once=True) != first
+assert sharded.fingerprint(device.to_device(weight * torch.nan), at_once=True) == b""
 print("fine")
 """
     assert on_device(program).strip() == "fine"

@@ -92,8 +92,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         the loss out of ``DistributedDataParallel``). The encoder's is the one-process gradient after DDP's mean.
 
     Communication:
-        Handshake, gather of the embeddings, gather of 3 G numbers; in backward a handshake and one exchange of G x D.
-        Nothing depends on C. With replicas, a handshake and a gather of the losses between them, and the mean of the weight's gradient.
+        Handshake, gather of the embeddings (of bfloat16 as they are), gather of 3 G numbers; in backward a handshake and one exchange
+        of G x D, of float32. Nothing depends on C. With replicas, a handshake and a gather of the losses between them, and the mean of
+        the weight's gradient.
 
     Raises:
         ConfigurationError: a loss, regulariser or distance that cannot be sharded; more ranks than classes; a bad chunk.

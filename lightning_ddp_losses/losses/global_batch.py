@@ -99,7 +99,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     Communication:
         ``elements`` 1 handshake. ``replicated`` handshake + gather, none in backward. ``rows`` handshake + gather + handshake; in
         backward none where ``evaluation`` is symmetric and the call has labels only, else handshake + exchange. A ring: 2 handshakes, a
-        gather of labels, and one (Contrastive) to three times W - 1 messages; in backward one handshake more. Few bytes on the CPU
+        gather of labels, and one (Contrastive) to three times W - 1 messages; in backward one handshake more. Rows of bfloat16 and
+        float16 travel as they are (in a ring as float32), gradients as float32. Few bytes on the CPU
         (``handshake.inline_capacity``) need no gather and no exchange: they travel in the handshake from the second call on. On
         an accelerator sums and statistics do not: one gather more (two where symmetric). Nothing waits for it, but a matrix
         of pairs over 64 MiB, a miner's tuples and smooth triplets, once a call, to learn how many positives there are.

@@ -207,8 +207,9 @@ class ShardedWeight:
             late, self._late_row = self._late_row, HostCopy(row)
             copy = self._late_row if late is None or at_once else late
             row = copy.read()
-        if bool((row == row[0]).all()):
-            return b""  # a constant start is the same everywhere
+        # a constant start is the same everywhere, and so is what has become NaN
+        if bool((row == row[0]).all()) or bool(row.isnan().any()):
+            return b""
         return hashlib.blake2b(raw_collectives.host_bytes(row), digest_size=8).digest()
 
     def refuse_equal_shards(self, fingerprints: Sequence[bytes]) -> None:

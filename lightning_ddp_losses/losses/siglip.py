@@ -48,7 +48,7 @@ class SigLipLoss(TwoTowerLoss):
         After DDP's mean over ranks, encoders, ``logit_scale`` and ``logit_bias`` hold the one-process gradient.
 
     Communication:
-        Handshake, gather of the texts, handshake with the sum; in backward a handshake and one exchange of G x D.
+        Handshake, gather of the texts (of bfloat16 as they are), handshake with the sum; in backward a handshake and one exchange of G x D.
         A ring: 2 handshakes, and W - 1 times a
         message of a rank's texts; in backward W - 1 times its texts and their gradient.
 
