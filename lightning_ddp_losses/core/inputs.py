@@ -133,14 +133,22 @@ def on_host(tree: Any) -> bool:
     return all(tensor.device.type == "cpu" for tensor in nests.tensors_in(tree))
 
 
-def check_devices(title: str, given: Mapping[str, Any], module: nn.Module, *, buffers: Iterable[Tensor] = ()) -> None:
-    """Refuse tensors of a call that lie on several devices, or on another one than the loss.
+def check_devices(
+    title: str,
+    given: Mapping[str, Any],
+    module: nn.Module,
+    *,
+    buffers: Iterable[Tensor] = (),
+    states: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Refuse tensors of a call that lie on several devices, or on another one than the loss or metric.
 
     Args:
-        title: How messages name the loss.
+        title: How messages name the loss or metric.
         given: Arguments of the call, by name; what is no tensor, or a tensor of one number, may lie where it will.
-        module: The loss, whose parameters count.
+        module: The loss or metric, whose parameters count.
         buffers: Those of its buffers that must lie beside the rows too; pytorch-metric-learning moves its own.
+        states: What a metric has accumulated, by name.
 
     Raises:
         InputError: naming both devices.
@@ -162,6 +170,13 @@ def check_devices(title: str, given: Mapping[str, Any], module: nn.Module, *, bu
             shown = f"{first} on {device}, a {kind} {tuple(tensor.shape)} of the loss on {tensor.device}"
             fix = f"Move the loss: `loss.to({str(device)!r})`, before the optimizer is made; as part of the LightningModule it moves along."
             _refuse(f"{title}: devices", "the loss on the device of its rows", shown, fix)
+    for name, state in (states or {}).items():
+        if state.device != device:
+            shown = f"{next(iter(devices))} on {device}, its state `{name}` on {state.device}"
+            fix = (
+                f"Move the metric: `metric.to({str(device)!r})`; as an attribute of the LightningModule it moves along."
+            )
+            _refuse(f"{title}: devices", "the metric on the device of its rows", shown, fix)
 
 
 def num_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

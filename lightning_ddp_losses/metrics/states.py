@@ -18,7 +18,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-from lightning_ddp_losses.core import nests, precision
+from lightning_ddp_losses.core import inputs, nests, precision
 from lightning_ddp_losses.core.configuration import configuration
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.metrics.travelling_state import State
@@ -91,8 +91,12 @@ class MetricStates(Metric):
         self._assign({"_update_count": 0, "_computed": None, "_cache": None, "_is_synced": False})
 
     def _prepare(self, given: list[Tensor]) -> None:
-        """Note the configuration, and widen states that are narrower than the inputs or than float32."""
+        """Refuse rows on another device, note the configuration, and widen states that are narrower than the inputs or than float32."""
         record = self._record
+        arguments = {f"tensor {place} of the call": tensor for place, tensor in enumerate(given)}
+        held = {name: getattr(self, name) for name in self._defaults}
+        states = {name: value for name, value in held.items() if isinstance(value, Tensor)}
+        inputs.check_devices(f"metric {type(self).__name__}", arguments, self, states=states)
         record.configuration = record.configuration or configuration(self)
         dtype = precision.compute_dtype([*precision.parameters_of(self), *given])
         for name, default in self._defaults.items():

@@ -160,3 +160,22 @@ def test_the_same_error_on_every_rank(pool: RankPool, name: str) -> None:
         assert not error.timed_out
     if kind:
         assert len({error.message for error in errors}) == 1
+
+
+# ---------------------------------------------------------------------- devices
+
+
+def states_apart() -> None:
+    """On rank 1 the metric is on another device than its rows."""
+    metric = differentiable(tm.MeanSquaredError())
+    if dist.get_rank():
+        metric.to("meta")
+    metric(rows(4), rows(4, 1))
+
+
+def test_devices_of_a_metric_and_its_rows(pool: RankPool) -> None:
+    for error in pool.errors(2, states_apart):
+        assert error.is_a("InputError"), error.traceback
+        assert "metric MeanSquaredError: devices: expected" in error.message
+        assert "on cpu" in error.message
+        assert "on meta" in error.message
