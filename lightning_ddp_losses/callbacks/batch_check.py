@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,6 +55,7 @@ class BatchStepRow(NamedTuple):
         distinct: Different rows in it, shifted left by one; the low bit says that the data set is iterable.
         random_state: A hash of torch's random state in the first steps; else 0.
         order: A number of the order that rows are cut from; 0 where it is not known.
+        read_step: Optimizer steps before the batch whose hash this is.
     """
 
     end: int
@@ -62,6 +64,7 @@ class BatchStepRow(NamedTuple):
     distinct: int
     random_state: int
     order: int
+    read_step: int
 
 
 class BatchEpochRow(NamedTuple):
@@ -100,13 +103,13 @@ class BatchCheck(LocalCheck, default=True):
     Covers F18, F28, F29, F31, F33, F36, F54, F62, F67-F72, F83.
 
     Batches on the host are looked at in every step (up to 64 rows, of wide ones 32 numbers); those on an accelerator in the first 16
-    of an epoch and in every 50th. A finding needs evidence: batches are *the same* after two of them with 8 different rows
+    of an epoch and in every 50th, one batch later. A finding needs evidence: batches are *the same* after two of them with 8 different rows
     in all, rows *overlap* where ranks share many and no rank repeats its own.
 
     Args:
         **options: As ``RankCheck``.
 
-    Communication: 64 bytes in the handshake before backward; at the start of an epoch, at the end and for each checkpoint 0.7 KiB.
+    Communication: 72 bytes in the handshake before backward; at the start of an epoch, at the end and for each checkpoint 0.7 KiB.
 
     Example:
         >>> checks = DDPChecks([BatchCheck(every_n_steps=10)])
@@ -238,6 +241,7 @@ class BatchCheck(LocalCheck, default=True):
             distinct=read.distinct << 1 | is_iterable,
             random_state=random_state,
             order=self._order,
+            read_step=read.read_step,
         )
 
     def _find_stale_samplers(self, trainer: pl.Trainer, loaders: list[DataLoader[Any]]) -> None:
@@ -325,7 +329,9 @@ class BatchCheck(LocalCheck, default=True):
         # batches and orders
         distinct = [row.distinct >> 1 for row in rows]
         is_iterable = any(row.distinct & 1 for row in rows)
-        found += self._same.judge([row.content for row in rows], distinct, iterable=is_iterable)
+        same = self._same.judge([row.content for row in rows], distinct, iterable=is_iterable)
+        place = CheckStage.BEFORE_BACKWARD.value
+        found += [replace(each, step=max(row.read_step for row in rows), moment=place) for each in same]
         found += _different_orders([row.order for row in rows])
         # what is worth knowing once
         if self.runner.step == 0 and len(rows) * trainer.accumulate_grad_batches > 1 and all(self._global_rows):

@@ -1,15 +1,15 @@
 """What this rank's training data hold: batches (rows, labels, a short hash of each row), and DataLoaders (sizes, samplers, epochs).
 
 `BatchReader` reads each batch once for all checks. Batches on the host are read in every step (up to 64 rows, whole or, of wide ones, 32
-numbers); those on an accelerator only now and then, because reading waits for the device. From a DataLoader only that is taken
-which can be had without drawing from it.
+numbers); those on an accelerator only now and then, and but for the first of an epoch one batch later, when a copy that nobody waited for
+has arrived. From a DataLoader only that is taken which can be had without drawing from it.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -19,8 +19,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed.fingerprint import combine, hash_text
-from lightning_ddp_losses.distributed.row_hashes import MAX_ROWS, batch_leaves, row_hashes
+from lightning_ddp_losses.distributed.row_hashes import MAX_ROWS, batch_leaves, hash_tables, row_tables
 
 SKETCH = 64  # smallest hashes of an epoch's rows
 BUCKETS = 16  # of labels
@@ -38,16 +39,32 @@ _MAX_ATTRIBUTES = 64
 # ---------------------------------------------------------------------- batches
 
 
+class _LateBatch(NamedTuple):
+    """What is hashed and counted of a batch, on its way from an accelerator.
+
+    Attributes:
+        step: Optimizer steps before it.
+        rows: How many are hashed.
+        tables: Of each tensor.
+        labels: Of its rows; None where there are none.
+    """
+
+    step: int
+    rows: int
+    tables: list[HostCopy | Tensor]
+    labels: HostCopy | Tensor | None
+
+
 class BatchReader:
     """Remembers what was read of the batches; one for all checks of a fit (``runner.shared(BatchReader)``).
 
     Attributes:
         rows: Rows of the latest batch: of its first tensor.
         samples: What it has of what the user counts: its rows, of graphs the graphs and not their nodes; 0 where that is not known.
-        content: A hash of it; 0 where it was not read.
-        distinct: Different rows in it.
+        content: A hash of it, on an accelerator of the one before; 0 where that was not read.
+        distinct: Different rows in that.
+        read_step: Optimizer steps before that.
         first: Of each epoch, the content of its first batch.
-        counts: Labels of this epoch by bucket, of the first rows of each batch.
         epoch: The epoch of the latest batch; -1 before the first.
         seen: Rows read in this epoch.
         total_rows: Rows of the fit.
@@ -58,13 +75,15 @@ class BatchReader:
         self._runner = runner
         self._last: tuple[int, int] | None = None
         self.rows = self.samples = self.content = self.distinct = self.total_rows = self.number = 0
+        self.read_step = 0
         self.first: dict[int, int] = {}
         self.epoch = -1
+        self._late: _LateBatch | None = None
         self._start_epoch()
 
     def _start_epoch(self) -> None:
         self.seen = 0
-        self.counts = [0] * BUCKETS
+        self._counts = [0] * BUCKETS
         self._smallest: dict[int, int] = {}
         self._largest_kept = _MASK  # no larger hash is among the smallest
 
@@ -74,6 +93,8 @@ class BatchReader:
         if self._last == (epoch, index):
             return
         self._last = (epoch, index)
+        self.content = self.distinct = 0
+        self._read_late()
         if epoch != self.epoch:
             self.epoch = epoch
             self._start_epoch()
@@ -87,16 +108,33 @@ class BatchReader:
             self.samples = sample_count(batch, tensors)
         self.total_rows += self.rows
         self.number += 1
-        self.content = self.distinct = 0
         on_host = all(tensor.device.type == "cpu" for tensor in tensors)
         if self.rows and (on_host or index < _FIRST or index % _EVERY == 0):
             self._read(batch, tensors)
+            if on_host or index == 0:
+                self._read_late()
         self.first.setdefault(epoch, self.content)
 
     def _read(self, batch: Any, tensors: list[Tensor]) -> None:
+        """Ask for what is hashed and counted of a batch."""
+        number = min(self.rows, MAX_ROWS)
+        labels = labels_of(batch, self.rows)
+        if labels is not None:
+            labels = labels[:_MAX_LABELS]
+        self._late = _LateBatch(
+            step=self._runner.step,
+            rows=number,
+            tables=[_asked_for(table) for table in row_tables(tensors, self.rows, number)],
+            labels=None if labels is None else _asked_for(labels),
+        )
+
+    def _read_late(self) -> None:
+        late, self._late = self._late, None
+        if late is None:
+            return
         # a hash of each row, and one of all of them
-        hashes = row_hashes(tensors, self.rows, MAX_ROWS)
-        self.distinct = len(set(hashes))
+        hashes = hash_tables([_arrived(table) for table in late.tables], late.rows)
+        self.distinct, self.read_step = len(set(hashes)), late.step
         self.content = combine(hashes) & _MASK or 1
         self.seen += len(hashes)
         # the smallest hashes of the epoch, and how often each came
@@ -108,17 +146,21 @@ class BatchReader:
             self._smallest = {value: smallest[value] for value in kept}
             self._largest_kept = kept[-1] | _COUNT_BITS
         # labels by bucket
-        labels = labels_of(batch, self.rows)
-        if labels is None:
+        if late.labels is None:
             return
-        if self.rows > _MAX_LABELS:
-            labels = labels[:_MAX_LABELS]
-        for label in labels.tolist():
+        for label in _arrived(late.labels).tolist():
             # neighbouring classes go to different buckets, and class 0 and 16 to the same
-            self.counts[label % BUCKETS] += 1
+            self._counts[label % BUCKETS] += 1
+
+    @property
+    def counts(self) -> list[int]:
+        """Labels of this epoch by bucket, of the first rows of each batch."""
+        self._read_late()
+        return self._counts
 
     def sketch(self) -> list[int]:
         """Return the rows read in this epoch and their smallest hashes, each with how often it came (up to 3) in its low bits; padded."""
+        self._read_late()
         hashes = [value | min(count, _COUNT_BITS) for value, count in sorted(self._smallest.items())]
         return [self.seen, *hashes]
 
@@ -127,6 +169,15 @@ class BatchReader:
 
     def close(self) -> None:
         """Do nothing: there is nothing to leave."""
+
+
+def _asked_for(tensor: Tensor) -> HostCopy | Tensor:
+    """Return a copy that is on its way from an accelerator; what is on the CPU as it is."""
+    return tensor if tensor.device.type == "cpu" else HostCopy(tensor)
+
+
+def _arrived(tensor: HostCopy | Tensor) -> Tensor:
+    return tensor.read() if isinstance(tensor, HostCopy) else tensor
 
 
 def sample_count(batch: Any, tensors: Sequence[Tensor]) -> int:

@@ -21,7 +21,7 @@ from lightning_ddp_losses.callbacks.ddp_state import learning_rate
 from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings, LocalRow, odd_ranks
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.positional_options import warn_positional_options
-from lightning_ddp_losses.distributed.fingerprint import fingerprint, hash_text
+from lightning_ddp_losses.distributed.fingerprint import fingerprints, hash_text
 
 _NOISE = 0.5  # standard deviations times the root of the rows
 _SEARCH_EVERY = 64  # steps; a large model takes a while to walk through
@@ -134,11 +134,9 @@ class BufferSyncCheck(LocalCheck, default=True):
             of_norms: set[int] = set()
             for norm in buffers.plain_norms(wrapped).values():
                 of_norms.update(map(id, norm.buffers()))
-            values = [
-                fingerprint(buffer)
-                for buffer in wrapped.buffers()
-                if id(buffer) not in of_norms and is_plain_memory(buffer)
-            ]
+            values = fingerprints(
+                buffer for buffer in wrapped.buffers() if id(buffer) not in of_norms and is_plain_memory(buffer)
+            )
             self._before_second = 0
             if values:
                 self._before_second = hash_text(repr(values))
@@ -295,12 +293,12 @@ def _two_forwards(rows: Sequence[ForwardRow]) -> list[Finding]:
 def _name_buffers(finding: Finding, fingerprints_by_rank: Sequence[Mapping[str, list[Any]]]) -> list[Finding]:
     """Name each buffer that differs, and say by its kind what that means."""
     names: dict[str, None] = {}
-    for fingerprints in fingerprints_by_rank:
-        names |= dict.fromkeys(fingerprints)
+    for of_rank in fingerprints_by_rank:
+        names |= dict.fromkeys(of_rank)
     found = []
     for name in names:
         # by rank: rows in their order, rows in any order, whether it is a queue
-        column = [tuple(fingerprints.get(name, (0, 0, False))) for fingerprints in fingerprints_by_rank]
+        column = [tuple(of_rank.get(name, (0, 0, False))) for of_rank in fingerprints_by_rank]
         if len(set(column)) == 1:
             continue
         is_queue = any(is_queue for _, _, is_queue in column)

@@ -211,5 +211,9 @@ class CheckEvaluator:
 
 
 def placed(check: JudgedCheck, findings: Sequence[Finding], step: int, place: str) -> list[tuple[JudgedCheck, Finding]]:
-    """Fill in where findings were made."""
-    return [(check, replace(finding, check=check.title, step=step, moment=place)) for finding in findings]
+    """Fill in where findings were made, unless they say it: what is judged a step later names its own step."""
+    made = []
+    for finding in findings:
+        there = finding if finding.moment else replace(finding, step=step, moment=place)
+        made.append((check, replace(there, check=check.title)))
+    return made

@@ -2,18 +2,22 @@
 
 DDP averages over ranks, so elements count alike on all ranks only where this weight is the same there. A mean over 3 targets on
 one rank and over 1 on another is a mean of means; a sum divided by the number of all ranks' targets is not.
+
+Numbers that lie on an accelerator are copied without waiting (``LateNumber``); ``read_weights`` reads them, later.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad
+from lightning_ddp_losses.core.host_copy import LateNumber
 from lightning_ddp_losses.distributed.accumulation import noted_parts
 
 # operations that leave a scalar what it is
@@ -34,8 +38,8 @@ class ElementWeight:
             reduction cannot be read, which has no figures.
     """
 
-    weight: float
-    elements: float
+    weight: float | LateNumber
+    elements: float | LateNumber
     is_masked: bool = False
     kind: Literal["local", "global", "unknown"] = "local"
 
@@ -43,11 +47,23 @@ class ElementWeight:
 _UNKNOWN = ElementWeight(0.0, 0.0, kind="unknown")
 
 
+def read_weights(weights: Sequence[ElementWeight]) -> list[ElementWeight]:
+    """Return the same with all numbers on the host; a mean over nothing is infinitely heavy, a term that cannot be read is unknown."""
+    found = []
+    for each in weights:
+        weight, elements = float(each.weight), float(each.elements)
+        if each.kind == "global" and not elements:
+            weight = math.inf
+        is_unknown = math.isnan(weight) or (each.kind == "local" and not (weight and elements))
+        found.append(_UNKNOWN if is_unknown else replace(each, weight=weight, elements=elements))
+    return found
+
+
 def element_weights(loss: Tensor) -> list[ElementWeight]:
     """Return the reductions of a scalar loss, in graph order; one that is not known for all that lies behind other operations."""
     found: list[ElementWeight] = []
     # nodes of the graph, each with the factor that lies between it and the loss
-    queue: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)]
+    queue: list[tuple[Any, float | LateNumber]] = [(loss.grad_fn, 1.0)]
     for node, factor in queue:
         if node is None:
             continue
@@ -81,7 +97,7 @@ def element_weights(loss: Tensor) -> list[ElementWeight]:
     return found
 
 
-def _global_reductions(node: Any, factor: float) -> list[ElementWeight]:
+def _global_reductions(node: Any, factor: float | LateNumber) -> list[ElementWeight]:
     """Read what a loss over the rows of all ranks has noted of its divisors; nothing for any other node."""
     parts = noted_parts(node)
     if type(node).__name__.startswith("SelectBackward"):  # one of several means
@@ -93,15 +109,17 @@ def _global_reductions(node: Any, factor: float) -> list[ElementWeight]:
         if part.kind == "sum":
             found.append(ElementWeight(factor, 1.0, kind="global"))
         elif part.kind == "mean":
-            count = float(part.count)
-            weight = math.inf
+            count = _as_number(part.count) or 0.0
+            weight: float | LateNumber = math.inf
             if count:
                 weight = factor / count
             found.append(ElementWeight(weight, count, kind="global"))
     return found
 
 
-def _through_product(node: Any, name: str, parents: list[Any], factor: float) -> list[tuple[Any, float]]:
+def _through_product(
+    node: Any, name: str, parents: list[Any], factor: float | LateNumber
+) -> list[tuple[Any, float | LateNumber]]:
     """Follow a product with, or a quotient by, one number."""
     number = _as_number(compat.saved_by_node(node, "other"))
     with_graph = [parent for parent in parents if parent is not None]
@@ -112,12 +130,12 @@ def _through_product(node: Any, name: str, parents: list[Any], factor: float) ->
     return [(with_graph[0], factor / number)]
 
 
-def _reduction(node: Any, name: str, parents: list[Any], factor: float) -> ElementWeight | None:
+def _reduction(node: Any, name: str, parents: list[Any], factor: float | LateNumber) -> ElementWeight | None:
     """Read a mean or a sum, or a loss of torch's that ends in one; None for any other node."""
     is_masked = any(type(parent).__name__.startswith(("IndexBackward", "MaskedSelect")) for parent in parents)
     if name in ("Mean", "Sum"):
         is_mean = name == "Mean"
-        elements: float | None = math.prod(compat.saved_by_node(node, "self_sym_sizes", ()) or (0,))
+        elements: float | LateNumber | None = math.prod(compat.saved_by_node(node, "self_sym_sizes", ()) or (0,))
         elements = elements or int(compat.saved_by_node(node, "self_sym_numel", 0))
     else:
         reduction = compat.saved_by_node(node, "reduction")
@@ -135,12 +153,14 @@ def _reduction(node: Any, name: str, parents: list[Any], factor: float) -> Eleme
     return ElementWeight(factor, elements, is_masked)
 
 
-def _as_number(value: Any) -> float | None:
+def _as_number(value: Any) -> float | LateNumber | None:
     """Return a number that autograd has saved, as it is or in a tensor; None for anything else."""
     if isinstance(value, (int, float)):
         return float(value)
     if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
         return None
+    if value.device.type != "cpu":
+        return LateNumber.of(value)
     if not compat.is_in_dispatch_mode():
         return float(value)
     # a Python number that torch has wrapped becomes one again on its way through a dispatch mode, which then fails (torch 2.13)

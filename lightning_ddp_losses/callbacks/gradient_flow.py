@@ -449,7 +449,7 @@ class StepGradients:
     def largest(self) -> dict[str, float]:
         """Return the largest element of each gradient (or a bound); not finite where one is not."""
         found: dict[str, float] = {}
-        for each, size in zip(self.slices, map(float, self._sizes), strict=True):
+        for each, size in zip(self.slices, _on_host(self._sizes), strict=True):
             if math.isnan(size):
                 found[each.name] = size
             else:
@@ -462,6 +462,15 @@ def _size_of(piece: Tensor, *, largest: bool) -> float | Tensor:
     if largest or piece.device.type != "cpu":
         return _largest(piece)
     return _finite_bound(piece)
+
+
+def _on_host(sizes: Sequence[float | Tensor]) -> list[float]:
+    """Return the numbers; an accelerator is waited for once."""
+    on_device = [each for each in sizes if isinstance(each, Tensor)]
+    if len({each.device for each in on_device}) != 1:
+        return [float(each) for each in sizes]
+    values = iter(torch.stack(on_device).tolist())
+    return [next(values) if isinstance(each, Tensor) else each for each in sizes]
 
 
 def _largest(piece: Tensor) -> Tensor:

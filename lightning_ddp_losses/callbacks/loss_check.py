@@ -1,4 +1,9 @@
-"""`LossCheck`: every rank has a finite loss, of which each element counts the same, and what is logged of it is one number."""
+"""`LossCheck`: every rank has a finite loss, of which each element counts the same, and what is logged of it is one number.
+
+To read a loss on an accelerator waits for it, so there nobody does at once: the loss of a step is copied on the way, read in the next step,
+and travels and is judged then, or at the end of training; what is found names the step it was found in. Whether there is a loss at
+all, and what is logged, is known on the host and judged at once.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import IO, Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -14,13 +20,14 @@ from torch import Tensor
 
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
-from lightning_ddp_losses.callbacks.element_weights import ElementWeight, element_weights
+from lightning_ddp_losses.callbacks.element_weights import ElementWeight, element_weights, read_weights
 from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 from lightning_ddp_losses.callbacks.logged_means import LoggedMeans
 from lightning_ddp_losses.callbacks.loss_observations import local_contrastive_losses
 from lightning_ddp_losses.callbacks.micro_batches import MicroBatches, uneven_micro_batches
 from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME, MOST_RANKS_ONE_BY_ONE
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import counts_nothing
@@ -47,6 +54,7 @@ class LossRow(NamedTuple):
         second_weight: As ``weight``, in the second reduction.
         keys: A hash of the names that are logged and reduced over ranks.
         zero_steps: Steps since the start in which the loss was exactly zero; -1 once it was not.
+        step: Of the loss and of all that is read off it; -1 for none. Of ranks on the CPU this step, on an accelerator the last one.
     """
 
     state: float
@@ -57,6 +65,31 @@ class LossRow(NamedTuple):
     second_weight: float
     keys: float
     zero_steps: float
+    step: float
+
+
+class _SeenLoss(NamedTuple):
+    """A loss that came by, perhaps still on its way from a device.
+
+    Attributes:
+        step: Optimizer steps before it.
+        batch_idx: Of its batch.
+        begins_window: Whether it is the first micro-batch of those that Lightning accumulates.
+        value: What is back-propagated.
+        factor: What makes that into what ``training_step`` returned.
+        is_scaled: Whether a gradient scaler looks for overflow.
+        may_be_nan: Whether it is a mean over nothing, which adds nothing.
+        weights: Its reductions.
+    """
+
+    step: int
+    batch_idx: int
+    begins_window: bool
+    value: HostCopy
+    factor: float
+    is_scaled: bool
+    may_be_nan: Callable[[], bool]
+    weights: list[ElementWeight]
 
 
 class LossCheck(RankCheck, default=True):
@@ -73,7 +106,7 @@ class LossCheck(RankCheck, default=True):
         file: Write ``losses_by_rank.csv``.
         **options: As ``RankCheck``.
 
-    Communication: 64 bytes in the handshake before backward, and 16 for each micro-batch that Lightning accumulates; a few numbers at
+    Communication: 72 bytes in the handshake before backward, and 16 for each micro-batch that Lightning accumulates; a few numbers at
         the start and end of an epoch and of validation.
 
     Example:
@@ -112,6 +145,8 @@ class LossCheck(RankCheck, default=True):
     def _forget(self) -> None:
         self._loss, self._state = math.nan, _UNSEEN
         self._batch_idx, self._bad_batch, self._zero_steps = 0, -1, 0
+        self._begins_window, self._read_step = False, -1
+        self._seen: list[_SeenLoss] = []  # not read yet
         self._weights: list[ElementWeight] = []
         self._keys: list[str] = []
         self._means = LoggedMeans()
@@ -167,11 +202,10 @@ class LossCheck(RankCheck, default=True):
     def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Remember which batch it is."""
         self._batch_idx = batch_idx
-        if self._micro_batches is not None and batch_idx % trainer.accumulate_grad_batches == 0:
-            self._micro_batches.clear()
+        self._begins_window |= batch_idx % trainer.accumulate_grad_batches == 0
 
     def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
-        """Read the loss and its reductions. (Waits for the device.)"""
+        """Copy the loss and its reductions; on the CPU read them."""
         # the value that training_step returned: without the scaler's factor and accumulation's divisor
         factor = 1.0
         if module.automatic_optimization and _is_divided(trainer):
@@ -180,27 +214,56 @@ class LossCheck(RankCheck, default=True):
         is_scaled = scaler is not None and loss is not getattr(trainer.strategy, "closure_loss", None)
         if is_scaled:
             factor /= float(scaler.get_scale())  # type: ignore[union-attr]
-        value = float(loss.item()) * factor
+        on_host = loss.device.type == "cpu"
+        may_be_nan = partial(counts_nothing, loss)
+        if not on_host:  # the graph will be gone; outside a window no mean is known to count nothing
+            answer = not _is_divided(trainer) and counts_nothing(loss)
+            may_be_nan = partial(bool, answer)
+        seen = _SeenLoss(
+            step=self.runner.step,
+            batch_idx=self._batch_idx,
+            begins_window=self._begins_window,
+            value=HostCopy(loss),
+            factor=factor,
+            is_scaled=is_scaled,
+            may_be_nan=may_be_nan,
+            weights=element_weights(loss),
+        )
+        self._state, self._begins_window = _PRESENT, False
+        if on_host:
+            self._read(seen)
+        else:
+            self._seen.append(seen)
+
+    def _read(self, seen: _SeenLoss) -> None:
+        """Take note of a loss that is on the host by now."""
+        value = float(seen.value.read()) * seen.factor
         is_good = math.isfinite(value)
         if not is_good:  # by the scale, so that the scaler will skip this step on every rank; or a mean over nothing, which adds nothing
-            is_good = (is_scaled and math.isinf(value)) or counts_nothing(loss)
-        self._state = _PRESENT
+            is_good = (seen.is_scaled and math.isinf(value)) or seen.may_be_nan()
         if self._bad_batch < 0:  # a loss that was not finite stays until it is reported
-            self._loss = value
+            self._loss, self._read_step = value, seen.step
             if not is_good:
-                self._bad_batch = self._batch_idx
+                self._bad_batch = seen.batch_idx
         # zero in every step so far
         if value == 0 and self._zero_steps >= 0:
             self._zero_steps += 1
         else:
             self._zero_steps = -1
-        weights = element_weights(loss)
+        weights = read_weights(seen.weights)
         self._weights = []
         for weight in weights:
             if weight.kind == "local" and not (weight.is_masked and self._has_contrastive_loss):
                 self._weights.append(weight)
         if self._micro_batches is not None:
-            self._micro_batches.add(value, weights, factor)
+            if seen.begins_window:
+                self._micro_batches.clear()
+            self._micro_batches.add(value, weights, seen.factor)
+
+    def _read_earlier(self, step: float) -> None:
+        """Read the losses of steps before this one, which have long arrived."""
+        while self._seen and self._seen[0].step < step:
+            self._read(self._seen.pop(0))
 
     def see_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Remember what is logged while it is this rank's own."""
@@ -213,35 +276,48 @@ class LossCheck(RankCheck, default=True):
         """Return this rank's loss, what it has added up of logged means, or the values that are logged and monitored."""
         if stage == CheckStage.BEFORE_BACKWARD:
             self._keys = _reduced_keys(trainer)
-            # the two reductions next to the loss say enough: a loss is rarely the sum of more
-            first, second = (*self._weights, _NO_WEIGHT, _NO_WEIGHT)[:2]
-            row = LossRow(
-                state=self._state,
-                loss=self._loss,
-                bad_batch=float(self._bad_batch),
-                weight=first.weight,
-                elements=float(first.elements),
-                second_weight=second.weight,
-                keys=_hash_names(self._keys),
-                zero_steps=float(self._zero_steps),
-            )
-            self._state, self._bad_batch = _UNSEEN, -1
-            measured = [*row]
-            if self._micro_batches is not None:
-                measured += self._micro_batches.row()
-            return measured
+            self._read_earlier(self.runner.step)
+            return self._step_row()
         if stage == CheckStage.TRAIN_EPOCH_END:
             return self._means.measure_sums(_logged_results(trainer))
         if stage == CheckStage.VALIDATION_EPOCH_END:
             self._keys = _reduced_keys(trainer, validation=True)
             sums = self._means.measure_sums(_logged_results(trainer, validation=True))
             return [_hash_names(self._keys), *sums]
+        # at the end of training, or validation: the losses that nobody has read yet
+        last: list[float] = []
+        if stage == CheckStage.TRAIN_END:
+            if self._seen:
+                self._read_earlier(math.inf)
+                last = self._step_row()
+            last.insert(0, float(len(last)))
         # the means that are looked at, a hash of the names that are monitored, then for each whether it is there, and its value
         measured = self._means.measure_logged(trainer.callback_metrics)
         values = _monitored_values(trainer)
         measured.append(_hash_names(values))
         for value in values.values():
             measured += [float(value is not None), value or 0.0]
+        return last + measured
+
+    def _step_row(self) -> list[float]:
+        """Return what was read since the last row."""
+        # the two reductions next to the loss say enough: a loss is rarely the sum of more
+        first, second = (*self._weights, _NO_WEIGHT, _NO_WEIGHT)[:2]
+        row = LossRow(
+            state=self._state,
+            loss=self._loss,
+            bad_batch=float(self._bad_batch),
+            weight=float(first.weight),
+            elements=float(first.elements),
+            second_weight=float(second.weight),
+            keys=_hash_names(self._keys),
+            zero_steps=float(self._zero_steps),
+            step=float(self._read_step),
+        )
+        measured = [*row]
+        if self._micro_batches is not None:
+            measured += self._micro_batches.row() if self._read_step >= 0 else [0.0]
+        self._state, self._bad_batch, self._read_step = _UNSEEN, -1, -1
         return measured
 
     # ------------------------------------------------------------------ judge
@@ -251,31 +327,54 @@ class LossCheck(RankCheck, default=True):
     ) -> list[Finding]:
         """Compare the losses, or the logged and monitored values."""
         if stage == CheckStage.BEFORE_BACKWARD:
-            own = len(LossRow._fields)
-            found = self._judge_losses([LossRow(*row[:own]) for row in table])
-            return found + self._judge_window([row[own:] for row in table])
+            return self._judge_step(table)
         if stage == CheckStage.TRAIN_EPOCH_END:
             self._means.judge_sums(table)
             return []
         if stage == CheckStage.VALIDATION_EPOCH_END:
             self._means.judge_sums([row[1:] for row in table])
             return _different_keys([row[0] for row in table])
+        found: list[Finding] = []
+        if stage == CheckStage.TRAIN_END:
+            late = [row[1 : 1 + int(row[0])] for row in table]
+            table = [row[1 + int(row[0]) :] for row in table]
+            if all(late):
+                found = self._judge_step(late)
         number = self._means.number
-        found = self._means.judge_logged(table[0][:number])
+        found += self._means.judge_logged(table[0][:number])
         monitored = [row[number:] for row in table]
         if len({row[0] for row in monitored}) > 1:  # other monitors per rank: their names cannot be lined up
             return found
         return found + _different_values([row[1:] for row in monitored], list(_monitored_values(trainer)))
 
-    def _judge_losses(self, rows: Sequence[LossRow]) -> list[Finding]:
+    def _judge_step(self, table: Sequence[Sequence[float]]) -> list[Finding]:
+        """Compare the losses of a step, this one or on an accelerator the last one; findings name it."""
+        own = len(LossRow._fields)
+        rows = [LossRow(*row[:own]) for row in table]
+        step = int(max(row.step for row in rows))
+        found = self._judge_losses(rows, step)
+        if step >= 0:
+            of_step = self._judge_values(rows, step) + self._judge_window([row[own:] for row in table])
+            found += [replace(each, step=step, moment=CheckStage.BEFORE_BACKWARD.value) for each in of_step]
+        return found
+
+    def _judge_losses(self, rows: Sequence[LossRow], step: int) -> list[Finding]:
+        """Look for what is known at once: a rank without a loss, other names."""
         losses = [row.loss for row in rows]
-        self._record(losses)
+        if step >= 0:
+            self._record(step, losses)
         # a rank without a loss
         without = tuple(rank for rank, row in enumerate(rows) if row.state == _MISSING)
         if without:
             texts = ["None" if rank in without else f"{loss:g}" for rank, loss in enumerate(losses)]
             return [_missing_loss(without, tuple(texts))]
-        found = _different_keys([row.keys for row in rows])
+        return _different_keys([row.keys for row in rows])
+
+    def _judge_values(self, rows: Sequence[LossRow], step: int) -> list[Finding]:
+        if any(row.state == _MISSING for row in rows):
+            return []
+        found: list[Finding] = []
+        losses = [row.loss for row in rows]
         # a rank whose loss is not a number, or zero from the start
         not_finite = tuple(rank for rank, row in enumerate(rows) if row.bad_batch >= 0)
         if not_finite:
@@ -287,7 +386,7 @@ class LossCheck(RankCheck, default=True):
             found.append(Finding("F31", what, "", zero, "loss", tuple(f"{loss:g}" for loss in losses), fix))
         # elements of other weight
         found += self._mean_of_means(rows)
-        if self.runner.step == 0 and len(rows) > 1 and not not_finite:
+        if step == 0 and len(rows) > 1 and not not_finite:
             found.append(_loss_meaning(losses))
         return found
 
@@ -337,9 +436,8 @@ class LossCheck(RankCheck, default=True):
 
     # ------------------------------------------------------------------ records
 
-    def _record(self, losses: list[float]) -> None:
+    def _record(self, step: int, losses: list[float]) -> None:
         """Keep the losses of all ranks, and write them on rank 0."""
-        step = self.runner.step
         self._history.append((step, tuple(losses)))
         self._send_to_loggers(step, losses)
         # one rank writes, where there is a folder and more than one loss

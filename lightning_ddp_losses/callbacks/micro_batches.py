@@ -39,7 +39,7 @@ class MicroBatches:
 
         Args:
             value: What ``training_step`` returned.
-            weights: The reductions of what is back-propagated.
+            weights: The reductions of what is back-propagated, read.
             factor: What makes that into the value: Lightning's division and the scaler's factor undone.
         """
         self._values.append(value)
@@ -64,12 +64,13 @@ class MicroBatches:
 
 
 def _times(weight: ElementWeight, factor: float) -> ElementWeight:
-    return ElementWeight(weight.weight * factor, weight.elements, kind=weight.kind)
+    return ElementWeight(float(weight.weight) * factor, weight.elements, kind=weight.kind)
 
 
 def _divisor_of(weight: ElementWeight) -> float:
     """Return what a reduction divides by; nan where its elements weigh nothing."""
-    return 1.0 / abs(weight.weight) if weight.weight else math.nan
+    size = abs(float(weight.weight))
+    return 1.0 / size if size else math.nan
 
 
 def _spread(divisors: Sequence[float]) -> float:

@@ -25,7 +25,7 @@ from lightning_ddp_losses.callbacks.ddp_state import (
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ranks, shown_names
 from lightning_ddp_losses.callbacks.replicated_parameters import is_replicated, optimizer_parameters
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.distributed.fingerprint import combine, fingerprint, fingerprints, hash_lines
+from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, hash_lines
 
 _MAX_DEPTH = 3  # lists inside lists that are searched for parameters
 
@@ -189,7 +189,8 @@ class OptimizerCheck(RankCheck, default=True):
             if any(float(group.get("lr", 1.0)) <= 0 for group in optimizer.param_groups):
                 return 0
         parameters = self.runner.replicated_parameters()
-        return int(all(fingerprint(parameters[name]) == value for name, value in self._before.items()))
+        now = fingerprints(parameters[name] for name in self._before)
+        return int(now == list(self._before.values()))
 
     def _state(self, trainer: pl.Trainer) -> int:
         """Return one number for the tensors in the optimizers' states (there are some after a restart)."""

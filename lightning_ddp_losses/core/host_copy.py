@@ -6,6 +6,8 @@ the host. A copy that nobody waits for costs neither; whoever reads it one step 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -37,3 +39,52 @@ class HostCopy:
             self._event.synchronize()
             self._event = None
         return self._values
+
+
+class LateNumber:
+    """A product or quotient of numbers, of which some are on their way to the host; ``float`` reads it.
+
+    Args:
+        factor: What is known already.
+        copies: Each of one number, and the power to which it counts, 1 or -1.
+    """
+
+    def __init__(self, factor: float, copies: tuple[tuple[HostCopy, int], ...]) -> None:
+        self._factor, self._copies = factor, copies
+
+    @classmethod
+    def of(cls, value: Tensor) -> LateNumber:
+        """Return the number that a tensor on an accelerator holds."""
+        return cls(1.0, ((HostCopy(value.reshape(())), 1),))
+
+    def __mul__(self, other: float | LateNumber) -> LateNumber:
+        if isinstance(other, LateNumber):
+            return LateNumber(self._factor * other._factor, self._copies + other._copies)
+        return LateNumber(self._factor * other, self._copies)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: float | LateNumber) -> LateNumber:
+        if isinstance(other, LateNumber):
+            return self * other.inverse()
+        return LateNumber(self._factor / other, self._copies)
+
+    def __rtruediv__(self, other: float) -> LateNumber:
+        return self.inverse() * other
+
+    def __neg__(self) -> LateNumber:
+        return self * -1.0
+
+    def inverse(self) -> LateNumber:
+        """Return one divided by this number."""
+        return LateNumber(1.0 / self._factor, tuple((copy, -power) for copy, power in self._copies))
+
+    def __float__(self) -> float:
+        value = self._factor
+        for copy, power in self._copies:
+            number = float(copy.read())
+            if power == 1:
+                value *= number
+            else:
+                value = value / number if number else math.nan
+        return value

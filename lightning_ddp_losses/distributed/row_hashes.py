@@ -6,7 +6,7 @@ No row travels, and of a wide one few numbers are read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,10 +38,13 @@ def batch_leaves(batch: Any) -> Iterator[Any]:
 
 def row_hashes(tensors: list[Tensor], rows: int, max_rows: int | None = None) -> list[int]:
     """Return a hash (63 bits) of each of the first rows (all of them, unless ``max_rows``), over all tensors that have that many."""
-    number = rows
-    if max_rows is not None:
-        number = min(rows, max_rows)
-    hashes = [0] * number
+    number = rows if max_rows is None else min(rows, max_rows)
+    return hash_tables([table.cpu() for table in row_tables(tensors, rows, number)], number)
+
+
+def row_tables(tensors: list[Tensor], rows: int, number: int) -> list[Tensor]:
+    """Return what is hashed of the first rows: of each tensor that has ``rows``, all or some columns of ``number`` of them."""
+    tables = []
     for tensor in tensors:
         is_readable = tensor.layout == torch.strided and not tensor.is_complex() and not tensor.is_quantized
         if not is_readable or tensor.shape[0] != rows or not tensor.numel():
@@ -52,8 +55,16 @@ def row_hashes(tensors: list[Tensor], rows: int, max_rows: int | None = None) ->
         width = table.numel() // number
         if width > _WIDE:
             table = table.flatten(1).index_select(1, _read_columns(width, table.device))
+        tables.append(table)
+    return tables
+
+
+def hash_tables(tables: Sequence[Tensor], number: int) -> list[int]:
+    """Return a hash of each of ``number`` rows over tables on the CPU."""
+    hashes = [0] * number
+    for table in tables:
         # each tensor's hash begins where the one before ended
-        hashes = hash_rows(host_memory(table.cpu()).reshape(number, -1), hashes)
+        hashes = hash_rows(host_memory(table).reshape(number, -1), hashes)
     return [value & _MASK for value in hashes]
 
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks import row_exchange
 from lightning_ddp_losses.callbacks.batch_check import BatchEpochRow, find_overlap
-from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, SKETCH, BatchReader, row_hashes
+from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, SKETCH, BatchReader
 from lightning_ddp_losses.callbacks.buffer_sync import NormRow
 from lightning_ddp_losses.callbacks.parameter_sync import ParameterRow, ShardRow
 from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
+from lightning_ddp_losses.distributed.row_hashes import row_hashes
 from lightning_ddp_losses.errors import InputError
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
@@ -91,7 +92,7 @@ def test_a_row_has_the_same_hash_wherever_it_is(width: int, dtype: torch.dtype) 
 
 
 def test_an_epoch_keeps_the_smallest_hashes_and_counts_labels() -> None:
-    batches = BatchReader(SimpleNamespace(trainer=SimpleNamespace(current_epoch=0)))  # type: ignore[arg-type]
+    batches = BatchReader(SimpleNamespace(trainer=SimpleNamespace(current_epoch=0), step=0))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     pool = torch.randn(300, 3, generator=generator)
     seen: Counter[int] = Counter()
@@ -135,7 +136,7 @@ GRAPH_LABELS = torch.arange(3)
     ],
 )
 def test_graphs_are_counted_as_graphs(batch: Any, samples: int) -> None:
-    batches = BatchReader(SimpleNamespace(trainer=SimpleNamespace(current_epoch=0)))  # type: ignore[arg-type]
+    batches = BatchReader(SimpleNamespace(trainer=SimpleNamespace(current_epoch=0), step=0))  # type: ignore[arg-type]
     batches.see(batch, 0)
     assert batches.samples == samples
 
