@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from lightning_ddp_losses import DDPLossStrategy
 from tests.accumulation.jobs import CASES, Job, fit, fit_alone, loader, own_batches
@@ -26,18 +29,18 @@ def by_inner_name(tensors: dict[str, Any]) -> dict[str, Any]:
     return {name.replace("loss.loss.", "loss."): tensor for name, tensor in tensors.items()}
 
 
-def compare(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+def compare(found: list[dict[str, Any]], alone: dict[str, Any], tolerance: float = 1e-9) -> None:
     for of_rank in found:
         ours, theirs = by_inner_name(of_rank["state"]), by_inner_name(alone["state"])
         # a sharded weight is whole on rank 0 alone
         trained = [name for name, tensor in theirs.items() if tensor.is_floating_point() and not ours[name].is_meta]
         assert any(name.startswith("net.") for name in trained)
-        assert_close({n: ours[n] for n in trained}, {n: theirs[n] for n in trained})
+        assert_close({n: ours[n] for n in trained}, {n: theirs[n] for n in trained}, tolerance)
         # what hooks, checks and clipping see before each step
         assert len(of_rank["gradients"]) == len(alone["gradients"])
         for found_grads, true_grads in zip(of_rank["gradients"], alone["gradients"], strict=True):
             whole = {n for n, grad in by_inner_name(found_grads).items() if grad.shape == true_grads[n].shape}
-            assert_close(_only(by_inner_name(found_grads), whole), _only(true_grads, whole))
+            assert_close(_only(by_inner_name(found_grads), whole), _only(true_grads, whole), tolerance)
     assert "loss.W" not in found[0]["state"] or not found[0]["state"]["loss.W"].is_meta
 
 
@@ -57,7 +60,6 @@ def test_a_window_is_one_process_on_all_its_rows(pool: RankPool, case: str, worl
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the trainer, of the strategy
     "clipped by norm": ({"gradient_clip_val": 0.02}, {}),
     "find_unused_parameters": ({}, {"find_unused_parameters": True}),
-    "a communication hook": ({}, {"ddp_comm_hook": allreduce_hook}),
     "buckets as views": ({}, {"gradient_as_bucket_view": True}),
     "without call check": ({}, {"check_calls": False}),
 }
@@ -69,6 +71,49 @@ def test_other_options(pool: RankPool, name: str) -> None:
     case = "ArcFace, non-zero, regularised"
     alone = pool.run(1, fit_alone, case, 3, COUNT, trainer, distributed=False)[0]
     compare(pool.run(2, fit, case, 3, COUNT, trainer, **strategy), alone)
+
+
+class Hooked(Callback):
+    """Gives the model's DDP a communication hook, as torch does it: Lightning registers them on CUDA alone."""
+
+    def __init__(self, kind: str) -> None:
+        self.hook: Any = {"all-reduce": allreduce_hook, "fp16": fp16_compress_hook, "PowerSGD": powerSGD_hook}[kind]
+        self.state: Any = None
+        if kind == "PowerSGD":  # of full rank, so that it loses nothing
+            self.state = PowerSGDState(
+                None, matrix_approximation_rank=6, start_powerSGD_iter=2, min_compression_rate=0.05
+            )
+        self.calls = 0
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        @functools.wraps(self.hook)  # torch looks at the annotations
+        def counted(state: Any, bucket: Any) -> Any:
+            self.calls += 1
+            return self.hook(state, bucket)
+
+        trainer.strategy.wrapped_model.register_comm_hook(self.state, counted)
+
+
+def fit_hooked(kind: str, case: str, window: int) -> dict[str, Any]:
+    hooked = Hooked(kind)
+    result = fit(case, window, COUNT, {"callbacks": [hooked], "accumulate_grad_batches": window})
+    compressed = 0 if hooked.state is None else hooked.state.compression_stats()[2]
+    return result | {"calls": hooked.calls, "compressed": compressed}
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize(("kind", "rounding"), [("all-reduce", 1e-9), ("fp16", 2e-2), ("PowerSGD", 1e-9)])
+def test_a_communication_hook(pool: RankPool, kind: str, rounding: float, window: int) -> None:
+    case = "ArcFace, non-zero, regularised"
+    alone = pool.run(1, fit_alone, case, window, COUNT, distributed=False)[0]
+    found = pool.run(2, fit_hooked, kind, case, window)
+    for of_rank in found:
+        assert of_rank["calls"] == -(-COUNT // window)  # one bucket
+        assert (of_rank["compressed"] > 0) == (kind == "PowerSGD")
+    if kind == "fp16":
+        # a half has 11 bits; what the first steps round goes on in the later ones
+        assert 1e-6 < distance(found[0]["gradients"][0], alone["gradients"][0]) < 2e-3
+    compare(found, alone, rounding)
 
 
 def test_a_loss_that_the_strategy_makes_global(pool: RankPool) -> None:
