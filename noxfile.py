@@ -128,10 +128,8 @@ def types(session: nox.Session) -> None:
     """Check types with mypy, strictly, and what a user writes with pyright too."""
     install(session, "types", extras="[demo]")
     session.run("mypy")
-    for version in (
-        "3.10",
-        "3.13",
-    ):  # the oldest and newest Python; what lies between has no less than the one, no more than the other
+    # the oldest and the newest Python
+    for version in ("3.10", "3.13"):
         session.run("mypy", "--python-version", version)
     session.run("pyright", "tests/typing")
 

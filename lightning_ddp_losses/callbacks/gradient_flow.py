@@ -369,7 +369,10 @@ def _named(finding: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:
     if len(ranks) == len(states):
         better = replace(better, ranks=())
     if key == "zero":
-        fix = "The loss does not depend on them: look for detach(), .data, numpy() or no_grad() in between."
+        fix = (
+            "The loss does not use them (one that is given a scale leaves its own alone), or there is a detach(), .data, numpy() or "
+            "no_grad() in between."
+        )
         return replace(better, what=f"all gradients of {shown} are zero", fix=fix)
     if finding.fault == "F38":
         fix = "Use them in every loss (times 0 where they should not count), or find_unused_parameters=True."

@@ -1189,7 +1189,7 @@ FAULTS: dict[str, Fault] = {
         "stuck",
         "a module whose gradient is zero",
         "A part of the model never changes.",
-        "Its output is detached, multiplied by zero, or cut off by a rounding or an index: every gradient is exactly zero on all ranks.",
+        "Its output is unused, detached, multiplied by zero, or cut off by a rounding or an index: every gradient is zero on all ranks.",
         "`GradientFlowCheck` as a note.",
         "Look for `.detach()`, `no_grad` or a weight of zero between it and the loss; freeze it where that is meant.",
         ("measured: gradients that are exactly zero on every rank",),

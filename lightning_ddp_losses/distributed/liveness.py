@@ -245,7 +245,7 @@ def _within(seconds: float, ask: Callable[[], str | None]) -> str | None:
 _world: World | None = None
 
 
-def start(store: Store, rank: int, world_size: int) -> World:
+def begin_world(store: Store, rank: int, world_size: int) -> World:
     """Write down which process this rank is; ``World.start`` follows when all ranks are in the world."""
     global _world  # noqa: PLW0603 - one default process group per process
     _world = World(store, rank, world_size)

@@ -341,7 +341,7 @@ def global_loss(
         factors = [factor * weight for factor, weight in zip(factors, call.weights, strict=True)]
     graph = partials[0].total.new_zeros(())
     for partial, factor in zip(partials, factors, strict=True):
-        graph = graph + partial.total * as_dtype(factor, graph.dtype)
+        graph = graph + partial.total * cast_number(factor, graph.dtype)
     result = value_with_grad(value, graph)
     if call is not None:
         return call.mark(result)
@@ -350,7 +350,7 @@ def global_loss(
     return result
 
 
-def as_dtype(number: Number, dtype: torch.dtype) -> Any:
+def cast_number(number: Number, dtype: torch.dtype) -> Any:
     """Return a number that does not widen what it is multiplied with."""
     return number.to(dtype) if isinstance(number, Tensor) else number
 

@@ -22,7 +22,7 @@ from lightning_ddp_losses.losses.partial_sums import (
     Number,
     PartialSum,
     anchor_losses,
-    as_dtype,
+    cast_number,
     partial_sums_of,
     value_with_grad,
 )
@@ -153,7 +153,7 @@ class RowChunks:
         total = anchors.new_zeros(())
         for partial, factor, owner in zip(partials, factors, self._owner_of_full, strict=True):
             if owner is None or owner == number:
-                total = total + partial.total * as_dtype(factor, total.dtype)
+                total = total + partial.total * cast_number(factor, total.dtype)
         return total
 
     def _partials(self, chunk: slice | None, anchors: Tensor, references: Tensor) -> list[PartialSum]:

@@ -101,7 +101,7 @@ def refuse_unknown_options(strategy: type, ddp_kwargs: Collection[str]) -> None:
     )
 
 
-def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return a floating dtype from itself or its name (``"bfloat16"``, ``"torch.bfloat16"``)."""
     if dtype is None:
         return None

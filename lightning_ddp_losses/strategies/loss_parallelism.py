@@ -133,7 +133,7 @@ class LossParallelism:
         refuse_uneven(uneven, is_plain_ddp=self.is_plain)
         self.accumulation, self._uneven = accumulation, uneven
         self.check_calls = check_calls
-        self._wire_dtype = ddp_setup.as_dtype(loss_reduce_dtype)
+        self._wire_dtype = ddp_setup.parse_dtype(loss_reduce_dtype)
         self._global_batch = global_batch
         self.adoption = Adoption(enabled=adopt)
         self.sharding = ShardedDDP(self.adoption.parameters_with_adopted, sharded_checkpoints=sharded_checkpoints)

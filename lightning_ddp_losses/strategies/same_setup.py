@@ -41,7 +41,7 @@ def options_of(arguments: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name, value in sorted(arguments.items()):
         is_default = name in defaults and value == defaults[name].default
-        if name not in _MAY_DIFFER and not is_default and _is_plain(value):
+        if name not in _MAY_DIFFER and not is_default and _has_stable_repr(value):
             found[name] = repr(value)
     return found
 
@@ -75,13 +75,13 @@ def _describe_loss(module: nn.Module) -> str:
     known = kind.__module__.startswith(_LIBRARIES_OF_LOSSES)
     names = inspect.signature(kind.__init__).parameters if known else ()
     # a library keeps most of its arguments under their names; what it makes of the others is an object
-    shown = [f"{name}={getattr(module, name)!r}" for name in names if _is_plain(getattr(module, name, module))]
+    shown = [f"{name}={getattr(module, name)!r}" for name in names if _has_stable_repr(getattr(module, name, module))]
     return f"{kind.__qualname__}({', '.join(shown)})"
 
 
-def _is_plain(value: object) -> bool:
+def _has_stable_repr(value: object) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
+        return all(map(_has_stable_repr, value))
     return isinstance(value, (bool, int, float, str, torch.dtype, timedelta))
 
 

@@ -28,7 +28,7 @@ from lightning_ddp_losses.losses.partial_sums import (
     GlobalStats,
     Number,
     PartialStats,
-    as_dtype,
+    cast_number,
     device_table,
     pack_stats,
     scale_factors,
@@ -400,7 +400,7 @@ class TiledEvaluator:
             # known since forward, but for the factors; transposed entries have the same gradient
             for sub_loss_grad, factor in zip(self._sub_loss_grads, factors, strict=True):
                 if isinstance(factor, Tensor):
-                    grad.addcmul_(sub_loss_grad, as_dtype(2 * factor, grad.dtype))
+                    grad.addcmul_(sub_loss_grad, cast_number(2 * factor, grad.dtype))
                 else:
                     grad.add_(sub_loss_grad, alpha=2 * factor)
             return _unsorted(grad, self._row_order)
