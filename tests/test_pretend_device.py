@@ -1,7 +1,7 @@
 """On an accelerator: the numbers of the CPU, and no more launches, waits and uploads than a table allows (``pretend_runs.BOUNDS``).
 
-The device is pretended (``pretend_device``) and needs a process of its own; one process runs everything. Several ranks share it in
-``slow/test_benchmark_gpu``.
+The device is pretended (``pretend_device``) and needs a process of its own; one process runs all calls, its forks the fits. More jobs of
+several ranks are in ``slow/test_benchmark_gpu``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import pretend_runs
+from tests import pretend_fits, pretend_runs
 from tests.devices import waits_in
 from tests.processes import run_python
 
@@ -23,6 +23,7 @@ device = pretended()
 {}
 """
 EXACT, ROUNDED = 1e-7, 5e-7  # float64 on both; float32, where the CPU's tiles have other sizes
+FITTED = 1e-12  # float64, relative, of parameters and buffers
 
 Results = dict[str, dict[str, Any]]
 
@@ -38,6 +39,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return found
 
 
+@pytest.fixture(scope="module")
+def fits(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each fit found, by its name."""
+    file = tmp_path_factory.mktemp("fits") / "found.json"
+    program = "from tests import pretend_collectives\npretend_collectives.install()\n"
+    program += "from tests.pretend_fits import main\nmain(device, Path(sys.argv[1]))"
+    done = run_python("-c", PROGRAM.format(program), str(file), seconds=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: Results = json.loads(file.read_text())
+    return found
+
+
 def on_device(program: str) -> str:
     """What a short program prints in a process with the device."""
     done = run_python("-c", PROGRAM.format(program))
@@ -47,9 +60,24 @@ def on_device(program: str) -> str:
 
 @pytest.mark.parametrize("name", pretend_runs.BOUNDS)
 def test_bounds(results: Results, name: str) -> None:
-    found, bound = results[name], pretend_runs.BOUNDS[name]
+    _within(results[name], pretend_runs.BOUNDS[name], ROUNDED)
+
+
+@pytest.mark.parametrize("name", pretend_fits.FITS)
+def test_fits(fits: Results, name: str) -> None:
+    """A Trainer with all checks, batch norm, three losses, accumulation, and a restart from its checkpoint."""
+    _within(fits[name], pretend_fits.FITS[name], FITTED)
+
+
+def test_a_loss_that_is_judged_later_names_its_step(fits: Results) -> None:
+    """In the last batch: at the end of training."""
+    assert "F79, before backward of step 2: the loss is not a finite number" in str(fits["late"])
+    assert "nan in batch 5" in str(fits["late"])
+
+
+def _within(found: dict[str, Any], bound: pretend_runs.Bound, rounded: float) -> None:
     assert not found["error"], found["error"]
-    assert found["difference"] < ROUNDED
+    assert found["difference"] < rounded
     passes = (found["forward"], found["backward"])
     assert sum(counts.get("launches", 0) for counts in passes) <= bound.launches
     found_waits = [waits_in(counts) for counts in passes]

@@ -6,7 +6,8 @@ are expected to differ). What two sides share lives here, below both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -156,3 +157,22 @@ def shard_of(parameter: Tensor) -> ClassShard | None:
     shard = getattr(parameter, _ATTRIBUTE, None)
     assert shard is None or isinstance(shard, ClassShard)
     return shard
+
+
+@contextlib.contextmanager
+def tags_kept(module: nn.Module) -> Iterator[None]:
+    """Mark the parameters of a module as they were before the block, which moves it.
+
+    A move to an accelerator whose tensors are of another kind makes new parameters in place of the old ones, and so it does
+    everywhere under ``torch.__future__.set_overwrite_module_params_on_conversion``. Names stay.
+    """
+    tagged = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        shard = shard_of(parameter)
+        if shard is not None:
+            tagged[name] = shard
+    yield
+    if tagged:
+        moved = dict(module.named_parameters(remove_duplicate=False))
+        for name in tagged.keys() & moved.keys():
+            tag_shard(moved[name], tagged[name])

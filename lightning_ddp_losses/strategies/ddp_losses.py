@@ -207,7 +207,8 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     def model_to_device(self) -> None:
         """Undo what the precision plugin halved in the losses, then move the module."""
         self._losses.restore_precision()
-        super().model_to_device()
+        with self._losses.sharding.moving(self._losses.module):
+            super().model_to_device()
 
     def configure_ddp(self) -> None:
         """Compare names, wrap the model without the losses' parameters, broadcast those."""

@@ -185,7 +185,8 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     def model_to_device(self) -> None:
         """Undo what the precision plugin halved in the losses, move the module, and synchronise what every rank holds whole."""
         self._losses.restore_precision()
-        super().model_to_device()
+        with self._losses.sharding.moving(self._losses.module):
+            super().model_to_device()
         module = self._losses.module
         self._divided, self._roots = fsdp_setup.sharded_names(module), list(fsdp_setup.sharded_roots(module))
         if self._losses.is_plain:

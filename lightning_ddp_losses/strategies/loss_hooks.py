@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp
 from lightning_ddp_losses.core.precision import without_autocast
 from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.distributed.accumulation import AccumulationWindow
+from lightning_ddp_losses.distributed.shard import tags_kept
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
 
@@ -256,7 +257,8 @@ class LossHooks(ParallelStrategy):
     def teardown(self) -> None:
         """Give the module back as it came."""
         self._losses.teardown()
-        super().teardown()
+        with tags_kept(self._losses.module):  # it goes back to the CPU
+            super().teardown()
         self._losses.forget()
         self.closure_loss = None
 

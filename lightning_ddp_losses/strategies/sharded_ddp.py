@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.core.compat import unwrapped_optimizer
 from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.shard import Shardable
+from lightning_ddp_losses.distributed.shard import Shardable, tags_kept
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.strategies import ddp_setup
 from lightning_ddp_losses.strategies.shard_files import (
@@ -60,6 +60,14 @@ class ShardedDDP:
             self._shards = ShardedParameters(module, self._parameters_of(module).items())
             self._files = ShardFiles(self._shards, sharded=self._sharded_checkpoints)
         return self._files
+
+    @contextlib.contextmanager
+    def moving(self, module: LightningModule) -> Iterator[None]:
+        """Let the module be moved to another device inside the block; its shards stay shards."""
+        with tags_kept(module):
+            yield
+        if self._shards:
+            self._shards.find_again(self._parameters_of(module))
 
     def setup_new_shards(self, module: LightningModule, optimizers: Sequence[Optimizer], precision_plugin: Any) -> None:
         """Shard and install once more, after losses were registered in the middle of set-up."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -85,6 +85,10 @@ class ShardedParameters:
 
     def __bool__(self) -> bool:
         return bool(self.parameters)
+
+    def find_again(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take the parameters that have these names now: a move to a device may have made new ones."""
+        self.parameters = {name: parameters[name] for name in self.parameters}
 
     def of(self, parameter: Tensor) -> str | None:
         """Return the name of a shard, None for another parameter."""
