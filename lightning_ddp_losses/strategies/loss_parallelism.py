@@ -471,12 +471,13 @@ class LossParallelism:
         with self.raise_on_all_ranks("the end of training"):
             inputs.raise_late_values()
             self.sharding.refuse_equal_shards()
-        upstream_grads = handshake.all_gather("the end of training", {}, take_late_notes().encode())
-        texts = [text.decode() for text in upstream_grads]
-        # a rank that ran out of rows, or stood in for one, has noted another number of them
-        numbers = {text.count(",") for text in texts}
-        if self._ends is None and len(numbers) == 1 and "none" not in texts:
-            refuse_other_upstream_grads(texts)
+            # who learns here of an error in another part of the world tells the parts that it belongs to
+            upstream_grads = handshake.all_gather("the end of training", {}, take_late_notes().encode())
+            texts = [text.decode() for text in upstream_grads]
+            # a rank that ran out of rows, or stood in for one, has noted another number of them
+            numbers = {text.count(",") for text in texts}
+            if len(numbers) == 1 and "none" not in texts:
+                refuse_other_upstream_grads(texts)
 
     def on_exception(self, exception: BaseException) -> None:
         """End the peers too, where one rank fails between two steps (a callback, an optimizer, Lightning itself)."""
