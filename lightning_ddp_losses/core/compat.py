@@ -359,6 +359,13 @@ def replace_sigterm_notice(trainer: Any, notice: Callable[[], None]) -> None:
             handlers[number] = lambda signum, frame: notice()
 
 
+def skip_sigterm_broadcast(trainer: Any) -> Callable[[], None]:
+    """Spare each training batch Lightning's broadcast of whether SIGTERM reached rank 0; return what undoes that."""
+    own = vars(trainer.fit_loop.epoch_loop)
+    own["_broadcast_sigterm_tensor"] = lambda: None
+    return lambda: own.pop("_broadcast_sigterm_tensor", None)
+
+
 def mark_sigterm_(trainer: Any) -> None:
     """Let Lightning end the run after this batch, as after SIGTERM."""
     trainer._signal_connector.received_sigterm = True

@@ -516,6 +516,7 @@ class LossParallelism:
         self._evaluation_ends.remove()
         self._loader_states.remove()
         self._requeue.remove(attached_trainer(self.module))
+        self._termination.remove()
         if self._ends is not None:
             self._ends.remove()
 
