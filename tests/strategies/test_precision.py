@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ddp_losses import GlobalBatchLoss
+from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss
 from lightning_ddp_losses.strategies import register_loss_type
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches, cuts, differences
@@ -267,3 +268,89 @@ def test_manual_optimisation_under_bf16(pool: RankPool) -> None:
 def moved(state: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
     """What training has changed."""
     return {name: tensor - before[name] for name, tensor in state.items()}
+
+
+SEVEN_CLASSES, DIM = 7, 16
+ROWS_OF_RANKS = [5, 0, 8]
+OURS: dict[str, tuple[Any, Callable[[], nn.Module]]] = {
+    "tiles": (GlobalBatchLoss, pml.SupConLoss),
+    "rows of all ranks": (GlobalBatchLoss, partial(pml.SoftTripleLoss, SEVEN_CLASSES, DIM)),
+    "elements": (GlobalBatchLoss, partial(pml.ArcFaceLoss, SEVEN_CLASSES, DIM)),
+    "class-sharded": (ClassShardedLoss, partial(pml.ArcFaceLoss, SEVEN_CLASSES, DIM)),
+}
+
+
+class GlobalInHalf(LightningModule):
+    """Keeps what its loss over all ranks is given, and what comes back."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.encoder = nn.Linear(TASK.features, DIM)
+        over_all_ranks, make = OURS[name]
+        self.loss = over_all_ranks(make())
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        self.embeddings = self.encoder(batch[0].to(self.encoder.weight.dtype))
+        self.embeddings.retain_grad()
+        self.value: Tensor = self.loss(self.embeddings, batch[1])
+        return self.value
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.grads = [p.grad.clone() for p in self.loss.parameters() if p.grad is not None]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def half_precision_step(name: str, precision: str) -> dict[str, Any]:
+    rank = dist.get_rank()
+    part = cuts_of(ROWS_OF_RANKS)[rank]
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(sum(ROWS_OF_RANKS), TASK.features, generator=generator)
+    module = GlobalInHalf(name)
+    batch = (rows[part], (torch.arange(len(rows)) % SEVEN_CLASSES)[part])
+    make_trainer(strategy_of({}), precision=precision).fit(module, DataLoader([batch], batch_size=None))
+    embeddings = module.embeddings
+    return {
+        "embeddings": embeddings.detach(),
+        "back": embeddings.grad,
+        "value": module.value.detach(),
+        "grads": module.grads,
+        "labels": batch[1],
+    }
+
+
+def cuts_of(sizes: list[int]) -> list[slice]:
+    stops = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
+    return [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("name", OURS)
+def test_our_losses_compute_in_full_precision_on_narrow_rows(pool: RankPool, name: str, precision: str) -> None:
+    ranks = pool.run(3, half_precision_step, name, precision)
+    # one process, in float64, on the rows as the encoder gave them
+    rows = torch.cat([rank["embeddings"] for rank in ranks])
+    assert rows.dtype == torch.bfloat16, "the precision itself did nothing"
+    leaf = rows.double().requires_grad_()
+    torch.manual_seed(1)
+    nn.Linear(TASK.features, DIM)
+    loss = OURS[name][1]().double()
+    expected = loss(leaf, torch.cat([rank["labels"] for rank in ranks]))
+    expected.backward()
+    for rank, part in zip(ranks, cuts_of(ROWS_OF_RANKS), strict=True):
+        assert rank["value"].dtype == torch.float32
+        torch.testing.assert_close(rank["value"].double(), expected.detach(), rtol=1e-5, atol=0)
+        # DDP takes the mean over ranks; what goes back into bfloat16 rows is rounded once
+        assert leaf.grad is not None
+        torch.testing.assert_close(rank["back"].double() / 3, leaf.grad[part], rtol=2**-8, atol=1e-6)
+    # each rank has the gradient of the whole weight, or of its classes
+    for number, parameter in enumerate(loss.parameters()):
+        whole = parameter.grad
+        assert whole is not None
+        found = [rank["grads"][number].double() for rank in ranks]
+        if name == "class-sharded":
+            found = [torch.cat(found, dim=1)]
+        for grad in found:
+            torch.testing.assert_close(grad, whole, rtol=1e-4, atol=1e-6)
