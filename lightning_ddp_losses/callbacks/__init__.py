@@ -20,7 +20,7 @@ communication_monitor      `CommunicationMonitor`
 device_check               `DeviceCheck`
 gradient_flow              `GradientFlowCheck`; its dry run before the first step is in gradient_scale
 loss_check                 `LossCheck`; element_weights reads the loss's graph, micro_batches judges what Lightning accumulates,
-                           logged_means what it logs of an epoch
+                           logged_means what it logs of an epoch; logged_values names that are reduced, values that decide
 optimizer_check            `OptimizerCheck`
 parameter_sync             `ParameterSyncCheck`
 replicated_parameters      which parameters ranks must hold alike, and slices of them

@@ -51,8 +51,8 @@ class _LateBatch(NamedTuple):
 
     step: int
     rows: int
-    tables: list[HostCopy | Tensor]
-    labels: HostCopy | Tensor | None
+    tables: list[HostCopy]
+    labels: HostCopy | None
 
 
 class BatchReader:
@@ -124,8 +124,8 @@ class BatchReader:
         self._late = _LateBatch(
             step=self._runner.step,
             rows=number,
-            tables=[_asked_for(table) for table in row_tables(tensors, self.rows, number)],
-            labels=None if labels is None else _asked_for(labels),
+            tables=[HostCopy(table) for table in row_tables(tensors, self.rows, number)],
+            labels=None if labels is None else HostCopy(labels),
         )
 
     def _read_late(self) -> None:
@@ -133,7 +133,7 @@ class BatchReader:
         if late is None:
             return
         # a hash of each row, and one of all of them
-        hashes = hash_tables([_arrived(table) for table in late.tables], late.rows)
+        hashes = hash_tables([table.read() for table in late.tables], late.rows)
         self.distinct, self.read_step = len(set(hashes)), late.step
         self.content = combine(hashes) & _MASK or 1
         self.seen += len(hashes)
@@ -148,7 +148,7 @@ class BatchReader:
         # labels by bucket
         if late.labels is None:
             return
-        for label in _arrived(late.labels).tolist():
+        for label in late.labels.read().tolist():
             # neighbouring classes go to different buckets, and class 0 and 16 to the same
             self._counts[label % BUCKETS] += 1
 
@@ -169,15 +169,6 @@ class BatchReader:
 
     def close(self) -> None:
         """Do nothing: there is nothing to leave."""
-
-
-def _asked_for(tensor: Tensor) -> HostCopy | Tensor:
-    """Return a copy that is on its way from an accelerator; what is on the CPU as it is."""
-    return tensor if tensor.device.type == "cpu" else HostCopy(tensor)
-
-
-def _arrived(tensor: HostCopy | Tensor) -> Tensor:
-    return tensor.read() if isinstance(tensor, HostCopy) else tensor
 
 
 def sample_count(batch: Any, tensors: Sequence[Tensor]) -> int:

@@ -452,7 +452,7 @@ class StepGradients:
     def largest(self) -> dict[str, float]:
         """Return the largest element of each gradient (or a bound); not finite where one is not."""
         found: dict[str, float] = {}
-        for each, size in zip(self.slices, _on_host(self._sizes), strict=True):
+        for each, size in zip(self.slices, _numbers_of(self._sizes), strict=True):
             if math.isnan(size):
                 found[each.name] = size
             else:
@@ -467,7 +467,7 @@ def _size_of(piece: Tensor, *, largest: bool) -> float | Tensor:
     return _finite_bound(piece)
 
 
-def _on_host(sizes: Sequence[float | Tensor]) -> list[float]:
+def _numbers_of(sizes: Sequence[float | Tensor]) -> list[float]:
     """Return the numbers; an accelerator is waited for once."""
     on_device = [each for each in sizes if isinstance(each, Tensor)]
     if len({each.device for each in on_device}) != 1:

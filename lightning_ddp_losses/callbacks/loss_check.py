@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import IO, Any, NamedTuple
@@ -18,20 +18,19 @@ from typing import IO, Any, NamedTuple
 import lightning.pytorch as pl
 from torch import Tensor
 
+from lightning_ddp_losses.callbacks import logged_values
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.element_weights import ElementWeight, element_weights, read_weights
-from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
+from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.logged_means import LoggedMeans
 from lightning_ddp_losses.callbacks.loss_observations import local_contrastive_losses
 from lightning_ddp_losses.callbacks.micro_batches import MicroBatches, uneven_micro_batches
 from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME, MOST_RANKS_ONE_BY_ONE
-from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import counts_nothing
-from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.errors import DDPLossError
 
 _UNSEEN, _PRESENT, _MISSING = 0.0, 1.0, 2.0
@@ -268,22 +267,22 @@ class LossCheck(RankCheck, default=True):
     def see_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Remember what is logged while it is this rank's own."""
         if trainer.validating or trainer.is_last_batch:
-            self._means.see_batch_end(_logged_results(trainer, validation=trainer.validating))
+            self._means.see_batch_end(logged_values.logged_results(trainer, validation=trainer.validating))
 
     # ------------------------------------------------------------------ measure
 
     def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[float]:
         """Return this rank's loss, what it has added up of logged means, or the values that are logged and monitored."""
         if stage == CheckStage.BEFORE_BACKWARD:
-            self._keys = _reduced_keys(trainer)
+            self._keys = logged_values.reduced_keys(trainer)
             self._read_earlier(self.runner.step)
             return self._step_row()
         if stage == CheckStage.TRAIN_EPOCH_END:
-            return self._means.measure_sums(_logged_results(trainer))
+            return self._means.measure_sums(logged_values.logged_results(trainer))
         if stage == CheckStage.VALIDATION_EPOCH_END:
-            self._keys = _reduced_keys(trainer, validation=True)
-            sums = self._means.measure_sums(_logged_results(trainer, validation=True))
-            return [_hash_names(self._keys), *sums]
+            self._keys = logged_values.reduced_keys(trainer, validation=True)
+            sums = self._means.measure_sums(logged_values.logged_results(trainer, validation=True))
+            return [logged_values.hash_names(self._keys), *sums]
         # at the end of training, or validation: the losses that nobody has read yet
         last: list[float] = []
         if stage == CheckStage.TRAIN_END:
@@ -293,8 +292,8 @@ class LossCheck(RankCheck, default=True):
             last.insert(0, float(len(last)))
         # the means that are looked at, a hash of the names that are monitored, then for each whether it is there, and its value
         measured = self._means.measure_logged(trainer.callback_metrics)
-        values = _monitored_values(trainer)
-        measured.append(_hash_names(values))
+        values = logged_values.monitored_values(trainer)
+        measured.append(logged_values.hash_names(values))
         for value in values.values():
             measured += [float(value is not None), value or 0.0]
         return last + measured
@@ -310,7 +309,7 @@ class LossCheck(RankCheck, default=True):
             weight=float(first.weight),
             elements=float(first.elements),
             second_weight=float(second.weight),
-            keys=_hash_names(self._keys),
+            keys=logged_values.hash_names(self._keys),
             zero_steps=float(self._zero_steps),
             step=float(self._read_step),
         )
@@ -333,7 +332,7 @@ class LossCheck(RankCheck, default=True):
             return []
         if stage == CheckStage.VALIDATION_EPOCH_END:
             self._means.judge_sums([row[1:] for row in table])
-            return _different_keys([row[0] for row in table])
+            return logged_values.different_keys([row[0] for row in table])
         found: list[Finding] = []
         if stage == CheckStage.TRAIN_END:
             late = [row[1 : 1 + int(row[0])] for row in table]
@@ -345,7 +344,9 @@ class LossCheck(RankCheck, default=True):
         monitored = [row[number:] for row in table]
         if len({row[0] for row in monitored}) > 1:  # other monitors per rank: their names cannot be lined up
             return found
-        return found + _different_values([row[1:] for row in monitored], list(_monitored_values(trainer)))
+        return found + logged_values.different_values(
+            [row[1:] for row in monitored], list(logged_values.monitored_values(trainer))
+        )
 
     def _judge_step(self, table: Sequence[Sequence[float]]) -> list[Finding]:
         """Compare the losses of a step, this one or on an accelerator the last one; findings name it."""
@@ -368,7 +369,7 @@ class LossCheck(RankCheck, default=True):
         if without:
             texts = ["None" if rank in without else f"{loss:g}" for rank, loss in enumerate(losses)]
             return [_missing_loss(without, tuple(texts))]
-        return _different_keys([row.keys for row in rows])
+        return logged_values.different_keys([row.keys for row in rows])
 
     def _judge_values(self, rows: Sequence[LossRow], step: int) -> list[Finding]:
         if any(row.state == _MISSING for row in rows):
@@ -526,94 +527,6 @@ def _largest_ratio(weights: list[float]) -> float:
     return max(weights) / min(weights)
 
 
-def _different_keys(hashes: list[float]) -> list[Finding]:
-    """Report ranks that log other names, by a hash of them."""
-    if len(set(hashes)) == 1:
-        return []
-    return [
-        Finding(
-            "F46",
-            "names of logged values that are reduced over ranks",
-            "the same on every rank, else values of other names are added up, or ranks wait for ever",
-            odd_ranks(hashes),
-            name="log keys",
-            fix="Log the same names on every rank; a value of one rank alone needs sync_dist=False and rank_zero_only=True.",
-        )
-    ]
-
-
-def _different_values(rows: Sequence[Sequence[float]], names: list[str]) -> list[Finding]:
-    """Report monitored values that are not one number; a row holds for each name whether it is there, and its value."""
-    found = []
-    for place, name in enumerate(names):
-        is_logged = [bool(row[2 * place]) for row in rows]
-        values = [row[2 * place + 1] for row in rows]
-        # nowhere yet, or everywhere the same
-        if not any(is_logged) or (all(is_logged) and _are_equal(values)):
-            continue
-        column = [value if logged else None for value, logged in zip(values, is_logged, strict=True)]
-        shown = tuple("not logged" if value is None else f"{value:.6g}" for value in column)
-        fix = f'Log it with sync_dist=True: self.log("{name}", ..., sync_dist=True).'
-        what = f"`{name}`, which a callback or scheduler watches"
-        found.append(Finding("F55", what, "one value on all ranks", odd_ranks(column), name, shown, fix))
-    return found
-
-
-def _are_equal(values: Sequence[float]) -> bool:
-    if math.isnan(values[0]):
-        return all(map(math.isnan, values))
-    return all(math.isclose(value, values[0], rel_tol=_EQUAL) for value in values)
-
-
-# ---------------------------------------------------------------------- what a module logs
-
-
 def _is_divided(trainer: pl.Trainer) -> bool:
     """Say whether Lightning's division of a loss by the number of micro-batches stands."""
     return getattr(trainer.strategy, "accumulation", "mean") == "mean"
-
-
-def _hash_names(names: Sequence[str] | Mapping[str, Any]) -> float:
-    return float(hash_text("; ".join(names), _HASH_BITS))
-
-
-def _logged_results(trainer: pl.Trainer, *, validation: bool = False) -> Any:
-    """Return what training or validation has logged in this epoch, by Lightning's key."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    if validation:
-        loop = loop.val_loop
-    return compat.logged_results(loop)
-
-
-def _reduced_keys(trainer: pl.Trainer, *, validation: bool = False) -> list[str]:
-    """Return the names of logged values that need all ranks: with ``sync_dist``, or a metric."""
-    results = _logged_results(trainer, validation=validation)
-    return sorted(f"{name} ({value.meta.fx})" for name, value in results.items() if _is_reduced(value))
-
-
-def _is_reduced(value: Any) -> bool:
-    meta = getattr(value, "meta", None)
-    if meta is None:
-        return False
-    return not value.is_tensor or (meta.sync.should and not meta.sync.rank_zero_only)
-
-
-def _monitored_values(trainer: pl.Trainer) -> dict[str, float | None]:
-    """Return the values that decide on checkpoints, early stopping or learning rates, as this rank has them; None where it has none."""
-    found: dict[str, float | None] = {}
-    for name in sorted(set(_monitors(trainer))):
-        value = trainer.callback_metrics.get(name)
-        found[name] = None
-        if isinstance(value, Tensor) and value.numel() == 1:
-            found[name] = float(value)
-    return found
-
-
-def _monitors(trainer: pl.Trainer) -> Iterator[str]:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        monitor = getattr(callback, "monitor", None)
-        if isinstance(monitor, str):
-            yield monitor
-    for config in trainer.lr_scheduler_configs:
-        if config.reduce_on_plateau and config.monitor:
-            yield config.monitor

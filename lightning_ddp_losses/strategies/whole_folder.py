@@ -73,28 +73,28 @@ def whole_checkpoint(folder: str | Path, *, weights_only: bool | None = None) ->
     checkpoint = {**rest, "state_dict": nest.get("state_dict", {})}
     titles = [f"optimizer_{number}" for number in range(len(nest)) if f"optimizer_{number}" in nest]
     if titles:
-        checkpoint["optimizer_states"] = [_numbered(nest[title]) for title in titles]
+        checkpoint["optimizer_states"] = [_with_numbers(nest[title]) for title in titles]
     return checkpoint
 
 
 def _put_(nest: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    """Put a value where its path leads; lists are dicts by number until ``_as_list`` closes them."""
+    """Put a value where its path leads; lists are dicts by number until ``_elements_of`` closes them."""
     for step in path[:-1]:
         nest = nest.setdefault(step, {})
     nest[path[-1]] = value
 
 
-def _as_list(value: Any) -> list[Any]:
+def _elements_of(value: Any) -> list[Any]:
     """Return a list that was saved element by element, or in one piece."""
     return [value[number] for number in sorted(value)] if isinstance(value, Mapping) else list(value)
 
 
-def _numbered(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _with_numbers(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state with numbers in place of the names of parameters, in the order of its groups."""
     numbers: dict[str, int] = {}
     groups = []
-    for group in _as_list(saved["param_groups"]):
-        names = _as_list(group["params"])
+    for group in _elements_of(saved["param_groups"]):
+        names = _elements_of(group["params"])
         numbers.update({name: len(numbers) + place for place, name in enumerate(names)})
         groups.append({**group, "params": [numbers[name] for name in names]})
     state = saved.get("state", {})  # an optimizer that has not stepped has none
