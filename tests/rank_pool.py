@@ -11,6 +11,7 @@ errors there as well: each task carries the warning filters of the test that cal
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import pickle
@@ -43,7 +44,15 @@ class RankFailure(AssertionError):
 class _Worker:
     process: Any
     pipe: multiprocessing.connection.Connection
+    stack_pipe: multiprocessing.connection.Connection
     log: Path
+
+    def ask_for_stack(self) -> None:
+        """Have the worker write where each of its threads is to its log."""
+        with contextlib.suppress(OSError, EOFError):  # it may be no more
+            self.stack_pipe.send_bytes(b"")
+            if self.stack_pipe.poll(5.0):
+                self.stack_pipe.recv_bytes()
 
     def tail(self, characters: int = 3000) -> str:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
@@ -151,6 +160,10 @@ class RankPool:
             worker.pipe.send_bytes(pickle.dumps(task))
         replies = _collect(workers, seconds, seconds if patient else self._grace_seconds)
         lost = [rank for rank in range(world_size) if replies[rank] is None or isinstance(replies[rank], str)]
+        # where all of them stand, before the end of one moves another
+        for rank in lost:
+            if replies[rank] is None:
+                workers[rank].ask_for_stack()
         for rank in lost:
             replies[rank] = self._replace(rank, hung=replies[rank] is None, seconds=seconds)
         return [reply for reply in replies if reply is not None]
@@ -164,10 +177,13 @@ class RankPool:
             home = self._folder / f"rank-{rank}-{self._started}"
             home.mkdir()
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=rank_worker.main, args=(rank, theirs, str(home)), daemon=False)
+            stack_ours, stack_theirs = self._context.Pipe()
+            arguments = (rank, theirs, stack_theirs, str(home))
+            process = self._context.Process(target=rank_worker.main, args=arguments, daemon=False)
             process.start()
             theirs.close()
-            worker = self._workers[rank] = _Worker(process, ours, home / "log")
+            stack_theirs.close()
+            worker = self._workers[rank] = _Worker(process, ours, stack_ours, home / "log")
         return worker
 
     def _replace(self, rank: int, *, hung: bool, seconds: float) -> str:
@@ -176,12 +192,10 @@ class RankPool:
         assert worker is not None
         self._world_size = None
         if hung:
-            worker.process.join(0)
-            rank_worker.ask_for_stack(worker.process.pid)
-            time.sleep(0.3)
             worker.process.kill()
         worker.process.join(5)
         worker.pipe.close()
+        worker.stack_pipe.close()
         self._workers[rank] = None
         code = worker.process.exitcode
         end = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"

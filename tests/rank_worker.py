@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -10,6 +11,7 @@ import pickle
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -63,8 +65,9 @@ class RankError:
         return self.seconds >= GROUP_TIMEOUT.total_seconds()
 
 
-def main(rank: int, pipe: Connection, home: str) -> None:
+def main(rank: int, pipe: Connection, stack_pipe: Connection, home: str) -> None:
     _redirect_output(home)
+    threading.Thread(target=_write_stacks, args=(stack_pipe,), name="stacks", daemon=True).start()
     os.chdir(home)  # whatever a test writes to the working directory goes when the pool goes
     sys.argv = ["rank"]  # pytest's arguments are not the test's
     import torch
@@ -101,9 +104,16 @@ def look_for_plugins_once() -> None:
     registry.entry_points = functools.cache(registry.entry_points)
 
 
-def ask_for_stack(pid: int) -> None:
-    """Have a worker write where each of its threads is to its log."""
-    os.kill(pid, signal.SIGUSR1)
+def _write_stacks(asked: Connection) -> None:
+    """Write where each thread is to the log whenever the pool asks.
+
+    No signal could ask: Lightning takes every handler away that Python does not know of when a fit ends, those of faulthandler too.
+    """
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            asked.recv_bytes()
+            faulthandler.dump_traceback(file=2, all_threads=True)
+            asked.send_bytes(b"")
 
 
 def _redirect_output(home: str) -> None:
@@ -111,7 +121,6 @@ def _redirect_output(home: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 
 def _join_group(task: Task, rank: int) -> None:
