@@ -16,7 +16,7 @@
 * ``sharded_ddp``: weights of which each rank holds its own classes, their norms and overflows (``sharded_parameters``) and checkpoints
   (``shard_files``; ``shard_folder`` for a file per rank, ``shard_records`` for what loading compares).
 * ``fsdp_losses``: the strategy for models that ``fully_shard`` divides. ``fsdp_setup``: which parameters are divided, refusals, what is
-  around backward. ``fsdp_checkpoints``: one file, or a folder of parts. ``whole_folder``: that folder as one process would have saved it.
+  around backward. ``fsdp_checkpoints``: one file. ``fsdp_folder``: a folder of parts; ``whole_folder``: that as of one process.
 * ``checkpoint_files``: files that are whole or not there, and the same error on every rank. ``termination``: SIGTERM, on one rank or all.
 * ``requeue``: SLURM's signal before a job's time is over.
 * ``advice``: warnings, each once. ``fabric``: what Fabric is told that asks for our names.

@@ -289,7 +289,9 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         with checkpoint_files.saved_on_all_ranks(path, is_collective=together):
             checkpoint = losses.with_run_states(checkpoint, path)
             if self._writes_folder:
-                fsdp_checkpoints.write_folder(path, losses.module, checkpoint)
+                from lightning_ddp_losses.strategies import fsdp_folder
+
+                fsdp_folder.write_folder(path, losses.module, checkpoint)
                 return
             if self.is_global_zero and fsdp_checkpoints.is_folder(path):
                 checkpoint_files.remove_folder(path)
@@ -304,9 +306,11 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         self._is_folder = fsdp_checkpoints.is_folder(path)
         checks_bits = self.local_rank == 0
         if self._is_folder:
+            from lightning_ddp_losses.strategies import fsdp_folder
+
             rest = checkpoint_files.load_on_all_ranks(
                 path / fsdp_checkpoints.METADATA,
-                lambda: fsdp_checkpoints.read_rest(path, weights_only=weights_only),
+                lambda: fsdp_folder.read_rest(path, weights_only=weights_only),
                 checks_bits=checks_bits,
             )
             return self._losses.loaded(rest)
@@ -332,8 +336,10 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             saved_kinds = checkpoint.get(checkpoint_files.LOSS_KINDS)
             checkpoint_files.refuse_other_losses(self._loaded_from, saved_kinds, losses.kinds())
         if self._is_folder:
+            from lightning_ddp_losses.strategies import fsdp_folder
+
             with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "parameters and buffers"):
-                fsdp_checkpoints.read_module_(Path(self._loaded_from), losses.module, strict=strict)
+                fsdp_folder.read_module_(Path(self._loaded_from), losses.module, strict=strict)
             return
         state = losses.adoption.state_for(losses.module, checkpoint["state_dict"])
         state = losses.sharding.own_module_state(losses.module, state)
@@ -349,9 +355,11 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             super().load_optimizer_state_dict(checkpoint)
             return
         if self._is_folder:
+            from lightning_ddp_losses.strategies import fsdp_folder
+
             with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "states of optimizers"):
                 for number, optimizer in enumerate(self.optimizers):
-                    fsdp_checkpoints.read_optimizer_(Path(self._loaded_from), losses.module, optimizer, number)
+                    fsdp_folder.read_optimizer_(Path(self._loaded_from), losses.module, optimizer, number)
             return
         states = losses.sharding.own_optimizer_states(losses.module, self.optimizers, checkpoint["optimizer_states"])
         with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "states of optimizers"):

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from lightning_ddp_losses.distributed import handshake, process_groups, raw_coll
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.strategies.checkpoint_files import first_line, remove_folder, sync_folder
-from lightning_ddp_losses.strategies.shard_folder import METADATA, PlacedBlock, ShardFolder, write_blocks
 from lightning_ddp_losses.strategies.shard_records import (
     SavedBlock,
     ShardRecord,
@@ -33,11 +32,17 @@ from lightning_ddp_losses.strategies.shard_records import (
 )
 from lightning_ddp_losses.strategies.sharded_parameters import Owners, ShardedParameters
 
+if (
+    TYPE_CHECKING
+):  # imported where a folder is written or read: training without such folders does without that part of torch
+    from lightning_ddp_losses.strategies.shard_folder import ShardFolder
+
 REST = "rest.ckpt"
 BLOCKS = "ddp_losses_blocks"
 """Key of the rest that names the folder of the blocks."""
 _BLOCKS_PREFIX = "blocks-"
 _MARK = "class shard"
+_INDEX = ".metadata"  # says which block lies where; torch's name
 
 
 def is_sharded(path: Any) -> bool:
@@ -57,7 +62,7 @@ def _remove_former_blocks(folder: Path, kept: str) -> None:
     for found in folder.iterdir():
         if found.name.startswith(_BLOCKS_PREFIX) and found.name != kept:
             remove_folder(found)
-        elif found.name == METADATA or found.suffix == ".distcp":
+        elif found.name == _INDEX or found.suffix == ".distcp":
             found.unlink(missing_ok=True)
 
 
@@ -233,6 +238,8 @@ class ShardFiles:
             checkpoint: The rest.
             write_rest: Writes it to a file.
         """
+        from lightning_ddp_losses.strategies.shard_folder import PlacedBlock, write_blocks
+
         rank, folder = process_groups.rank(), Path(path)
         blocks = [
             PlacedBlock(key, saved.shard, saved.part)
@@ -275,6 +282,8 @@ class ShardFiles:
         marks = {name: value for name, value in tree.items() if isinstance(value, Mapping) and _MARK in value}
         if not marks:
             return dict(tree), []
+        from lightning_ddp_losses.strategies.shard_folder import ShardFolder
+
         try:
             folder = ShardFolder(Path(path))
         except Exception as error:  # whatever damage does to it

@@ -35,9 +35,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.shard import ClassShard
 
-METADATA = ".metadata"
-"""The file that says which block lies where."""
-
 
 class PlacedBlock(NamedTuple):
     """Some classes of one tensor of a checkpoint."""

@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.strategies.fsdp_checkpoints import METADATA, is_folder
@@ -43,6 +40,11 @@ def whole_checkpoint(folder: str | Path, *, weights_only: bool | None = None) ->
 
     Communication: none; each process that calls reads the folder by itself.
     """
+    # 70 modules that training without such folders does without
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     path = Path(folder)
     if not is_folder(path):
         found = "a file" if path.is_file() else "no file of that name in it"
