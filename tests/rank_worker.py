@@ -136,7 +136,12 @@ def _leave_group() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
+        groups = sys.modules.get("lightning_ddp_losses.distributed.process_groups")
+        if groups is not None:
+            groups.close()
         dist.destroy_process_group()  # all groups that were made under it too
+        # now, when all ranks leave: a group with an unmet message waits until its peers are gone
+        gc.collect()
         # what DTensor remembers of a mesh names groups of this world
         if "torch.distributed.tensor" in sys.modules:
             from torch.distributed.tensor import debug

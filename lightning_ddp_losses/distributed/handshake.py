@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Literal, NoReturn, TypeAlias, TypeVar
+from typing import Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,6 @@ from lightning_ddp_losses.distributed.header import (
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import start_gather, wait
 from lightning_ddp_losses.errors import DDPLossError, PeerError
-
-E = TypeVar("E", bound=Exception)
 
 ChannelName: TypeAlias = Literal["handshakes", "checks"]
 """Which of our process groups carries a handshake (``process_groups.ProcessGroups``)."""
@@ -250,7 +248,9 @@ class PendingHandshake:
         first = headers[0]
         if all(h.kind == CALL and h.digest == first.digest and h.version == VERSION for h in headers):
             return [h.payload for h in headers]
-        raise _mark_reported(mismatch_error(headers), self._channel)
+        error = mismatch_error(headers)
+        _mark_reported(error, self._channel.group)
+        raise error
 
     def receive(self, timeout: timedelta | None = None) -> list[Header]:
         """Wait for the peers, and return what they sent in rank order; a second call returns the same.
@@ -382,7 +382,7 @@ def raise_on_all_ranks(
     with contextlib.suppress(AttributeError):  # an exception class may forbid it
         error.collective = True  # type: ignore[attr-defined]
     channel = Channel.of(group, "handshakes")
-    _mark_reported(error, channel)
+    _mark_reported(error, channel.group)
     report = failure_report(error, where)
     try:
         pending = PendingHandshake(FAILURE, where, report, channel, handshake_bytes=handshake_bytes, timeout=timeout)
@@ -391,11 +391,16 @@ def raise_on_all_ranks(
         raise error from None
     if not isinstance(error, DDPLossError):
         raise error
-    raise _mark_reported(mismatch_error(headers), channel) from error
+    told = mismatch_error(headers)
+    told.reported_in = error.reported_in  # type: ignore[attr-defined]  # who knows of the one knows of the other
+    raise told from error
 
 
 def notify_subgroups(error: Exception, where: str) -> bool:
     """Let the next handshake of each part of the world that this rank belongs to be an error, with this one as the reason.
+
+    Parts that know of it are left out, so that each member of a part comes to one such handshake, wherever it learnt of the error: one
+    that nobody comes to stays in the group, and whoever forgets the group would wait for it as long as the group's time-out.
 
     Returns:
         Whether there are parts: then an error that a part raised together is news to the rest of the world.
@@ -406,8 +411,9 @@ def notify_subgroups(error: Exception, where: str) -> bool:
     reason = f"{type(error).__name__}: {error}"
     text = "; ".join(f"rank {process_groups.rank()} failed in {where}: {reason}".splitlines())
     for subgroup in subgroups:
-        if subgroup is reported_in(error):
+        if was_reported_in(subgroup, error):
             continue
+        _mark_reported(error, subgroup)
         with contextlib.suppress(RuntimeError):  # its members may be gone
             start(text, {}, group=subgroup)
     return bool(subgroups)
@@ -423,18 +429,18 @@ def raise_in_all_groups(error: Exception, where: str) -> NoReturn:
     """
     has_subgroups = notify_subgroups(error, where)
     # all ranks have received what was raised in a handshake of the world; what a part raised is news to the others
-    if has_subgroups and reported_in(error) is not process_groups.internal_groups().handshakes:
+    if has_subgroups and not was_reported_in(process_groups.internal_groups().handshakes, error):
         with contextlib.suppress(AttributeError):  # an exception class may forbid it
             error.collective = False  # type: ignore[attr-defined]
     raise_on_all_ranks(error, where)
 
 
-def reported_in(error: Exception) -> Group:
-    """Return the group of ours in whose handshake this error was raised on all members; None: in no handshake."""
-    return getattr(error, "reported_in", None)
+def was_reported_in(group: dist.ProcessGroup, error: Exception) -> bool:
+    """Say whether the members of a group of ours hear of this error in a handshake of it, which this rank has come to."""
+    return any(known is group for known in getattr(error, "reported_in", ()))
 
 
-def _mark_reported(error: E, channel: Channel) -> E:
+def _mark_reported(error: Exception, group: dist.ProcessGroup) -> None:
+    """Note that one more group hears of an error: a loss over class shards tells its part first, then the replicas."""
     with contextlib.suppress(AttributeError):  # an exception class may forbid it
-        error.reported_in = channel.group  # type: ignore[attr-defined]
-    return error
+        error.reported_in = (*getattr(error, "reported_in", ()), group)  # type: ignore[attr-defined]

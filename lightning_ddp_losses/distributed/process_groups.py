@@ -302,7 +302,7 @@ def replica_group(group: Group) -> Group:
     return _replica_groups[ranks]
 
 
-def subgroups() -> list[Group]:
+def subgroups() -> list[dist.ProcessGroup]:
     """Return the groups that carry handshakes over the parts of the world that this rank has used so far."""
     if not is_distributed() or dist.group.WORLD is not _world:
         return []

@@ -359,7 +359,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
         except Exception as raised:
             replicas = self._replica_group
-            if replicas is None or handshake.reported_in(raised) is process_groups.internal_groups(replicas).handshakes:
+            if replicas is None or handshake.was_reported_in(
+                process_groups.internal_groups(replicas).handshakes, raised
+            ):
                 raise
             # all ranks of this part are here; the other parts wait for their replicas, or for what these send
             with contextlib.suppress(AttributeError):  # an exception class may forbid it

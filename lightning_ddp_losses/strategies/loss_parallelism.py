@@ -492,7 +492,11 @@ class LossParallelism:
             return
         module = self._strategy.lightning_module
         trainer = attached_trainer(module) if module is not None else None
-        if trainer is None or not isinstance(exception, Exception) or getattr(exception, "collective", False):
+        if trainer is None or not isinstance(exception, Exception):
+            return
+        if getattr(exception, "collective", False):
+            # learnt from the whole world, by a backward for instance: parts of it that were told apart are still to be met
+            handshake.notify_subgroups(exception, "training")
             return
         with contextlib.suppress(Exception):  # Lightning goes on with the exception itself
             if self._evaluation_ends.is_inside:
