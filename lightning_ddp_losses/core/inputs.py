@@ -51,8 +51,9 @@ class ValueReading:
         """Return labels clamped to 0 ... C - 1, and look at what they were in ``raise_late``."""
         if not labels.numel():
             return labels
-        extremes = HostCopy(torch.stack(torch.aminmax(labels.detach())))
-        self._late = LateLabels(f"{title}: labels of call {self._number}", extremes, num_classes)
+        extremes = labels.new_empty(2)
+        torch.aminmax(labels.detach(), out=(extremes[0], extremes[1]))
+        self._late = LateLabels(f"{title}: labels of call {self._number}", HostCopy(extremes), num_classes)
         _with_late_values.add(self)
         return labels.clamp(0, num_classes - 1)
 

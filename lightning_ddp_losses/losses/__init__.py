@@ -32,7 +32,8 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``tiled`` | the common losses in tiles of our own |
 | ``torch_losses``, ``separable``, ``recorded_stats`` | torch.nn's losses as sums; a check of such claims; PML's statistics |
 | ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; which are where; what a logit is |
-| ``sharded_softmax``, ``class_logits``, ``partial_fc`` | its cross entropy; logits and best classes to evaluate; sampled classes |
+| ``sharded_softmax``, ``class_targets``, ``unit_rows`` | its cross entropy; where targets are among a rank's classes; rows of unit length |
+| ``class_logits``, ``partial_fc``, ``class_sharded_options`` | logits and best classes to evaluate; sampled classes; options refused |
 | ``clip``, ``siglip``, ``two_towers``, ``column_blocks`` | losses between two towers |
 | ``global_mean`` | `global_mean`: any hand-written sum over any count |
 | ``log_sum_exp`` | sums of exponentials that arrive in pieces |

@@ -11,7 +11,7 @@ Legend: ``G`` rows, ``D`` embedding size, ``c`` classes of a block, ``K`` weight
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ from lightning_ddp_losses.losses.pml_registry import (
     reduction_of,
 )
 from lightning_ddp_losses.losses.products import lengths_of
+from lightning_ddp_losses.losses.unit_rows import unit_rows
+
+Scale: TypeAlias = Tensor | float
+"""What multiplies logits: one number, or one of each row, (n, 1)."""
 
 # a block of classes shall not make a row of D numbers for each pair
 _DISTANCES = [cls for cls, facts in DISTANCES.items() if facts.form != "differences"]
@@ -43,7 +47,7 @@ class Head:
         weight_name: Name of the class weight in the loss.
         class_dim: Dimension of it that counts classes.
         counts_only_anchors: A miner weighs the rows that are anchors, not positives and negatives too.
-        has_row_scale: The scale is a function of the row, whose gradient goes through it; else one constant, (1, 1).
+        has_row_scale: The scale is a function of the row, whose gradient goes through it; else one number.
         drops_improbable_rows: Rows whose probability rounds to zero have no loss.
         has_margin: The target's logit is a function of its own (``targets``), else the others' plus ``target_offset``.
         per_class: K.
@@ -95,19 +99,25 @@ class Head:
         """What ``get_logits`` of the loss gives, over the logits of the softmax."""
         return 1.0
 
-    def prepare(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows as they enter the product, (G, D), and what multiplies their logits, (G, 1) or (1, 1)."""
-        rows = self._loss.distance.maybe_normalize(embeddings)
-        return rows, rows.new_full((1, 1), self.constant_scale)
+    def prepare(self, embeddings: Tensor) -> tuple[Tensor, Scale]:
+        """Return the rows as they enter the product, (G, D), and what multiplies their logits, (G, 1) or one number."""
+        return self.prepared_rows(embeddings), self.constant_scale
 
-    def logits(self, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    def prepared_rows(self, embeddings: Tensor) -> Tensor:
+        """Return the rows as they enter the product, (G, D)."""
+        distance = self._loss.distance
+        if distance.normalize_embeddings and distance.p == 2:
+            return unit_rows(embeddings).rows
+        return distance.maybe_normalize(embeddings)  # type: ignore[no-any-return]
+
+    def logits(self, rows: Tensor, scale: Scale, weight: Tensor) -> Tensor:
         """Compute the logits of a block of classes, no margin in them.
 
         No step may keep its result for backward: the caller overwrites it.
 
         Args:
             rows: (G, D) from ``prepare``.
-            scale: (G, 1) or (1, 1) from ``prepare``.
+            scale: (G, 1) or one number, from ``prepare``.
             weight: (c * K, D).
 
         Returns:
@@ -134,12 +144,12 @@ class Head:
             return product
         return product.view(len(product), product.shape[1] // self.per_class, self.per_class).max(2).values
 
-    def targets(self, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    def targets(self, rows: Tensor, scale: Scale, weight: Tensor) -> Tensor:
         """Compute the logits of the target classes, with their margin; for heads that have one.
 
         Args:
             rows: (n, D) from ``prepare``.
-            scale: (n, 1) or (1, 1).
+            scale: (n, 1) or one number.
             weight: (n, K, D), the rows of each target class.
 
         Returns:
@@ -152,13 +162,20 @@ class Head:
         """Whether PML keeps the mean angle of the rows that ``targets`` was given last."""
         return bool(self._loss.collect_stats)
 
-    def angle_sum(self, is_local: Tensor) -> float:
-        """Return the sum of the angles, in degrees, between the rows marked and their targets; 0 unless the loss collects statistics."""
-        if not self._loss.collect_stats:
+    def cosines(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Compute the products (n,) of rows with their target classes, which the margin is put into; for heads that have one."""
+        raise NotImplementedError
+
+    def with_margin(self, cosines: Tensor) -> Tensor:
+        """Put the margin into (n,) products of rows with their target classes."""
+        raise NotImplementedError
+
+    def angle_sum(self, count: int) -> float:
+        """Return the sum of the angles, in degrees, between ``count`` rows and their targets; 0 unless the loss collects statistics."""
+        if not self._loss.collect_stats or not count:
             return 0.0
-        count = int(is_local.sum())
-        # PML keeps the mean of what ``targets`` was given last
-        return count * float(self._loss.avg_angle) if count else 0.0
+        # PML keeps the mean of what ``with_margin`` was given last
+        return count * float(self._loss.avg_angle)
 
 
 class MarginHead(Head):
@@ -166,20 +183,25 @@ class MarginHead(Head):
 
     has_margin = True
 
-    def targets(self, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    def targets(self, rows: Tensor, scale: Scale, weight: Tensor) -> Tensor:
         """Compute the cosine with the target's best center, PML's margin, the scale."""
-        loss = self._loss
-        # cosine with each center of the target class; the best one counts
+        logit = self.with_margin(self.cosines(rows, weight))
+        if isinstance(scale, Tensor):
+            scale = scale.squeeze(1)
+        return logit * scale
+
+    def cosines(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Compute the cosine with each center of the target class; the best one counts."""
         flat = self.normalized(weight.reshape(-1, weight.shape[2]))
         cosine = (rows.unsqueeze(1) * flat.view_as(weight)).sum(2)
-        if loss.distance.power != 1:
-            cosine = cosine**loss.distance.power
-        cosine = cosine.max(1).values
-        # PML's margin, then the scale
-        self._cast_constants(cosine)
-        logit = loss.modify_cosine_of_target_classes(cosine)
-        scaled: Tensor = logit * scale.squeeze(1)
-        return scaled
+        if self._loss.distance.power != 1:
+            cosine = cosine**self._loss.distance.power
+        return cosine.squeeze(1) if self.per_class == 1 else cosine.max(1).values
+
+    def with_margin(self, cosines: Tensor) -> Tensor:
+        """Put PML's margin into cosines."""
+        self._cast_constants(cosines)
+        return self._loss.modify_cosine_of_target_classes(cosines)  # type: ignore[no-any-return]
 
     def _cast_constants(self, like: Tensor) -> None:
         # coefficients of the multiple-angle formula, which PML casts where it casts its weight
@@ -194,9 +216,9 @@ class SphereFaceHead(MarginHead):
 
     has_row_scale = True
 
-    def prepare(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+    def prepare(self, embeddings: Tensor) -> tuple[Tensor, Scale]:
         """Return unit rows, and their lengths times the scale."""
-        rows = self._loss.distance.maybe_normalize(embeddings)
+        rows = self.prepared_rows(embeddings)
         return rows, torch.norm(embeddings, p=2, dim=1, keepdim=True) * self.constant_scale
 
 
@@ -206,18 +228,18 @@ class LargeMarginHead(MarginHead):
     has_row_scale = True
     _norm_of_weight_counts = True
 
-    def prepare(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+    def prepare(self, embeddings: Tensor) -> tuple[Tensor, Scale]:
         """Return unit rows, and their lengths times the scale."""
         distance = self._loss.distance
-        rows = distance.maybe_normalize(embeddings)
+        rows = self.prepared_rows(embeddings)
         return rows, distance.get_norm(embeddings).unsqueeze(1) * self.constant_scale
 
-    def logits(self, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    def logits(self, rows: Tensor, scale: Scale, weight: Tensor) -> Tensor:
         """Multiply by the lengths of the weight rows."""
         norms: Tensor = self._loss.distance.get_norm(weight)
         return super().logits(rows, scale, weight) * norms.unsqueeze(0)
 
-    def targets(self, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    def targets(self, rows: Tensor, scale: Scale, weight: Tensor) -> Tensor:
         """Multiply by the lengths of the weight rows."""
         norms: Tensor = self._loss.distance.get_norm(weight[:, 0])
         return super().targets(rows, scale, weight) * norms

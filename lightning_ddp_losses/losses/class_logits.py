@@ -19,7 +19,7 @@ from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.distributed import process_groups, raw_collectives
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.losses.class_heads import Head
-from lightning_ddp_losses.losses.sharded_softmax import LocalClasses
+from lightning_ddp_losses.losses.class_targets import LocalClasses
 from lightning_ddp_losses.losses.sharded_weight import ShardedWeight
 
 

@@ -37,14 +37,20 @@ from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses.class_heads import head_of, penalty_of
 from lightning_ddp_losses.losses.class_logits import ClassLogits
+from lightning_ddp_losses.losses.class_sharded_options import (
+    refuse_options,
+    refuse_products_with,
+    refuse_with_replicas,
+)
 from lightning_ddp_losses.losses.class_sharded_pickles import parts_of_release_0_1
+from lightning_ddp_losses.losses.class_targets import LocalClasses, only_local, positions_in
 from lightning_ddp_losses.losses.gathered_call import GlobalTuples, miner_counts, miner_weights
 from lightning_ddp_losses.losses.global_batch import refuse_unfit
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
 from lightning_ddp_losses.losses.partial_sums import global_loss, pack_partials, partial_sums_of, unpack_partials
 from lightning_ddp_losses.losses.pml_registry import is_separable
-from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form, refuse_products
-from lightning_ddp_losses.losses.sharded_softmax import LocalClasses, RowLosses, ShardedSoftmax
+from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form
+from lightning_ddp_losses.losses.sharded_softmax import RowLosses, ShardedSoftmax
 from lightning_ddp_losses.losses.sharded_weight import ShardedWeight, empty_loss, full_weight, refuse_joint_draws
 from lightning_ddp_losses.losses.tile_budget import tile_budget
 
@@ -220,8 +226,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         self._sharded = ShardedWeight(self._title, head, full_shape, seed=seed)
         self.register_parameter(head.weight_name, self._sharded.parameter(weight))
         # options
-        _check_options(self.num_classes, chunk_size, sample_rate, is_regularized=penalty is not None)
-        self._refuse_products(products)
+        refuse_options(self.num_classes, chunk_size, sample_rate, is_regularized=penalty is not None)
+        refuse_products_with(self._title, self._head, products)
         self.products = products
         self.chunk_size = chunk_size
         self._group = group
@@ -311,7 +317,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         rows, scale = self._head.prepare(global_embeddings)
         softmax = self._softmax(global_labels, global_embeddings, form)
         found = softmax.row_losses(rows, scale, self._sharded.rows(self.weight))
-        if self.loss.collect_stats and hasattr(self.loss, "avg_angle"):
+        if found.angle_sum is not None and hasattr(self.loss, "avg_angle"):
             self.loss.avg_angle = float(found.angle_sum) / max(len(global_embeddings), 1)
         # 3. rows of the other parts of the world; each part has all classes
         losses = found.losses
@@ -383,8 +389,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     def _softmax(self, labels: Tensor, embeddings: Tensor, form: ProductForm) -> ShardedSoftmax:
         """Choose the classes that a call looks at: all, or sampled ones."""
         shard, per_class = self.shard, self._head.per_class
-        is_local = (labels >= shard.start) & (labels < shard.stop)
-        local_labels = torch.where(is_local, labels - shard.start, -1)
+        positions, has_all = positions_in(shard, labels), process_groups.world_size(self._group) == 1
         chunk = self._chunk(len(labels), embeddings.element_size(), embeddings.device)
         lengths = self._head.lengths(embeddings) if form == "bf16" else None
         make = partial(
@@ -397,9 +402,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         )
         sampler = self._training_sampler()
         if sampler is None:
-            return make(LocalClasses(local_labels, chunk, per_class), penalty=self._penalty)
-        sampled = sampler.draw_next(local_labels, shard, embeddings.dtype)
-        classes = LocalClasses(sampled.labels, chunk, per_class, sampled.classes)
+            return make(LocalClasses(positions, chunk, per_class, has_all=has_all), penalty=self._penalty)
+        sampled = sampler.draw_next(only_local(shard, positions), shard, embeddings.dtype)
+        classes = LocalClasses(sampled.labels, chunk, per_class, sampled.classes, has_all)
         return make(classes, log_weight=sampled.log_weight, on_backward=self._note_sampled_gradient)
 
     def _chunk(self, rows: int, element_bytes: int, device: torch.device) -> int:
@@ -413,7 +418,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             kept = torch.exp(-losses.detach()) != 0
             losses, index = losses[kept], index[kept]
         sub_losses: dict[str, Any] = {"loss": {"losses": losses, "indices": index, "reduction_type": "element"}}
-        if self._penalty is not None:
+        if self._penalty is not None and found.penalty is not None and found.penalty_divisor is not None:
             value = self._penalty.value(found.penalty, found.penalty_divisor)
             sub_losses["weight_reg_loss"] = {"losses": value, "indices": None, "reduction_type": "already_reduced"}
         self.loss.add_embedding_regularization_to_loss_dict(sub_losses, embeddings)
@@ -476,7 +481,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         # the same options in all parts of the world, where the group is one of several
         replica_group = process_groups.replica_group(self._group)
         if replica_group is not self._group:
-            self._refuse_with_replicas()
+            refuse_with_replicas(self._title, self.loss, self.sampler)
             self._replica_group = replica_group
         # this rank's classes; of several parts, the first one's count
         sharded.shard_(self.weight, self.loss.weight_init_func, seed, self._group)
@@ -496,44 +501,6 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         own = self._sharded.fingerprint(self.weight, at_once=True)
         everyone = handshake.all_gather(f"{self._title}: classes", {}, own, group=self._group)
         self._sharded.refuse_equal_shards(everyone)
-
-    def _refuse_products(self, products: ProductChoice) -> None:
-        """Refuse what is no choice, and tensor cores for logits that are not one product.
-
-        Raises:
-            ConfigurationError: naming what can be chosen.
-        """
-        refuse_products(self._title, products)
-        if products in ("bf16", "tf32") and not self._head.is_one_product:
-            raise ConfigurationError(
-                f"{self._title}: products",
-                expected="'float32' or 'auto', since the logits of this loss are not one number times cosines",
-                got=repr(products),
-            )
-
-    def _refuse_with_replicas(self) -> None:
-        """Refuse options that would let the parts of the world differ.
-
-        Raises:
-            ConfigurationError: on every rank.
-        """
-        option: str
-        expected: object
-        got: object
-        regularizer = getattr(self.loss, "embedding_regularizer", None)
-        if regularizer is not None:
-            option, expected, got = "embedding_regularizer", "none", type(regularizer).__name__
-        elif self.sampler is not None:  # parts would draw other classes, and step other rows of what is to stay equal
-            option, expected, got = "sample_rate", 1, self.sampler.rate
-        else:
-            return
-        raise ConfigurationError(
-            f"{self._title}: {option}",
-            expected=f"{expected} where group= is a part of the ranks",
-            got=got,
-            fix="Divide the classes over all ranks (group=None).",
-            collective=True,
-        )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         """Take the whole weight, of which this rank's part is kept, or that part."""
@@ -654,28 +621,4 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             batch.counts[0],
             self._chunk(len(rows), rows.element_size(), rows.device),
             self._group,
-        )
-
-
-def _check_options(num_classes: int, chunk_size: int | None, sample_rate: float, *, is_regularized: bool) -> None:
-    """Refuse a chunk or a share of the classes that cannot be.
-
-    Raises:
-        ConfigurationError: naming the option.
-    """
-    is_whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
-    if chunk_size is not None and not (is_whole and 1 <= chunk_size <= num_classes):
-        raise ConfigurationError(
-            "ClassShardedLoss: chunk_size", expected=f"1 to {num_classes} classes, or None", got=repr(chunk_size)
-        )
-    if not 0 < sample_rate <= 1:
-        raise ConfigurationError(
-            "ClassShardedLoss: sample_rate", expected="above 0 and at most 1", got=repr(sample_rate)
-        )
-    if sample_rate < 1 and is_regularized:
-        raise ConfigurationError(
-            "ClassShardedLoss: weight_regularizer",
-            expected="none together with sample_rate below 1",
-            got=f"one, and sample_rate={sample_rate}",
-            fix="It would see the sampled classes only; use the optimizer's weight_decay, which the sampled rows get.",
         )

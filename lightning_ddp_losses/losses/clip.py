@@ -125,9 +125,10 @@ class ClipLoss(TwoTowerLoss):
         form: RowForm,
         images: Tensor,
         texts: Tensor,
-        products: Tensor,
+        products: Tensor | None,
         given: dict[str, Tensor | None],
     ) -> Tensor:
+        assert products is not None
         call = _ClipCall(columns, form, self.label_smoothing, self._bytes_of_a_tile(images))
         scale = self._scale(given["logit_scale"])
         value: Tensor = _Clip.apply(call, images, texts, scale, products)  # type: ignore[no-untyped-call]
@@ -152,41 +153,40 @@ class _Clip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _ClipCall, images: Tensor, texts: Tensor, scale: Tensor, paired: Tensor) -> Tensor:
         columns, smoothing = call.columns, call.smoothing
-        own_logits = paired[call.own_texts(images)] * scale
-        row_lse, mean_column = RunningLogSumExp.empty(len(images), images), images.new_zeros(images.shape[1])
-        products = Products(columns.width, call.form)
+        own_texts, paired_logits = call.own_texts(images), paired * scale
+        row_lse, products = RunningLogSumExp.empty(len(images), images), Products(columns.width, call.form)
+        mean_column = images.new_zeros(images.shape[1]) if smoothing else None
 
         def visit(block: ColumnBlock) -> Tensor:
-            text_logits = block.column_stats * scale
             column_lse = RunningLogSumExp.empty(block.text_count, images)
             block_products = products.with_block(images, scale, block)
             for tile in block.tiles(images, call.tile_bytes):
                 # logits, in which the own pair counts as nothing
                 logits = block_products.compute(tile)
-                logits[tile.own_pairs] = -torch.inf
-                # texts: max and sum-exp of their columns, less their own pair's logit
-                text_count = tile.text_count
-                if text_count:
-                    differences = logits[:, :text_count].t() - text_logits[tile.texts].unsqueeze(1)
-                    column_lse.accumulate_(differences, rows=tile.texts)
+                tile.own_pairs(logits).fill_(-torch.inf)
+                is_kept = block_products.keep(logits)
+                # texts: max and sum-exp of their columns
+                if tile.text_count:
+                    column_lse.accumulate_(logits[:, : tile.text_count].t(), rows=tile.texts, keep=True)
                 # images: of their rows, likewise
-                row_lse.accumulate_(logits.sub_(own_logits[tile.rows].unsqueeze(1)), rows=tile.rows)
-            if smoothing:
+                row_lse.accumulate_(logits, rows=tile.rows, keep=is_kept)
+            if mean_column is not None:
                 rows = call.form.rows(block.columns)
                 mean_column.add_(rows.sum(0) / columns.width)
                 mean_column.add_(rows[: block.text_count].sum(0) / columns.total)
             return _packed_stats(column_lse)
 
         # columns joined over ranks, where they travel; rows are complete
-        column_stats = columns.collect_stats(visit, texts, paired, _join_stats)
-        row_losses = _own_pair_losses(row_lse)
-        rows_total = row_losses.sum()
-        if smoothing:  # both are means over all targets of (z_ii - z_ij), in closed form
-            rows_total += smoothing * (2 * own_logits.sum() - scale * (images.sum(0) @ mean_column))
-        # texts' losses and the sum over ranks
-        column_losses, value = _column_losses_and_value(columns, column_stats, rows_total, len(images))
+        column_stats = columns.collect_stats(visit, texts, _join_stats)
+        row_log_probs = _own_log_probs(row_lse, paired_logits[own_texts])
+        total = row_log_probs.sum()
+        if mean_column is not None:  # both are means over all targets of (z_ii - z_ij), in closed form
+            pulled = 2 * paired_logits[own_texts].sum() - scale * (images.sum(0) @ mean_column)
+            total -= smoothing * pulled
+        # texts' log-probabilities and the sum over ranks
+        column_log_probs, value = _columns_and_value(columns, column_stats, paired_logits, total, len(images))
         ctx.call, ctx.products = call, products
-        ctx.save_for_backward(images, texts, scale, paired, row_losses, column_losses, mean_column)
+        ctx.save_for_backward(images, texts, scale, paired_logits, row_log_probs, column_log_probs, mean_column)
         return value
 
     @staticmethod
@@ -194,28 +194,32 @@ class _Clip(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _ClipCall = ctx.call
         columns, smoothing = call.columns, call.smoothing
-        images, texts, scale, paired, row_losses, column_losses, mean_column = ctx.saved_tensors
+        images, texts, scale, paired_logits, row_log_probs, column_log_probs, mean_column = ctx.saved_tensors
         own_texts, texts_wanted = call.own_texts(images), ctx.needs_input_grad[2]
-        d_images = -smoothing * mean_column.expand_as(images)
+        d_images = torch.zeros_like(images)
         # log-sum-exps, own pair included
-        row_lse, column_lses = paired[own_texts] * scale + row_losses, paired * scale + column_losses
+        row_lse, column_lses = paired_logits[own_texts] - row_log_probs, paired_logits - column_log_probs
         # both softmaxes at the own pair, less the 1 of the target: a difference of equals where pairs agree well
-        d_own_pairs = torch.expm1(-row_losses) + torch.expm1(-column_losses[own_texts]) + 2 * smoothing
+        d_own_pairs = torch.expm1(row_log_probs).add_(torch.expm1(column_log_probs[own_texts]))
+        if smoothing:
+            d_own_pairs += 2 * smoothing
+            d_images -= smoothing * mean_column
 
         def visit(block: ColumnBlock) -> Tensor:
             d_block = torch.zeros_like(block.columns)
             d_columns = call.form.rows(d_block)
             block_products = ctx.products.with_block(images, scale, block)
             for tile in block.tiles(images, call.tile_bytes):
-                logits = block_products.recompute(tile)
+                logits = ctx.products.take_kept()
+                if logits is None:
+                    logits = block_products.compute(tile)
                 # softmax of the images' rows
                 d_logits = (logits - row_lse[tile.rows].unsqueeze(1)).exp_()
                 # plus that of the texts' columns
-                text_count = tile.text_count
-                if text_count:
-                    text_logits = logits[:, :text_count]
-                    d_logits[:, :text_count] += text_logits.sub_(block.column_stats[tile.texts]).exp_()
-                    d_logits[tile.own_pairs] = d_own_pairs[tile.rows][tile.own_pairs[0]]
+                if tile.text_count:
+                    text_logits = logits[:, : tile.text_count]
+                    d_logits[:, : tile.text_count].add_(text_logits.sub_(block.column_stats[tile.texts]).exp_())
+                    tile.own_pairs(d_logits).copy_(d_own_pairs[tile.rows][tile.own_rows])
                 # back to both towers
                 is_wanted = texts_wanted and block.trained
                 block_products.add_grads_(d_logits, tile, d_images, d_columns if is_wanted else None)
@@ -227,14 +231,15 @@ class _Clip(torch.autograd.Function):
         d_texts = columns.collect_grad(visit, texts, column_lses, wanted=texts_wanted)
         d_scale = (d_images * images).sum()  # z is linear in the scale and in this rank's images
         factor = for_mean_over_ranks(grad / (2 * columns.total), columns.group)
+        row_factor = factor * scale
         if d_texts is not None:
-            d_texts.mul_(factor * scale)
-        return None, d_images.mul_(factor * scale), d_texts, d_scale * factor, None
+            d_texts.mul_(row_factor)
+        return None, d_images.mul_(row_factor), d_texts, d_scale * factor, None
 
 
-def _own_pair_losses(differences: RunningLogSumExp) -> Tensor:
-    """Computes the loss of each row from the differences with its own pair, whose 1 is put back: log(1 + sum exp)."""
-    return nn.functional.softplus(differences.finalize(), threshold=50)
+def _own_log_probs(others: RunningLogSumExp, own_logits: Tensor) -> Tensor:
+    """Computes the log-probability of each row's own pair among the others, whose 1 is put back: -log(1 + sum exp of the differences)."""
+    return nn.functional.logsigmoid(-others.relative_to(own_logits))
 
 
 def _packed_stats(lse: RunningLogSumExp) -> Tensor:
@@ -253,27 +258,28 @@ def _join_stats(own: Tensor, others: Tensor) -> Tensor:
     return _packed_stats(_merged_stats(torch.stack([own, others])))
 
 
-def _column_losses_and_value(
-    columns: ColumnBlocks, column_stats: Tensor, rows_total: Tensor, images: int
+def _columns_and_value(
+    columns: ColumnBlocks, column_stats: Tensor, paired_logits: Tensor, rows_total: Tensor, images: int
 ) -> tuple[Tensor, Tensor]:
-    """Computes the losses of the texts whose stats are known, and the global loss.
+    """Computes the log-probabilities of the texts whose stats are known, and the global loss.
 
     Args:
         columns: The second tower.
         column_stats: (t, 2), packed: complete in a ring, this rank's part else.
-        rows_total: This rank's share of the loss, apart from the texts'.
+        paired_logits: (t,), of each of these texts with its own image.
+        rows_total: This rank's share of the sum of log-probabilities, apart from the texts'.
         images: B.
 
     Communication: one gather of 2 G + 1 numbers; in a ring a handshake.
     """
     group, world = columns.group, process_groups.world_size(columns.group)
     column_lse = RunningLogSumExp(*column_stats.unbind(1))
-    if isinstance(columns, RingColumns):  # each rank knows its own texts' losses
-        losses = _own_pair_losses(column_lse)
-        partials = [PartialSum((rows_total + losses.sum()) / 2, images)]
+    if isinstance(columns, RingColumns):  # each rank knows its own texts' part
+        log_probs = _own_log_probs(column_lse, paired_logits)
+        partials = [PartialSum((rows_total + log_probs.sum()) / -2, images)]
         payloads = handshake.all_gather("ClipLoss: sum", {}, pack_partials(partials), group=group)
         value, _ = scale_factors(unpack_partials(payloads))
-        return losses, rows_total.new_tensor(value)
+        return log_probs, rows_total.new_tensor(value)
     if world > 1:
         # parts of all ranks, in rank order: the same on every rank
         packed = torch.cat([column_stats.reshape(-1), rows_total.reshape(1)])
@@ -281,5 +287,5 @@ def _column_losses_and_value(
         gather(gathered.view(-1), packed, group=group_for(packed, group))
         column_lse = _merged_stats(gathered[:, :-1].view(world, -1, 2))
         rows_total = gathered[:, -1].sum()
-    losses = _own_pair_losses(column_lse)
-    return losses, (rows_total + losses.sum()) / (2 * columns.total)
+    log_probs = _own_log_probs(column_lse, paired_logits)
+    return log_probs, (rows_total + log_probs.sum()) / (-2 * columns.total)

@@ -30,19 +30,25 @@ class ProductTile:
         rows: Of this rank's images.
         columns: Of the block.
         texts: Those of the columns that have an image on some rank; they come first.
-        own_pairs: Where in the tile an image meets its own text: rows and columns of the tile.
+        own_rows: Rows of the tile whose own text is among its columns.
+        own_columns: Where these texts are, in the same order.
     """
 
     rows: slice
     columns: slice
     texts: slice
-    own_pairs: tuple[Tensor, Tensor]
+    own_rows: slice
+    own_columns: slice
 
     @property
     def text_count(self) -> int:
         """How many columns of the tile, the first, are texts with an image."""
         count: int = self.texts.stop - self.texts.start
         return count
+
+    def own_pairs(self, matrix: Tensor) -> Tensor:
+        """Returns the entries of a matrix of the tile where an image meets its own text, a view."""
+        return matrix[self.own_rows, self.own_columns].diagonal()
 
 
 @dataclass(frozen=True)
@@ -73,15 +79,16 @@ class ColumnBlock:
             for left in range(0, len(self.columns), width):
                 columns = slice(left, min(left + width, len(self.columns)))
                 texts = slice(left, max(left, min(columns.stop, self.text_count)))
-                yield ProductTile(rows, columns, texts, self._own_pairs_in(rows, columns))
+                yield ProductTile(rows, columns, texts, *self._own_pairs_in(rows, columns))
 
-    def _own_pairs_in(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        low = high = shift = self.first_own or 0
-        if self.first_own is not None:
-            low = max(rows.start + shift, columns.start)
-            high = max(low, min(rows.stop + shift, columns.stop))
-        index = torch.arange(low, high, device=self.columns.device)
-        return index - shift - rows.start, index - columns.start
+    def _own_pairs_in(self, rows: slice, columns: slice) -> tuple[slice, slice]:
+        shift = self.first_own
+        if shift is None:
+            return slice(0, 0), slice(0, 0)
+        low = max(rows.start + shift, columns.start)
+        high = max(low, min(rows.stop + shift, columns.stop))
+        own_rows = slice(low - shift - rows.start, high - shift - rows.start)
+        return own_rows, slice(low - columns.start, high - columns.start)
 
 
 @dataclass(frozen=True)
@@ -125,10 +132,12 @@ class Products:
         right = as_operand(rows(block.columns), form.form, form.lengths(block.columns))
         return BlockProducts(self, left, right, scale)
 
-    def keep(self, products: Tensor, rows: int) -> None:
-        """Note a tile of forward, where it is all there is."""
-        if products.shape == (rows, self._width):
-            self._kept = products.clone()
+    def keep(self, tile: Tensor, rows: int) -> bool:
+        """Note a tile of forward, where it is all there is; tells whether that is so, and nobody may overwrite it."""
+        is_all = tile.shape == (rows, self._width)
+        if is_all:
+            self._kept = tile
+        return is_all
 
     def take_kept(self) -> Tensor | None:
         """Return the tile that forward has kept, once: a second backward computes it anew."""
@@ -153,17 +162,12 @@ class BlockProducts:
     scale: Tensor
 
     def compute(self, tile: ProductTile) -> Tensor:
-        """Computes ``scale`` times the products of a tile, in forward; the caller may overwrite them."""
-        found = product(self.left.part(tile.rows), self.right.part(tile.columns), self.scale)
-        self.products.keep(found, len(self.left.terms[0]))
-        return found
+        """Computes ``scale`` times the products of a tile; the caller may overwrite them."""
+        return product(self.left.part(tile.rows), self.right.part(tile.columns), self.scale)
 
-    def recompute(self, tile: ProductTile) -> Tensor:
-        """Computes the same in backward, unless forward has kept it."""
-        kept = self.products.take_kept()
-        if kept is None:
-            kept = product(self.left.part(tile.rows), self.right.part(tile.columns), self.scale)
-        return kept
+    def keep(self, tile: Tensor) -> bool:
+        """Notes what forward made of a tile for backward, where it is all there is; tells whether it did: it is not overwritten then."""
+        return self.products.keep(tile, len(self.left.terms[0]))
 
     def add_grads_(self, slope: Tensor, tile: ProductTile, d_images: Tensor, d_columns: Tensor | None) -> None:
         """Adds what the gradient of a tile's logits gives back to both towers, but for the scale.
@@ -221,16 +225,15 @@ class ColumnBlocks(ABC):
         yield from self._rank_blocks(columns, column_stats)
         yield from self._queue_blocks(columns)
 
-    def collect_stats(self, visit: Visit, columns: Tensor, column_stats: Tensor, join: Join) -> Tensor:
+    def collect_stats(self, visit: Visit, columns: Tensor, join: Join) -> Tensor:
         """Collects what is found out about texts, (t, k): if gathered by this rank about all, in a ring by all ranks about its own.
 
         Args:
             visit: Block -> what this rank finds out about its texts, (texts, k).
             columns: As for ``blocks``.
-            column_stats: As for ``blocks``.
             join: What two ranks found about the same texts -> both.
         """
-        return self._collect(visit, columns, column_stats, join, self._text_counts)
+        return self._collect(visit, columns, None, join, self._text_counts)
 
     def collect_grad(
         self, visit: Visit, columns: Tensor, column_stats: Tensor | None = None, *, wanted: bool

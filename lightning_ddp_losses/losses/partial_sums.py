@@ -35,6 +35,7 @@ from lightning_ddp_losses.distributed.raw_collectives import gather_stacked, tra
 from lightning_ddp_losses.losses.pml_registry import Reduction, reducer_chain, reduction_of
 
 _STATS = struct.Struct("<dd?dddd")
+_NUMBER = struct.Struct("<d")
 
 STATS_BYTES = _STATS.size
 
@@ -350,6 +351,31 @@ def global_loss(
     return result
 
 
+def global_quotient(
+    total: Tensor, divisor: float, handshake: Callable[[bytes], list[bytes]], *, group: Group
+) -> Tensor:
+    """Return the sum of all ranks' totals over a divisor that every rank knows: its value on every rank, W times this share's gradient.
+
+    Args:
+        total: This rank's, 0-dim.
+        divisor: The same on all ranks.
+        handshake: This rank's payload -> those of all ranks; ranks that disagree learn it there.
+        group: Process group.
+
+    Communication: one handshake; one gather on the device.
+    """
+    share = for_mean_over_ranks(total / divisor, group)
+    if not stays_on_device(total, group):
+        payloads = handshake(_NUMBER.pack(float(total.detach())))
+        value = sum(number for payload in payloads for number in _NUMBER.unpack(payload))
+        return value_with_grad(value / divisor, share)
+    handshake(b"")
+    if process_groups.world_size(group) == 1:
+        return share
+    totals = gather_stacked(total.detach().to(wide_float(total.device)), group)
+    return value_with_grad(totals.sum() / divisor, share)
+
+
 def cast_number(number: Number, dtype: torch.dtype) -> Any:
     """Return a number that does not widen what it is multiplied with."""
     return number.to(dtype) if isinstance(number, Tensor) else number
@@ -425,7 +451,8 @@ def _scale_factors_on_device(stats: DeviceStats, empty: float) -> tuple[Tensor, 
 
 def for_mean_over_ranks(share: Tensor, group: Group) -> Tensor:
     """Scale this rank's part of a sum over ranks such that DDP's mean over ranks leaves the sum."""
-    return share * process_groups.world_size(group)
+    world = process_groups.world_size(group)
+    return share if world == 1 else share * world
 
 
 def value_with_grad(

@@ -239,6 +239,8 @@ def full_weight(loss: Any) -> Tensor:
 
 def rows_of_classes(classes: Tensor, per_class: int) -> Tensor:
     """Return the indices (n * K,) of the weight rows of n classes."""
+    if per_class == 1:
+        return classes
     centers = torch.arange(per_class, device=classes.device)
     return (classes.unsqueeze(1) * per_class + centers).view(-1)
 

@@ -7,6 +7,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum, ``M`` columns (G 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from lightning_ddp_losses.distributed.collectives import once_differentiable_str
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.column_blocks import ColumnBlock, ColumnBlocks, Products, ProductTile, RowForm
-from lightning_ddp_losses.losses.partial_sums import PartialSum, exchange_partials, global_loss
+from lightning_ddp_losses.losses.partial_sums import global_quotient
 from lightning_ddp_losses.losses.products import ProductChoice
 from lightning_ddp_losses.losses.two_towers import TwoTowerLoss, is_not_positive
 
@@ -89,6 +90,8 @@ class SigLipLoss(TwoTowerLoss):
         if init_bias is not None:
             self.logit_bias = nn.Parameter(torch.tensor(float(init_bias)))
 
+    compares_with_own_pair = False
+
     def extra_repr(self) -> str:
         """The options."""
         return f"max_scale={self.max_scale}, normalize={self.normalize}, products={self.products}"
@@ -115,7 +118,7 @@ class SigLipLoss(TwoTowerLoss):
         form: RowForm,
         images: Tensor,
         texts: Tensor,
-        products: Tensor,
+        products: Tensor | None,
         given: dict[str, Tensor | None],
     ) -> Tensor:
         # the caller's numbers or the own
@@ -125,13 +128,12 @@ class SigLipLoss(TwoTowerLoss):
         # this rank's share of the sum over pairs
         inputs = (columns, form, self._bytes_of_a_tile(images), images, texts, scale, bias)
         total: Tensor = _PairSum.apply(*inputs)  # type: ignore[no-untyped-call]
-        # over all ranks, divided by the number of images
-        partials = [PartialSum(total, float(len(images)))]
 
+        # over all ranks, divided by the number of images
         def agree(payload: bytes) -> list[bytes]:
             return handshake.all_gather("SigLipLoss: sum", {}, payload, group=self._group)
 
-        return global_loss(partials, exchange_partials(partials, images, agree, group=self._group))
+        return global_quotient(total, columns.total, agree, group=self._group)
 
 
 class _PairSum(torch.autograd.Function):
@@ -148,22 +150,23 @@ class _PairSum(torch.autograd.Function):
         scale: Tensor,
         bias: Tensor,
     ) -> Tensor:
-        total, products = images.new_zeros(()), Products(columns.width, form)
+        sums, products = list[Tensor](), Products(columns.width, form)
         for block in columns.blocks(texts):
             block_products = products.with_block(images, scale, block)
             for tile in block.tiles(images, tile_bytes):
                 # -logsigmoid(t z) = softplus(-t z)
-                signed_logits = _signed_logits_(block_products.compute(tile), tile, bias)
-                total += nn.functional.softplus(signed_logits.neg_()).sum()
+                opposed_logits = _opposed_logits_(block_products.compute(tile), tile, bias)
+                block_products.keep(opposed_logits)
+                sums.append(nn.functional.softplus(opposed_logits).sum())
         ctx.columns, ctx.form, ctx.tile_bytes, ctx.products = columns, form, tile_bytes, products
         ctx.save_for_backward(images, texts, scale, bias)
-        return total
+        return _sum_of(sums, images)
 
     @staticmethod
     @once_differentiable_strict("SigLipLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         images, texts, scale, bias = ctx.saved_tensors
-        d_images, d_bias, texts_wanted = torch.zeros_like(images), torch.zeros_like(bias), ctx.needs_input_grad[4]
+        d_images, d_biases, texts_wanted = torch.zeros_like(images), list[Tensor](), ctx.needs_input_grad[4]
 
         def visit(block: ColumnBlock) -> Tensor:
             d_block = torch.zeros_like(block.columns)
@@ -171,24 +174,36 @@ class _PairSum(torch.autograd.Function):
             block_products = ctx.products.with_block(images, scale, block)
             for tile in block.tiles(images, ctx.tile_bytes):
                 # derivative by the logits: -t sigmoid(-t z), where t is -1 but at own pairs
-                products = block_products.recompute(tile)
-                d_logits = torch.sigmoid(_signed_logits_(products, tile, bias).neg_())
-                d_logits[tile.own_pairs] *= -1
+                opposed_logits = ctx.products.take_kept()
+                if opposed_logits is None:
+                    opposed_logits = _opposed_logits_(block_products.compute(tile), tile, bias)
+                d_logits = opposed_logits.sigmoid_()
+                tile.own_pairs(d_logits).neg_()
                 # what it gives back to the bias and both towers
-                d_bias.add_(d_logits.sum())
+                d_biases.append(d_logits.sum())
                 block_products.add_grads_(d_logits, tile, d_images, d_columns)
             return d_block
 
         d_texts = ctx.columns.collect_grad(visit, texts, wanted=texts_wanted)
         # z is linear in the scale and in this rank's images
-        d_scale, factor = (d_images * images).sum(), grad * scale
+        d_scale, d_bias, factor = (d_images * images).sum(), _sum_of(d_biases, bias), grad * scale
         if d_texts is not None:
             d_texts.mul_(factor)
         return None, None, None, d_images.mul_(factor), d_texts, d_scale * grad, d_bias * grad
 
 
-def _signed_logits_(products: Tensor, tile: ProductTile, bias: Tensor) -> Tensor:
-    """Overwrites the scaled products of a tile with its logits times t; returns them."""
-    signed = products.add_(bias).neg_()
-    signed[tile.own_pairs] *= -1
-    return signed
+def _opposed_logits_(products: Tensor, tile: ProductTile, bias: Tensor) -> Tensor:
+    """Overwrites the scaled products of a tile with its logits times -t; returns them."""
+    logits = products.add_(bias)
+    tile.own_pairs(logits).neg_()
+    return logits
+
+
+def _sum_of(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Adds 0-dim tensors one after the other; 0 without any."""
+    if not numbers:
+        return like.new_zeros(())
+    total = numbers[0]
+    for number in numbers[1:]:
+        total = total + number
+    return total

@@ -14,7 +14,6 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.forward_patch import eager_recursive
@@ -28,8 +27,9 @@ from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses.column_blocks import ColumnBlocks, GatheredColumns, RingColumns, RowForm
 from lightning_ddp_losses.losses.global_batch import refuse_gather
-from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form, lengths_of, refuse_products
+from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form, refuse_products
 from lightning_ddp_losses.losses.tile_budget import tile_budget
+from lightning_ddp_losses.losses.unit_rows import unit_rows
 
 _HOST_TILE_BYTES = 2 << 20
 
@@ -51,6 +51,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
     """
 
     sees_global_batch = True
+    compares_with_own_pair = True  # each text's product with its own image is needed beside all products
     products: ProductChoice = "float32"  # what was pickled before there was a choice
     _given_dtype: torch.dtype | None = None  # of the rows of this call, where narrow
 
@@ -176,12 +177,11 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
     ) -> Tensor:
         images, texts, extra, queue = rows
         form = RowForm(kinds["products"])  # type: ignore[arg-type]
-        # lengths of what is multiplied as it came
-        if self.normalize and form.form == "bf16":
-            form = RowForm(form.form, lengths_of(images))
-        # unit length
+        # unit length; lengths are needed of what is multiplied as it came
         if self.normalize:
-            images = functional.normalize(images, dim=1)
+            images, lengths = unit_rows(images)
+            if form.form == "bf16":
+                form = RowForm(form.form, lengths.squeeze(1))
         # what the other ranks make the same of: in the dtype in which the caller gave it
         narrow = {"texts": self._narrow_columns(texts, form)}
         texts = self._columns_of(texts, form)
@@ -192,7 +192,9 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         if queue is not None:
             queue = self._columns_of(queue, form).detach()
         # each image's product with its own text, which rows and columns are compared with
-        products = (images * form.rows(texts)).sum(1).detach()
+        products = None
+        if self.compares_with_own_pair:
+            products = (images.detach() * form.rows(texts).detach()).sum(1)
         # what all ranks need to know: all texts, or in a ring how many there are
         trained = [images, *self.parameters(), *(number for number in given.values() if number is not None)]
         batch = self._exchange(trained, second_tower, narrow, products, {"queue": _kind_of_queue(queue), **kinds})
@@ -205,7 +207,8 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         gathered = batch.tensors[: len(second_tower)]
         if self.gather == "all":
             columns: ColumnBlocks = GatheredColumns(text_counts, extra_counts, queue, self._group)
-            return self._evaluate(columns, form, images, _concatenated(gathered), batch.tensors[-1], given)
+            products = batch.tensors[-1] if self.compares_with_own_pair else None
+            return self._evaluate(columns, form, images, _concatenated(gathered), products, given)
         # in a ring every rank takes part in backward where any rank needs it
         exchange = BackwardExchange(type(self).__name__, self._group)
         columns = RingColumns(text_counts, extra_counts, queue, self._group, exchange)
@@ -218,10 +221,8 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         """Makes columns of rows of the second tower: of unit length, each with its former length where that is needed."""
         if not self.normalize:
             return rows
-        unit = functional.normalize(rows, dim=1)
-        if form.image_lengths is None:
-            return unit
-        return torch.cat([unit, lengths_of(rows).unsqueeze(1)], 1)
+        unit = unit_rows(rows)
+        return unit.rows if form.image_lengths is None else torch.cat(unit, 1)
 
     def _narrow_columns(self, rows: Tensor, form: RowForm) -> NarrowRows:
         """Makes what may travel in place of columns: the rows that they are made of."""
@@ -235,7 +236,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         trained: list[Tensor],
         second_tower: dict[str, Tensor],
         narrow: dict[str, NarrowRows],
-        products: Tensor,
+        products: Tensor | None,
         kinds: dict[str, object],
     ) -> GatheredBatch:
         """Makes sure that all ranks do the same, and gathers what they need of each other.
@@ -244,7 +245,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             trained: What gets a gradient here, where it needs one.
             second_tower: Rows by name.
             narrow: What may travel in their place, by the same names.
-            products: (B,), of each text with its own image.
+            products: (B,), of each text with its own image; None: not needed.
             kinds: What else must be equal on all ranks.
         """
         title = type(self).__name__
@@ -255,7 +256,9 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             "coefficient of the last backward": self._upstream_grads.take(),
         }
         if self.gather == "all":
-            given = {**second_tower, "products with their own text": products}
+            given = dict(second_tower)
+            if products is not None:
+                given["products with their own text"] = products
             return gather_batch(title, given, must_match, narrow=narrow, group=self._group)
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in trained)
         return gather_batch(
@@ -268,7 +271,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         form: RowForm,
         images: Tensor,
         texts: Tensor,
-        products: Tensor,
+        products: Tensor | None,
         given: dict[str, Tensor | None],
     ) -> Tensor:
         """Computes the global loss.
@@ -278,7 +281,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             form: How rows are multiplied.
             images: (B, D), this rank's.
             texts: (m, D), rows of the second tower as ``columns`` wants them.
-            products: (t,), of each text among them with its own image, without graph.
+            products: (t,), of each text among them with its own image, without graph; None unless ``compares_with_own_pair``.
             given: The caller's numbers in the place of own parameters, by their names; None: the own one.
         """
         raise NotImplementedError

@@ -19,16 +19,9 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import own_graph
 from lightning_ddp_losses.losses.pml_registry import DISTANCES
-from lightning_ddp_losses.losses.products import (
-    SMALLEST_LENGTH,
-    Operand,
-    ProductForm,
-    as_operand,
-    as_slope_,
-    lengths_of,
-    product,
-)
+from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, as_slope_, product
 from lightning_ddp_losses.losses.tiled.tile_functions import Keys, PairKeys
+from lightning_ddp_losses.losses.unit_rows import UnitRows, divide_by_length
 
 # torch.cdist subtracts row by row up to so many rows on either side, and multiplies matrices beyond (torch 2.13, measured 2026)
 _DIRECT_ROWS = 25
@@ -417,8 +410,7 @@ class TileDistance:
             return Prepared(embeddings.detach(), None)
         if distance.p != 2:
             return Prepared(distance.normalize(embeddings), None)
-        lengths = lengths_of(embeddings).unsqueeze(1)
-        return Prepared(embeddings / lengths, lengths)
+        return Prepared(*divide_by_length(embeddings))
 
     def prepare_vjp(self, embeddings: Tensor, prepared: Prepared, grad: Tensor) -> Tensor:
         """Computes the gradient of (n, D) embeddings from that of their ``Prepared`` rows."""
@@ -430,9 +422,7 @@ class TileDistance:
                 leaf = embeddings.detach().requires_grad_()
                 (found,) = torch.autograd.grad(distance.normalize(leaf), leaf, grad)
             return found
-        # what points along the row changes its length only; a row that is too short to be given one is multiplied and no more
-        along = (unit * grad).sum(1, keepdim=True).mul_(lengths > SMALLEST_LENGTH)
-        return torch.addcmul(grad, unit, along, value=-1).div_(lengths)
+        return UnitRows(unit, lengths).vjp(grad)
 
     def prepare_columns(self, prepared: Tensor) -> Tensor:
         """Makes what is kept of the columns, from what ``prepare`` returned."""
