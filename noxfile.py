@@ -48,7 +48,9 @@ def audit(session: nox.Session) -> None:
 # a test whose ranks wait for each other leaves a core to another one
 WORKERS = min(4, len(os.sched_getaffinity(0)) + 1) if hasattr(os, "sched_getaffinity") else 3
 PYTEST = ("pytest", "-n", str(WORKERS), "--dist", "worksteal")
-FOLDERS = ("tests", "tests/slow")  # in turn: pytest leaves out what lies inside a folder that it has been given
+# in turn: pytest leaves out what lies inside a folder that it has been given
+SLOW = (("-m", "slow", "tests"), ("tests/slow",))
+EVERYTHING = (("tests",), *SLOW)
 
 
 @nox.session
@@ -62,7 +64,8 @@ def tests(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """Run what takes long and rarely breaks: launchers, whole commands, the matrix of modes."""
     install(session, "test", extras="[demo]")
-    session.run("python", "-m", *PYTEST, "tests/slow", *session.posargs)
+    for chosen in SLOW:
+        session.run("python", "-m", *PYTEST, *chosen, *session.posargs)
 
 
 @nox.session
@@ -84,8 +87,8 @@ def oldest(session: nox.Session) -> None:
     """Run the tests with the oldest releases that are promised; torch stays as it is (several GB for each other)."""
     lower = [re.sub(r"\[.*\]", "", d).split(",")[0].replace(">=", "==") for d in PROJECT["project"]["dependencies"]]
     install(session, "test", extras="[demo]", further=[pin for pin in lower if not pin.startswith("torch==")])
-    for folder in FOLDERS:
-        session.run("python", "-m", *PYTEST, folder, *session.posargs)
+    for chosen in EVERYTHING:
+        session.run("python", "-m", *PYTEST, *chosen, *session.posargs)
 
 
 @nox.session
@@ -93,8 +96,8 @@ def newest(session: nox.Session) -> None:
     """Run the tests with the newest releases of everything, torch too: several GB, which CI does not load."""
     dependencies = nox.project.dependency_groups(PROJECT, "test")
     session.install("--upgrade", "-e", ".[demo]", *dependencies)
-    for folder in FOLDERS:
-        session.run("python", "-m", *PYTEST, folder, *session.posargs)
+    for chosen in EVERYTHING:
+        session.run("python", "-m", *PYTEST, *chosen, *session.posargs)
 
 
 @nox.session
@@ -109,8 +112,8 @@ def coverage(session: nox.Session) -> None:
     """Run the tests with the coverage of every rank process and of the commands that they start; takes twice as long."""
     install(session, "test", extras="[demo]")
     session.run("coverage", "erase")
-    for folder in FOLDERS:
-        session.run("coverage", "run", "-m", *PYTEST, folder, *session.posargs)
+    for chosen in EVERYTHING:
+        session.run("coverage", "run", "-m", *PYTEST, *chosen, *session.posargs)
     session.run("coverage", "combine", "--quiet")
     session.run("coverage", "report")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,7 @@ from tests import rank_worker
 from tests.rank_pool import RankPool
 
 torch.set_num_threads(1)
+sys.dont_write_bytecode = False  # each of pytest's workers collects all files
 
 # the pretended device stands on private names of one release of torch
 collect_ignore = []

@@ -68,6 +68,7 @@ class RankError:
 def main(rank: int, pipe: Connection, stack_pipe: Connection, home: str) -> None:
     _redirect_output(home)
     threading.Thread(target=_write_stacks, args=(stack_pipe,), name="stacks", daemon=True).start()
+    sys.dont_write_bytecode = False  # else each of a dozen processes would compile every file of tests anew
     os.chdir(home)  # whatever a test writes to the working directory goes when the pool goes
     sys.argv = ["rank"]  # pytest's arguments are not the test's
     import torch
@@ -98,10 +99,15 @@ def main(rank: int, pipe: Connection, stack_pipe: Connection, home: str) -> None
 
 
 def look_for_plugins_once() -> None:
-    """Let Lightning go through the installed packages once per process; each Trainer does, which is half the time of a small fit."""
+    """Let Lightning go through the installed packages once per process; each Trainer does, which is half the time of a small fit.
+
+    What every fit would bring first is brought here: the processes of an audit are forks, and each would bring it for itself.
+    """
     from lightning.fabric.utilities import registry
 
     registry.entry_points = functools.cache(registry.entry_points)
+    for group in ("lightning.fabric.callbacks_factory", "lightning.pytorch.callbacks_factory"):
+        registry.entry_points(group=group)
 
 
 def _write_stacks(asked: Connection) -> None:

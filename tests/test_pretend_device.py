@@ -1,12 +1,14 @@
 """On an accelerator: the numbers of the CPU, and no more launches, waits and uploads than a table allows (``pretend_runs.BOUNDS``).
 
-The device is pretended (``pretend_device``) and needs a process of its own; one process runs all calls, its forks the fits. More jobs of
+The device is pretended (``pretend_device``) and needs a process of its own: one runs all calls, another all fits. More jobs of
 several ranks are in ``slow/test_benchmark_gpu``.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,23 +30,9 @@ FITTED = 1e-12  # float64, relative, of parameters and buffers
 Results = dict[str, dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each run found, by its name."""
-    file = tmp_path_factory.mktemp("pretend") / "found.json"
-    program = PROGRAM.format("from tests.pretend_runs import main\nmain(device, Path(sys.argv[1]))")
-    done = run_python("-c", program, str(file), seconds=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: Results = json.loads(file.read_text())
-    return found
-
-
-@pytest.fixture(scope="module")
-def fits(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What each fit found, by its name."""
-    file = tmp_path_factory.mktemp("fits") / "found.json"
-    program = "from tests import pretend_collectives\npretend_collectives.install()\n"
-    program += "from tests.pretend_fits import main\nmain(device, Path(sys.argv[1]))"
+def found_by(program: str, folder: Path) -> Results:
+    """What each run of a program found, by its name."""
+    file = folder / "found.json"
     done = run_python("-c", PROGRAM.format(program), str(file), seconds=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found: Results = json.loads(file.read_text())
@@ -58,50 +46,23 @@ def on_device(program: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", pretend_runs.BOUNDS)
-def test_bounds(results: Results, name: str) -> None:
-    _within(results[name], pretend_runs.BOUNDS[name], ROUNDED)
+def test_runs(tmp_path: Path) -> None:
+    """Launches, waits and uploads within their bounds, and the numbers of the CPU, for every case.
 
-
-@pytest.mark.parametrize("name", pretend_fits.FITS)
-def test_fits(fits: Results, name: str) -> None:
-    """A Trainer with all checks, batch norm, three losses, accumulation, and a restart from its checkpoint."""
-    _within(fits[name], pretend_fits.FITS[name], FITTED)
-
-
-def test_a_loss_that_is_judged_later_names_its_step(fits: Results) -> None:
-    """In the last batch: at the end of training."""
-    assert "F79, before backward of step 2: the loss is not a finite number" in str(fits["late"])
-    assert "nan in batch 5" in str(fits["late"])
-
-
-def _within(found: dict[str, Any], bound: pretend_runs.Bound, rounded: float) -> None:
-    assert not found["error"], found["error"]
-    assert found["difference"] < rounded
-    passes = (found["forward"], found["backward"])
-    assert sum(counts.get("launches", 0) for counts in passes) <= bound.launches
-    found_waits = [waits_in(counts) for counts in passes]
-    assert sum(sum(counts.values()) for counts in found_waits) <= bound.waits, found_waits
-    assert sum(counts.get("own waits", 0) for counts in passes) <= bound.own_waits, found_waits
-    assert sum(counts.get("uploads", 0) for counts in passes) <= bound.uploads
-
-
-@pytest.mark.parametrize(
-    "kind", ["loss", "tiles", "miner", "class-sharded", "two towers", "layer", "metric", "fingerprint"]
-)
-def test_numbers_of_the_cpu(results: Results, kind: str) -> None:
-    problems, runs = [], 0
-    for name, found in results.items():
-        if not name.startswith(f"{kind};"):
+    One test for all of them: they share a process, which each worker of pytest that had one of them would start for itself.
+    """
+    found = found_by("from tests.pretend_runs import main\nmain(device, Path(sys.argv[1]))", tmp_path)
+    problems = {
+        name: text for name, bound in pretend_runs.BOUNDS.items() if (text := beyond(found[name], bound, ROUNDED))
+    }
+    runs: Counter[str] = Counter()
+    for name, each in found.items():
+        if name in pretend_runs.BOUNDS:
             continue
-        runs += 1
-        if found["error"] or not found["difference"] < EXACT:
-            problems.append(f"{name}: {found['error'] or found['difference']}")
-    assert not problems, "\n".join(problems)
-    assert runs >= 5 or kind == "layer"
-
-
-def test_every_case_ran(results: Results) -> None:
+        runs[name.partition(";")[0]] += 1
+        if each["error"] or not each["difference"] < EXACT:
+            problems[name] = str(each["error"] or each["difference"])
+    assert not problems, "\n".join(f"{name}: {text}" for name, text in problems.items())
     names = [
         *pretend_runs.LOSSES,
         *pretend_runs.TILED,
@@ -110,7 +71,43 @@ def test_every_case_ran(results: Results) -> None:
         *pretend_runs.TOWERS,
         *pretend_runs.metric_cases(),
     ]
-    assert set(names) <= set(results)
+    assert set(names) <= set(found)
+    assert runs.pop("layer") == 1
+    assert set(runs) == {"loss", "tiles", "miner", "class-sharded", "two towers", "metric", "fingerprint"}
+    assert min(runs.values()) >= 5
+
+
+@pytest.mark.slow
+def test_fits(tmp_path: Path) -> None:
+    """A Trainer with all checks, batch norm, three losses, accumulation, and a restart from its checkpoint; on one rank and on two."""
+    program = "from tests import pretend_collectives\npretend_collectives.install()\n"
+    program += "from tests.pretend_fits import main\nmain(device, Path(sys.argv[1]))"
+    found = found_by(program, tmp_path)
+    problems = {name: beyond(found[name], bound, FITTED) for name, bound in pretend_fits.FITS.items()}
+    assert not any(problems.values()), problems
+    # a loss that is judged one step later names its own step: in the last batch, at the end of training
+    assert "F79, before backward of step 2: the loss is not a finite number" in str(found["late"])
+    assert "nan in batch 5" in str(found["late"])
+
+
+def beyond(found: dict[str, Any], bound: pretend_runs.Bound, rounded: float) -> str:
+    """In what a run went beyond its bound, in words."""
+    if found["error"]:
+        return str(found["error"])
+    passes = (found["forward"], found["backward"])
+    found_waits = [waits_in(counts) for counts in passes]
+    beside_the_bound = {
+        "launches": (sum(counts.get("launches", 0) for counts in passes), bound.launches),
+        "waits": (sum(sum(counts.values()) for counts in found_waits), bound.waits),
+        "own waits": (sum(counts.get("own waits", 0) for counts in passes), bound.own_waits),
+        "uploads": (sum(counts.get("uploads", 0) for counts in passes), bound.uploads),
+    }
+    words = [f"{count} {what}, at most {most}" for what, (count, most) in beside_the_bound.items() if count > most]
+    if words:
+        words.append(f"waits: {found_waits}")
+    if not found["difference"] < rounded:
+        words.append(f"differs by {found['difference']}")
+    return ", ".join(words)
 
 
 def test_rows_labels_and_losses_apart() -> None:

@@ -122,6 +122,7 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run_python(*line, folder=folder, COLUMNS="120", TERM="dumb")
 
 
+@pytest.mark.slow
 def test_the_config_that_fit_takes_is_equal_and_leaves_its_report(tmp_path: Path) -> None:
     done = command(tmp_path, "--config", str(ROOT / "configs" / "digits_arcface.yaml"), "--audit.steps", "2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -213,6 +214,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_no_process_holds_more_than_three_times_the_parameters(tmp_path: Path) -> None:
     assert audit(Module(), even(), strategy="ddp", steps=1).equal  # what is loaded at first use is no part of it
     before = resident()

@@ -388,6 +388,7 @@ print(report.summary())
 """
 
 
+@pytest.mark.slow
 def test_a_script_s_main_with_threads_and_without_a_guard(tmp_path: Path) -> None:
     done = run_python("-c", SCRIPT, folder=tmp_path, OMP_NUM_THREADS=None)
     assert "Equal: 2 ranks under ddp" in done.stdout, done.stdout + done.stderr

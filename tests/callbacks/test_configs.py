@@ -47,6 +47,7 @@ def run(path: str, shared_folder: str) -> Found:
     return listed(checks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_of_ours_is_healthy(pool: RankPool, path: Path, tmp_path: Path) -> None:
     for found in pool.run(2, run, str(path), str(tmp_path)):

@@ -8,9 +8,9 @@ import pytest
 
 from lightning_ddp_losses import DDPChecks
 from tests.audit.realistic.base import Realistic
-from tests.audit.test_realistic import HEALTHY, STRATEGIES, pytestmark  # noqa: F401 - the marks of these modules
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
+from tests.slow.test_realistic_audits import HEALTHY, STRATEGIES, pytestmark  # noqa: F401 - the marks of these modules
 
 
 def fit_all(modules: Sequence[type[Realistic]], strategy: str) -> dict[str, list[tuple[str, str, str]]]:

@@ -217,6 +217,7 @@ def with_workers() -> list[list[int]]:
     return seen
 
 
+@pytest.mark.slow
 def test_workers_that_persist_and_loaders_of_another_class(pool: RankPool) -> None:
     assert pool.run(2, with_workers) == [[[0, 1, 2], [6, 7, 8], [11]] * 2, [[3, 4, 5], [9, 10], [12]] * 2]
 

@@ -80,6 +80,7 @@ def many_fits(plans: Sequence[Plan], kinds: Sequence[str]) -> list[dict[str, Ten
     return states
 
 
+@pytest.mark.slow
 def test_join_of_many_splits(pool: RankPool) -> None:
     plans = [random_plan(seed, 3) for seed in range(24)]
     by_rank = pool.run(3, many_fits, plans, ["known", "unknown"] * 12)
@@ -223,6 +224,7 @@ def test_join_with_new_loaders_each_epoch(pool: RankPool) -> None:
         assert_close(renamed(result["state"]), one_process(UNEVEN, 5, epochs=2))
 
 
+@pytest.mark.slow
 def test_join_with_a_worker(pool: RankPool) -> None:
     for result in pool.run(2, train, Rows, partial(worked, UNEVEN), "join"):
         assert_close(renamed(result["state"]), one_process(UNEVEN, 5))

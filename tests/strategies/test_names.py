@@ -249,6 +249,7 @@ print(type(cli.trainer.strategy).__name__)
 """
 
 
+@pytest.mark.slow
 def test_the_yaml_of_the_readme_needs_no_import_of_the_package() -> None:
     (shown,) = YAML_OF_README.findall((ROOT / "README.md").read_text())
     done = run_python("-c", PLAIN_CLI, shown)

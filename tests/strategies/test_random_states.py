@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -124,6 +125,7 @@ def differing(kind: str, names: list[str], folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(2, differing, "global", list(PLACES), str(tmp_path), seconds=120.0) == [[], []]
     assert pool.run(2, differing, "quiet", list(FETCHED), str(tmp_path)) == [[], []]

@@ -30,6 +30,7 @@ def test_ranks_equal_one_process(pool: RankPool, job: type[Job], accumulate: int
 
 
 # torch's compiler looks at the gradient of every tensor it meets, here as in one process
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("job", [Compiled, CompiledAot, CompiledInPlace], ids=lambda job: job.__name__)
 def test_a_compiled_loss_equals_the_plain_one(pool: RankPool, job: type[Job]) -> None:
@@ -45,6 +46,7 @@ def fit_compiled_module(make: type[Job]) -> dict[str, Tensor]:
     return dict(module.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_module_equals_the_plain_one(pool: RankPool) -> None:
     plain = fit_alone(Job)

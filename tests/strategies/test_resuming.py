@@ -161,6 +161,7 @@ def leg_for_each_step(number: int, folder: str) -> list[dict[str, Any]]:
     return replies
 
 
+@pytest.mark.slow
 def test_killed_after_any_of_20_steps(pool: RankPool, tmp_path: Path) -> None:
     """On 2 ranks; resumed on 3, killed again, and resumed on 1."""
     seen: list[list[list[int]]] = [[] for _ in range(STEPS)]
@@ -205,6 +206,7 @@ def test_killed_elsewhere(pool: RankPool, tmp_path: Path, way: str) -> None:
         assert_close(rank["state"], state)
 
 
+@pytest.mark.slow
 def test_rows_that_workers_had_drawn(pool: RankPool, tmp_path: Path) -> None:
     """They read ahead when the first run is saved, and before Lightning says the epoch when the second begins."""
     seen, _ = resumed(pool, tmp_path, [(AFTER, 6)], workers=1, max_epochs=2)

@@ -290,6 +290,7 @@ def test_a_data_set_that_raises_on_one_rank(pool: RankPool, uneven: str) -> None
     assert_told_of(errors, "no more disk")
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_on_one_rank(pool: RankPool) -> None:
     errors = pool.errors(2, train, Rows, partial(failing, True))
     assert_told_of(errors, "exited unexpectedly")
@@ -437,6 +438,7 @@ def steps_of(meeting: Meeting, rank: int, plan: Plan, kind: str, mode: str) -> l
     return [len(batch) for batch, _, _ in loader]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["join", "stop"])
 def test_a_thousand_splits_end_together(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     draw = random.Random(5)
