@@ -3,8 +3,9 @@
 The module is that of ``strategy_overhead``, its encoder divided by ``fully_shard`` layer by layer. Lightning's own strategy trains it with
 a loss whose weight is frozen, as it can do nothing for one that learns; ours trains the loss too. Collectives are counted and asserted:
 one handshake and one reduction more, and one broadcast less (Lightning asks before each batch whether SIGTERM has come). Times are of
-whole steps, taken alternately in the same processes: Lightning's, Lightning's again, ours. Memory is the resident set of fresh processes
-above the module's own, between steps and at the peak.
+whole steps, taken alternately in the same processes: Lightning's, Lightning's again, ours; *learning* is Lightning's with a loss that
+learns on each rank for itself, which is wrong and as much mathematics as ours: the gradient of its weight, and its step. Loaders know
+their length. Memory is the resident set of fresh processes above the module's own, between steps and at the peak.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import argparse
 import ctypes
 import gc
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.interleave import Fit, Round, timed_rounds
+from benchmarks.interleave import Fit, Round, SizedBatches, timed_rounds
 from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
@@ -33,8 +33,10 @@ from tests.lightning_ranks import make_trainer
 __all__ = ["main"]
 
 WORLDS = (2, 4)
-CASE_SECONDS = 18.0  # of timed rounds per row of the table
+CASE_SECONDS = 24.0  # of timed rounds per row of the table
 LIGHTNINGS, OURS, DDP = "ModelParallelStrategy", "fsdp2_ddp_losses", "ddp_losses"
+LEARNING = "ModelParallelStrategy, each rank's loss learns for itself"
+FITS = (LIGHTNINGS, LIGHTNINGS, OURS, LEARNING)  # which take turns
 
 
 class Divided(Embedder):
@@ -61,7 +63,7 @@ class Divided(Embedder):
 
 def strategy_of(name: str) -> Strategy:
     """A new strategy of that name, over all ranks."""
-    if name == LIGHTNINGS:
+    if name in (LIGHTNINGS, LEARNING):
         return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
     return ModelParallelLossStrategy() if name == OURS else DDPLossStrategy()
 
@@ -109,13 +111,16 @@ def collectives_table(worlds: Sequence[int]) -> list[Row]:
 # ---------------------------------------------------------------------- time
 
 
-def _starter(name: str, job: Job) -> Callable[[Iterator[Any]], object]:
-    return lambda given: make_trainer(strategy_of(name)).fit(module_of(name, job), given)
+def _fit(name: str, job: Job) -> Fit:
+    def start(given: SizedBatches) -> None:
+        make_trainer(strategy_of(name), callbacks=[given]).fit(module_of(name, job), given)
+
+    return Fit(start, batches(job), sized=True)
 
 
 def _typical_ms(job: Job, count: int = 24) -> float:
     """The time of a step of Lightning's strategy on the slowest rank."""
-    fit = Fit(_starter(LIGHTNINGS, job), batches(job))
+    fit = _fit(LIGHTNINGS, job)
     fit.step()
     times = torch.tensor([row.wall_ms[0] for row in timed_rounds([fit], count + 4)[4:]])
     fit.end()
@@ -124,12 +129,12 @@ def _typical_ms(job: Job, count: int = 24) -> float:
 
 
 def time_side_by_side(target_ms: float, rounds: int) -> tuple[list[Round], int]:
-    """Rounds of (Lightning's, Lightning's again, ours), with as many rows as make a step about that long."""
+    """Rounds of ``FITS``, with as many rows as make a step about that long."""
     few, many = 16, 272
     typical = [_typical_ms(Job("arcface", rows)) for rows in (few, many)]
     per_row = max((typical[1] - typical[0]) / (many - few), 1e-3)
     job = Job("arcface", max(4, min(20_000, round(few + (target_ms - typical[0]) / per_row))))
-    fits = [Fit(_starter(name, job), batches(job)) for name in (LIGHTNINGS, LIGHTNINGS, OURS)]
+    fits = [_fit(name, job) for name in FITS]
     for fit in fits:
         fit.step()  # set-up, until it asks for its first batch
     timed_rounds(fits, 5)
@@ -150,9 +155,12 @@ def time_table(worlds: Sequence[int], rounds: float) -> list[Row]:
             answers = run_ranks(time_side_by_side, target_ms, max(8, round(number * rounds)), world_size=world)
             both = list(zip(*(answer[0] for answer in answers), strict=True))
             # a step takes as long as its slowest rank
-            plain, again, ours = ([max(r.wall_ms[i] for r in ranks) for ranks in both] for i in range(3))
+            plain, again, ours, learning = ([max(r.wall_ms[i] for r in ranks) for ranks in both] for i in range(4))
+            # and as much processor time as all of them do: what a busy machine adds to the wall time is not in it
+            work = [statistics.median(statistics.mean(r.cpu_ms[i] for r in ranks) for ranks in both) for i in range(4)]
             middle = statistics.median(plain)
             low, difference, high = median_interval([b - a for a, b in zip(plain, ours, strict=True)])
+            over_learning = median_interval([b - a for a, b in zip(learning, ours, strict=True)])[1]
             rows.append(
                 {
                     "table": "Milliseconds per training step, slowest rank (A/A: Lightning's again over Lightning's)",
@@ -164,6 +172,12 @@ def time_table(worlds: Sequence[int], rounds: float) -> list[Row]:
                     "A/A": statistics.median(again) / middle,
                     "difference_ms": difference,
                     "95%_interval": [low, high],
+                    "learning_ms": statistics.median(learning),
+                    "difference_from_learning_ms": over_learning,
+                    "cpu_ms": work[0],
+                    "cpu_A/A": work[1] / work[0],
+                    "cpu_ours_ms": work[2],
+                    "cpu_learning_ms": work[3],
                     "limit": limit,
                     "rounds": len(both),
                     "verdict": judge(middle, low, difference, limit),

@@ -4,6 +4,9 @@ Each fit runs in a thread of its own and rests whenever its trainer asks for the
 turn runs, on all ranks the same one, so collectives never mix. A step is what lies between two requests for a batch:
 forward, backward, reduction, optimizer, and everything Lightning does around them. Steps of the competitors lie
 milliseconds apart, so a machine that slows down slows them all, and a difference of neighbours is a difference of theirs.
+
+Batches without a length cost our strategies one handshake more each, as ranks agree on every end; most users' loaders know their length.
+``SizedBatches`` do too.
 """
 
 from __future__ import annotations
@@ -15,10 +18,37 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 
-__all__ = ["Fit", "Round", "time_in_turns", "timed_rounds"]
+__all__ = ["Fit", "Round", "SizedBatches", "time_in_turns", "timed_rounds"]
+
+
+class SizedBatches(Callback):
+    """Batches of a known number, far more than are asked for; as a callback of the trainer, what ends the fit after one of them.
+
+    Attributes:
+        last: Whether the trainer stops after the batch that it has.
+    """
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self.last = False
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        """Stop, where this was the last one."""
+        if self.last:
+            trainer.should_stop = True
 
 
 class Fit:
@@ -27,10 +57,12 @@ class Fit:
     Args:
         start: Runs the whole fit on the batches it is given.
         batch: The batch of step i.
+        sized: Whether it is given ``SizedBatches``, which are to be a callback too.
     """
 
-    def __init__(self, start: Callable[[Iterator[Any]], object], batch: Callable[[int], Any]) -> None:
+    def __init__(self, start: Callable[[Any], object], batch: Callable[[int], Any], *, sized: bool = False) -> None:
         self._batch = batch
+        self._sized = SizedBatches(self._batches()) if sized else None
         self._go, self._rests = threading.Semaphore(0), threading.Semaphore(0)
         self._ended, self._error = False, None
         self._thread = threading.Thread(target=self._run, args=(start,), daemon=True)
@@ -49,11 +81,11 @@ class Fit:
         self.step()
         self._thread.join()
 
-    def _run(self, start: Callable[[Iterator[Any]], object]) -> None:
+    def _run(self, start: Callable[[Any], object]) -> None:
         torch.set_num_threads(1)
         self._go.acquire()
         try:
-            start(self._batches())
+            start(self._batches() if self._sized is None else self._sized)
         except BaseException as error:  # raised where the turn was given
             self._error = error
         self._rests.release()
@@ -63,8 +95,10 @@ class Fit:
         while True:
             self._rests.release()
             self._go.acquire()
-            if self._ended:
+            if self._ended and self._sized is None:
                 return
+            if self._ended and self._sized is not None:
+                self._sized.last = True
             yield self._batch(index)
             index += 1
 

@@ -5,12 +5,11 @@ c10d dispatcher (``c10d::allreduce_`` ...), those that DDP's reducer issues from
 CPU backward runs in the thread that called it; gloo's own ranges (``gloo:all_reduce`` ...) must be as many.
 
 Times are of whole training steps of Lightning, taken alternately in the same processes (``interleave``), on the slowest
-rank, after the parameters were found equal. (Their loaders have no length, so ``ddp_losses`` pays one handshake more per fetch there than
-where lengths are known: 0.4 to 0.6 ms of processor time.) Three fits take turns: ``ddp``, ``ddp`` again, ``ddp_losses``. Reported are
-medians, the ratio of medians, the median of the paired differences with its 95% interval (order statistics), and the A/A
-ratio: ``ddp`` again over ``ddp``, the same estimate where nothing differs. *calm* compares the fastest tenth of each
-fit's steps instead of the median; *cpu* is processor time per rank, waiting for the machine and the peers left out. The
-encoder's rows are chosen so that a step of plain ``ddp`` takes about 10 or 100 ms here.
+rank, after the parameters were found equal; loaders know their length. Three fits take turns: ``ddp``, ``ddp`` again,
+``ddp_losses``. Reported are medians, the ratio of medians, the median of the paired differences with its 95% interval (order
+statistics), and the A/A ratio: ``ddp`` again over ``ddp``, the same estimate where nothing differs. *calm* compares the
+fastest tenth of each fit's steps instead of the median; *cpu* is processor time per rank, waiting for the machine and the
+peers left out. The encoder's rows are chosen so that a step of plain ``ddp`` takes about 10 or 100 ms here.
 
 Memory is the resident set, sampled every half millisecond, in fresh processes for each strategy.
 """
@@ -23,7 +22,7 @@ import gc
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +34,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 import lightning_ddp_losses  # noqa: F401 - registers the strategy
-from benchmarks.interleave import Fit, Round, timed_rounds
+from benchmarks.interleave import Fit, Round, SizedBatches, timed_rounds
 from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
@@ -204,7 +203,7 @@ def time_side_by_side(theirs: str, job: Job, rounds: int, warm_up: int = 5) -> t
     for strategy in (theirs, theirs, OURS):
         module = Embedder(job)
         modules.append(module)
-        fits.append(Fit(_starter(strategy, module), batch))
+        fits.append(_fit(strategy, module, batch))
     for fit in fits:
         fit.step()  # set-up, until it asks for its first batch
     timed_rounds(fits, warm_up)
@@ -221,8 +220,11 @@ def time_side_by_side(theirs: str, job: Job, rounds: int, warm_up: int = 5) -> t
     return table, after, job.rows
 
 
-def _starter(strategy: str, module: Embedder) -> Callable[[Iterator[Any]], object]:
-    return lambda given: make_trainer(strategy).fit(module, given)
+def _fit(strategy: str, module: Embedder, batch: Callable[[int], Any]) -> Fit:
+    def start(given: SizedBatches) -> None:
+        make_trainer(strategy, callbacks=[given]).fit(module, given)
+
+    return Fit(start, batch, sized=True)
 
 
 def _largest_difference(modules: Sequence[Embedder]) -> float:
@@ -244,7 +246,7 @@ def _rows_for(strategy: str, job: Job, target_ms: float) -> int:
     few, many = 16, 272
     typical = []
     for rows in (few, many):
-        fit = Fit(_starter(strategy, Embedder(job)), batches(replace(job, rows=rows)))
+        fit = _fit(strategy, Embedder(job), batches(replace(job, rows=rows)))
         fit.step()
         times = torch.tensor([row.wall_ms[0] for row in timed_rounds([fit], 44)[4:]])
         fit.end()

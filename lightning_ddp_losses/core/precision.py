@@ -11,7 +11,7 @@ keeps them out of a precision plugin's halving (``bf16-true``, ``16-true``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,19 @@ def parameters_of(module: nn.Module) -> list[Tensor]:
         found += [parameter for parameter in compat.parameter_slots(inner).values() if parameter is not None]
         stack += [child for child in compat.child_modules(inner).values() if child is not None]
     return found
+
+
+def has_buffers(module: nn.Module, left_out: Sequence[nn.Module] = ()) -> bool:
+    """Say whether a module has buffers, those of some modules inside it left out."""
+    stack = [module]
+    while stack:
+        inner = stack.pop()
+        if any(inner is other for other in left_out):
+            continue
+        if any(buffer is not None for buffer in compat.buffer_slots(inner).values()):
+            return True
+        stack += [child for child in compat.child_modules(inner).values() if child is not None]
+    return False
 
 
 def narrow_buffers(module: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Module, str, Tensor]]:

@@ -36,6 +36,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.precision import has_buffers
 from lightning_ddp_losses.distributed import handshake, raw_collectives, rendezvous
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError, format_error
@@ -206,9 +207,18 @@ def broadcast_buffers(module: nn.Module, losses: Iterable[FoundLoss], ddp_kwargs
     """
     if ddp_kwargs.get("forward_sync_buffers", ddp_kwargs.get("broadcast_buffers", True)) is False:
         return
-    ignored = plan(module, losses).ignored
-    buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
-    if buffers and dist.is_initialized():
+    # each step comes here, and most models have no buffer: names take ten times as long
+    owned = [loss for loss in losses if loss.owned]
+    if not dist.is_initialized() or not has_buffers(module, [loss.module for loss in owned]):
+        return
+    of_losses = tuple(f"{loss.name}." for loss in owned)
+    by_user = compat.ddp_ignored_names(module)
+    buffers = [
+        buffer
+        for name, buffer in module.named_buffers()
+        if not name.startswith(of_losses) and name not in by_user and shard_of(buffer) is None
+    ]
+    if buffers:
         compat.broadcast_as_ddp_does(buffers, ddp_kwargs.get("process_group"))
 
 

@@ -132,6 +132,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             ddp_kwargs={},
         )
         self._roots: list[FSDPModule] = []
+        self._sharded: list[FSDPModule] = []  # they, and those inside them
         self._divided: list[str] = []
         self._before_backward: fsdp_setup.BeforeShardedBackward | None = None
         self._writes_folder = save_distributed_checkpoint
@@ -189,6 +190,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             super().model_to_device()
         module = self._losses.module
         self._divided, self._roots = fsdp_setup.sharded_names(module), list(fsdp_setup.sharded_roots(module))
+        self._sharded = fsdp_setup.sharded_modules(module)
         if self._losses.is_plain:
             return
         if module.trainer.state.fn == TrainerFn.FITTING:
@@ -209,7 +211,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
 
     def _broadcast_buffers(self) -> None:
         """Give all ranks rank 0's buffers before a synchronising step, as DDP does; parameters are this rank's parts again."""
-        fsdp_setup.reshard(self._roots)
+        fsdp_setup.reshard(self._sharded)
         if self.sync_gradients:
             ddp_setup.broadcast_buffers(self._losses.module, self._losses.found, {})
 
@@ -243,7 +245,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     def on_validation_end(self) -> None:
         """Leave no parameter gathered: a forward without a backward leaves those of the outermost sharded modules so."""
         super().on_validation_end()
-        fsdp_setup.reshard(self._roots)
+        fsdp_setup.reshard(self._sharded)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -257,7 +259,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         losses = self._losses
         if losses.is_plain:
             return super().lightning_module_state_dict()
-        fsdp_setup.reshard(self._roots)
+        fsdp_setup.reshard(self._sharded)
         state = losses.adoption.state_with_adopted(losses.module.state_dict())
         if self._writes_folder:
             return state
@@ -331,7 +333,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         if losses.is_plain:
             super().load_model_state_dict(checkpoint, strict=strict)
             return
-        fsdp_setup.reshard(self._roots)
+        fsdp_setup.reshard(self._sharded)
         if losses.module.trainer.state.fn == TrainerFn.FITTING:
             saved_kinds = checkpoint.get(checkpoint_files.LOSS_KINDS)
             checkpoint_files.refuse_other_losses(self._loaded_from, saved_kinds, losses.kinds())
@@ -378,6 +380,6 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             self._undo_unscaling = None
         if self._layer_sync is not None:
             self._layer_sync.revert(self._losses.module)
-        fsdp_setup.reshard(self._roots)
+        fsdp_setup.reshard(self._sharded)
         super().teardown()
-        self._roots, self._divided = [], []
+        self._roots, self._sharded, self._divided = [], [], []

@@ -48,13 +48,19 @@ def sharded_names(module: nn.Module) -> list[str]:
     return [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
 
 
-def reshard(roots: Iterable[FSDPModule]) -> None:
-    """Let each rank hold its parts alone, also where a forward without a backward has left parameters gathered."""
-    for root in roots:
-        assert isinstance(root, nn.Module)
-        for module in root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+def sharded_modules(module: nn.Module) -> list[FSDPModule]:
+    """Return all modules to which ``fully_shard`` was applied."""
+    return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
+
+
+def reshard(modules: Iterable[FSDPModule]) -> None:
+    """Let each rank hold its parts alone, also where a forward without a backward has left parameters gathered.
+
+    Args:
+        modules: As ``sharded_modules`` returned them; each step comes here, and to find them takes long.
+    """
+    for module in modules:
+        module.reshard()
 
 
 # ---------------------------------------------------------------------- refusals

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -129,6 +133,34 @@ def test_a_window_is_one_batch_and_nothing_is_reduced_inside_it(pool: RankPool) 
     for state, reduce_scatters in pool.run(2, fit_window):
         assert_close({name: state[name] for name in expected}, expected)
         assert reduce_scatters == 3 * 2, "two layers, in three windows of five batches"
+
+
+NAMES = ("named_modules", "named_parameters", "named_buffers")
+
+
+def names_asked_for(strategy_losses: str | list[str]) -> int:
+    """How often all names of a module are walked through between the second batch of a fit and the last but one."""
+    module, count = make_job("arcface", is_global=False), Counter[int]()
+
+    def counting(walk: Callable[..., Any]) -> Callable[..., Any]:
+        def walk_and_count(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            count[module.trainer.fit_loop.batch_idx if module._trainer else -1] += 1
+            return walk(self, *args, **kwargs)
+
+        return walk_and_count
+
+    with contextlib.ExitStack() as stack:
+        for name in NAMES:
+            stack.enter_context(mock.patch.object(nn.Module, name, counting(getattr(nn.Module, name))))
+        trainer = make_trainer(ModelParallelLossStrategy(strategy_losses))
+        trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    return sum(count[index] for index in (2, 3))
+
+
+def test_a_step_walks_through_no_names(pool: RankPool) -> None:
+    """With thousands of parameters that takes milliseconds; Lightning's own strategy does not either."""
+    ours, lightnings = pool.run(1, names_asked_for, "auto"), pool.run(1, names_asked_for, [])
+    assert ours == lightnings, "walks through all names"
 
 
 @pytest.mark.parametrize("uneven", ["join", "stop"])
