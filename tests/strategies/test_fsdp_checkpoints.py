@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, zeros
 
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.strategies import whole_checkpoint
@@ -55,6 +60,39 @@ def test_training_goes_on(pool: RankPool, tmp_path: Path, before: Who, after: Wh
     if (before[0], after[0]) == ("folder", "one"):
         torch.save(whole_checkpoint(path), path := f"{path}.ckpt")
     assert_close(train(pool, after, load=path, max_epochs=2), expected, rtol=1e-8)
+
+
+def read_by_torch(folder: str, keys: dict[str, tuple[tuple[int, ...], int]]) -> dict[str, Tensor]:
+    """What torch's own loader puts into DTensors of a mesh of its own, by key: shape, and the dimension that is divided."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    places = {
+        key: zeros(*shape, dtype=torch.float64, device_mesh=mesh, placements=[Shard(dim)])
+        for key, (shape, dim) in keys.items()
+    }
+    dcp.load(places, checkpoint_id=folder)
+    return {key: place.full_tensor() for key, place in places.items()}
+
+
+def test_torch_alone_reads_the_folder_on_another_number_of_ranks(pool: RankPool, tmp_path: Path) -> None:
+    """Divided classes too: they lie there as the parts of a DTensor would."""
+    folder, file = tmp_path / "folder", tmp_path / "whole.pt"
+    state = train(pool, ("folder", 3), save=str(folder))
+    weight, layer = state["loss.W"], state["encoder.0.weight"]
+    keys = {
+        "state_dict.loss.W": (tuple(weight.shape), 1),
+        "state_dict.encoder.0.weight": (tuple(layer.shape), 0),
+        "optimizer_0.state.loss.W.exp_avg": (tuple(weight.shape), 1),
+    }
+    both = pool.run(2, read_by_torch, str(folder), keys)
+    for found in both:
+        assert torch.equal(found["state_dict.loss.W"], weight)
+        assert torch.equal(found["state_dict.encoder.0.weight"], layer)
+    dcp_to_torch_save(folder, file)
+    whole = torch.load(file, weights_only=False)
+    assert torch.equal(whole["state_dict"]["loss.W"], weight)
+    momentum = whole["optimizer_0"]["state"]["loss.W"]["exp_avg"]
+    assert torch.equal(momentum, both[0]["optimizer_0.state.loss.W.exp_avg"])
+    assert momentum.abs().sum() > 0
 
 
 class Plain(Towers):
