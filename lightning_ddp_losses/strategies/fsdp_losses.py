@@ -43,7 +43,8 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
 
     Losses stay whole on every rank, with the mean of their gradients, or are divided by class (``ClassShardedLoss``). Any other parameter
     that nothing divides is averaged as those of losses are. A mesh of two dimensions, replicas and parts (HSDP), of all ranks is right too:
-    replicas start as the first ones.
+    replicas start as the first ones. Parameters that are there before ``configure_model`` start as rank 0's, as under DDP; what is made
+    inside it is made by each rank, and ought to be made from one seed.
 
     Equivalent to: one process on the rows of all ranks, as under ``DDPLossStrategy``, at the memory of FSDP2.
 
@@ -162,6 +163,14 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         if not external:
             atexit.register(process_groups.close, world=True)
         self._losses.global_samplers.install(attached_trainer(self._losses.module))
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Let the ranks hold the same parameters before ``configure_model``, inside the block, divides them."""
+        if not self._losses.is_plain:
+            fsdp_setup.share_whole_parameters(self._losses.module)
+        with super().model_sharded_context():
+            yield
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Find the losses, let Lightning set up the sharded module, synchronise what is whole."""

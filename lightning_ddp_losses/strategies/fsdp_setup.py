@@ -14,6 +14,7 @@ rank, and ours.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.distributed import process_groups, raw_collectives
+from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
+from lightning_ddp_losses.distributed.fingerprint import fingerprints, hash_lines
 from lightning_ddp_losses.distributed.shard import local_part, shard_of
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies import ddp_setup
@@ -188,6 +191,31 @@ def _placement(parameter: DTensor) -> str:
 
 
 # ---------------------------------------------------------------------- what starts equal
+
+
+def share_whole_parameters(module: nn.Module) -> None:
+    """Give all ranks rank 0's values of what ``fully_shard`` has yet to divide, where they differ.
+
+    Each rank keeps its part of what it holds itself, and no part has a replica: weights that were loaded on rank 0 alone, or drawn with
+    other seeds, would make a model that no process ever had. (DDP's first broadcast does the same for what it wraps.)
+
+    Communication: one handshake; one broadcast per 64 MiB of what differs.
+    """
+    names, whole = [], []
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) or parameter.is_meta or is_lazy(parameter) or shard_of(parameter) is not None:
+            continue
+        names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
+        whole.append(parameter)
+    # 1. the names of what is hashed, then the hashes
+    own = array("q", [hash_lines(names), *fingerprints(whole)]).tobytes()
+    tables = [array("q", sent) for sent in handshake.all_gather_between_steps("parameters to be divided", {}, own)]
+    if len({table[0] for table in tables}) > 1:
+        return  # the names of all tensors are compared when all are there
+    # 2. rank 0's, where some rank has another
+    columns = list(zip(*tables, strict=True))[1:]
+    differ = [p for p, column in zip(whole, columns, strict=True) if len(set(column)) > 1]
+    raw_collectives.broadcast_(differ)
 
 
 def broadcast_whole_tensors(module: nn.Module) -> None:

@@ -68,6 +68,19 @@ def fit_with_empty_batches(kind: str) -> dict[str, Tensor]:
     return whole_state(module)
 
 
+def start_apart(module: nn.Module) -> None:
+    """Rank 0 has loaded its weights, the others have not."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1 + dist.get_rank())
+
+
+def test_all_ranks_start_as_rank_0(pool: RankPool) -> None:
+    """What fully_shard divides too, of which each rank takes its part from what it holds itself."""
+    states = pool.run(2, fit_sharded_model, "arcface", prepare=start_apart)
+    assert_close(joined(states, "arcface"), alone("arcface"), rtol=1e-8)
+
+
 @pytest.mark.parametrize(("kind", "world_size"), [("three", 2), ("divided", 3)])
 def test_a_rank_may_have_no_rows(pool: RankPool, kind: str, world_size: int) -> None:
     states = pool.run(world_size, fit_with_empty_batches, kind)
