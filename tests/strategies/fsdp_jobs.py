@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_ddp_losses import ClassShardedLoss, ClipLoss, DDPLossStrategy, GlobalBatchLoss, ModelParallelLossStrategy
+from lightning_ddp_losses import (
+    ClassShardedLoss,
+    ClipLoss,
+    DDPLossStrategy,
+    GlobalBatchLoss,
+    ModelParallelLossStrategy,
+    SigLipLoss,
+)
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Encoder
 from tests.strategies.jobs import TASK, Job, fit_alone, loader, make_loss
@@ -84,6 +92,21 @@ class NaiveClip(nn.Module):
         return (cross_entropy(logits, target) + cross_entropy(logits.T, target)) / 2
 
 
+class NaiveSigLip(nn.Module):
+    """The sigmoid loss of two towers with a learnable temperature and bias, written down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(10.0, dtype=torch.float64).log())
+        self.logit_bias = nn.Parameter(torch.tensor(-1.0, dtype=torch.float64))
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        one, other = nn.functional.normalize(one), nn.functional.normalize(other)
+        logits = self.logit_scale.exp() * one @ other.T + self.logit_bias
+        is_pair = 2 * torch.eye(len(logits), dtype=logits.dtype) - 1
+        return -nn.functional.logsigmoid(is_pair * logits).sum() / len(logits)
+
+
 class PlainClip(Towers):
     """Two towers and a temperature."""
 
@@ -92,7 +115,12 @@ class PlainClip(Towers):
     def build(self, loss: str) -> None:
         torch.manual_seed(4)
         self.text = Encoder(TASK).double()
-        self.loss = ClipLoss().double() if self.is_global else NaiveClip()
+        if self.kind == "siglip":
+            self.loss = SigLipLoss(init_bias=-1.0).double() if self.is_global else NaiveSigLip()
+            with torch.no_grad():  # float32 rounded it
+                self.loss.logit_scale.fill_(math.log(10.0))
+        else:
+            self.loss = ClipLoss().double() if self.is_global else NaiveClip()
 
     def configure_model(self) -> None:
         if not any(isinstance(p, DTensor) for p in self.parameters()):
@@ -102,12 +130,13 @@ class PlainClip(Towers):
         return self.loss(self.encoder(features), self.text(features.flip(1)))
 
 
-KINDS = ("arcface", "divided", "supcon", "three", "clip")
+TOWERS = ("clip", "siglip")
+KINDS = ("arcface", "divided", "supcon", "three", *TOWERS)
 
 
 def make_job(kind: str, optimizer: str = "sgd", *, is_global: bool = True) -> Towers:
     """The job of a kind, global, or plain for one process."""
-    base = PlainClip if kind == "clip" else Towers
+    base = PlainClip if kind in TOWERS else Towers
     cls = type(kind, (base,), {"kind": kind, "is_global": is_global, "__module__": __name__})
     return cls("ArcFaceLoss", optimizer)
 
@@ -115,7 +144,7 @@ def make_job(kind: str, optimizer: str = "sgd", *, is_global: bool = True) -> To
 def alone(kind: str, optimizer: str = "sgd", **options: Any) -> dict[str, Tensor]:
     """The state that one process reaches on the whole batches, under the names of the global losses."""
     state = fit_alone(lambda: make_job(kind, optimizer, is_global=False), **options)
-    inner = ("pairs.", "other.") if kind in ("divided", "clip") else ("loss.", "pairs.", "other.")
+    inner = ("pairs.", "other.") if kind in ("divided", *TOWERS) else ("loss.", "pairs.", "other.")
     named = {}
     for name, value in state.items():
         prefix = next((p for p in inner if name.startswith(p)), "")

@@ -26,6 +26,7 @@ CASES: list[tuple[str, str, int, bool, dict[str, Any]]] = [
     ("supcon", "adamw", 2, False, {}),
     ("three", "adamw", 2, False, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3}),
     ("clip", "adamw", 2, False, {"gradient_clip_val": 0.3}),
+    ("siglip", "sgd", 2, False, {}),
     ("three", "adamw", 4, True, {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}),
     ("divided", "adamw", 4, False, {"gradient_clip_val": 0.3, "gradient_clip_algorithm": "value"}),
     ("clip", "adamw", 3, False, {"gradient_clip_val": 0.3}),

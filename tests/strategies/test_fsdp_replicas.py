@@ -27,17 +27,18 @@ W = 4
 
 
 def on_a_plane(module: Towers) -> None:
-    """Ranks 0 and 2 hold the same parts, and so do 1 and 3; the second replicas come with other values."""
-    if dist.get_rank() >= 2:
-        with torch.no_grad():
-            for parameter in module.encoder.parameters():
-                parameter.add_(1.0)
+    """Ranks 0 and 2 hold the same parts, and so do 1 and 3; the second replicas are made with other values."""
 
     def configure_model() -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        if not any(isinstance(p, DTensor) for p in module.parameters()):
-            fully_shard(module.encoder[0], mesh=mesh)
-            fully_shard(module.encoder, mesh=mesh)
+        if any(isinstance(p, DTensor) for p in module.parameters()):
+            return
+        if dist.get_rank() >= 2:
+            with torch.no_grad():
+                for parameter in module.encoder.parameters():
+                    parameter.add_(1.0)
+        fully_shard(module.encoder[0], mesh=mesh)
+        fully_shard(module.encoder, mesh=mesh)
 
     module.configure_model = configure_model  # type: ignore[method-assign]
 
