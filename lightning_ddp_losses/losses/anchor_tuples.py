@@ -44,8 +44,7 @@ def anchor_tuples(
     matches = labels[start:stop].unsqueeze(1) == ref_labels.unsqueeze(0)
     differ = ~matches
     if same:
-        anchors = torch.arange(stop - start, device=labels.device)
-        matches[anchors, anchors + start] = False
+        matches[:, start:stop].diagonal().fill_(False)
     if positives is None:
         if triplets:
             return _triplets(matches, differ)
@@ -113,10 +112,10 @@ def same_label_counts(labels: Tensor, ref_labels: Tensor) -> Tensor:
 def _listed(mask: Tensor, number: int) -> Indices:
     """List row and column of each entry that is set, as ``torch.where`` does, whose host waits for their number."""
     flat = mask.view(-1)
-    # where each entry goes; those that are not set share a place behind the list
-    places = torch.where(flat, flat.cumsum(0) - 1, number)
+    # where each entry goes; those that are not set share a place before the list
+    places = flat.cumsum(0).mul_(flat)
     entries = torch.arange(flat.numel(), device=mask.device)
-    listed = entries.new_empty(number + 1).scatter_(0, places, entries)[:number]
+    listed = entries.new_empty(number + 1).scatter_(0, places, entries)[1:]
     return listed // mask.shape[1], listed % mask.shape[1]
 
 

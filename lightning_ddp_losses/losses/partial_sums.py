@@ -104,14 +104,17 @@ class DeviceStats:
     Attributes:
         table: (W, s, 2), totals and divisors of s sub-losses.
         full: (s,), which of them every rank computes completely.
+        may_be_empty: Whether a divisor may be 0 over all ranks, as far as this one's host knows.
     """
 
     table: Tensor
     full: tuple[bool, ...]
+    may_be_empty: bool = True
 
     def total_divisors(self) -> Tensor:
         """Return (s,), each sub-loss's divisor over all ranks."""
-        return self.table[..., 1].sum(0)
+        divisors = self.table[..., 1]
+        return divisors.sum(0) if len(divisors) > 1 else divisors[0]
 
 
 GlobalStats = Sequence[Sequence[PartialStats]] | DeviceStats
@@ -176,7 +179,9 @@ def exchange_partials(
         return unpack_partials(handshake(pack_partials(partials)))
     handshake(b"")
     table = device_table([(partial.total, partial.divisor) for partial in partials], like)
-    return DeviceStats(gather_stacked(table, group), tuple(partial.full for partial in partials))
+    divisors = [partial.divisor for partial in partials]
+    may_be_empty = any(isinstance(divisor, Tensor) or divisor == 0 for divisor in divisors)
+    return DeviceStats(gather_stacked(table, group), tuple(partial.full for partial in partials), may_be_empty)
 
 
 def stays_on_device(like: Tensor, group: Group) -> bool:
@@ -340,9 +345,12 @@ def global_loss(
     if window is not None and window_source is not None:
         call = window.enter(*window_source, parts)
         factors = [factor * weight for factor, weight in zip(factors, call.weights, strict=True)]
-    graph = partials[0].total.new_zeros(())
+    terms = []
     for partial, factor in zip(partials, factors, strict=True):
-        graph = graph + partial.total * cast_number(factor, graph.dtype)
+        terms.append(partial.total * cast_number(factor, partials[0].total.dtype))
+    graph = terms[0]
+    for term in terms[1:]:
+        graph = graph + term
     result = value_with_grad(value, graph)
     if call is not None:
         return call.mark(result)
@@ -433,10 +441,11 @@ def _scale_factors_on_device(stats: DeviceStats, empty: float) -> tuple[Tensor, 
     # means over ranks: their quotient is that of the sums, and W over the sum is 1 over the mean
     means = stats.table.mean(0) if len(stats.table) > 1 else stats.table[0]
     totals, divisors = means.unbind(1)
-    is_empty = divisors == 0
-    divisors = divisors.masked_fill(is_empty, torch.inf)  # of which a share is 0
+    is_empty = divisors == 0 if stats.may_be_empty else None
+    if is_empty is not None:
+        divisors = divisors.masked_fill(is_empty, torch.inf)  # of which a share is 0
     values, factors = totals / divisors, divisors.reciprocal()
-    if empty:
+    if empty and is_empty is not None:
         values = values.masked_fill(is_empty, empty)
     chosen, scale = values.unbind(), list[Number](factors.unbind())
     for index, full in enumerate(stats.full):
