@@ -228,14 +228,12 @@ def late_error(device: Device, folder: Path, batch_idx: int) -> str:
     return "no error"
 
 
-# what a window of two batches costs at most on rank 0, from the second window on. Ours are: the checks after the step, once for gradients,
-# once for their sizes, once for parameters and once for buffers, and in the second step whether anything moves; the search for labels of
-# one rank in the first calls; over gloo, all that travels through the host. Not ours: Lightning's news of a signal in each batch, and
-# torch's DDP
+# what a window of two batches costs at most on rank 0, from the second window on. Ours wait over gloo alone, through which all travels by
+# the host. Not ours: Lightning's news of a signal in each batch, and torch's DDP
 FITS: dict[str, Bound] = {
-    "fit, 1 rank": Bound(Fitted, tuple, 960, 5, 12, own_waits=3),
+    "fit, 1 rank": Bound(Fitted, tuple, 960, 2, 12),
     "fit, 2 ranks over gloo": Bound(Fitted, tuple, 1350, 39, 30, own_waits=35),
-    "fit, 2 ranks": Bound(Fitted, tuple, 1210, 13, 14, own_waits=9),
+    "fit, 2 ranks": Bound(Fitted, tuple, 1210, 2, 14),
 }
 _RANKS = {"fit, 1 rank": 1, "fit, 2 ranks over gloo": 2, "fit, 2 ranks": 2}
 

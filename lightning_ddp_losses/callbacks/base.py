@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings
+from lightning_ddp_losses.callbacks.late_row import LateRow
 from lightning_ddp_losses.callbacks.report import Settings, validated_actions
 from lightning_ddp_losses.callbacks.row_exchange import Measured
 from lightning_ddp_losses.callbacks.runner import CheckRunner
@@ -126,6 +127,7 @@ class CheckCallback(Callback):
     ) -> None:
         """Judge what is saved, unless a rank that failed saves alone."""
         if self._own_runner and trainer.state.status != TrainerStatus.INTERRUPTED:
+            self._own_runner.judge_late_rows()  # before it is saved
             self._own_runner.checkpoint = checkpoint  # what checks add to it is saved
             self._own_runner.run_stage(CheckStage.SAVE)
 
@@ -174,6 +176,7 @@ class RankCheck(CheckCallback):
 
     Attributes:
         stages: When it measures and judges. (``moments`` is its former name and works as well.)
+        late_stages: At which of them ``measure`` may return a ``LateRow``, so that an accelerator is not waited for.
         faults: Ids of the faults that it covers.
         needs_peers: Whether it has nothing to say in a world of one.
         runner: While a fit runs, what runs its checks. (``session`` is its former name and works as well.)
@@ -198,6 +201,7 @@ class RankCheck(CheckCallback):
 
     stages: ClassVar[tuple[CheckStage, ...]] = ()
     moments: ClassVar[tuple[CheckStage, ...]] = ()
+    late_stages: ClassVar[tuple[CheckStage, ...]] = ()
     faults: ClassVar[tuple[str, ...]] = ()
     needs_peers: ClassVar[bool] = True
 
@@ -222,8 +226,11 @@ class RankCheck(CheckCallback):
 
     # ------------------------------------------------------------------ what a check writes
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> Measured:
-        """Return this rank's row, without communication: a 1-D tensor of int64, float64 or uint8, or a list of ints or floats."""
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> Measured | LateRow:
+        """Return this rank's row, without communication: a 1-D tensor of int64, float64 or uint8, or a list of ints or floats.
+
+        At one of its ``late_stages``: such a list in a ``LateRow``.
+        """
         raise NotImplementedError
 
     def judge(self, table: Any, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -15,13 +16,21 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_losses.callbacks import buffers
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, label_imbalance
-from lightning_ddp_losses.callbacks.buffers import BufferSlot, ComparedBuffer, StateKind, is_plain_memory
+from lightning_ddp_losses.callbacks.buffers import (
+    BufferSlot,
+    ComparedBuffer,
+    SentBuffer,
+    StateKind,
+    is_plain_memory,
+)
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.ddp_state import learning_rate
 from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings, LocalRow, odd_ranks
+from lightning_ddp_losses.callbacks.late_row import LateRow
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.core.positional_options import warn_positional_options
-from lightning_ddp_losses.distributed.fingerprint import fingerprints, hash_text
+from lightning_ddp_losses.distributed.fingerprint import hash_text, start_fingerprints
 
 _NOISE = 0.5  # standard deviations times the root of the rows
 _SEARCH_EVERY = 64  # steps; a large model takes a while to walk through
@@ -66,6 +75,9 @@ class NormRow(NamedTuple):
 class BufferSyncCheck(LocalCheck, default=True):
     """Batch norm's statistics, memory queues and metric states are alike on all ranks.
 
+    On an accelerator nobody waits for what is read off buffers: it is judged one step later, before a checkpoint is saved, and at the end
+    of training, and the finding names its step (``late_row``).
+
     Covers F26, F41, F49, F51, F52, F59, F60 and F64.
 
     Args:
@@ -87,6 +99,7 @@ class BufferSyncCheck(LocalCheck, default=True):
         *_METRIC_STAGES,
         CheckStage.TRAIN_END,
     )
+    late_stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
     faults = ("F26", "F41", "F49", "F51", "F52", "F59", "F60", "F64")
 
     @warn_positional_options("tolerance")
@@ -102,10 +115,11 @@ class BufferSyncCheck(LocalCheck, default=True):
         self.local = LocalFindings(self.faults)
         self._slots: list[BufferSlot] | None = None
         self._buffers: dict[str, ComparedBuffer] = {}
+        self._judged: dict[str, tuple[SentBuffer, bool]] = {}
         self._states: dict[str, StateKind] = {}
         # forwards of each DDP since the last backward, and its buffers before the second
         self._forwards: dict[int, int] = {}
-        self._before_second = 0
+        self._before_second: HostNumbers | None = None
 
     # ------------------------------------------------------------------ observe
 
@@ -134,12 +148,9 @@ class BufferSyncCheck(LocalCheck, default=True):
             of_norms: set[int] = set()
             for norm in buffers.plain_norms(wrapped).values():
                 of_norms.update(map(id, norm.buffers()))
-            values = fingerprints(
+            self._before_second = start_fingerprints(
                 buffer for buffer in wrapped.buffers() if id(buffer) not in of_norms and is_plain_memory(buffer)
             )
-            self._before_second = 0
-            if values:
-                self._before_second = hash_text(repr(values))
 
     def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Read rows and labels, for the advice."""
@@ -153,15 +164,17 @@ class BufferSyncCheck(LocalCheck, default=True):
 
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int] | list[float]:
+    def measure(
+        self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
+    ) -> list[int] | list[float] | LateRow:
         """Return fingerprints of buffers or states, or channels of batch norm."""
         if stage == CheckStage.TRAIN_START:
             self._find_unconverted(trainer, module)
             return [*self.local.row()]
         if stage == CheckStage.BEFORE_BACKWARD:
-            row = ForwardRow(max(self._forwards.values(), default=0), self._before_second)
-            self._forwards, self._before_second = {}, 0
-            return [*row]
+            forwards, before_second = max(self._forwards.values(), default=0), self._before_second
+            self._forwards, self._before_second = {}, None
+            return LateRow(partial(_forward_row, forwards, before_second))
         if stage == CheckStage.AFTER_STEP:
             return self._measure_buffers(module)
         if stage in _METRIC_STAGES:
@@ -171,14 +184,20 @@ class BufferSyncCheck(LocalCheck, default=True):
         statistics = buffers.norm_statistics(buffers.plain_norms(module))
         return NormRow(mean_rows, [*map(float, read.counts)], statistics).pack()
 
-    def _measure_buffers(self, module: nn.Module) -> list[int]:
-        """Return how many buffers are compared, and a hash of their names and fingerprints."""
+    def _measure_buffers(self, module: nn.Module) -> LateRow:
+        """Look at the buffers that are compared."""
         if self._slots is None or self.runner.step % _SEARCH_EVERY == 0:
             self._slots = buffers.compared_slots(module)
         self._buffers = buffers.compared_buffers(self._slots)
-        if not self._buffers:
+        sent = {name: (buffer.send(), buffer.is_queue) for name, buffer in self._buffers.items()}
+        return LateRow(partial(self._read_buffers, sent))
+
+    def _read_buffers(self, sent: dict[str, tuple[SentBuffer, bool]]) -> list[int]:
+        """Return how many buffers are compared, and a hash of their names and fingerprints, which are kept for the explanation."""
+        self._judged = sent
+        if not sent:
             return [0, 0]
-        named = [(name, *buffer.fingerprints()) for name, buffer in self._buffers.items()]
+        named = [(name, *buffer.read()) for name, (buffer, _) in sent.items()]
         return [len(named), hash_text(repr(named))]
 
     def _measure_states(self, module: nn.Module) -> list[int]:
@@ -259,7 +278,7 @@ class BufferSyncCheck(LocalCheck, default=True):
     def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
         """Return this rank's fingerprints, states or own findings."""
         if finding.name == "buffers":
-            return json.dumps({name: (*b.fingerprints(), b.is_queue) for name, b in self._buffers.items()})
+            return json.dumps({name: (*sent.read(), is_queue) for name, (sent, is_queue) in self._judged.items()})
         if finding.fault == "F52":
             return json.dumps(self._states.get(finding.name))
         return super().describe(finding, trainer, module)
@@ -278,6 +297,14 @@ class BufferSyncCheck(LocalCheck, default=True):
         if buffer is None:
             return None
         return buffer.tensor
+
+
+def _forward_row(forwards: int, before_second: HostNumbers | None) -> list[int]:
+    """Return what travels before backward, with what has arrived from the device."""
+    values = [] if before_second is None else before_second.read()
+    if not values:
+        return [*ForwardRow(forwards, 0)]
+    return [*ForwardRow(forwards, hash_text(repr(values)))]
 
 
 def _two_forwards(rows: Sequence[ForwardRow]) -> list[Finding]:

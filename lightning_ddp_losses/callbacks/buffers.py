@@ -16,9 +16,10 @@ from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
 from lightning_ddp_losses.callbacks.replicated_parameters import DDP_IGNORES
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.forward_patch import synchronises
+from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.core.module_search import unregistered_modules
-from lightning_ddp_losses.distributed.fingerprint import fingerprint
-from lightning_ddp_losses.distributed.row_hashes import row_hashes
+from lightning_ddp_losses.distributed.fingerprint import start_fingerprints
+from lightning_ddp_losses.distributed.row_hashes import hash_tables, row_tables
 
 _QUEUE_WORDS = ("queue", "memory", "bank")
 _QUEUE_ROWS = 1024  # of a larger queue its first rows are compared, and as many others
@@ -35,6 +36,27 @@ def _class_names(module: nn.Module) -> list[str]:
 # ---------------------------------------------------------------------- queues and running sums
 
 
+class SentBuffer:
+    """A buffer's value on its way to the host, as numbers that tell values apart.
+
+    Args:
+        value: The buffer, or of a large queue some of its rows.
+        is_queue: Whether it holds rows of earlier batches.
+    """
+
+    def __init__(self, value: Tensor, *, is_queue: bool) -> None:
+        self._in_order = start_fingerprints([value])
+        self._rows = value.shape[0] if is_queue else 0
+        self._tables: list[HostCopy] = []
+        if is_queue:
+            self._tables = [HostCopy(table) for table in row_tables([value], self._rows, self._rows)]
+
+    def read(self) -> tuple[int, int]:
+        """Return a number of the rows in their order, and one of the rows in any order (0 of what is no queue)."""
+        hashes = hash_tables([table.read() for table in self._tables], self._rows)
+        return self._in_order.read()[0], sum(hashes) & _MASK
+
+
 @dataclass(frozen=True)
 class ComparedBuffer:
     """A buffer that is to be equal on all ranks.
@@ -47,16 +69,16 @@ class ComparedBuffer:
     tensor: Tensor
     is_queue: bool
 
-    def fingerprints(self) -> tuple[int, int]:
-        """Return a number of the rows in their order, and one of the rows in any order (0 of what is no queue)."""
+    def send(self) -> SentBuffer:
+        """Start to look at it."""
         value = self.tensor.detach()
         if not self.is_queue or value.ndim == 0 or not value.shape[0]:
-            return fingerprint(value), 0
+            return SentBuffer(value, is_queue=False)
         rows = value.shape[0]
         if rows > 2 * _QUEUE_ROWS:
             others = torch.arange(_QUEUE_ROWS, rows, rows // _QUEUE_ROWS, device=value.device)
             value = torch.cat([value[:_QUEUE_ROWS], value[others]])
-        return fingerprint(value), sum(row_hashes([value], value.shape[0])) & _MASK
+        return SentBuffer(value, is_queue=True)
 
 
 class BufferSlot(NamedTuple):

@@ -5,6 +5,8 @@ texts, and the largest difference of a tensor. It knows checks by the `JudgedChe
 
 A check that fails by itself sends its error in place of its next row. With that row every rank knows: a check of this package is switched
 off on all ranks alike and leaves one warning (its fault must not end a healthy fit); one that a user wrote is an error, which he can mend.
+
+On an accelerator late rows (``late_row``) wait here for the next time that their check is due.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -20,6 +23,7 @@ from torch import Tensor
 from lightning_ddp_losses.callbacks import row_exchange
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.findings import FAILED, Finding, failed_check
+from lightning_ddp_losses.callbacks.late_row import LateRow, judges_late
 from lightning_ddp_losses.callbacks.report import Report
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange
 from lightning_ddp_losses.errors import DDPLossError
@@ -44,7 +48,13 @@ class JudgedCheck(Protocol):
     def overrides(self, method: str) -> bool:
         """Say whether it has its own of a method that does nothing by default."""
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> row_exchange.Measured:
+    @property
+    def late_stages(self) -> tuple[CheckStage, ...]:
+        """At which stages it measures late rows."""
+
+    def measure(
+        self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
+    ) -> row_exchange.Measured | LateRow:
         """Return this rank's row."""
 
     def judge(self, table: Any, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[Finding]:
@@ -61,6 +71,13 @@ class JudgedCheck(Protocol):
 
     def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Leave nothing behind; it may be called twice."""
+
+
+class _Waiting(NamedTuple):
+    """A late row, and the step that it is about."""
+
+    row: LateRow
+    step: int
 
 
 class CheckEvaluator:
@@ -80,25 +97,73 @@ class CheckEvaluator:
         self._switch_off = switch_off
         self._switched_off: set[int] = set()
         self._explained: dict[tuple[str, str, str], list[Finding]] = {}
+        # by check and stage, the late row that nobody has judged, and the step of the one that travels
+        self._waiting: dict[tuple[int, CheckStage], _Waiting] = {}
+        self._late_steps: dict[tuple[int, CheckStage], int] = {}
+        self._begun: set[tuple[int, CheckStage]] = set()
 
     def note_failure(self, check: JudgedCheck, method: str, error: Exception) -> None:
         """Remember what a check raised on this rank alone, so that all ranks report it when the check is due next."""
         self._failures[id(check)] = f"{method}: {type(error).__name__}: {error}"
 
-    def measure(self, due: Sequence[JudgedCheck], stage: CheckStage) -> bytes:
+    def measure(self, due: Sequence[JudgedCheck], stage: CheckStage, step: int) -> bytes:
         """Return this rank's row. A check that fails sends its error instead."""
-        return b"".join([self._measure(check, stage) for check in due])
+        return b"".join([self._part_of(check, stage, step) for check in due])
 
-    def _measure(self, check: JudgedCheck, stage: CheckStage) -> bytes:
+    def measure_waiting(self, due: Sequence[tuple[JudgedCheck, CheckStage]]) -> bytes:
+        """Return this rank's row of what has waited at these stages; nothing is measured anew."""
+        return b"".join([self._part_of(check, stage, None) for check, stage in due])
+
+    def _part_of(self, check: JudgedCheck, stage: CheckStage, step: int | None) -> bytes:
+        key = id(check), stage
+        waiting = self._waiting.pop(key, None)
+        is_first = step is not None and key not in self._begun
+        if is_first:
+            self._begun.add(key)
         failure = self._failures.pop(id(check), None)
         if failure is not None:
             return row_exchange.encode_failure(failure)
         try:
-            return row_exchange.encode(check.measure(self._trainer, self._module, stage), check.title)
+            return row_exchange.encode(self._measure(check, stage, step, waiting, is_first=is_first), check.title)
         except Exception as error:  # it becomes a finding on every rank
             if isinstance(error, DDPLossError) and error.collective:  # every rank raises it
                 raise
+            self._waiting.pop(key, None)
             return row_exchange.encode_failure(f"{type(error).__name__}: {error}")
+
+    def _measure(
+        self,
+        check: JudgedCheck,
+        stage: CheckStage,
+        step: int | None,
+        waiting: _Waiting | None,
+        *,
+        is_first: bool,
+    ) -> row_exchange.Measured:
+        """Return what a check measures now; of late rows the one that has waited, behind a number that says that there is one.
+
+        Args:
+            check: Whose row it is.
+            stage: Where the run is, or where it was.
+            step: Optimizer steps before this one; None: nothing is measured.
+            waiting: What has waited.
+            is_first: Whether the check is at this stage for the first time: then nobody waits for a next time.
+        """
+        is_late = stage in check.late_stages and judges_late(self._trainer)
+        if step is not None:
+            measured = check.measure(self._trainer, self._module, stage)
+            if not is_late:
+                return measured.read() if isinstance(measured, LateRow) else measured
+            if not isinstance(measured, LateRow):  # known at once, as that there is nothing to compare
+                measured, is_first = LateRow(partial(list, measured)), True
+            if is_first:
+                waiting = _Waiting(measured, step)
+            else:
+                self._waiting[id(check), stage] = _Waiting(measured, step)
+        if waiting is None:
+            return [0]
+        self._late_steps[id(check), stage] = waiting.step
+        return [1, *waiting.row.read()]
 
     def judge(self, due: Sequence[JudgedCheck], stage: CheckStage, rows: Sequence[bytes], step: int) -> None:
         """Judge all ranks' rows; called with the same rows on every rank.
@@ -106,10 +171,20 @@ class CheckEvaluator:
         Raises:
             DDPLossError: on every rank, for findings whose action is ``raise``.
         """
+        self.judge_at([(check, stage) for check in due], rows, step)
+
+    def judge_at(self, due: Sequence[tuple[JudgedCheck, CheckStage]], rows: Sequence[bytes], step: int) -> None:
+        """Judge as ``judge``, each check as at a stage of its own."""
         found: list[tuple[JudgedCheck, Finding]] = []
         # each check has its own table: one row a rank
-        for check, table in zip(due, row_exchange.decode_tables(rows, len(due)), strict=True):
-            found += placed(check, self._judge(check, table, stage), step, stage.value)
+        for (check, stage), table in zip(due, row_exchange.decode_tables(rows, len(due)), strict=True):
+            is_late = stage in check.late_stages and judges_late(self._trainer)
+            if not isinstance(table, list) or not is_late:
+                found += placed(check, self._judge(check, table, stage), step, stage.value)
+            # all ranks have one that has waited, but at the second time, and after the check has failed on one of them
+            elif all(row[0] for row in table):
+                late = [row[1:] for row in table]
+                found += placed(check, self._judge(check, late, stage), self._late_steps[id(check), stage], stage.value)
         if found:
             found = self._add_differences(self._explain(found))
             self.report_findings(found)

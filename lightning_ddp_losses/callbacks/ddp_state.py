@@ -2,8 +2,8 @@
 
 DDP lists parameters once and hangs its hooks on those objects. A parameter that is created, replaced, cast or unfrozen later
 has no hook; a forward that does not go through the wrapper arms none. `DDPSnapshot` remembers what DDP saw. When ranks differ, each
-tells its `rank_state` (gradients, what DDP does not reduce, optimizer settings, scaler), and from those of all ranks
-`explain_gradient` and `explain_desync` say why.
+tells its `StepState` (gradients, what DDP does not reduce, optimizer settings, scaler), and from those of all ranks
+`explain_gradient` and `explain_desync` say why. On an accelerator that question comes a step later (``late_row``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ddp_losses.callbacks.late_row import judges_late
 from lightning_ddp_losses.callbacks.replicated_parameters import TensorSlice
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core.autograd_graph import accumulation_node
+from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.fingerprint import (
     StartedFingerprint,
     fingerprint,
@@ -93,8 +95,9 @@ class DDPSnapshot:
                 if self.ddp is not None:
                     node = accumulation_node(parameter)
             self._known[name] = _KnownParameter(parameter, parameter.dtype, parameter.device, trains, node)
-        # gradients of the step that is being made, by place and name
-        self._gradients: dict[str, dict[str, list[StartedFingerprint]]] = {}
+        # gradients of the step that is being made, by place and name; those that the optimizer used, as far as somebody has looked
+        self.on_their_way: dict[str, dict[str, list[StartedFingerprint]]] = {}
+        self._of_step: dict[str, list[StartedFingerprint]] = {}
 
     def _count_forward(self, *_: Any) -> None:
         self.forwards += 1
@@ -102,7 +105,8 @@ class DDPSnapshot:
     def batch_end(self) -> None:
         """Start to count anew."""
         self.forwards = 0
-        self._gradients = {}
+        self.on_their_way = {}
+        self._of_step = {}
 
     def close(self) -> None:
         """Leave no hook behind."""
@@ -131,17 +135,32 @@ class DDPSnapshot:
                 continue  # somebody else reduces it, and not yet
             found.setdefault(each.name, []).append(start_fingerprint(each.of(grad)))
         # of several optimizers or backwards in one batch each adds its own
-        self._gradients.setdefault(place, {}).update(found)
+        self.on_their_way.setdefault(place, {}).update(found)
 
-    def gradients_on_their_way(self) -> dict[str, dict[str, list[int]]]:
-        """Return the fingerprints of the gradients that were seen, by place and name."""
-        found: dict[str, dict[str, list[int]]] = {}
-        for place, gradients in self._gradients.items():
-            found[place] = {name: finish_fingerprints(started) for name, started in gradients.items()}
+    def see_gradients_of_step(self, started: Mapping[str, list[StartedFingerprint]]) -> None:
+        """Remember fingerprints of gradients as the optimizer used them, by name."""
+        self._of_step.update(started)
+
+    def gradients_of_step(
+        self, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor]
+    ) -> dict[str, list[StartedFingerprint]]:
+        """Return fingerprints of the gradients that the optimizer used: those that are known, and of these slices those that are not."""
+        found = dict(self._of_step)
+        for each in slices:
+            grad = parameters[each.name].grad
+            if each.name not in self._of_step and grad is not None and not grad.is_sparse and grad.numel():
+                found.setdefault(each.name, []).append(start_fingerprint(each.of(grad)))
         return found
 
-    def unreduced_fault(self, name: str, parameter: Tensor) -> str:
-        """Return the fault through which DDP does not reduce this parameter's gradient, as far as this rank can tell; else empty."""
+    def unreduced_fault(self, name: str, parameter: Tensor, *, backwards: int, forwards: int) -> str:
+        """Return the fault through which DDP does not reduce this parameter's gradient, as far as this rank can tell; else empty.
+
+        Args:
+            name: Of the parameter.
+            parameter: As the step had it.
+            backwards: Through Lightning, in this step.
+            forwards: Through DDP, likewise.
+        """
         # not a parameter of the module
         if name.startswith("optimizer "):
             return "F02"
@@ -150,9 +169,9 @@ class DDPSnapshot:
         if fault:
             return fault
         # a step that did not go through Lightning's backward, or through DDP's forward
-        if not self._runner.backwards and not self._runner.module.automatic_optimization:
+        if not backwards and not self._runner.module.automatic_optimization:
             return "F10"
-        if not self._runner.backwards or (self.ddp is not None and not self.forwards):
+        if not backwards or (self.ddp is not None and not forwards):
             return "F09"
         return ""
 
@@ -172,36 +191,35 @@ class DDPSnapshot:
             return "F08"
         return ""
 
-    def unreduced_faults(self, parameters: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return ``unreduced_fault`` of each parameter that has one."""
-        faults: dict[str, str] = {}
-        for name, parameter in parameters.items():
-            fault = self.unreduced_fault(name, parameter)
-            if fault:
-                faults[name] = fault
-        return faults
-
 
 # ---------------------------------------------------------------------- what a rank tells
 
 
-def optimizer_settings(runner: CheckRunner) -> list[dict[str, Any]]:
-    """Return the plain settings of every parameter group, by optimizer."""
-    settings = []
-    for optimizer in runner.trainer.optimizers:
-        for group in optimizer.param_groups:
-            plain = {name: _plain_setting(value) for name, value in group.items() if name != "params"}
-            settings.append({name: value for name, value in plain.items() if value is not None})
-    return settings
+class OptimizerSettings:
+    """The plain settings of every parameter group, by optimizer; those that are tensors (a capturable learning rate) on their way."""
 
+    def __init__(self, runner: CheckRunner) -> None:
+        self._settings: list[dict[str, Any]] = []
+        places: list[tuple[dict[str, Any], str]] = []
+        tensors: list[Tensor] = []
+        for optimizer in runner.trainer.optimizers:
+            for group in optimizer.param_groups:
+                plain: dict[str, Any] = {}
+                for name, value in group.items():
+                    if isinstance(value, Tensor) and value.numel() == 1:
+                        plain[name] = None  # which keeps its place
+                        places.append((plain, name))
+                        tensors.append(value.reshape(()))
+                    elif name != "params" and isinstance(value, (bool, int, float, str, tuple, list)):
+                        plain[name] = value
+                self._settings.append(plain)
+        self._places, self._numbers = places, HostNumbers(tensors)
 
-def _plain_setting(value: object) -> object:
-    """Return a setting as a plain value; None for what is none."""
-    if isinstance(value, (bool, int, float, str, tuple, list)):
-        return value
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value)
-    return None
+    def read(self) -> list[dict[str, Any]]:
+        """Return them; waits for those that have not arrived yet."""
+        for (plain, name), number in zip(self._places, self._numbers.read(), strict=True):
+            plain[name] = float(number)
+        return self._settings
 
 
 def learning_rate(trainer: pl.Trainer) -> float:
@@ -212,32 +230,74 @@ def learning_rate(trainer: pl.Trainer) -> float:
     return 0.0
 
 
-def gradient_scale_of(runner: CheckRunner) -> float | None:
-    """Return the factor of the gradient scaler; None without one."""
-    scaler = getattr(runner.trainer.precision_plugin, "scaler", None)
+def send_gradient_scale(trainer: pl.Trainer) -> HostNumbers:
+    """Start to copy the factor of the gradient scaler to the host: one number; none without a scaler."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None:
-        return None
-    return float(scaler.get_scale())
+        return HostNumbers([])
+    if not judges_late(trainer):
+        return HostNumbers([scaler.get_scale()])
+    # ``get_scale`` waits; one that is scaled is the scale, where it lies
+    return HostNumbers([scaler.scale(torch.ones((), device=trainer.strategy.root_device))])
 
 
-def rank_state(runner: CheckRunner, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what this rank knows that may explain a difference; it travels as JSON."""
-    gradients: dict[str, int | None] = {}
-    for name, parameter in parameters.items():
-        gradients[name] = None
-        if parameter.grad is not None and not parameter.grad.is_sparse:
-            gradients[name] = fingerprint(parameter.grad)
-    snapshot = runner.shared(DDPSnapshot)
-    return {
-        "gradients": gradients,
-        "on_their_way": snapshot.gradients_on_their_way(),
-        "unreduced": snapshot.unreduced_faults(parameters),
-        "settings": optimizer_settings(runner),
-        "scale": gradient_scale_of(runner),
-        "stepped": len(runner.stepped),
-        "clips": bool(runner.trainer.gradient_clip_val),
-        "static": bool(getattr(snapshot.ddp, "static_graph", False)) and runner.steps == 0,
-    }
+class StepState:
+    """What this rank knows of a step that may explain a difference; it is told where there is one.
+
+    Args:
+        runner: Of the fit, at the end of the step.
+        parameters: That ranks must hold alike.
+        compared: Slices whose gradients are remembered now, where the question comes a step later; None: it comes at once, and finds
+            all gradients.
+    """
+
+    def __init__(
+        self, runner: CheckRunner, parameters: Mapping[str, Tensor], compared: Sequence[TensorSlice] | None = None
+    ) -> None:
+        self._runner, self._parameters = runner, parameters
+        self._snapshot = snapshot = runner.shared(DDPSnapshot)
+        # what the end of the batch puts back
+        self._forwards, self._backwards, self._stepped = snapshot.forwards, runner.backwards, len(runner.stepped)
+        self._on_their_way = snapshot.on_their_way
+        self._is_first = runner.steps == 0
+        self._gradients: dict[str, list[StartedFingerprint]] | None = None
+        if compared is not None:
+            self._gradients = snapshot.gradients_of_step(compared, parameters)
+
+    def tell(self) -> dict[str, Any]:
+        """Return it as what travels as JSON; settings and scale are those of now."""
+        on_their_way: dict[str, dict[str, list[int]]] = {}
+        for place, gradients in self._on_their_way.items():
+            on_their_way[place] = {name: finish_fingerprints(started) for name, started in gradients.items()}
+        return {
+            "gradients": self._gradients_by_name(),
+            "on_their_way": on_their_way,
+            "unreduced": self._unreduced_faults(),
+            "settings": OptimizerSettings(self._runner).read(),
+            "scale": next(iter(send_gradient_scale(self._runner.trainer).read()), None),
+            "stepped": self._stepped,
+            "clips": bool(self._runner.trainer.gradient_clip_val),
+            "static": bool(getattr(self._snapshot.ddp, "static_graph", False)) and self._is_first,
+        }
+
+    def _gradients_by_name(self) -> dict[str, Any]:
+        """Return fingerprints of the gradients; None of those that are not there or were not looked at."""
+        found: dict[str, Any] = dict.fromkeys(self._parameters)
+        if self._gradients is not None:
+            return found | {name: finish_fingerprints(started) for name, started in self._gradients.items()}
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                found[name] = fingerprint(parameter.grad)
+        return found
+
+    def _unreduced_faults(self) -> dict[str, str]:
+        """Return ``unreduced_fault`` of each parameter that has one."""
+        faults: dict[str, str] = {}
+        for name, parameter in self._parameters.items():
+            fault = self._snapshot.unreduced_fault(name, parameter, backwards=self._backwards, forwards=self._forwards)
+            if fault:
+                faults[name] = fault
+        return faults
 
 
 # ---------------------------------------------------------------------- what all ranks make of it

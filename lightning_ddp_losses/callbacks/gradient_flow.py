@@ -2,7 +2,8 @@
 
 Before backward it asks which parameters the loss reaches: DDP waits for each of them, and a rank whose loss does not reach one
 leaves the others waiting. After the step it looks at gradients as the optimizer used them: after the module's own hooks, after
-clipping, never on a step that only accumulates. Before the first step it compares gradient and derivative (``gradient_scale.py``).
+clipping, never on a step that only accumulates; on an accelerator they are judged one step later. Before the first step it compares
+gradient and derivative (``gradient_scale.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -21,9 +23,10 @@ from torch.optim import Optimizer
 from lightning_ddp_losses.callbacks import ddp_state
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
-from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot
+from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot, StepState
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ranks, shown_names
 from lightning_ddp_losses.callbacks.gradient_scale import find_wrong_scales
+from lightning_ddp_losses.callbacks.late_row import LateRow, judges_late
 from lightning_ddp_losses.callbacks.replicated_parameters import (
     RotatingSlices,
     TensorSlice,
@@ -32,16 +35,17 @@ from lightning_ddp_losses.callbacks.replicated_parameters import (
 )
 from lightning_ddp_losses.core.autograd_graph import UnusedParameterFinder
 from lightning_ddp_losses.core.faults import UNREDUCED_AFTER_WRAP
+from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed.fingerprint import (
     StartedFingerprint,
     combine,
-    finish_fingerprints,
     hash_lines,
     start_fingerprint,
 )
 from lightning_ddp_losses.distributed.shard import local_part
 
+T = TypeVar("T")
 # steps at which a module's gradient must be zero to be called so: a head that starts at zero is no fault
 _FIRST_ZERO_STEP, _LAST_ZERO_STEP = 0, 3
 _ADD_ZEROS = "Add 0 * sum(p.sum() for p in loss.parameters()) to a zero loss, or train under strategy='ddp_losses'."
@@ -83,6 +87,9 @@ class GradientRow(NamedTuple):
 class GradientFlowCheck(RankCheck, default=True):
     """Gradients are present, finite, not zero for whole modules, and equal on all ranks.
 
+    On an accelerator nobody waits for what is read off gradients: it is judged one step later, before a checkpoint is saved, and at the
+    end of training, and the finding names its step (``late_row``). Which parameters a loss reaches is judged before its backward.
+
     Covers F02, F05-F11, F13 (a gradient that was not reduced, and why), F20, F21, F23, F24 and F27 (gradients off by W or 1/W),
     F32 and F37 (a parameter that some ranks' losses do not reach, before backward would hang), F38 (one that no rank's loss
     reaches while DDP waits for it), F79 (a gradient that is not finite).
@@ -102,6 +109,7 @@ class GradientFlowCheck(RankCheck, default=True):
     """
 
     stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
+    late_stages = (CheckStage.AFTER_STEP,)
     faults = (
         # not reduced
         *("F02", *UNREDUCED_AFTER_WRAP, "F13", "SYNC"),
@@ -138,8 +146,6 @@ class GradientFlowCheck(RankCheck, default=True):
         self._judged = StepGradients()
         # those of parts of the model, which nobody else holds: are they finite?
         self._part_slices = RotatingSlices(self.parts)
-        self._part_sizes: list[tuple[str, float | Tensor]] = []
-        self._not_finite: list[str] = []
         self._zero_modules: set[str] = set()
 
     # ------------------------------------------------------------------ observe
@@ -203,6 +209,8 @@ class GradientFlowCheck(RankCheck, default=True):
         self._gradients.add_absent(parameters)
         slices = [piece for piece in self._due_slices() if piece.name in parameters]
         self._gradients.add(slices, parameters, largest=self._looks_for_zeros)
+        if is_replicated(trainer):
+            self.runner.shared(DDPSnapshot).see_gradients_of_step(self._gradients.started())
         self._see_parts(trainer, module, optimizer)
 
     def _see_parts(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
@@ -219,7 +227,7 @@ class GradientFlowCheck(RankCheck, default=True):
                 parts[name] = local_part(parameter.grad)
         self._part_slices.update(parts)
         for each in self._part_slices.turn(self.runner.step // self.every_n_steps):
-            self._part_sizes.append((each.name, _size_of(each.of(parts[each.name]), largest=False)))
+            self._gradients.add_part(each.name, each.of(parts[each.name]))
 
     def _is_due(self) -> bool:
         return self.runner.step % self.every_n_steps == 0
@@ -234,61 +242,66 @@ class GradientFlowCheck(RankCheck, default=True):
             return self._slices.all()
         return self._slices.turn(step // self.every_n_steps)
 
+    def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Let go of the fit."""
+        self._gradients, self._judged, self._loss = StepGradients(), StepGradients(), None
+
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int]:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int] | LateRow:
         """Return who is not reached; or fingerprints, absence, what is not finite and what is zero."""
         if stage == CheckStage.BEFORE_BACKWARD:
             return [*GraphRow(hash_lines(self._missing), len(self._missing))]
-        # what was looked at since the last step; it is kept for the explanation
+        # what was looked at since the last step, and what the host knows of it now
         gradients, self._gradients = self._gradients, StepGradients()
-        self._judged = gradients
-        largest = gradients.largest()
-        sizes, self._part_sizes = [*largest.items(), *self._part_sizes], []
-        self._not_finite = list(dict.fromkeys(name for name, size in sizes if not float(size) < math.inf))
-        detached = self._detached_modules(largest)
-        # what ranks compare, where they hold the same parameters
-        absent = values = expected = 0
+        gradients.send_(self._loss)
+        if self._looks_for_zeros:
+            gradients.zero_step = self.runner.steps
+        expected = 0
         if gradients.absent:
             waited_for = self.runner.shared(DDPSnapshot).expected_parameters()
             expected = sum(name in waited_for for name in gradients.absent)
-        if is_replicated(trainer):
-            absent = hash_lines(gradients.absent)
-            values = gradients.combined()
-        row = GradientRow(
-            stepped=len(self.runner.stepped),
-            absent=absent,
-            expected=expected,
-            values=values,
-            not_finite=len(self._not_finite),
-            detached=len(detached),
-        )
+        compared: list[TensorSlice] | None = None
+        if judges_late(trainer):
+            compared = []  # all that is compared has been looked at
+        gradients.state = StepState(self.runner, self.runner.replicated_parameters(), compared)
+        known = GradientRow(len(self.runner.stepped), absent=0, expected=expected, values=0, not_finite=0, detached=0)
+        return LateRow(partial(self._read, gradients, known, compares=is_replicated(trainer)))
+
+    def _read(self, gradients: StepGradients, known: GradientRow, *, compares: bool) -> list[int]:
+        """Return the row of a step, with what has arrived from the device; its gradients are kept for the explanation.
+
+        Args:
+            gradients: Of the step.
+            known: What the host knew.
+            compares: Whether ranks hold the same parameters.
+        """
+        self._judged = gradients
+        detached = self._detached_modules(gradients)
+        row = known._replace(not_finite=len(gradients.not_finite()), detached=len(detached))
+        if compares:
+            row = row._replace(absent=hash_lines(gradients.absent), values=gradients.combined())
         return [*row]
 
-    def _detached_modules(self, largest: Mapping[str, float]) -> list[str]:
+    def _detached_modules(self, gradients: StepGradients) -> list[str]:
         """Return the modules all of whose gradients are zero at the first step and still at the fourth."""
-        if not self._looks_for_zeros:
+        if gradients.zero_step is None:
             return []
+        largest = gradients.largest()
         # the largest element of each child of the module
         largest_of: dict[str, float] = {}
         for name, size in largest.items():
             owner = name.split(".")[0]
             largest_of[owner] = max(largest_of.get(owner, 0.0), size)
         zero = {owner for owner, size in largest_of.items() if size == 0.0}
-        if self._loss_is_zero(without=True):  # a zero loss is another matter
+        if gradients.loss_is_zero(without=True):  # a zero loss is another matter
             zero = set()
         # zero at the first step is a start, zero at both is a fault
-        if self.runner.steps == _FIRST_ZERO_STEP:
+        if gradients.zero_step == _FIRST_ZERO_STEP:
             self._zero_modules = zero
             return []
         self._zero_modules &= zero
         return sorted(self._zero_modules)
-
-    def _loss_is_zero(self, *, without: bool = False) -> bool:
-        """Say whether the latest loss is exactly zero; ``without`` is the answer where there is none."""
-        if self._loss is None:
-            return without
-        return float(self._loss) == 0.0
 
     # ------------------------------------------------------------------ judge
 
@@ -307,14 +320,17 @@ class GradientFlowCheck(RankCheck, default=True):
 
     def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
         """Return names, and where gradients differ their fingerprints and what else may explain it."""
-        text: dict[str, Any] = {"graph": self._missing, "zero_loss": self._loss_is_zero()}
-        if finding.name != "graph":
-            text["absent"] = self._judged.absent
-            text["finite"] = self._not_finite
-            text["zero"] = sorted(self._zero_modules)
+        if finding.name == "graph":
+            is_zero = self._loss is not None and float(self._loss) == 0.0
+            return json.dumps({"graph": self._missing, "zero_loss": is_zero})
+        judged = self._judged
+        text: dict[str, Any] = {"zero_loss": judged.loss_is_zero(), "absent": judged.absent}
+        text["finite"] = judged.not_finite()
+        text["zero"] = sorted(self._zero_modules)
         if finding.name == "gradients":
-            text["values"] = self._judged.values()
-            text |= ddp_state.rank_state(self.runner, self.runner.replicated_parameters())
+            assert judged.state is not None
+            text["values"] = judged.values()
+            text |= judged.state.tell()
         return json.dumps(text)
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
@@ -325,7 +341,9 @@ class GradientFlowCheck(RankCheck, default=True):
         return [_named(finding, states)]
 
     def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
-        """Return the gradient itself."""
+        """Return the gradient itself, unless it is that of a step before."""
+        if judges_late(trainer):
+            return None
         parameter = self.runner.replicated_parameters().get(finding.name)
         if parameter is None or finding.fault == "F79":
             return None
@@ -415,13 +433,25 @@ class StepGradients:
     Attributes:
         slices: What was looked at.
         absent: Names of the parameters that take part in training and have no gradient.
+        zero_step: The number of the step, where modules that get nothing but zeros are looked for.
+        state: What else may explain a difference.
     """
+
+    zero_step: int | None = None
+    state: StepState | None = None
 
     def __init__(self) -> None:
         self.slices: list[TensorSlice] = []
         self.absent: list[str] = []
         self._fingerprints: list[StartedFingerprint] = []
         self._sizes: list[float | Tensor] = []
+        # of parts, which no other rank holds
+        self._part_names: list[str] = []
+        self._part_sizes: list[float | Tensor] = []
+        # on their way to the host
+        self._sent_fingerprints = HostNumbers([])
+        self._sent_sizes = HostNumbers([])
+        self._sent_loss = HostNumbers([])
 
     def add(self, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], *, largest: bool) -> None:
         """Add these pieces of the parameters' gradients; without ``largest`` it is enough to know which are finite."""
@@ -438,21 +468,44 @@ class StepGradients:
         """Add the names of those that take part in training and have no gradient."""
         self.absent += [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
 
+    def add_part(self, name: str, piece: Tensor) -> None:
+        """Add a piece of the gradient of a part of a parameter: is it finite?"""
+        self._part_names.append(name)
+        self._part_sizes.append(_size_of(piece, largest=False))
+
+    def started(self) -> dict[str, list[StartedFingerprint]]:
+        """Return the fingerprints by parameter, where they are computed."""
+        return _by_name(self.slices, self._fingerprints)
+
+    def send_(self, loss: Tensor | None) -> None:
+        """Start the copies to the host, that of the last loss too: nothing more is added."""
+        self._sent_fingerprints = HostNumbers(self._fingerprints)
+        self._sent_sizes = HostNumbers([*self._sizes, *self._part_sizes])
+        if loss is not None:
+            self._sent_loss = HostNumbers([loss.reshape(())])
+
+    def loss_is_zero(self, *, without: bool = False) -> bool:
+        """Say whether the loss before the step was exactly zero; ``without`` is the answer where there was none."""
+        return all(loss == 0.0 for loss in self._sent_loss.read() or [float(not without)])
+
     def values(self) -> dict[str, list[int]]:
         """Return the fingerprints by parameter."""
-        found: dict[str, list[int]] = {}
-        for each, value in zip(self.slices, finish_fingerprints(self._fingerprints), strict=True):
-            found.setdefault(each.name, []).append(value)
-        return found
+        return _by_name(self.slices, self._sent_fingerprints.read())
 
     def combined(self) -> int:
         """Return one number for all fingerprints, by their order."""
-        return combine(finish_fingerprints(self._fingerprints))
+        return combine(self._sent_fingerprints.read())
+
+    def not_finite(self) -> list[str]:
+        """Return the names of the gradients that are not finite."""
+        names = [*(each.name for each in self.slices), *self._part_names]
+        sizes = zip(names, self._sent_sizes.read(), strict=True)
+        return list(dict.fromkeys(name for name, size in sizes if not size < math.inf))
 
     def largest(self) -> dict[str, float]:
         """Return the largest element of each gradient (or a bound); not finite where one is not."""
         found: dict[str, float] = {}
-        for each, size in zip(self.slices, _numbers_of(self._sizes), strict=True):
+        for each, size in zip(self.slices, self._sent_sizes.read(), strict=False):
             if math.isnan(size):
                 found[each.name] = size
             else:
@@ -467,13 +520,11 @@ def _size_of(piece: Tensor, *, largest: bool) -> float | Tensor:
     return _finite_bound(piece)
 
 
-def _numbers_of(sizes: Sequence[float | Tensor]) -> list[float]:
-    """Return the numbers; an accelerator is waited for once."""
-    on_device = [each for each in sizes if isinstance(each, Tensor)]
-    if len({each.device for each in on_device}) != 1:
-        return [float(each) for each in sizes]
-    values = iter(torch.stack(on_device).tolist())
-    return [next(values) if isinstance(each, Tensor) else each for each in sizes]
+def _by_name(slices: Sequence[TensorSlice], values: Sequence[T]) -> dict[str, list[T]]:
+    found: dict[str, list[T]] = {}
+    for each, value in zip(slices, values, strict=True):
+        found.setdefault(each.name, []).append(value)
+    return found
 
 
 def _largest(piece: Tensor) -> Tensor:

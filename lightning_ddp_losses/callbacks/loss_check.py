@@ -21,13 +21,14 @@ from torch import Tensor
 from lightning_ddp_losses.callbacks import logged_values
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
+from lightning_ddp_losses.callbacks.ddp_state import send_gradient_scale
 from lightning_ddp_losses.callbacks.element_weights import ElementWeight, element_weights, read_weights
 from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.logged_means import LoggedMeans
 from lightning_ddp_losses.callbacks.loss_observations import local_contrastive_losses
 from lightning_ddp_losses.callbacks.micro_batches import MicroBatches, uneven_micro_batches
 from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME, MOST_RANKS_ONE_BY_ONE
-from lightning_ddp_losses.core.host_copy import HostCopy
+from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers
 from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import counts_nothing
@@ -75,7 +76,8 @@ class _SeenLoss(NamedTuple):
         batch_idx: Of its batch.
         begins_window: Whether it is the first micro-batch of those that Lightning accumulates.
         value: What is back-propagated.
-        factor: What makes that into what ``training_step`` returned.
+        factor: What makes that into what ``training_step`` returned, but for the scale.
+        scale: Of the gradient scaler, by which the loss is multiplied; none where it is not.
         is_scaled: Whether a gradient scaler looks for overflow.
         may_be_nan: Whether it is a mean over nothing, which adds nothing.
         weights: Its reductions.
@@ -86,6 +88,7 @@ class _SeenLoss(NamedTuple):
     begins_window: bool
     value: HostCopy
     factor: float
+    scale: HostNumbers
     is_scaled: bool
     may_be_nan: Callable[[], bool]
     weights: list[ElementWeight]
@@ -211,8 +214,9 @@ class LossCheck(RankCheck, default=True):
             factor *= trainer.accumulate_grad_batches
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         is_scaled = scaler is not None and loss is not getattr(trainer.strategy, "closure_loss", None)
+        scale = HostNumbers([])
         if is_scaled:
-            factor /= float(scaler.get_scale())  # type: ignore[union-attr]
+            scale = send_gradient_scale(trainer)
         on_host = loss.device.type == "cpu"
         may_be_nan = partial(counts_nothing, loss)
         if not on_host:  # the graph will be gone; outside a window no mean is known to count nothing
@@ -224,6 +228,7 @@ class LossCheck(RankCheck, default=True):
             begins_window=self._begins_window,
             value=HostCopy(loss),
             factor=factor,
+            scale=scale,
             is_scaled=is_scaled,
             may_be_nan=may_be_nan,
             weights=element_weights(loss),
@@ -236,7 +241,10 @@ class LossCheck(RankCheck, default=True):
 
     def _read(self, seen: _SeenLoss) -> None:
         """Take note of a loss that is on the host by now."""
-        value = float(seen.value.read()) * seen.factor
+        factor = seen.factor
+        for scale in seen.scale.read():
+            factor /= float(scale)
+        value = float(seen.value.read()) * factor
         is_good = math.isfinite(value)
         if not is_good:  # by the scale, so that the scaler will skip this step on every rank; or a mean over nothing, which adds nothing
             is_good = (seen.is_scaled and math.isinf(value)) or seen.may_be_nan()
@@ -257,7 +265,7 @@ class LossCheck(RankCheck, default=True):
         if self._micro_batches is not None:
             if seen.begins_window:
                 self._micro_batches.clear()
-            self._micro_batches.add(value, weights, seen.factor)
+            self._micro_batches.add(value, weights, factor)
 
     def _read_earlier(self, step: float) -> None:
         """Read the losses of steps before this one, which have long arrived."""

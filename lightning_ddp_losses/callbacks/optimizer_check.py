@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -17,15 +18,17 @@ from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.ddp_state import (
     FIXES,
+    OptimizerSettings,
     differing_settings,
-    gradient_scale_of,
-    optimizer_settings,
+    send_gradient_scale,
     settings_texts,
 )
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ranks, shown_names
+from lightning_ddp_losses.callbacks.late_row import LateRow
 from lightning_ddp_losses.callbacks.replicated_parameters import is_replicated, optimizer_parameters
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, hash_lines
+from lightning_ddp_losses.core.host_copy import HostNumbers
+from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, hash_lines, start_fingerprints
 
 _MAX_DEPTH = 3  # lists inside lists that are searched for parameters
 
@@ -106,8 +109,38 @@ class OptimizerStepRow(NamedTuple):
     scale: int
 
 
+@dataclass(frozen=True)
+class SeenStep:
+    """Holds what was seen after a step, parts of it on their way to the host.
+
+    Attributes:
+        named: Parameters by problem.
+        stepped: As ``OptimizerStepRow``.
+        settings: Of all optimizers.
+        scale: Of the gradient scaler, where there is one.
+        before: Fingerprints before the first step; empty where nothing is to be compared with them.
+        now: The same after the second step.
+    """
+
+    named: dict[str, list[str]]
+    stepped: int
+    settings: OptimizerSettings
+    scale: HostNumbers
+    before: list[int]
+    now: HostNumbers
+
+    def row(self) -> list[int]:
+        """Return what travels."""
+        stood_still = bool(self.before) and self.now.read() == self.before
+        settings, scale = _compared(self.settings, self.scale)
+        return [*OptimizerStepRow(len(self.named["F01"]), int(stood_still), self.stepped, settings, scale)]
+
+
 class OptimizerCheck(RankCheck, default=True):
     """Optimizers hold what trains, once, with equal settings, scales and steps on all ranks, and their steps change something.
+
+    On an accelerator nobody waits for what a step leaves: it is judged one step later, before a checkpoint is saved, and at the end of
+    training, and the finding names its step (``late_row``).
 
     Covers F01 (a parameter with a gradient in no optimizer), F02 (an unregistered one), F03 (memory shared under spawn), F14 (a
     step skipped on some ranks), F15 (gradient scales), F17 (learning rate and other settings, restored state), F75
@@ -124,6 +157,7 @@ class OptimizerCheck(RankCheck, default=True):
     """
 
     stages = (CheckStage.TRAIN_START, CheckStage.AFTER_STEP, CheckStage.SAVE)
+    late_stages = (CheckStage.AFTER_STEP,)
     faults = ("F01", "F02", "F03", "F14", "F15", "F17", "F75", "STEP")
     needs_peers = False
 
@@ -133,6 +167,7 @@ class OptimizerCheck(RankCheck, default=True):
 
     def _forget(self) -> None:
         self._named: dict[str, list[str]] = {}  # this rank's parameters by problem
+        self._settings: list[dict[str, Any]] = []  # that were judged
         self._before: dict[str, int] | None = None  # fingerprints before the first step
         self._steps_seen = 0
 
@@ -149,19 +184,20 @@ class OptimizerCheck(RankCheck, default=True):
 
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int]:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int] | LateRow:
         """Return numbers of problems, then what must be equal."""
         if stage == CheckStage.SAVE:
             self._named = {"F75": _unsaved(trainer, module, self.runner.checkpoint or {})}
             return [len(self._named["F75"])]
         # equal on all ranks
-        settings = hash_lines(map(str, optimizer_settings(self.runner)))
-        scale = _bits(gradient_scale_of(self.runner) or 0.0)
+        sent_settings, sent_scale = OptimizerSettings(self.runner), send_gradient_scale(trainer)
         if stage == CheckStage.TRAIN_START:
             self._named = _misplaced(trainer, module)
             state = 0
             if is_replicated(trainer):
                 state = self._state(trainer)
+            self._settings = sent_settings.read()
+            settings, scale = _compared(sent_settings, sent_scale)
             row = OptimizerStartRow(
                 unregistered=len(self._named["F02"]),
                 in_shared_memory=len(self._named["F03"]),
@@ -171,26 +207,32 @@ class OptimizerCheck(RankCheck, default=True):
                 state=state,
             )
             return [*row]
-        self._named = {"F01": []}
+        named: dict[str, list[str]] = {"F01": []}
         if self._steps_seen == 0:  # looking at all gradients waits for the device: once is enough
-            self._named["F01"] = _forgotten(trainer, module)
-        stood_still = self._stood_still(trainer)
-        return [*OptimizerStepRow(len(self._named["F01"]), stood_still, len(self.runner.stepped), settings, scale)]
+            named["F01"] = _forgotten(trainer, module)
+        before: list[int] = []
+        now = HostNumbers([])
+        if self._is_second_step(trainer) and self._before:
+            parameters = self.runner.replicated_parameters()
+            before, now = [*self._before.values()], start_fingerprints(parameters[name] for name in self._before)
+        seen = SeenStep(named, len(self.runner.stepped), sent_settings, sent_scale, before, now)
+        return LateRow(partial(self._read, seen))
 
-    def _stood_still(self, trainer: pl.Trainer) -> int:
-        """Say whether the first two steps left everything as it was, although there was something to do."""
+    def _read(self, seen: SeenStep) -> list[int]:
+        """Return the row of a step, which is kept for the explanation."""
+        self._named, self._settings = seen.named, seen.settings.read()
+        return seen.row()
+
+    def _is_second_step(self, trainer: pl.Trainer) -> bool:
+        """Say whether the first two steps have been made, and something should have changed."""
         if not self.runner.stepped or self._before is None or self._steps_seen > 1:
-            return 0
+            return False
         self._steps_seen += 1
-        if self._steps_seen == 1 or not self._before:
-            return 0
+        if self._steps_seen == 1:
+            return False
         # a rate of zero changes nothing by intent
-        for optimizer in trainer.optimizers:
-            if any(float(group.get("lr", 1.0)) <= 0 for group in optimizer.param_groups):
-                return 0
-        parameters = self.runner.replicated_parameters()
-        now = fingerprints(parameters[name] for name in self._before)
-        return int(now == list(self._before.values()))
+        rates = [group.get("lr", 1.0) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        return min(map(float, rates), default=1.0) > 0
 
     def _state(self, trainer: pl.Trainer) -> int:
         """Return one number for the tensors in the optimizers' states (there are some after a restart)."""
@@ -242,7 +284,7 @@ class OptimizerCheck(RankCheck, default=True):
 
     def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
         """Return names, and settings."""
-        return json.dumps({"named": self._named, "settings": optimizer_settings(self.runner)}, default=str)
+        return json.dumps({"named": self._named, "settings": self._settings}, default=str)
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
         """Name parameters and settings."""
@@ -256,6 +298,11 @@ class OptimizerCheck(RankCheck, default=True):
             names |= dict.fromkeys(state["named"].get(finding.name, ()))
         what = f"{shown_names(list(names))} {_PROBLEMS[finding.name].text}"
         return [replace(finding, what=what, name=", ".join(list(names)[:MOST_NAMES]))]
+
+
+def _compared(settings: OptimizerSettings, scale: HostNumbers) -> tuple[int, int]:
+    """Return what ranks compare of settings and of the gradient scale, 0.0 without a scaler."""
+    return hash_lines(map(str, settings.read())), _bits(float(sum(scale.read())))
 
 
 def _bits(number: float) -> int:

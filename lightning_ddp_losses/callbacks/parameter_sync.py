@@ -2,14 +2,15 @@
 
 A row is two numbers, a hash of names, shapes, dtypes and order, and one fingerprint of all that is looked at; at the start the ranges of
 the class shards follow. Where a divided model has replicas, two numbers of ``part_replicas`` come between. Only where ranks differ are
-the parameters compared one by one.
+the parameters compared one by one. After a step on an accelerator the row is a late one (``late_row``).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import lightning.pytorch as pl
@@ -19,10 +20,17 @@ from torch.nn.parameter import is_lazy
 from lightning_ddp_losses.callbacks import ddp_state
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
-from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot
+from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot, StepState
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ranks
+from lightning_ddp_losses.callbacks.late_row import LateRow, judges_late
 from lightning_ddp_losses.callbacks.part_replicas import NAME as PARTS
-from lightning_ddp_losses.callbacks.part_replicas import PartReplicas, PartRow, explain_parts, judge_parts
+from lightning_ddp_losses.callbacks.part_replicas import (
+    ComparedParts,
+    PartReplicas,
+    PartRow,
+    explain_parts,
+    judge_parts,
+)
 from lightning_ddp_losses.callbacks.replicated_parameters import (
     RotatingSlices,
     TensorSlice,
@@ -30,8 +38,9 @@ from lightning_ddp_losses.callbacks.replicated_parameters import (
     is_replicated,
     replicated_parameters,
 )
+from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.core.positional_options import warn_positional_options
-from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, hash_lines
+from lightning_ddp_losses.distributed.fingerprint import combine, hash_lines, start_fingerprints
 from lightning_ddp_losses.distributed.shard import ClassShard, first_holders
 
 
@@ -76,10 +85,48 @@ class ParameterRow(NamedTuple):
         return cls(row[0], row[1], shards, parts)
 
 
+@dataclass(frozen=True)
+class ComparedParameters:
+    """Holds what was looked at at one stage, on its way to the host, for the row and for the explanation.
+
+    Attributes:
+        parameters: By name.
+        structure: As ``ParameterRow``.
+        slices: What was looked at.
+        sent: Its fingerprints.
+        parts: As ``ParameterRow``.
+        state: What may explain a difference; None before training.
+    """
+
+    parameters: Mapping[str, Tensor]
+    structure: int
+    slices: Sequence[TensorSlice] = ()
+    sent: HostNumbers | None = None
+    parts: ComparedParts | None = None
+    state: StepState | None = None
+
+    def row(self, shards: Sequence[ShardRow] = ()) -> list[int]:
+        """Return what travels."""
+        assert self.sent is not None
+        parts = None if self.parts is None else self.parts.row()
+        return ParameterRow(self.structure, combine(self.sent.read()), tuple(shards), parts).pack()
+
+    def values(self) -> dict[str, list[int]]:
+        """Return the fingerprints by name."""
+        assert self.sent is not None
+        by_name: dict[str, list[int]] = {}
+        for piece, value in zip(self.slices, self.sent.read(), strict=True):
+            by_name.setdefault(piece.name, []).append(value)
+        return by_name
+
+
 class ParameterSyncCheck(RankCheck, default=True):
     """Parameters are equal on all ranks: values, names, order, shapes, dtypes, and whether they train.
 
     Of a model that ``fully_shard`` divides, each part is compared between the ranks that hold it, where those are several.
+
+    On an accelerator nobody waits for what is compared after a step: it is judged one step later, before a checkpoint is saved, and at the
+    end of training, and the finding names its step (``late_row``).
 
     Covers F04, F11, F12 and F16, and by looking at gradients and learning rates tells F05-F10 (a gradient that was not
     synchronised) from F14, F15 and F17 (an optimizer that went apart).
@@ -96,6 +143,7 @@ class ParameterSyncCheck(RankCheck, default=True):
     """
 
     stages = (CheckStage.BEFORE_WRAP, CheckStage.TRAIN_START, CheckStage.AFTER_STEP, CheckStage.TRAIN_END)
+    late_stages = (CheckStage.AFTER_STEP,)
     faults = ("F04", "F05", "F06", "F07", "F08", "F09", "F10", "F11", "F12", "F14", "F15", "F16", "F17", "SYNC")
 
     @warn_positional_options("parts", "full_every_n_steps")
@@ -110,9 +158,8 @@ class ParameterSyncCheck(RankCheck, default=True):
         super().__init__(every_n_steps=every_n_steps, action=action)
         self.parts = parts
         self.full_every_n_steps = full_every_n_steps
-        self._parameters: dict[str, Tensor] = {}
         self._slices = RotatingSlices(parts)
-        self._compared: list[TensorSlice] = []
+        self._judged = ComparedParameters({}, 0)
         self._structure = 0
         self._is_first_step = True
         self._parts = PartReplicas(parts)
@@ -123,32 +170,52 @@ class ParameterSyncCheck(RankCheck, default=True):
         self._parts = PartReplicas(self.parts)  # a pickle of an earlier release has none
         self.runner.shared(DDPSnapshot)
 
+    def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Let go of the fit."""
+        self._judged = ComparedParameters({}, 0)
+
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int]:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int] | LateRow:
         """Return a hash of the names, one fingerprint of this stage's slices, and at the start the shards."""
         if not is_replicated(trainer):
             return []
+        is_step = stage == CheckStage.AFTER_STEP
         # looked up once per batch; at other stages they may be others
-        if stage == CheckStage.AFTER_STEP:
-            self._parameters = self.runner.replicated_parameters()
-        else:
-            self._parameters = replicated_parameters(trainer, module)
+        parameters = self.runner.replicated_parameters() if is_step else replicated_parameters(trainer, module)
         if stage == CheckStage.BEFORE_WRAP:
-            return [hash_lines(_descriptions(module, self._parameters, buffers=True))]
-        if self._slices.update(self._parameters):
-            self._structure = hash_lines(_descriptions(module, self._parameters, buffers=False))
+            self._judged = ComparedParameters(parameters, hash_lines(_descriptions(module, parameters, buffers=True)))
+            return [self._judged.structure]
+        if self._slices.update(parameters):
+            self._structure = hash_lines(_descriptions(module, parameters, buffers=False))
         if stage == CheckStage.TRAIN_START:
             self._parts.start(trainer, module)
         is_full = self._is_full(stage)
-        self._compared = self._due_slices(self._slices, is_full=is_full)
-        values = combine(fingerprints(piece.of(self._parameters[piece.name]) for piece in self._compared))
+        slices = self._due_slices(self._slices, is_full=is_full)
+        gradients_of: list[TensorSlice] | None = None
+        if is_step and judges_late(trainer):
+            gradients_of = slices
+        compared = ComparedParameters(
+            parameters,
+            self._structure,
+            slices,
+            start_fingerprints(piece.of(parameters[piece.name]) for piece in slices),
+            self._parts.measure(lambda slices: self._due_slices(slices, is_full=is_full)),
+            StepState(self.runner, parameters, gradients_of),
+        )
+        if is_step:
+            return LateRow(partial(self._read, compared))
         shards: list[ShardRow] = []
         if stage == CheckStage.TRAIN_START:
             local_shards = class_shards(module).values()
             shards = [ShardRow(shard.start, shard.stop, shard.num_classes) for shard in local_shards]
-        parts = self._parts.measure(lambda slices: self._due_slices(slices, is_full=is_full))
-        return ParameterRow(self._structure, values, tuple(shards), parts).pack()
+        self._judged = compared
+        return compared.row(shards)
+
+    def _read(self, compared: ComparedParameters) -> list[int]:
+        """Return the row of a step, which is kept for the explanation."""
+        self._judged = compared
+        return compared.row()
 
     def _is_full(self, stage: CheckStage) -> bool:
         """Say whether this stage looks at everything; the next step may not."""
@@ -195,16 +262,12 @@ class ParameterSyncCheck(RankCheck, default=True):
         """Return this rank's names, or its parameters' fingerprints with what is known of their gradients and optimizers."""
         if finding.name == "parameters":
             before_wrap = finding.moment == CheckStage.BEFORE_WRAP.value
-            return json.dumps(_descriptions(module, self._parameters, buffers=before_wrap))
-        if finding.name == PARTS:
-            return self._parts.describe()
-        if finding.name != "values":
+            return json.dumps(_descriptions(module, self._judged.parameters, buffers=before_wrap))
+        if finding.name == PARTS and self._judged.parts is not None:
+            return self._judged.parts.describe()
+        if finding.name != "values" or self._judged.state is None:
             return None
-        values = fingerprints(piece.of(self._parameters[piece.name]) for piece in self._compared)
-        by_name: dict[str, list[int]] = {}
-        for piece, value in zip(self._compared, values, strict=True):
-            by_name.setdefault(piece.name, []).append(value)
-        return json.dumps({"values": by_name, **ddp_state.rank_state(self.runner, self._parameters)})
+        return json.dumps({"values": self._judged.values(), **self._judged.state.tell()})
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
         """Name the parameters, and why they differ."""
@@ -225,7 +288,7 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
         """Return the parameter itself."""
-        return self._parameters.get(finding.name)
+        return self._judged.parameters.get(finding.name)
 
 
 def _descriptions(module: pl.LightningModule, parameters: Mapping[str, Tensor], *, buffers: bool) -> list[str]:

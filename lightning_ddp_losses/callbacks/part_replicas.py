@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import lightning.pytorch as pl
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ranks
 from lightning_ddp_losses.callbacks.replicated_parameters import RotatingSlices, TensorSlice, divided_parameters
-from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, hash_lines
+from lightning_ddp_losses.core.host_copy import HostNumbers
+from lightning_ddp_losses.distributed.fingerprint import combine, hash_lines, start_fingerprints
 from lightning_ddp_losses.distributed.shard import local_part
 from lightning_ddp_losses.strategies.fsdp_setup import replicated_dim
 
@@ -36,6 +37,32 @@ class PartRow(NamedTuple):
     values: int
 
 
+@dataclass(frozen=True)
+class ComparedParts:
+    """Holds what was looked at at one stage, on its way to the host.
+
+    Attributes:
+        place: As ``PartRow``.
+        slices: Of the parts.
+        sent: Their fingerprints.
+    """
+
+    place: int
+    slices: list[TensorSlice]
+    sent: HostNumbers
+
+    def row(self) -> PartRow:
+        """Return what travels."""
+        return PartRow(self.place, combine(self.sent.read()))
+
+    def describe(self) -> str:
+        """Return this rank's fingerprints by name, for ``explain``."""
+        by_name: dict[str, list[int]] = {}
+        for piece, value in zip(self.slices, self.sent.read(), strict=True):
+            by_name.setdefault(piece.name, []).append(value)
+        return json.dumps({"place": self.place, "values": by_name})
+
+
 class PartReplicas:
     """Compares the replicas of each part.
 
@@ -46,7 +73,6 @@ class PartReplicas:
     def __init__(self, max_slices: int) -> None:
         self._parameters: dict[str, nn.Parameter] = {}
         self._slices = RotatingSlices(max_slices)
-        self._compared: list[TensorSlice] = []
         self._parts: dict[str, Tensor] = {}
         self._place = 0
 
@@ -60,25 +86,17 @@ class PartReplicas:
         self._place = hash_lines([f"{name} {_place_of(p)}" for name, p in self._parameters.items()])
         self._slices.update(self._parts)
 
-    def measure(self, choose: Callable[[RotatingSlices], list[TensorSlice]]) -> PartRow | None:
-        """Return this rank's row; None where each part is on one rank.
+    def measure(self, choose: Callable[[RotatingSlices], list[TensorSlice]]) -> ComparedParts | None:
+        """Look at this rank's parts; None where each part is on one rank.
 
         Args:
             choose: The slices of this stage.
         """
         if not self._parameters:
             return None
-        self._compared = choose(self._slices)
-        values = combine(fingerprints(piece.of(self._parts[piece.name]) for piece in self._compared))
-        return PartRow(self._place, values)
-
-    def describe(self) -> str:
-        """Return this rank's fingerprints by name, for ``explain``."""
-        values = fingerprints(piece.of(self._parts[piece.name]) for piece in self._compared)
-        by_name: dict[str, list[int]] = {}
-        for piece, value in zip(self._compared, values, strict=True):
-            by_name.setdefault(piece.name, []).append(value)
-        return json.dumps({"place": self._place, "values": by_name})
+        slices = choose(self._slices)
+        sent = start_fingerprints(piece.of(self._parts[piece.name]) for piece in slices)
+        return ComparedParts(self._place, slices, sent)
 
 
 def judge_parts(rows: Sequence[PartRow], fault: str) -> list[Finding]:

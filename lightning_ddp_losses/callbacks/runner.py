@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from lightning_ddp_losses.callbacks.check_evaluator import CheckEvaluator, JudgedCheck, placed
 from lightning_ddp_losses.callbacks.check_stage import CheckStage, place_of
 from lightning_ddp_losses.callbacks.findings import Finding
+from lightning_ddp_losses.callbacks.late_row import judges_late
 from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
 from lightning_ddp_losses.callbacks.report import CheckSummary, Report, Settings, run_folder
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange
@@ -227,7 +228,7 @@ class CheckRunner:
         self._see_loss(getattr(self.trainer.strategy, "closure_loss", None))
         with self.own_time:
             due = self._due_in_handshake = self.due(CheckStage.BEFORE_BACKWARD)
-            return self._evaluator.measure(due, CheckStage.BEFORE_BACKWARD)
+            return self._evaluator.measure(due, CheckStage.BEFORE_BACKWARD, self.step)
 
     def _judge_payloads(self, rows: list[bytes]) -> None:
         """Judge all ranks' rows, as the strategy's handshake is read."""
@@ -280,6 +281,7 @@ class CheckRunner:
 
     def train_end(self) -> None:
         """Judge what training leaves, and sum up."""
+        self.judge_late_rows()
         self.run_stage(CheckStage.TRAIN_END)
         if self.checks:
             with self.own_time:
@@ -338,9 +340,27 @@ class CheckRunner:
         self.watchdog.enter(place_of(stage.value, self.step))
         if due:
             with self.own_time:
-                row = self._evaluator.measure(due, stage)
+                row = self._evaluator.measure(due, stage, self.step)
                 rows = self.row_exchange.gather_rows(stage.value, row, {"step": self.step})
                 self._evaluator.judge(due, stage, rows, self.step)
+
+    def judge_late_rows(self) -> None:
+        """Judge the rows that wait for their check to be due again: what comes now must not come before them.
+
+        Raises:
+            DDPLossError: on every rank, for findings whose action is ``raise``.
+
+        Communication: one gather; none on the CPU, where no row waits.
+        """
+        due: list[tuple[Check, CheckStage]] = []
+        if judges_late(self.trainer):
+            for stage, checks in self._checks_at.items():
+                due += [(check, stage) for check in checks if stage in check.late_stages]
+        if due:
+            with self.own_time:
+                row = self._evaluator.measure_waiting(due)
+                rows = self.row_exchange.gather_rows("rows of the last step", row, {"step": self.step})
+                self._evaluator.judge_at(due, rows, self.step)
 
     def due(self, stage: CheckStage) -> list[Check]:
         """Return the checks that run now; the same on every rank."""

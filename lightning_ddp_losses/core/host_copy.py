@@ -7,6 +7,8 @@ the host. A copy that nobody waits for costs neither; whoever reads it one step 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +41,38 @@ class HostCopy:
             self._event.synchronize()
             self._event = None
         return self._values
+
+
+class HostNumbers:
+    """Numbers on their way to the host, which ``read`` returns in their order; one copy for each device and dtype.
+
+    Args:
+        numbers: Python's own, or 0-dim tensors on any device.
+    """
+
+    def __init__(self, numbers: Sequence[float | Tensor]) -> None:
+        self._numbers: list[Any] = [*numbers]
+        # places in the list, by where and what their tensors are
+        places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for place, number in enumerate(numbers):
+            if not isinstance(number, Tensor):
+                continue
+            if number.device.type == "cpu":
+                self._numbers[place] = number.item()
+            else:
+                places.setdefault((number.device, number.dtype), []).append(place)
+        self._copies: list[tuple[list[int], HostCopy]] = []
+        for together in places.values():
+            stacked = torch.stack([self._numbers[place].detach() for place in together])
+            self._copies.append((together, HostCopy(stacked)))
+
+    def read(self) -> list[Any]:
+        """Return Python's numbers; waits for those that have not arrived yet."""
+        for together, copy in self._copies:
+            for place, value in zip(together, copy.read().tolist(), strict=True):
+                self._numbers[place] = value
+        self._copies = []
+        return self._numbers
 
 
 class LateNumber:

@@ -20,6 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.raw_collectives import as_bytes, host_memory
 
 StartedFingerprint: TypeAlias = "int | Tensor"
@@ -41,7 +42,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
     """Return the fingerprints of several tensors; an accelerator is waited for once."""
-    return finish_fingerprints([start_fingerprint(t) for t in tensors])
+    return start_fingerprints(tensors).read()
 
 
 def start_fingerprint(tensor: Tensor) -> StartedFingerprint:
@@ -51,13 +52,14 @@ def start_fingerprint(tensor: Tensor) -> StartedFingerprint:
     return hash_bytes(host_memory(tensor)) if tensor.device.type == "cpu" else _on_device(as_bytes(tensor))
 
 
+def start_fingerprints(tensors: Iterable[Tensor]) -> HostNumbers:
+    """Start to compute several fingerprints and to copy them to the host; whoever reads them later does not wait."""
+    return HostNumbers([start_fingerprint(t) for t in tensors])
+
+
 def finish_fingerprints(started: Sequence[StartedFingerprint]) -> list[int]:
     """Return the numbers; an accelerator is waited for once."""
-    on_device = [each for each in started if isinstance(each, Tensor)]
-    if len({each.device for each in on_device}) != 1:
-        return [int(each) for each in started]
-    values = iter(torch.stack(on_device).tolist())  # one transfer for all
-    return [next(values) if isinstance(each, Tensor) else each for each in started]
+    return HostNumbers(started).read()
 
 
 def hash_bytes(data: object) -> int:

@@ -353,8 +353,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _warn_identities(self, call: PMLCall) -> None:
         """Warn once, on rank 0, that hand-made labels of self-supervised use collide between ranks; all ranks see it."""
-        asked = not self._warned and self._seeds.number <= _WATCHED_CALLS and "labels" in call.given
-        if not asked or process_groups.world_size(self._group) == 1:
+        labels = call.given.get("labels")
+        if labels is None or self._warned:
+            return
+        watched = _WATCHED_CALLS if inputs.on_host(labels) else 1  # to look at labels waits for an accelerator
+        if self._seeds.number > watched or process_groups.world_size(self._group) == 1:
             return
         self._warned = call.ranks_with_local_identities() > 1
         if self._warned and process_groups.rank(self._group) == 0:
