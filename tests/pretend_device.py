@@ -16,6 +16,10 @@ waited for. ``catch_up`` is the moment in which the device has done all that was
 for before that is a wait.
 
 ``install`` changes ``torch.tensor`` and others for the whole process and cannot be undone: use a process of its own.
+
+An error in a hook of a tensor ends the process in backward ("terminate called without an active exception"): as it leaves the node, torch's
+guard for devices that are written in Python (``torch::acc::PythonDeviceGuard::exchangeStream``, torch 2.13) calls Python, which it must not
+with an error on its way. That needs no line of ours, and CUDA's guard is none of those. Errors anywhere else arrive.
 """
 
 from __future__ import annotations
