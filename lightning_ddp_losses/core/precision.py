@@ -44,9 +44,14 @@ def is_full(dtype: torch.dtype, device_types: Iterable[str], tensors: Iterable[T
     """Say whether nothing stands in the way of ``dtype``: no autocast, no low default dtype, no floating tensor of another."""
     return (
         torch.get_default_dtype().itemsize >= torch.float32.itemsize
-        and not any(torch.is_autocast_enabled(device_type) for device_type in device_types)
+        and not any(map(_autocasts, device_types))
         and all(tensor.dtype == dtype or not tensor.is_floating_point() for tensor in tensors)
     )
+
+
+def _autocasts(device_type: str) -> bool:
+    """Say whether autocast is on; there are devices (``meta``) of which torch refuses the question."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def parameters_of(module: nn.Module) -> list[Tensor]:
@@ -116,7 +121,7 @@ def without_autocast(device_types: Iterable[str]) -> Iterator[None]:
     """Switch autocast off for the length of the block, where it is on."""
     with contextlib.ExitStack() as stack:
         for device_type in set(device_types):
-            if torch.is_autocast_enabled(device_type):
+            if _autocasts(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -173,8 +174,17 @@ def states_apart() -> None:
     metric(rows(4), rows(4, 1))
 
 
-def test_devices_of_a_metric_and_its_rows(pool: RankPool) -> None:
-    for error in pool.errors(2, states_apart):
+def rows_apart() -> None:
+    """On rank 1 the rows are on another device than the metric."""
+    inputs = rows(4), rows(4, 1)
+    if dist.get_rank():
+        inputs = inputs[0].to("meta"), inputs[1].to("meta")
+    differentiable(tm.MeanSquaredError())(*inputs)
+
+
+@pytest.mark.parametrize("job", [states_apart, rows_apart])
+def test_devices_of_a_metric_and_its_rows(pool: RankPool, job: Callable[[], None]) -> None:
+    for error in pool.errors(2, job):
         assert error.is_a("InputError"), error.traceback
         assert "metric MeanSquaredError: devices: expected" in error.message
         assert "on cpu" in error.message
