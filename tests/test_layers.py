@@ -43,6 +43,7 @@ PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {
         "_subcommand_parsers": "the audit's parser knows the callbacks that the user's CLI adds",
     },
     "losses/class_sharded.py": {
+        "_apply": "overridden: a move that makes new parameters keeps the tag of the shard",
         "_load_from_state_dict": "overridden: of a full weight this rank's part is kept",
         "_save_to_state_dict": "overridden: a weight that is still to be drawn is drawn before it is saved",
     },

@@ -14,7 +14,7 @@ on this rank, ``K`` weight rows per class (sub-centers).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -31,7 +31,7 @@ from lightning_ddp_losses.distributed import handshake, process_groups, raw_coll
 from lightning_ddp_losses.distributed.accumulation import current_window, micro_batch_to_match, name_value
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, NarrowRows, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
-from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
+from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard, tags_kept
 from lightning_ddp_losses.distributed.shard_as_dtensor import as_dtensor, mesh_of_shards
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
@@ -267,6 +267,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         if "_whole_shape" in state:
             state = parts_of_release_0_1(state)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClassShardedLoss:
+        # a move that makes a new parameter: without its tag it would be averaged away
+        with tags_kept(self):
+            return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     @property
     def _title(self) -> str:

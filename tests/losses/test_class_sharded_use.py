@@ -487,6 +487,23 @@ def test_copies_and_pickles(pool: RankPool) -> None:
     assert pool.run(2, copies) == [[True, True]] * 2
 
 
+def moved_by_hand() -> list[bool]:
+    """Moves that make a new parameter, of the loss and of a module that holds it."""
+    loss = ClassShardedLoss(make(ARC))
+    before, shard = loss.weight, loss.shard
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        loss.float()
+        torch.nn.Sequential(loss).double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    return [loss.weight is not before, shard_of(loss.weight) == shard, shard_of(copy.deepcopy(loss).weight) == shard]
+
+
+def test_a_move_that_makes_a_new_parameter_keeps_the_shard(pool: RankPool) -> None:
+    assert pool.run(2, moved_by_hand) == [[True] * 3] * 2
+
+
 def loads(state: dict[str, Tensor]) -> Tensor:
     loss = ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=CLASSES, embedding_size=DIM).double()
     loss.load_state_dict(state)
