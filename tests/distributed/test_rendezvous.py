@@ -25,11 +25,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(port: int, world_size: int, timeout: float = 20.0) -> None:
+def start(port: int, world_size: int, timeout: float = 20.0, address: str = "127.0.0.1") -> None:
     rank = dist.get_rank()
     process_groups.close(world=True)
     rendezvous.start_world(
-        "127.0.0.1", port, rank=rank, world_size=world_size, backend="gloo", timeout=timedelta(seconds=timeout)
+        address, port, rank=rank, world_size=world_size, backend="gloo", timeout=timedelta(seconds=timeout)
     )
 
 
@@ -76,6 +76,20 @@ def start_without_rank_1(port: int) -> None:
 def test_a_rank_that_never_comes_is_named(pool: RankPool) -> None:
     errors = pool.errors(3, start_without_rank_1, free_port(), fresh=True)
     assert [error.type for error in errors] == ["PeerError", "InterruptedError", "PeerError"]
+    assert "no word from rank 1\n" in errors[0].message
+    assert errors[0].message == errors[2].message
+
+
+def start_where_rank_1_looks_elsewhere(port: int) -> None:
+    address = "127.0.0.2" if dist.get_rank() == 1 else "127.0.0.1"
+    start(port, dist.get_world_size(), timeout=2.0, address=address)
+
+
+def test_a_wrong_address_is_named_and_the_others_name_who_is_missing(pool: RankPool) -> None:
+    port = free_port()
+    errors = pool.errors(3, start_where_rank_1_looks_elsewhere, port, fresh=True)
+    assert {error.type for error in errors} == {"PeerError"}
+    assert f"rendezvous at 127.0.0.2:{port}: expected the store of rank 0 within 2 s" in errors[1].message
     assert "no word from rank 1\n" in errors[0].message
     assert errors[0].message == errors[2].message
 

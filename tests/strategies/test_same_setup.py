@@ -36,7 +36,8 @@ def fit_otherwise(what: str) -> Any:
         if is_other and what == "package":
             patch.setattr(lightning_ddp_losses, "__version__", "0.0.9")
         options = OPTIONS.get(what, {}) if is_other else {}
-        return fit(OtherMargin if what == "loss" else Job, options)
+        precision = "bf16-mixed" if is_other and what == "precision" else "64-true"
+        return fit(OtherMargin if what == "loss" else Job, options, precision=precision)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,7 @@ def fit_otherwise(what: str) -> Any:
         ("torch", "set-up: torch: expected the same on every rank"),
         ("package", "lightning_ddp_losses=0.0.9"),
         ("accumulation", "strategy option accumulation='window'"),
+        ("precision", "precision=bf16-mixed"),
         ("bucket_cap_mb", "strategy option bucket_cap_mb=1"),
         ("loss", r"loss loss=ArcFaceLoss\(.*margin="),
     ],
