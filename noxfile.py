@@ -82,6 +82,19 @@ def soak(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/faults/soak.py", *session.posargs)
 
 
+# what torchft asks for beside torch, which it would bring with gigabytes of CUDA
+OF_TORCHFT = ("opentelemetry-api>=1.39", "opentelemetry-sdk>=1.39", "opentelemetry-exporter-otlp-proto-http>=1.39")
+
+
+@nox.session
+def torchft(session: nox.Session) -> None:
+    """Run the tests with replicas that come and go, as torchft keeps them."""
+    install(session, "test", extras="[demo]")
+    session.install("--no-deps", "torchft==0.2.0")
+    session.install(*OF_TORCHFT)
+    session.run("python", "-m", "pytest", "tests/torchft", *session.posargs)
+
+
 @nox.session
 def oldest(session: nox.Session) -> None:
     """Run the tests with the oldest releases that are promised; torch stays as it is (several GB for each other)."""

@@ -197,8 +197,8 @@ def _refuse_foreign_group(group: Group) -> None:
             "group",
             expected="a group that torch.distributed.new_group has made, whose ranks stay",
             got=type(group).__name__,
-            fix="Leave group= out: the loss is then over the ranks of this replica's world, and torchft's DistributedDataParallel takes "
-            "the mean of the gradients over the replicas.",
+            fix="Leave group= out: the loss is then over the ranks of this replica's world, and manager.allreduce(p.grad) after backward "
+            "takes the mean of the gradients over the replicas (ddp-losses explain torchrun).",
         )
 
 
