@@ -388,6 +388,8 @@ def raise_on_all_ranks(
         pending = PendingHandshake(FAILURE, where, report, channel, handshake_bytes=handshake_bytes, timeout=timeout)
         headers = pending.receive(timeout)
     except RuntimeError:  # the peers are gone or do not come: this rank's own error is what matters
+        with contextlib.suppress(AttributeError):
+            error.is_unheard = True  # type: ignore[attr-defined]
         raise error from None
     if not isinstance(error, DDPLossError):
         raise error
@@ -438,6 +440,15 @@ def raise_in_all_groups(error: Exception, where: str) -> NoReturn:
 def was_reported_in(group: dist.ProcessGroup, error: Exception) -> bool:
     """Say whether the members of a group of ours hear of this error in a handshake of it, which this rank has come to."""
     return any(known is group for known in getattr(error, "reported_in", ()))
+
+
+def has_reached_all(error: BaseException) -> bool:
+    """Say whether every rank of the world raises this error, or the one that it has become there, and so comes to what follows."""
+    groups = getattr(error, "reported_in", ())
+    if not groups:  # decided by all ranks alike; where a connection was lost, by those that are left
+        return getattr(error, "collective", False) and not isinstance(error, PeerError)
+    is_of_world = bool(process_groups.internal_groups().made().intersection(groups))
+    return is_of_world and not getattr(error, "is_unheard", False)
 
 
 def _mark_reported(error: Exception, group: dist.ProcessGroup) -> None:

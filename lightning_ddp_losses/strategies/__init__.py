@@ -18,6 +18,7 @@
 * ``fsdp_losses``: the strategy for models that ``fully_shard`` divides. ``fsdp_setup``: which parameters are divided, refusals, what is
   around backward. ``fsdp_checkpoints``: one file. ``fsdp_folder``: a folder of parts; ``whole_folder``: that as of one process.
 * ``checkpoint_files``: files that are whole or not there, and the same error on every rank. ``termination``: SIGTERM, on one rank or all.
+  ``after_errors``: what callbacks save after an error, and with whom.
 * ``requeue``: SLURM's signal before a job's time is over.
 * ``advice``: warnings, each once. ``fabric``: what Fabric is told that asks for our names.
 

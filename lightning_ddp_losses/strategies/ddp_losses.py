@@ -330,6 +330,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the plain module's state, with adopted losses and the whole of what is sharded."""
         losses = self._losses
+        losses.after_error.refuse_alone()
         state = losses.adoption.state_with_adopted(super().lightning_module_state_dict())
         return state if losses.is_plain else losses.sharding.module_state(losses.module, state)
 
@@ -368,7 +369,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         if losses.is_plain:
             write(checkpoint, filepath, storage_options)
             return
-        together = losses.comes_together(filepath)
+        together = losses.comes_together(filepath) or losses.after_error.is_together
         with checkpoint_files.saved_on_all_ranks(filepath, is_collective=together):
             checkpoint = losses.with_run_states(checkpoint, filepath)
             losses.sharding.save(

@@ -247,6 +247,11 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             fsdp_setup.set_gradient_sync(self._roots, enabled=not before)
 
     @property
+    def divides_model(self) -> bool:
+        """Whether a rank holds parts of the model only."""
+        return True
+
+    @property
     def sync_gradients(self) -> bool:
         """Whether the next backward reduces gradients: not on a step that only accumulates."""
         return not self._sync_blocked
@@ -268,6 +273,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         losses = self._losses
         if losses.is_plain:
             return super().lightning_module_state_dict()
+        losses.after_error.refuse_alone()
         fsdp_setup.reshard(self._sharded)
         state = losses.adoption.state_with_adopted(losses.module.state_dict())
         if self._writes_folder:
@@ -296,7 +302,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         path = Path(self.broadcast(filepath))
-        together = losses.comes_together(path)
+        together = losses.comes_together(path) or losses.after_error.is_together
         with checkpoint_files.saved_on_all_ranks(path, is_collective=together):
             checkpoint = losses.with_run_states(checkpoint, path)
             if self._writes_folder:

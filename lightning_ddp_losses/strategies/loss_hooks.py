@@ -52,6 +52,11 @@ class LossHooks(ParallelStrategy):
         return False
 
     @property
+    def divides_model(self) -> bool:
+        """Whether a rank holds parts of the model only."""
+        return False
+
+    @property
     def sync_gradients(self) -> bool:
         """Whether the next backward reduces gradients: not on a step that only accumulates."""
         raise NotImplementedError
@@ -218,8 +223,10 @@ class LossHooks(ParallelStrategy):
         Returns:
             The reduced tensor, equal on every rank of the group.
 
-        Communication: one barrier and one all-reduce.
+        Communication: one barrier and one all-reduce; none on the way out after an error.
         """
+        if self._losses.after_error.is_alone:
+            return tensor
         self._losses.advice.global_already(tensor)
         if not self._losses.is_plain and _is_mean_of_integers(tensor, reduce_op):
             tensor = tensor.double()  # a copy; exact up to 2**53
@@ -241,6 +248,23 @@ class LossHooks(ParallelStrategy):
             return False
         self._losses.call_check.attach(measure, judge)
         return True
+
+    # ------------------------------------------------------------------ after an error: of what Lightning does together, this rank's part
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks."""
+        if not self._losses.after_error.is_alone:
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]  # of the strategy behind this class
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return one rank's object on all of them."""
+        if self._losses.after_error.is_alone:
+            return obj
+        return super().broadcast(obj, src)  # type: ignore[safe-super]  # as above
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return what all ranks decide together."""
+        return decision if self._losses.after_error.is_alone else super().reduce_boolean_decision(decision, all)
 
     # ------------------------------------------------------------------ end
 

@@ -27,6 +27,7 @@ from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies import ddp_setup, same_setup
 from lightning_ddp_losses.strategies.adoption import Adoption
 from lightning_ddp_losses.strategies.advice import Advice
+from lightning_ddp_losses.strategies.after_errors import AfterError
 from lightning_ddp_losses.strategies.call_check import CallCheck, refuse_other_upstream_grads
 from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
 from lightning_ddp_losses.strategies.evaluation_ends import EvaluationEnds
@@ -77,6 +78,10 @@ class HostStrategy(Protocol):
         """Whether each forward of the model, in evaluation too, waits for all ranks."""
 
     @property
+    def divides_model(self) -> bool:
+        """Whether a rank holds parts of the model only."""
+
+    @property
     def sync_gradients(self) -> bool:
         """Whether the next backward reduces gradients."""
 
@@ -93,6 +98,7 @@ class LossParallelism:
         found: The losses of this fit.
         reducer: Means their gradients; None outside of a fit.
         accumulation: ``"mean"`` or ``"window"``.
+        after_error: Says with whom this rank saves after an error.
         is_plain: Whether the strategy shall do nothing of its own (``losses=[]``).
 
     Raises:
@@ -164,6 +170,7 @@ class LossParallelism:
         self._evaluation_ends = EvaluationEnds()
         self._training_data = UndividedData("training")
         self._termination = Termination()
+        self.after_error = AfterError()
         self._is_exception_told = False
 
     @property
@@ -198,6 +205,7 @@ class LossParallelism:
         module = self.module
         self.evaluation.setup(trainer)
         self._evaluation_ends.install(trainer)
+        self.after_error.install(trainer, self.on_exception, self._is_divided, self._termination)
         liveness.new_run()
         with self.raise_on_all_ranks("setup"):
             refuse(module)
@@ -440,7 +448,12 @@ class LossParallelism:
     def saves_together(self) -> bool:
         """Whether every rank that saves now is at the same place: not after an error, when each of them may be anywhere."""
         trainer = attached_trainer(self.module)
-        return trainer is None or not trainer.interrupted or self._termination.is_together
+        if trainer is None or not trainer.interrupted:
+            return True
+        return self._termination.is_together and not self.after_error.is_alone
+
+    def _is_divided(self) -> bool:
+        return self._strategy.divides_model or self.sharding.is_divided
 
     def comes_together(self, path: Any) -> bool:
         """Say whether every rank comes to save this file; not in SLURM's signal either, but where ``Requeue`` has taken its place."""
@@ -521,6 +534,7 @@ class LossParallelism:
         self._loader_states.remove()
         self._requeue.remove(attached_trainer(self.module))
         self._termination.remove()
+        self.after_error.remove(attached_trainer(self.module))
         if self._ends is not None:
             self._ends.remove()
 

@@ -121,6 +121,11 @@ class ShardedDDP:
                 fix="Plain DDP would broadcast one rank's rows to all; leave losses at 'auto'.",
             )
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether there are weights of which no rank holds all classes."""
+        return bool(self._shards)
+
     # ------------------------------------------------------------------ checkpoints, out
 
     def module_state(self, module: LightningModule, state: dict[str, Any]) -> dict[str, Any]:

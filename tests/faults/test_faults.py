@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
 
+from lightning_ddp_losses import DDPLossStrategy
 from tests.faults.ranks import Ended, processes_of, run_ranks
-from tests.faults.training import Strike, fit
+from tests.faults.training import CLASSES, DIM, Strike, fit, kill
+from tests.lightning_ranks import QUIET
+from tests.strategies.jobs import Job, loader
 
 LIMIT = 90.0  # generous; what matters is that all ends by itself
 
@@ -61,6 +68,19 @@ def relaunch(folder: Path, strike: Strike, world_size: int) -> Ended:
     return run_ranks(world_size, fit, strike, folder, folder=folder, seconds=LIMIT)
 
 
+def assert_saved_after_the_error(folder: Path, strike: Strike, ended: Ended) -> None:
+    """Classes are divided: all ranks have saved together, or the log says why nothing is saved."""
+    path = folder / "on_exception.ckpt"
+    if strike.kind == "raises":
+        assert torch.load(path, weights_only=True)["state_dict"]["classes.W"].shape == (DIM, CLASSES)
+        return
+    assert not path.exists()
+    # who came to an end by itself: of a callback's error the others did not hear where they stood
+    is_own = strike.kind == "raises in a callback"
+    ended_alone = [output for rank, output in enumerate(ended.outputs) if (rank == strike.rank) == is_own]
+    assert all("a checkpoint after an error: expected all ranks" in output for output in ended_alone), ended
+
+
 @pytest.mark.parametrize(
     ("fault", "world_size"),
     [*((fault, 2) for fault in FAULTS), ("killed in backward", 3), ("killed in a ring", 3), ("stalls", 3)],
@@ -75,12 +95,42 @@ def test_every_rank_ends_and_a_relaunch_goes_on(
     assert processes_of(tmp_path) == []
     for rank in set(range(world_size)) - {strike.rank}:
         assert re.search(words.format(rank=strike.rank), ended.outputs[rank]), ended
+    assert_saved_after_the_error(tmp_path, strike, ended)
     # the last checkpoint is whole; what the killed rank was writing goes with the next save
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] >= strike.step - 1
     again = relaunch(tmp_path, strike, world_size)
     assert again.codes == [0] * world_size, again
     assert list(tmp_path.glob(".partial-*")) == []
     assert_same_end(states(tmp_path, world_size), undisturbed[world_size])
+
+
+class Kills(Job):
+    """Nothing in it is divided; rank 1 is killed in its third step."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor | None:
+        if self.global_rank == 1 and self.global_step == 2:
+            kill()
+        return super().objective(features, labels, index)
+
+
+def fit_and_be_killed(folder: Path) -> None:
+    module, rank = Kills(), int(os.environ["RANK"])
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPLossStrategy(),
+        plugins=[LightningEnvironment()],
+        callbacks=[OnExceptionCheckpoint(folder)],
+        **(QUIET | {"enable_checkpointing": True}),
+    )
+    trainer.fit(module, loader(2, rank))
+
+
+def test_after_a_peer_was_killed_rank_0_saves_what_every_rank_holds(tmp_path: Path) -> None:
+    ended = run_ranks(2, fit_and_be_killed, tmp_path, folder=tmp_path, seconds=LIMIT)
+    assert ended.codes == [1, -9], ended
+    assert re.search(KILLED.format(rank=1), ended.outputs[0]), ended
+    assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 2
 
 
 @pytest.mark.parametrize("rank", [0, 1, -1])

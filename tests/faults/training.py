@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from pytorch_metric_learning import losses as pml
@@ -141,13 +142,18 @@ def fit(strike: Strike, folder: Path, steps: int = STEPS, every: int = 1) -> Non
     seconds = GROUP_SECONDS if strike.kind == "stalls" and not any(folder.glob("struck-*")) else 60.0
     strategy = DDPLossStrategy(use_global_sampler=True, timeout=timedelta(seconds=seconds))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
-    options = QUIET | {"max_epochs": -1, "max_steps": steps, "use_distributed_sampler": True}
+    options = QUIET | {
+        "max_epochs": -1,
+        "max_steps": steps,
+        "use_distributed_sampler": True,
+        "enable_checkpointing": True,
+    }
     trainer = Trainer(
         accelerator="cpu",
         devices=world_size,
         strategy=strategy,
         plugins=[LightningEnvironment(), MixedPrecision("16-mixed", "cpu", scaler)],
-        callbacks=[Saves(every)],
+        callbacks=[Saves(every), OnExceptionCheckpoint(folder)],
         **options,
     )
     module = Everything(strike, folder)
