@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -72,10 +72,17 @@ def start_nodes(pair: Sequence[Host], folder: Path, *script: str, **environment:
 
 
 def start_node(
-    pair: Sequence[Host], node: int, port: int, folder: Path, *script: str, restarts: int = 0, **environment: str
+    pair: Sequence[Host],
+    node: int,
+    port: int,
+    folder: Path,
+    *script: str,
+    ranks: int = 2,
+    restarts: int = 0,
+    **environment: str,
 ) -> subprocess.Popen[bytes]:
-    host = pair[node]
-    arguments = torchrun(port, pair[0].address, node, "--local-addr", host.address, *script, restarts=restarts)
+    host, address = pair[node], ("--local-addr", pair[node].address)
+    arguments = torchrun(port, pair[0].address, node, *address, *script, ranks=ranks, restarts=restarts)
     output = folder / f"node-{node}-{len(list(folder.glob('node-*')))}.log"
     return host.start(*arguments, folder=folder, output=output, GLOO_SOCKET_IFNAME=host.interface, **environment)
 
@@ -97,6 +104,21 @@ def end(agents: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
             os.killpg(agent.pid, signal.SIGKILL)
         agent.wait()
     return codes
+
+
+def keep_up(start: Callable[[int], subprocess.Popen[bytes]], folder: Path) -> list[int]:
+    """Start two nodes, and each anew that does not end well, as Kubernetes does; return which were."""
+    agents, again = [start(0), start(1)], []
+    deadline = time.monotonic() + SECONDS
+    while [agent.poll() for agent in agents] != [0, 0]:
+        for node, agent in enumerate(agents):
+            if agent.poll() not in (None, 0):
+                again.append(node)
+                agents[node] = start(node)
+        assert len(again) < 8, told(folder)
+        assert time.monotonic() < deadline, told(folder)
+        time.sleep(0.05)
+    return again
 
 
 def processes_with(marker: str) -> list[str]:
@@ -160,10 +182,10 @@ def test_two_hosts_train_the_digits_as_four_local_ranks(tmp_path: Path) -> None:
     assert_close(weights(there), weights(here))
 
 
-# ---------------------------------------------------------------------- a cable
+# ---------------------------------------------------------------------- a cable, a machine
 
 TRAINING = """
-import os, sys, time
+import os, signal, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch
@@ -174,6 +196,7 @@ from pytorch_metric_learning.losses import ArcFaceLoss
 from lightning_ddp_losses import DDPLossStrategy
 
 folder, pulled = Path(sys.argv[1]), sys.argv[2] == "pulled"
+ends = os.environ.get("NODE") == "1" and not (folder / "ended").exists()
 
 class Module(LightningModule):
     def __init__(self):
@@ -186,6 +209,10 @@ class Module(LightningModule):
             (folder / f"reached-{self.global_rank}").touch()
             while not (folder / "pulled").exists():
                 time.sleep(0.02)
+        if ends and self.global_step == 3:
+            (folder / "ended").touch()
+            for process in (os.getppid(), os.getpid()):
+                os.kill(process, signal.SIGKILL)
         return self.loss(self.encoder(batch[0]), batch[1])
 
     def configure_optimizers(self):
@@ -195,7 +222,8 @@ rows = torch.randn(48, 8, generator=torch.Generator().manual_seed(1), dtype=torc
 data = torch.utils.data.TensorDataset(rows, torch.arange(48) % 5)
 last = folder / "checkpoints" / "last.ckpt"
 trainer = Trainer(
-    accelerator="cpu", devices=2, num_nodes=2, max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+    accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
+    max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
     callbacks=[ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=1)],
     strategy=DDPLossStrategy(timeout=timedelta(seconds=40), use_global_sampler=True),
 )
@@ -238,4 +266,28 @@ def test_a_cable_that_is_pulled_ends_every_rank_and_a_relaunch_goes_on(tmp_path:
         assert errors, said
         assert all(re.search(of_other, line.split("got", 1)[1]) for line in errors), "\n".join(errors)
     assert torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 6
+    assert_close(torch.load(folder / "weights.pt"), torch.load(undisturbed / "weights.pt"), rtol=0)
+
+
+def test_an_agent_that_is_killed_with_its_rank_is_replaced_and_training_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "disturbed"
+    for path in (undisturbed, folder):
+        path.mkdir()
+    local = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run_python(*local, str(script), str(undisturbed), "whole", seconds=SECONDS)
+    assert done.returncode == 0, done.stderr[-4000:]
+    with hosts() as pair:
+        port, command = free_port(), (str(script), str(folder), "whole")
+
+        def start(node: int) -> subprocess.Popen[bytes]:
+            return start_node(pair, node, port, folder, *command, ranks=1, restarts=3, NODE=str(node))
+
+        started_again = keep_up(start, folder)
+    # of the second machine nothing was left; torch's agent of the first one may have waited for its word, and ended too
+    assert 1 in started_again
+    assert re.search(r"PeerError: .* got rank 1 \(process \d+ on \S+\) has ended", told(folder)[0]), told(folder)[0]
+    last = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    assert last["global_step"] == 12
     assert_close(torch.load(folder / "weights.pt"), torch.load(undisturbed / "weights.pt"), rtol=0)
