@@ -53,6 +53,11 @@ class NarrowRows:
         return _NARROW_DTYPES.index(self.rows.dtype) if is_narrow else 0
 
 
+def narrow_dtype_of(kind: int) -> torch.dtype | None:
+    """Return the dtype that ``NarrowRows.kind`` has named; None: the tensor itself travels."""
+    return _NARROW_DTYPES[kind] if kind else None
+
+
 def narrow_batches(batches: Mapping[str, Tensor], given: torch.dtype | None) -> dict[str, NarrowRows]:
     """Make what may travel in place of the floating ones of some tensors, all of which were cast from ``given``; None: from none."""
     return {name: NarrowRows.of_cast(t, given) for name, t in batches.items() if t.is_floating_point()}

@@ -62,10 +62,10 @@ class ClipLoss(TwoTowerLoss):
         After DDP's mean over ranks, encoders and ``logit_scale`` (the loss's or the caller's) hold the one-process gradient.
 
     Communication:
-        Handshake, gather of the texts (of bfloat16 as they are, but in a ring), gather of 2 G + 1 numbers; in backward a handshake and
+        Handshake, gather of the texts (of bfloat16 as they are), gather of 2 G + 1 numbers; in backward a handshake and
         one exchange of G x D.
         A ring: 2 handshakes, and W - 1 times
-        a message of a rank's texts and one of two numbers for each; in backward W - 1 times its texts and their gradient.
+        a message of a rank's texts and one of two numbers for each; in backward W - 1 times its texts and their gradient, of float32.
 
     Raises:
         ConfigurationError: options that cannot work.

@@ -297,8 +297,26 @@ class GatheredColumns(ColumnBlocks):
         return visit(block)
 
 
+@dataclass(frozen=True)
+class NarrowColumns:
+    """How columns go round a ring as the rows that they are made of, in half the bytes.
+
+    Attributes:
+        rows: (m, D), of this rank.
+        expand: Such rows of any rank -> columns.
+        dtypes: By rank, in which these travel; None: columns themselves do, since that rank's rows are no narrower.
+    """
+
+    rows: Tensor
+    expand: Callable[[Tensor], Tensor]
+    dtypes: Sequence[torch.dtype | None]
+
+
 class RingColumns(ColumnBlocks):
-    """Own columns are here, texts and then further negatives; the others' come by in turn, with their ``column_stats``."""
+    """Own columns are here, texts and then further negatives; the others' come by in turn, with their ``column_stats``.
+
+    A message is bytes: the rows, in the dtype in which they travel, and the stats in that of the columns.
+    """
 
     def __init__(
         self,
@@ -307,9 +325,10 @@ class RingColumns(ColumnBlocks):
         queue: Tensor | None,
         group: Group,
         exchange: BackwardExchange,
+        narrow: NarrowColumns,
     ) -> None:
         super().__init__(text_counts, extra_counts, queue, group)
-        self._exchange = exchange
+        self._exchange, self._narrow = exchange, narrow
 
     def collect_grad(
         self, visit: Visit, columns: Tensor, column_stats: Tensor | None = None, *, wanted: bool
@@ -321,28 +340,58 @@ class RingColumns(ColumnBlocks):
     def _rank_blocks(self, columns: Tensor, column_stats: Tensor | None) -> Iterator[ColumnBlock]:
         message, sizes = self._message(columns, column_stats)
         for source, received in ring_rows(message, sizes, self.group):
-            yield self._received_block(source, received, columns.shape[1])
+            yield self._received_block(source, received, columns)
 
     def _collect_from_ranks(
         self, visit: Visit, columns: Tensor, column_stats: Tensor | None, join: Join, counts: Sequence[int]
     ) -> Tensor:
         def visit_received(source: int, received: Tensor) -> Tensor:
-            return visit(self._received_block(source, received, columns.shape[1]))
+            return visit(self._received_block(source, received, columns))
 
         message, sizes = self._message(columns, column_stats)
         return ring_round_trip(message, sizes, visit_received, join, counts, self.group)
 
     def _message(self, columns: Tensor, column_stats: Tensor | None) -> tuple[Tensor, list[int]]:
-        """Packs columns and their stats as one tensor; returns it and its length for each rank."""
-        flat, width = columns.reshape(-1), columns.shape[1]
-        sizes = [(texts + extras) * width for texts, extras in zip(self._text_counts, self._extra_counts, strict=True)]
+        """Packs columns and their stats as bytes; returns them and how many there are of each rank."""
+        own_rank = process_groups.rank(self.group)
+        own = columns.detach() if self._narrow.dtypes[own_rank] is None else self._narrow.rows
+        parts = [_bytes_of(own)]
+        ranks = range(len(self._text_counts))
         if column_stats is None:
-            return flat, sizes
-        sizes = [size + texts for size, texts in zip(sizes, self._text_counts, strict=True)]
-        return torch.cat([flat, column_stats]), sizes
+            return parts[0], [self._row_bytes(rank, columns) for rank in ranks]
+        # the stats at a place from which they can be read
+        sizes = [_aligned(self._row_bytes(rank, columns), column_stats) for rank in ranks]
+        parts.append(parts[0].new_zeros(sizes[own_rank] - len(parts[0])))
+        parts.append(_bytes_of(column_stats))
+        stats_bytes = [texts * column_stats.element_size() for texts in self._text_counts]
+        return torch.cat(parts), [rows + stats for rows, stats in zip(sizes, stats_bytes, strict=True)]
 
-    def _received_block(self, source: int, message: Tensor, width: int) -> ColumnBlock:
-        text_count = self._text_counts[source]
-        end = (text_count + self._extra_counts[source]) * width
+    def _received_block(self, source: int, message: Tensor, columns: Tensor) -> ColumnBlock:
+        """Unpacks a rank's message; ``columns`` are this rank's own."""
+        size, dtype = self._row_bytes(source, columns), self._narrow.dtypes[source]
+        if dtype is None:
+            rows = message[:size].view(columns.dtype).view(-1, columns.shape[1])
+        else:
+            rows = self._narrow.expand(message[:size].view(dtype).view(-1, self._narrow.rows.shape[1]))
+        stats = columns.new_empty(0)
+        if len(message) > size:
+            stats = message[_aligned(size, columns) :].view(columns.dtype)
         first_own = 0 if source == process_groups.rank(self.group) else None
-        return ColumnBlock(message[:end].view(-1, width), text_count, first_own, message[end:])
+        return ColumnBlock(rows, self._text_counts[source], first_own, stats)
+
+    def _row_bytes(self, rank: int, columns: Tensor) -> int:
+        """Computes how many bytes the rows of a rank take in its message."""
+        count, dtype = self._text_counts[rank] + self._extra_counts[rank], self._narrow.dtypes[rank]
+        if dtype is None:
+            return count * columns.shape[1] * columns.element_size()
+        return count * self._narrow.rows.shape[1] * dtype.itemsize
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _aligned(size: int, like: Tensor) -> int:
+    """Rounds a number of bytes up to whole numbers of the dtype of ``like``."""
+    item = like.element_size()
+    return -(-size // item) * item

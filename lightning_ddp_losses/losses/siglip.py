@@ -51,7 +51,7 @@ class SigLipLoss(TwoTowerLoss):
     Communication:
         Handshake, gather of the texts (of bfloat16 as they are), handshake with the sum; in backward a handshake and one exchange of G x D.
         A ring: 2 handshakes, and W - 1 times a
-        message of a rank's texts; in backward W - 1 times its texts and their gradient.
+        message of a rank's texts; in backward W - 1 times its texts and their gradient, of float32.
 
     Raises:
         ConfigurationError: options that cannot work.
