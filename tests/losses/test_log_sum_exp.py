@@ -71,3 +71,20 @@ def test_one_entry_that_outweighs_all_others_leaves_exactly_nothing_above_it() -
     running.accumulate_(torch.tensor([[0.0, -1000.0]]))
     running.accumulate_(torch.tensor([[500.0, 100.0]]))
     assert running.above_maximum().item() == 0.0
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_pieces_that_are_kept(pieces: int) -> None:
+    values = entries(torch.float64)
+    before, running = values.clone(), RunningLogSumExp.empty(ROWS, values)
+    for piece in values.chunk(pieces, 1):
+        running.accumulate_(piece, keep=True)
+    torch.testing.assert_close(running.finalize(), values.logsumexp(1), rtol=1e-12, atol=0)
+    assert torch.equal(values, before)
+
+
+def test_relative_to_an_entry_that_outweighs_all() -> None:
+    """What is added to the difference does not round it."""
+    running = RunningLogSumExp.empty(1, torch.zeros(()))
+    running.accumulate_(torch.tensor([[100.0, 80.0]]))
+    assert float(running.relative_to(torch.tensor([99.5]))) == 0.5
