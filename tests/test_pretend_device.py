@@ -158,6 +158,30 @@ print("fine")
     assert on_device(program).strip() == "fine"
 
 
+def test_the_scale_of_a_gradient_scaler_is_read_later() -> None:
+    """``get_scale`` waits; checks read it in every step."""
+    program = """
+from types import SimpleNamespace
+import torch
+from lightning_ddp_losses.callbacks.ddp_state import send_gradient_scale
+from tests.pretend_device import catch_up, counting
+scaler = torch.amp.GradScaler(device.name, init_scale=1024.0)
+strategy = SimpleNamespace(root_device=torch.device(device.name, 0))
+trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler), strategy=strategy)
+scaler.scale(torch.ones((), device=device.name))
+with counting() as counts:
+    sent = send_gradient_scale(trainer)
+    catch_up()
+    assert sent.read() == [1024.0]
+assert counts.waits == 0, counts
+with counting() as counts:
+    assert scaler.get_scale() == 1024.0
+assert counts.waits == 1, counts
+print("fine")
+"""
+    assert on_device(program).strip() == "fine"
+
+
 def test_device_itself() -> None:
     """What a GPU refuses is refused, what makes the host wait is counted, and early readers find rubbish."""
     program = """
