@@ -98,6 +98,7 @@ class CheckRunner:
         self.stepping: list[Optimizer] = []
         self.stepped: list[Optimizer] = []
         self.backwards = 0
+        self._has_synchronised = False  # a backward since the last batch ended
         self.steps = 0
         self._shared: dict[Callable[..., Any], Any] = {}
         self._parameters = ReplicatedParameters(trainer, module)
@@ -220,6 +221,7 @@ class CheckRunner:
     def _see_loss(self, loss: Tensor | None) -> None:
         with self.own_time:
             self.backwards += 1
+            self._has_synchronised |= self.synchronising
             self._observe("see_loss", loss)
 
     def _payload(self) -> bytes:
@@ -266,10 +268,13 @@ class CheckRunner:
     def batch_end(self) -> None:
         """Judge a batch that made a step, and forget it."""
         self.watchdog.enter(f"end of step {self.step}")
-        if self.stepping or self.stepped:
+        # a hook may leave a step out on some ranks: a backward that synchronises is one on all of them
+        is_step_due = self._has_synchronised and self.module.automatic_optimization
+        if self.stepping or self.stepped or is_step_due:
             self.run_stage(CheckStage.AFTER_STEP)
-            self.steps += 1
+            self.steps += bool(self.stepping or self.stepped)
         self.stepping, self.stepped, self.backwards, self._parameters_of_batch = [], [], 0, None
+        self._has_synchronised = False
         for shared in self._shared.values():
             shared.batch_end()
         self.see_batch_end()

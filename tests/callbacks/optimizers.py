@@ -71,6 +71,16 @@ class Scaled(Subject):
         return loss + (self.own * (1e38 if self.odd and index == 2 else 0.0)).sum()
 
 
+class Skips(Subject):
+    """A hook that leaves a step out on one rank."""
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
+        if self.sick and self.odd and index == 2:
+            closure()
+        else:
+            super().optimizer_step(epoch, index, optimizer, closure)
+
+
 class Idle(Subject):
     """An optimizer whose step does nothing."""
 
@@ -123,6 +133,7 @@ CASES = [
     Case(InAList, "F02", O, "self.heads[0].weight", ranks=()),
     Case(Shared, "F03", O, "head.weight", ranks=()),
     Case(Scaled, "F14", O, "step", step=2, options={"plugins": scaler}, checks=only_optimizers),
+    Case(Skips, "F14", O, "step", step=2, checks=only_optimizers),
     Case(Half, "F15", O, "scale", options={"plugins": own_scaler}),
     Case(Rates, "F17", O, "lr", step=1),
     Case(Idle, "STEP", O, "step", step=1, ranks=()),

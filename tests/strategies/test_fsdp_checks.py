@@ -157,6 +157,22 @@ def a_part_becomes_nan(module: Towers) -> None:
     module.on_before_optimizer_step = spoil  # type: ignore[method-assign]
 
 
+def a_step_is_skipped(module: Towers) -> None:
+    """Nothing but parts is trained, so no value that ranks hold twice differs."""
+    for loss in (module.loss, module.pairs, module.other):
+        loss.requires_grad_(False)
+    module.bias.requires_grad_(False)
+    plain = module.optimizer_step
+
+    def step(epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
+        if is_odd() and index == 2:
+            closure()
+        else:
+            plain(epoch, index, optimizer, closure)
+
+    module.optimizer_step = step  # type: ignore[method-assign]
+
+
 PLANTED: list[tuple[Callable[[Towers], None], list[str]]] = [
     (a_loss_weight_drifts, ["loss.loss.W", "rank 1"]),
     (a_gradient_of_a_loss_changes, ["loss.loss.W"]),
@@ -170,6 +186,7 @@ PLANTED: list[tuple[Callable[[Towers], None], list[str]]] = [
     (the_step_fails, ["spilled coffee", "rank 1"]),
     (a_layer_stays_whole, ["encoder.0.weight", "rank 1"]),
     (a_layer_is_not_gathered_by_itself, ["encoder.0 divided by fully_shard", "rank 1"]),
+    (a_step_is_skipped, ["F14", "rank 1"]),
     (a_part_becomes_nan, ["F79", "gradient of `encoder.0.weight` is not finite", "rank 1"]),
 ]
 
@@ -238,5 +255,5 @@ def test_an_encoder_runs_in_pieces(pool: RankPool) -> None:
     expected = alone("arcface", "adamw")
     for state, gathers in pool.run(2, fit_in_pieces):
         assert_close(state, expected, rtol=1e-8)
-        # rank 1 has 8 rows: three pieces, each of which gathers two layers forward and backward
-        assert gathers >= TASK.steps * 3 * 2
+        # rank 1 has 8 rows: three pieces, each of which gathers two layers once forward and at most once backward
+        assert TASK.steps * 3 * 2 <= gathers <= 2 * TASK.steps * 3 * 2

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
@@ -161,6 +163,38 @@ def test_a_step_walks_through_no_names(pool: RankPool) -> None:
     """With thousands of parameters that takes milliseconds; Lightning's own strategy does not either."""
     ours, lightnings = pool.run(1, names_asked_for, "auto"), pool.run(1, names_asked_for, [])
     assert ours == lightnings, "walks through all names"
+
+
+class StepCollectives(Callback):
+    """The collectives between the ends of the second and the third batch."""
+
+    def __init__(self) -> None:
+        self.count = CountCollectives()
+        self.of_step: Counter[str] = Counter()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index == 1:
+            self.count.take()
+        if index == 2:
+            self.of_step = Counter(self.count.take())
+
+
+def collectives_of_a_step(is_ours: bool) -> Counter[str]:
+    seen, world_size = StepCollectives(), dist.get_world_size()
+    strategy = ModelParallelLossStrategy() if is_ours else ModelParallelStrategy(world_size, 1)
+    with seen.count:
+        trainer = make_trainer(strategy, callbacks=[seen])
+        trainer.fit(make_job("arcface", is_global=is_ours), loader(world_size, dist.get_rank()))
+    return seen.of_step
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_step_has_one_handshake_and_one_reduction_more_than_lightnings(pool: RankPool, ranks: int) -> None:
+    """And the exchange of the global loss itself. Lightning's broadcast before each batch, which asks for SIGTERM, is spared."""
+    ours = pool.run(ranks, collectives_of_a_step, True)
+    for own, plain in zip(ours, pool.run(ranks, collectives_of_a_step, False), strict=True):
+        assert plain - own == {"broadcast_": 1}
+        assert own - plain == {"alltoall_base_": 3}
 
 
 @pytest.mark.parametrize("uneven", ["join", "stop"])

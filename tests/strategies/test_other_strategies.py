@@ -29,7 +29,7 @@ class Sharded(Job):
 
 def test_sharded_parameters_are_refused_by_name(pool: RankPool) -> None:
     errors = pool.errors(2, fit, Sharded)
-    assert_same_error(errors, "encoder", "DTensor", "fully_shard", "microbatched")
+    assert_same_error(errors, "encoder", "DTensor", "fully_shard", "microbatched", "fsdp2_ddp_losses")
 
 
 @pytest.mark.parametrize("name", ["ddp_losses", "ddp_losses_find_unused_parameters_true"])
