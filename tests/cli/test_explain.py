@@ -193,6 +193,7 @@ def test_the_pictures_of_the_page_and_of_the_numbers_are_in_the_manual() -> None
     pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
     drawn = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.png")}
     assert {Path(path).name for path in pictures} == drawn
+    assert "img { max-width: 100%; }" in str(numbers.__doc__), "a picture is wider than the text"
     assert all((Path(str(numbers.__file__)).parent / path).is_file() for path in pictures)
 
 

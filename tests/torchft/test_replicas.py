@@ -19,13 +19,13 @@ import torch.distributed as dist
 from pytorch_metric_learning.losses import ProxyAnchorLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torchft import Manager, Optimizer, ProcessGroupGloo
+from torchft.coordination import LighthouseServer
 
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.distributed import process_groups
 from tests.faults.ranks import Ended, run_ranks
 from tests.oracle import Encoder, Task, assert_close, batches
-from torchft import Manager, Optimizer, ProcessGroupGloo
-from torchft.coordination import LighthouseServer
 
 REPLICAS, RANKS, STEPS, KILLED_AT = 2, 2, 6, 3
 WAIT = timedelta(seconds=120)  # as long as a busy machine may need
