@@ -1,9 +1,9 @@
 """Distributed losses that are right: W ranks compute the gradient of one process, exactly.
 
 ```
-rank 0:  rows -> encoder -> embeddings --+                          +-- gradient --+
-rank 1:  rows -> encoder -> embeddings --+--> one loss of all rows -+-- gradient --+--> DDP's mean = gradient of one process
-rank 2:  rows -> encoder -> embeddings --+                          +-- gradient --+
+rank 0: rows -> encoder -> embeddings -+                     +- gradient -+
+rank 1: rows -> encoder -> embeddings -+-> loss of all rows -+- gradient -+-> DDP's mean =
+rank 2: rows -> encoder -> embeddings -+                     +- gradient -+   one process
 ```
 
 The promise: after ``backward`` and DDP's mean over ranks, every parameter holds the gradient of the loss evaluated in ONE process on the
