@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class AfterError(Callback):
-    """The first callback of a run to hear of an error.
+    """The callback that hears of an error last before those that save.
 
     Attributes:
         is_alone: This rank is on its way out of the run after an error, and meets no other one.
@@ -47,7 +47,7 @@ class AfterError(Callback):
         is_divided: Callable[[], bool],
         termination: Termination,
     ) -> None:
-        """Come before all other callbacks from now on.
+        """Come before Lightning's checkpoint callbacks from now on, and after the checks, which tell peers in a way of their own.
 
         Args:
             trainer: The trainer.
@@ -57,7 +57,9 @@ class AfterError(Callback):
         """
         if process_groups.world_size() > 1:
             self._tell, self._is_divided, self._termination = tell, is_divided, termination
-            trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            savers = [index for index, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)]
+            callbacks.insert(min(savers, default=len(callbacks)), self)
 
     def remove(self, trainer: pl.Trainer | None) -> None:
         """Leave the trainer as it came."""
