@@ -128,7 +128,7 @@ def _installed_version(distribution: str) -> str:
 def machine_entries() -> list[ReportLine]:
     """Return devices, backends, how this host is called on the network, and the names of our strategies."""
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
-    strategies = [name for name in StrategyRegistry if name.startswith("ddp_losses") and "find" not in name]
+    strategies = [name for name in StrategyRegistry if "ddp_losses" in name and "find" not in name]
     return [
         ReportLine("processor", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"),
         ReportLine("accelerators", ", ".join(_accelerators()) or "none"),

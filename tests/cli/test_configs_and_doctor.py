@@ -123,7 +123,9 @@ def test_the_doctor_finds_two_ranks_equal_to_one_process() -> None:
     for name in ("torch", "lightning", "torchmetrics", "pytorch-metric-learning"):
         assert f"{name} " in text
         assert importlib.metadata.version(name) in text
-    assert all(word in text for word in ("Python", "gloo", "interfaces", "ddp_losses_fork", "cores"))
+    assert all(
+        word in text for word in ("Python", "gloo", "interfaces", "ddp_losses_fork", "fsdp2_ddp_losses", "cores")
+    )
     assert "at most 252 at 64 ranks, 4,092 at 1,024 ranks" in text
 
 
