@@ -25,7 +25,7 @@ def hash_names(names: Sequence[str] | Mapping[str, Any]) -> float:
     return float(hash_text("; ".join(names), _HASH_BITS))
 
 
-def logged_results(trainer: pl.Trainer, *, validation: bool = False) -> Any:
+def results_of_epoch(trainer: pl.Trainer, *, validation: bool = False) -> Any:
     """Return what training or validation has logged in this epoch, by Lightning's key."""
     loop: Any = trainer.fit_loop.epoch_loop
     if validation:
@@ -35,7 +35,7 @@ def logged_results(trainer: pl.Trainer, *, validation: bool = False) -> Any:
 
 def reduced_keys(trainer: pl.Trainer, *, validation: bool = False) -> list[str]:
     """Return the names of logged values that need all ranks: with ``sync_dist``, or a metric."""
-    results = logged_results(trainer, validation=validation)
+    results = results_of_epoch(trainer, validation=validation)
     return sorted(f"{name} ({value.meta.fx})" for name, value in results.items() if _is_reduced(value))
 
 

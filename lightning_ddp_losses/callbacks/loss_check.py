@@ -275,7 +275,7 @@ class LossCheck(RankCheck, default=True):
     def see_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Remember what is logged while it is this rank's own."""
         if trainer.validating or trainer.is_last_batch:
-            self._means.see_batch_end(logged_values.logged_results(trainer, validation=trainer.validating))
+            self._means.see_batch_end(logged_values.results_of_epoch(trainer, validation=trainer.validating))
 
     # ------------------------------------------------------------------ measure
 
@@ -286,10 +286,10 @@ class LossCheck(RankCheck, default=True):
             self._read_earlier(self.runner.step)
             return self._step_row()
         if stage == CheckStage.TRAIN_EPOCH_END:
-            return self._means.measure_sums(logged_values.logged_results(trainer))
+            return self._means.measure_sums(logged_values.results_of_epoch(trainer))
         if stage == CheckStage.VALIDATION_EPOCH_END:
             self._keys = logged_values.reduced_keys(trainer, validation=True)
-            sums = self._means.measure_sums(logged_values.logged_results(trainer, validation=True))
+            sums = self._means.measure_sums(logged_values.results_of_epoch(trainer, validation=True))
             return [logged_values.hash_names(self._keys), *sums]
         # at the end of training, or validation: the losses that nobody has read yet
         last: list[float] = []

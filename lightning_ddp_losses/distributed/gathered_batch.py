@@ -128,7 +128,7 @@ def gather_batch(
     is_grad_enabled = torch.is_grad_enabled()
     needs_grad = [t.requires_grad and is_grad_enabled for t in values]
     form = _form(len(values))
-    inline_bytes = form.size + len(extra) + sum(_aligned(t.nbytes) for t in sent)
+    inline_bytes = form.size + len(extra) + sum(aligned(t.nbytes) for t in sent)
     is_inline = inline_bytes <= handshake.inline_capacity(group) and all(t.device.type == "cpu" for t in values)
     payload = form.pack(*(t.shape[0] for t in values), *needs_grad, *kinds, is_inline, len(extra)) + extra
     if is_inline:
@@ -286,7 +286,7 @@ def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:
     for tensor in tensors:
         data = host_bytes(tensor)
         yield data
-        yield bytes(_aligned(len(data)) - len(data))
+        yield bytes(aligned(len(data)) - len(data))
 
 
 def _unpack_inline(travelling: Sequence[_Travelling], counts: list[list[int]], payloads: list[bytes]) -> list[Tensor]:
@@ -299,7 +299,7 @@ def _unpack_inline(travelling: Sequence[_Travelling], counts: list[list[int]], p
         for rank, payload in enumerate(payloads):
             size = rows[rank] * each.row_bytes(rank)
             part = payload[starts[rank] : starts[rank] + size]
-            starts[rank] += _aligned(size)
+            starts[rank] += aligned(size)
             if is_of_one_kind:
                 whole += part
             else:
@@ -327,7 +327,7 @@ def _gather_packed(travelling: Sequence[_Travelling], counts: list[list[int]], g
     sizes = [0] * world_size
     for each, rows in zip(travelling, counts, strict=True):
         for rank in range(world_size):
-            sizes[rank] += _aligned(rows[rank] * each.row_bytes(rank))
+            sizes[rank] += aligned(rows[rank] * each.row_bytes(rank))
     longest = max(sizes)
     if longest == 0:
         return [each.tensor.clone() for each in travelling]
@@ -344,7 +344,7 @@ def _gather_packed(travelling: Sequence[_Travelling], counts: list[list[int]], g
             like, size = each.like(rank), rows[rank] * each.row_bytes(rank)
             block = everyone[start : start + size]
             blocks.append(block.view(like.dtype).view(rows[rank], *like.shape[1:]))
-            starts[rank] += _aligned(size)
+            starts[rank] += aligned(size)
         out.append(each.joined(blocks))
     return out
 
@@ -357,9 +357,10 @@ def _packed(tensors: Sequence[Tensor], size: int) -> Tensor:
         # not tensor.contiguous().view: none or one strided row counts as contiguous and cannot be viewed as bytes
         place = packed[offset : offset + tensor.nbytes]
         place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        offset += _aligned(tensor.nbytes)
+        offset += aligned(tensor.nbytes)
     return packed
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Round a number of bytes up to a place where a tensor of any dtype may start."""
     return -(-size // _ALIGN) * _ALIGN

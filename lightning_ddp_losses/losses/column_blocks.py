@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
+from lightning_ddp_losses.distributed.gathered_batch import aligned
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import ring_round_trip, ring_rows
+from lightning_ddp_losses.distributed.raw_collectives import as_bytes, ring_round_trip, ring_rows
 from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, as_slope_, product
 
 
@@ -355,14 +356,14 @@ class RingColumns(ColumnBlocks):
         """Packs columns and their stats as bytes; returns them and how many there are of each rank."""
         own_rank = process_groups.rank(self.group)
         own = columns.detach() if self._narrow.dtypes[own_rank] is None else self._narrow.rows
-        parts = [_bytes_of(own)]
+        parts = [as_bytes(own)]
         ranks = range(len(self._text_counts))
         if column_stats is None:
             return parts[0], [self._row_bytes(rank, columns) for rank in ranks]
         # the stats at a place from which they can be read
-        sizes = [_aligned(self._row_bytes(rank, columns), column_stats) for rank in ranks]
+        sizes = [aligned(self._row_bytes(rank, columns)) for rank in ranks]
         parts.append(parts[0].new_zeros(sizes[own_rank] - len(parts[0])))
-        parts.append(_bytes_of(column_stats))
+        parts.append(as_bytes(column_stats))
         stats_bytes = [texts * column_stats.element_size() for texts in self._text_counts]
         return torch.cat(parts), [rows + stats for rows, stats in zip(sizes, stats_bytes, strict=True)]
 
@@ -375,7 +376,7 @@ class RingColumns(ColumnBlocks):
             rows = self._narrow.expand(message[:size].view(dtype).view(-1, self._narrow.rows.shape[1]))
         stats = columns.new_empty(0)
         if len(message) > size:
-            stats = message[_aligned(size, columns) :].view(columns.dtype)
+            stats = message[aligned(size) :].view(columns.dtype)
         first_own = 0 if source == process_groups.rank(self.group) else None
         return ColumnBlock(rows, self._text_counts[source], first_own, stats)
 
@@ -385,13 +386,3 @@ class RingColumns(ColumnBlocks):
         if dtype is None:
             return count * columns.shape[1] * columns.element_size()
         return count * self._narrow.rows.shape[1] * dtype.itemsize
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _aligned(size: int, like: Tensor) -> int:
-    """Rounds a number of bytes up to whole numbers of the dtype of ``like``."""
-    item = like.element_size()
-    return -(-size // item) * item

@@ -77,7 +77,7 @@ class Grads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Factors:
+class ScaledRows:
     """Rows and scale of cosines, as they are multiplied with unit rows: one number costs no pass over the rows.
 
     Attributes:
@@ -89,7 +89,7 @@ class Factors:
     number: float
 
     @classmethod
-    def of(cls, rows: Tensor, scale: Scale) -> Factors:
+    def of(cls, rows: Tensor, scale: Scale) -> ScaledRows:
         """Combine (G, D) rows with their scale."""
         if isinstance(scale, Tensor):
             return cls(rows * scale, 1.0)
@@ -236,11 +236,11 @@ class _SoftmaxFunction(torch.autograd.Function):
         local_lse, lengths = RunningLogSumExp.empty(len(rows), rows), list[Tensor]()
         penalty: Number = 0.0
         divisor: Number = 0.0
-        factors = Factors.of(rows, scale) if call.by_hand else None
+        scaled = ScaledRows.of(rows, scale) if call.by_hand else None
         for start, stop, block in classes.chunks(weight):
-            if factors is not None:
+            if scaled is not None:
                 unit = divide_by_length(block)
-                logits = factors.products(unit.rows)
+                logits = scaled.products(unit.rows)
                 lengths.append(unit.lengths)
             else:
                 logits = call.logits(operands, block, row_operand)
@@ -374,19 +374,19 @@ class _Backward:
             lengths: (c, 1), of each chunk's weight rows.
         """
         rows, scale, weight = self.operands
-        factors, column = Factors.of(rows, scale), self.grad.unsqueeze(1)
-        weighted = factors.rows * column
+        scaled, column = ScaledRows.of(rows, scale), self.grad.unsqueeze(1)
+        weighted = scaled.rows * column
         for (start, stop, block), length in zip(self.call.classes.chunks(weight), lengths, strict=True):
             # logits and softmax of the chunk
             unit = UnitRows(block / length, length)
-            share = self._softmax_(factors.products(unit.rows), start, stop)
+            share = self._softmax_(scaled.products(unit.rows), start, stop)
             # to the rows; what multiplies each row comes after the last chunk
-            grads.rows.addmm_(share, unit.rows, beta=int(start > 0), alpha=factors.number)
+            grads.rows.addmm_(share, unit.rows, beta=int(start > 0), alpha=scaled.number)
             # to the weight rows, in the memory where they stay if nothing is added to them
             place = self.call.classes.weight_rows(start, stop)
             stays = isinstance(place, slice) and self.call.penalty is None
             out = grads.weight[place] if stays else torch.empty_like(block)
-            torch.addmm(out, share.t(), weighted, beta=0, alpha=factors.number, out=out)
+            torch.addmm(out, share.t(), weighted, beta=0, alpha=scaled.number, out=out)
             unit.vjp(out, out=out)
             if not stays:
                 self._put_block_(grads, start, stop, block, out)

@@ -53,14 +53,14 @@ def own_part(value: Any, like: Tensor) -> Any:
 def own_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved optimizer's state with this rank's part of what belongs to divided parameters."""
     entries = dict(state["state"])
-    for index, parameter in enumerate(parameters_of(optimizer)):
+    for index, parameter in enumerate(parameters_in_order(optimizer)):
         entry = entries.get(index)
         if entry is not None:
             entries[index] = {key: own_part(value, parameter) for key, value in entry.items()}
     return {**state, "state": entries}
 
 
-def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+def parameters_in_order(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     """Yield an optimizer's parameters in the order of its groups."""
     for group in optimizer.param_groups:
         yield from group["params"]
@@ -77,4 +77,4 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
 def names_of(module: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the name of each parameter of an optimizer, in the order of its groups."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [names.get(id(p), f"parameter {i} of the optimizer") for i, p in enumerate(parameters_of(optimizer))]
+    return [names.get(id(p), f"parameter {i} of the optimizer") for i, p in enumerate(parameters_in_order(optimizer))]

@@ -41,7 +41,12 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.strategies.checkpoint_files import write_whole
-from lightning_ddp_losses.strategies.fsdp_checkpoints import METADATA, named_optimizer_state, names_of, parameters_of
+from lightning_ddp_losses.strategies.fsdp_checkpoints import (
+    METADATA,
+    named_optimizer_state,
+    names_of,
+    parameters_in_order,
+)
 
 # ---------------------------------------------------------------------- what is in it
 
@@ -167,7 +172,7 @@ def read_optimizer_(path: Path, module: nn.Module, optimizer: Optimizer, number:
     names = names_of(module, optimizer)
     # 1. a place for each tensor: this rank's part where it has the shape of its parameter
     entries: dict[str, dict[str, Any]] = {}
-    for name, parameter in zip(names, parameters_of(optimizer), strict=True):
+    for name, parameter in zip(names, parameters_in_order(optimizer), strict=True):
         prefix = f"{title}.state.{name}."
         for key, found in saved.items():
             if not key.startswith(prefix):
