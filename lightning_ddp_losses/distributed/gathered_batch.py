@@ -19,6 +19,7 @@ from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.collectives import Backward, once_differentiable_strict
+from lightning_ddp_losses.distributed.narrow_rows import NARROW_DTYPES, NarrowRows
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, host_bytes
 
@@ -26,41 +27,6 @@ BackwardChoice: TypeAlias = Callable[[dict[str, list[int]]], Backward]
 """Rows of each rank, by tensor -> which gradient to give; the same on every rank."""
 
 _ALIGN = 16  # bytes; a view of any dtype may start there
-_NARROW_DTYPES = (None, torch.bfloat16, torch.float16)  # by what an offer says of a tensor; None: as the tensor is
-
-
-@dataclass(frozen=True)
-class NarrowRows:
-    """What a tensor's rows are a function of, in fewer bytes: these travel, and each receiver makes the rows of them.
-
-    Attributes:
-        rows: (B, ...), as the caller gave them, of any floating dtype.
-        expand: Such rows of any rank -> rows of the tensor. Row by row, so that it makes no difference where.
-    """
-
-    rows: Tensor
-    expand: Callable[[Tensor], Tensor]
-
-    @classmethod
-    def of_cast(cls, tensor: Tensor, given: torch.dtype | None) -> NarrowRows:
-        """Make them for a tensor that was cast from ``given``; None: it was not."""
-        rows = tensor.detach()
-        return cls(rows if given is None else rows.to(given), lambda sent: sent.to(tensor.dtype))
-
-    def kind(self, tensor: Tensor) -> int:
-        """Return what an offer says: whether these travel in place of the tensor, and their dtype."""
-        is_narrow = self.rows.dtype in _NARROW_DTYPES and self.rows.dtype != tensor.dtype
-        return _NARROW_DTYPES.index(self.rows.dtype) if is_narrow else 0
-
-
-def narrow_dtype_of(kind: int) -> torch.dtype | None:
-    """Return the dtype that ``NarrowRows.kind`` has named; None: the tensor itself travels."""
-    return _NARROW_DTYPES[kind] if kind else None
-
-
-def narrow_batches(batches: Mapping[str, Tensor], given: torch.dtype | None) -> dict[str, NarrowRows]:
-    """Make what may travel in place of the floating ones of some tensors, all of which were cast from ``given``; None: from none."""
-    return {name: NarrowRows.of_cast(t, given) for name, t in batches.items() if t.is_floating_point()}
 
 
 @dataclass(frozen=True)
@@ -71,11 +37,13 @@ class GatheredBatch:
         tensors: (G, ...) each, in rank order.
         counts: Rows of each rank, per tensor.
         extras: Each rank's own ``extra`` bytes.
+        narrow_dtypes: In which each rank's rows travel in place of those of a tensor, per tensor; None: the tensor's own do.
     """
 
     tensors: list[Tensor]
     counts: list[list[int]]
     extras: list[bytes]
+    narrow_dtypes: list[list[torch.dtype | None]]
 
     def offset(self, index: int, rank: int) -> int:
         """Return the first row of ``rank`` in tensor ``index``."""
@@ -120,10 +88,12 @@ def gather_batch(
     if counted:
         values = [tensor[:, :0] if name in counted else tensor for name, tensor in tensors.items()]
     if process_groups.world_size(group) == 1:
-        return GatheredBatch(values, [[t.shape[0]] for t in values], [extra])
+        return GatheredBatch(values, [[t.shape[0]] for t in values], [extra], [[None]] * len(values))
     # 1. this rank's part of the handshake: rows and need of a gradient of each tensor, the extra bytes, the tensors where they are few
     forms = [(narrow or {}).get(name) for name in tensors]
-    kinds = [0 if f is None or n in counted else f.kind(t) for n, f, t in zip(tensors, forms, values, strict=True)]
+    kinds = [0 if form is None else form.kind(t) for form, t in zip(forms, values, strict=True)]
+    # what is only counted goes another way later, in the dtype that the ranks tell each other of
+    forms = [None if name in counted else form for name, form in zip(tensors, forms, strict=True)]
     sent = [f.rows.detach() if f and kind else t for f, kind, t in zip(forms, kinds, values, strict=True)]
     is_grad_enabled = torch.is_grad_enabled()
     needs_grad = [t.requires_grad and is_grad_enabled for t in values]
@@ -150,15 +120,16 @@ def gather_batch(
     how = backward
     if callable(how):
         how = how(dict(zip(tensors, counts, strict=True)))
-    travelling = []
+    travelling, narrow_dtypes = [], []
     for i, (value, rows_form) in enumerate(zip(values, forms, strict=True)):
-        travelling.append(_Travelling(value.detach(), sent[i], rows_form, [offer.kinds[i] for offer in offers]))
+        narrow_dtypes.append([NARROW_DTYPES[offer.kinds[i]] for offer in offers])
+        travelling.append(_Travelling(value.detach(), sent[i], rows_form, narrow_dtypes[i]))
     receive = partial(_gather_packed, travelling, counts, group)
     if all(offer.is_inline for offer in offers):
         receive = partial(_unpack_inline, travelling, counts, [offer.rows for offer in offers])
     exchange = BackwardExchange(what, group)
     gathered = _Gather.apply(receive, counts, group, how, exchange, *values)  # type: ignore[no-untyped-call]
-    return GatheredBatch(list(gathered), counts, [offer.extra for offer in offers])
+    return GatheredBatch(list(gathered), counts, [offer.extra for offer in offers], narrow_dtypes)
 
 
 @functools.cache
@@ -202,20 +173,19 @@ class _Travelling(NamedTuple):
         tensor: What all ranks shall have of each other.
         sent: What travels of this rank's.
         form: What may travel in its place; None: nothing.
-        kinds: By rank, what does, as an offer says it.
+        dtypes: By rank, in which that travels; None: the tensor's own rows do.
     """
 
     tensor: Tensor
     sent: Tensor
     form: NarrowRows | None
-    kinds: list[int]
+    dtypes: list[torch.dtype | None]
 
     def like(self, rank: int) -> Tensor:
         """Return a tensor of the width and dtype in which a rank's rows travel."""
-        kind = self.kinds[rank]
-        if not kind or self.form is None:
+        dtype = self.dtypes[rank]
+        if dtype is None or self.form is None:
             return self.tensor
-        dtype = _NARROW_DTYPES[kind]
         rows = self.form.rows
         return rows if rows.dtype == dtype else rows[:0].to(dtype)
 
@@ -226,11 +196,11 @@ class _Travelling(NamedTuple):
 
     def joined(self, blocks: Sequence[Tensor]) -> Tensor:
         """Return the rows of all ranks, of those of each as they came."""
-        if self.form is None or not any(self.kinds):
+        if self.form is None or not any(self.dtypes):
             return torch.cat(blocks)  # type: ignore[arg-type]
-        if len(set(self.kinds)) == 1:
+        if len(set(self.dtypes)) == 1:
             return self.form.expand(torch.cat(blocks))  # type: ignore[arg-type]
-        whole = [self.form.expand(rows) if kind else rows for rows, kind in zip(blocks, self.kinds, strict=True)]
+        whole = [self.form.expand(rows) if dtype else rows for rows, dtype in zip(blocks, self.dtypes, strict=True)]
         return torch.cat(whole)
 
 
@@ -294,7 +264,7 @@ def _unpack_inline(travelling: Sequence[_Travelling], counts: list[list[int]], p
     out = []
     starts = [0] * len(payloads)
     for each, rows in zip(travelling, counts, strict=True):
-        is_of_one_kind = len(set(each.kinds)) == 1
+        is_of_one_kind = len(set(each.dtypes)) == 1
         whole, blocks = bytearray(), []
         for rank, payload in enumerate(payloads):
             size = rows[rank] * each.row_bytes(rank)
@@ -307,7 +277,7 @@ def _unpack_inline(travelling: Sequence[_Travelling], counts: list[list[int]], p
         # the usual case: no copy but the one that made the bytes one
         if is_of_one_kind:
             joined = _from_bytes(whole, sum(rows), each.like(0))
-            if each.form is not None and each.kinds[0]:
+            if each.form is not None and each.dtypes[0]:
                 joined = each.form.expand(joined)
             out.append(joined)
         else:

@@ -29,7 +29,8 @@ from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.graph_capture import refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.accumulation import current_window, micro_batch_to_match, name_value
-from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, NarrowRows, gather_batch
+from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
+from lightning_ddp_losses.distributed.narrow_rows import NarrowRows
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard, tags_kept
 from lightning_ddp_losses.distributed.shard_as_dtensor import as_dtensor, mesh_of_shards

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.gathered_batch import aligned
+from lightning_ddp_losses.distributed.narrow_rows import NarrowRows, RowsOfARing
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import as_bytes, ring_round_trip, ring_rows
 from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, as_slope_, product
@@ -298,25 +299,19 @@ class GatheredColumns(ColumnBlocks):
         return visit(block)
 
 
-@dataclass(frozen=True)
-class NarrowColumns:
-    """How columns go round a ring as the rows that they are made of, in half the bytes.
-
-    Attributes:
-        rows: (m, D), of this rank.
-        expand: Such rows of any rank -> columns.
-        dtypes: By rank, in which these travel; None: columns themselves do, since that rank's rows are no narrower.
-    """
-
-    rows: Tensor
-    expand: Callable[[Tensor], Tensor]
-    dtypes: Sequence[torch.dtype | None]
-
-
 class RingColumns(ColumnBlocks):
     """Own columns are here, texts and then further negatives; the others' come by in turn, with their ``column_stats``.
 
     A message is bytes: the rows, in the dtype in which they travel, and the stats in that of the columns.
+
+    Args:
+        text_counts: As ``ColumnBlocks`` has them.
+        extra_counts: Likewise.
+        queue: Likewise.
+        group: Process group.
+        exchange: Meets the peers in backward.
+        narrow: What columns are made of, texts and then further negatives of this rank.
+        dtypes: By rank, in which these travel; None: columns themselves do.
     """
 
     def __init__(
@@ -326,10 +321,11 @@ class RingColumns(ColumnBlocks):
         queue: Tensor | None,
         group: Group,
         exchange: BackwardExchange,
-        narrow: NarrowColumns,
+        narrow: NarrowRows,
+        dtypes: Sequence[torch.dtype | None],
     ) -> None:
         super().__init__(text_counts, extra_counts, queue, group)
-        self._exchange, self._narrow = exchange, narrow
+        self._exchange, self._narrow, self._dtypes = exchange, narrow, dtypes
 
     def collect_grad(
         self, visit: Visit, columns: Tensor, column_stats: Tensor | None = None, *, wanted: bool
@@ -339,50 +335,44 @@ class RingColumns(ColumnBlocks):
         return super().collect_grad(visit, columns, column_stats, wanted=wanted)
 
     def _rank_blocks(self, columns: Tensor, column_stats: Tensor | None) -> Iterator[ColumnBlock]:
-        message, sizes = self._message(columns, column_stats)
+        rows = self._rows_of_a_ring(columns)
+        message, sizes = self._message(rows, column_stats)
         for source, received in ring_rows(message, sizes, self.group):
-            yield self._received_block(source, received, columns)
+            yield self._received_block(source, received, rows)
 
     def _collect_from_ranks(
         self, visit: Visit, columns: Tensor, column_stats: Tensor | None, join: Join, counts: Sequence[int]
     ) -> Tensor:
-        def visit_received(source: int, received: Tensor) -> Tensor:
-            return visit(self._received_block(source, received, columns))
+        rows = self._rows_of_a_ring(columns)
 
-        message, sizes = self._message(columns, column_stats)
+        def visit_received(source: int, received: Tensor) -> Tensor:
+            return visit(self._received_block(source, received, rows))
+
+        message, sizes = self._message(rows, column_stats)
         return ring_round_trip(message, sizes, visit_received, join, counts, self.group)
 
-    def _message(self, columns: Tensor, column_stats: Tensor | None) -> tuple[Tensor, list[int]]:
+    def _rows_of_a_ring(self, columns: Tensor) -> RowsOfARing:
+        counts = [texts + extras for texts, extras in zip(self._text_counts, self._extra_counts, strict=True)]
+        return RowsOfARing(columns.detach(), self._narrow, self._dtypes, counts, self.group)
+
+    def _message(self, rows: RowsOfARing, column_stats: Tensor | None) -> tuple[Tensor, list[int]]:
         """Packs columns and their stats as bytes; returns them and how many there are of each rank."""
-        own_rank = process_groups.rank(self.group)
-        own = columns.detach() if self._narrow.dtypes[own_rank] is None else self._narrow.rows
-        parts = [as_bytes(own)]
-        ranks = range(len(self._text_counts))
+        message, row_sizes = rows.message(), rows.sizes()
         if column_stats is None:
-            return parts[0], [self._row_bytes(rank, columns) for rank in ranks]
+            return message, row_sizes
         # the stats at a place from which they can be read
-        sizes = [aligned(self._row_bytes(rank, columns)) for rank in ranks]
-        parts.append(parts[0].new_zeros(sizes[own_rank] - len(parts[0])))
-        parts.append(as_bytes(column_stats))
+        starts = [aligned(size) for size in row_sizes]
+        own_start = starts[process_groups.rank(self.group)]
+        gap = message.new_zeros(own_start - len(message))
         stats_bytes = [texts * column_stats.element_size() for texts in self._text_counts]
-        return torch.cat(parts), [rows + stats for rows, stats in zip(sizes, stats_bytes, strict=True)]
+        sizes = [start + size for start, size in zip(starts, stats_bytes, strict=True)]
+        return torch.cat([message, gap, as_bytes(column_stats)]), sizes
 
-    def _received_block(self, source: int, message: Tensor, columns: Tensor) -> ColumnBlock:
-        """Unpacks a rank's message; ``columns`` are this rank's own."""
-        size, dtype = self._row_bytes(source, columns), self._narrow.dtypes[source]
-        if dtype is None:
-            rows = message[:size].view(columns.dtype).view(-1, columns.shape[1])
-        else:
-            rows = self._narrow.expand(message[:size].view(dtype).view(-1, self._narrow.rows.shape[1]))
-        stats = columns.new_empty(0)
+    def _received_block(self, source: int, message: Tensor, rows: RowsOfARing) -> ColumnBlock:
+        """Unpacks a rank's message."""
+        size = rows.sizes()[source]
+        stats = rows.own.new_empty(0)
         if len(message) > size:
-            stats = message[aligned(size) :].view(columns.dtype)
+            stats = message[aligned(size) :].view(rows.own.dtype)
         first_own = 0 if source == process_groups.rank(self.group) else None
-        return ColumnBlock(rows, self._text_counts[source], first_own, stats)
-
-    def _row_bytes(self, rank: int, columns: Tensor) -> int:
-        """Computes how many bytes the rows of a rank take in its message."""
-        count, dtype = self._text_counts[rank] + self._extra_counts[rank], self._narrow.dtypes[rank]
-        if dtype is None:
-            return count * columns.shape[1] * columns.element_size()
-        return count * self._narrow.rows.shape[1] * dtype.itemsize
+        return ColumnBlock(rows.received(source, message[:size]), self._text_counts[source], first_own, stats)

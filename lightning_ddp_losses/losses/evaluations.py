@@ -25,11 +25,11 @@ from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
+from lightning_ddp_losses.distributed.narrow_rows import NarrowRows, RowsOfARing
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import (
     all_gather_rows,
     gather_stacked,
-    ring_rows,
 )
 from lightning_ddp_losses.losses.gathered_call import PMLCall, TensorCall, same_draws
 from lightning_ddp_losses.losses.partial_sums import (
@@ -203,7 +203,7 @@ class Tiled:
         pass_rows = open_backward = None
         if self.ring:
             open_backward = BackwardExchange(exchange.title, exchange.group).open
-            pass_rows = partial(ring_rows, counts=call.counts["embeddings"], group=exchange.group)
+            pass_rows = partial(self._pass_rows, call)
         on_device = exchange.stays_on_device(self.loss, rows)
         tiled = TiledEvaluator(
             self.loss,
@@ -242,6 +242,20 @@ class Tiled:
             return graph
         regularizer = _embedding_term(self.loss, self._rows_with_grad(call))
         return value_with_grad(value + number_of(regularizer.detach()), graph + regularizer)
+
+    def _pass_rows(
+        self, call: PMLCall, rows: Tensor, expand: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield (rank, its rows) in turn.
+
+        Args:
+            call: The call, in which rows stay where they are.
+            rows: (B, D), this rank's.
+            expand: Embeddings of any rank -> such rows.
+        """
+        narrow = NarrowRows(call.given["embeddings"].detach(), expand)
+        dtypes, counts = call.narrow_dtypes["embeddings"], call.counts["embeddings"]
+        return RowsOfARing(rows, narrow, dtypes, counts, self.exchange.group).visit()
 
     def _gather_on_device(self, tiled: TiledEvaluator, call: PMLCall) -> tuple[DeviceStats, Tensor | None]:
         """Return sums and statistics of all ranks. Communication: two gathers, one where no statistics are needed."""

@@ -26,7 +26,8 @@ from lightning_ddp_losses.core.graph_capture import refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match, name_value
 from lightning_ddp_losses.distributed.collectives import Backward
-from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, GatheredBatch, gather_batch, narrow_batches
+from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, GatheredBatch, gather_batch
+from lightning_ddp_losses.distributed.narrow_rows import narrow_batches
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
@@ -100,7 +101,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         ``elements`` 1 handshake. ``replicated`` handshake + gather, none in backward. ``rows`` handshake + gather + handshake; in
         backward none where ``evaluation`` is symmetric and the call has labels only, else handshake + exchange. A ring: 2 handshakes, a
         gather of labels, and one (Contrastive) to three times W - 1 messages; in backward one handshake more. Rows of bfloat16 and
-        float16 travel as they are (in a ring as float32), gradients as float32. Few bytes on the CPU
+        float16 travel as they are, gradients as float32. Few bytes on the CPU
         (``handshake.inline_capacity``) need no gather and no exchange: they travel in the handshake from the second call on. On
         an accelerator sums and statistics do not: one gather more (two where symmetric). Nothing waits for it, but a matrix
         of pairs over 64 MiB, a miner's tuples and smooth triplets, once a call, to learn how many positives there are.

@@ -21,14 +21,14 @@ from lightning_ddp_losses.core.graph_capture import refuse_capture
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.accumulation import name_value
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
-from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, NarrowRows, gather_batch, narrow_dtype_of
+from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
+from lightning_ddp_losses.distributed.narrow_rows import NarrowRows
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses.column_blocks import (
     ColumnBlocks,
     GatheredColumns,
-    NarrowColumns,
     RingColumns,
     RowForm,
 )
@@ -217,10 +217,9 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             return self._evaluate(columns, form, images, _concatenated(gathered), products, given)
         # in a ring every rank takes part in backward where any rank needs it
         exchange = BackwardExchange(type(self).__name__, self._group)
-        dtypes = [narrow_dtype_of(flags[1]) for flags in batch.extras]
-        travelling = _concatenated([rows.rows for rows in narrow.values()])
-        narrow_columns = NarrowColumns(travelling, narrow["texts"].expand, dtypes)
-        columns = RingColumns(text_counts, extra_counts, queue, self._group, exchange, narrow_columns)
+        travelling = NarrowRows(_concatenated([rows.rows for rows in narrow.values()]), narrow["texts"].expand)
+        dtypes = batch.narrow_dtypes[0]
+        columns = RingColumns(text_counts, extra_counts, queue, self._group, exchange, travelling, dtypes)
         images = autograd_graph.match_requires_grad(images, any(flag[0] for flag in batch.extras))
         own_columns = _concatenated(list(second_tower.values()))
         own_columns = autograd_graph.match_requires_grad(own_columns, any(t.requires_grad for t in gathered))
@@ -270,9 +269,15 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
                 given["products with their own text"] = products
             return gather_batch(title, given, must_match, narrow=narrow, group=self._group)
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in trained)
-        kind = narrow["texts"].kind(second_tower["texts"])
-        extra = bytes([needs_grad, kind])
-        return gather_batch(title, second_tower, must_match, extra=extra, counted=second_tower, group=self._group)
+        return gather_batch(
+            title,
+            second_tower,
+            must_match,
+            extra=bytes([needs_grad]),
+            counted=second_tower,
+            narrow=narrow,
+            group=self._group,
+        )
 
     def _evaluate(
         self,

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners
+from pytorch_metric_learning.distances import LpDistance
 from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
@@ -43,6 +44,14 @@ class Mined(nn.Module):
 MAKE: dict[str, Callable[[], nn.Module]] = {
     "tiles, symmetric": lambda: GlobalBatchLoss(pml.NTXentLoss(), mode="rows"),
     "tiles, gradients travel": lambda: GlobalBatchLoss(pml.TripletMarginLoss(), mode="rows"),
+    "tiles, ring": lambda: GlobalBatchLoss(pml.NTXentLoss(), mode="rows", gather="ring"),
+    "tiles on tensor cores, ring": lambda: GlobalBatchLoss(
+        pml.SupConLoss(), mode="rows", gather="ring", products="bf16"
+    ),
+    "rows as they came, ring": lambda: GlobalBatchLoss(
+        pml.ContrastiveLoss(distance=LpDistance(normalize_embeddings=False)), mode="rows", gather="ring"
+    ),
+    "two views, ring": lambda: GlobalBatchLoss(pml.SelfSupervisedLoss(pml.SupConLoss()), gather="ring"),
     "row chunks": lambda: GlobalBatchLoss(pml.CircleLoss(), mode="rows"),
     "replicated": lambda: GlobalBatchLoss(pml.NCALoss()),
     "class-sharded": lambda: ClassShardedLoss(pml.ArcFaceLoss(CLASSES, WIDTH)),
@@ -91,9 +100,11 @@ def measure(name: str, dtypes: list[torch.dtype], narrow: torch.dtype) -> Result
         mock.patch.object(backward_exchange, "reduce_scatter_rows", reduce_scatter),
         mock.patch.object(Ring, "send", send),
     ):
-        value = module(leaves[0], leaves[1] if "CLIP" in name or "LIP" in name else labels)
+        value = module(leaves[0], leaves[1] if "LIP" in name or "views" in name else labels)
         sent_in_forward = sent
         value.backward()
+    if "ring" in name and "LIP" not in name:
+        sent_in_forward = sent  # nothing but rows goes round in backward either
     assert gradients <= {torch.float32}
     found = [value.detach(), *(leaf.grad.to(narrow) for leaf in leaves if leaf.grad is not None)]
     return [*found, *(p.grad for p in module.parameters() if p.grad is not None)], sent_in_forward

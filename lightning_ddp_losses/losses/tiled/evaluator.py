@@ -63,7 +63,7 @@ _FEWEST_ROWS, _HOST_BYTES = 64, 512 << 10
 _MOST_STATS = 3  # the largest k of any pair loss
 _FEWEST_PAIRS = 6  # from which on there are two of one kind, whatever the labels
 
-RingRows = Callable[[Tensor], Iterator[tuple[int, Tensor]]]
+RingRows = Callable[[Tensor, Callable[[Tensor], Tensor]], Iterator[tuple[int, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ class TiledEvaluator:
         symmetric: Whether ``plan.is_symmetric``; the gathered rows then get no gradient.
         world: W.
         tile_bytes: The most that a tile may take; None: a default.
-        ring_rows: Passes this rank's rows on and yields (rank, its rows) in turn, where they are not gathered; only if ``symmetric``.
+        ring_rows: Passes this rank's rows on and yields (rank, its rows) in turn, where they are not gathered; only if ``symmetric``. It
+            gets these rows, and what makes such rows of any rank's embeddings.
         open_backward: Meets the peers before a ring in backward.
         on_device: What ranks exchange stays on the device, which nobody waits for.
         compiler: Compiles what is elementwise; pairs are then masks on every device. None: nothing is compiled.
@@ -530,8 +531,11 @@ class TiledEvaluator:
             orders = [pair.column_order + start for pair, (start, _) in zip(listed, bounds, strict=True)]
             self._column_order, pairs = torch.cat(orders), listed
 
+        def prepare(embeddings: Tensor) -> Tensor:
+            return self._distance.prepare(embeddings.to(rows.dtype)).rows
+
         def blocks() -> Iterator[Block]:
-            for rank, columns in ring_rows(rows):
+            for rank, columns in ring_rows(rows, prepare):
                 prepared = self._distance.prepare_columns(_sorted(columns, pairs[rank].column_order))
                 yield Block(prepared, pairs[rank], bounds[rank][0])
 
