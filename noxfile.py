@@ -180,13 +180,56 @@ PLACES = (
     *(".audit", ".cli", ".cli.pages.faults", ".cli.pages.recipes", ".cli.pages.numbers", ".cli.pages.release"),
 )
 
+# What pdoc shows of a class: what this package says of it, also where a class without a page of its own says it; of other libraries'
+# classes nothing; attributes without a text stand in the text of their class.
+TEMPLATE = """
+{% extends "default/module.html.jinja2" %}
+{% macro is_public(doc) %}
+    {% if doc.kind == "module" or doc.taken_from[0].startswith("lightning_ddp_losses") %}
+        {% if doc.docstring or doc.name == "__init__" or doc.is_enum_member or "." not in doc.qualname %}
+            {{ default_is_public(doc) }}
+        {% endif %}
+    {% endif %}
+{% endmacro %}
+{% macro inherited(cls) %}
+    {% for base, members in cls.inherited_members.items() if base[0] not in all_modules %}
+        {% for m in members if m.name != "__init__" and is_public(m) | trim %}
+            <div id="{{ m.qualname }}" class="classattr">{{ member(m) }}</div>
+        {% endfor %}
+    {% endfor %}
+    {{ default_inherited(cls) }}
+{% endmacro %}
+"""
+
+
+def broken_links(site: Path) -> list[str]:
+    """Return the links of HTML pages to other pages, and to places in pages, that are not there."""
+    texts = {page.resolve(): page.read_text() for page in site.rglob("*.html")}
+    anchors = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in texts.items()}
+    broken = set()
+    for page, text in texts.items():
+        for link in re.findall(r'<a [^>]*?href="([^":$]*)"', text):
+            path, _, anchor = link.partition("#")
+            target = page
+            if path:
+                target = (page.parent / path).resolve()
+            if not target.exists() or (anchor and anchor not in anchors[target]):
+                broken.add(f"{page.name}: {link}")
+    return sorted(broken)
+
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the manual as HTML, with a search: site/index.html."""
+    """Build the manual as HTML, with a search: site/index.html; a link to nowhere is an error."""
     install(session, "docs", extras="[demo]")
+    templates = Path(session.create_tmp()) / "templates"
+    templates.mkdir(exist_ok=True)
+    (templates / "module.html.jinja2").write_text(TEMPLATE)
     modules = [f"lightning_ddp_losses{place}" for place in PLACES]
-    session.run("pdoc", "--docformat", "google", "--no-show-source", "-o", "site", *modules, *session.posargs)
+    options = ("--docformat", "google", "--no-show-source", "--template-directory", str(templates), "-o", "site")
+    session.run("pdoc", *options, *modules, *session.posargs)
+    if broken := broken_links(Path("site")):
+        session.error("The manual has links to nowhere:\n" + "\n".join(broken))
     session.log("The manual is site/index.html.")
 
 

@@ -62,7 +62,8 @@ from lightning_ddp_losses.callbacks.optimizer_check import OptimizerCheck
 from lightning_ddp_losses.callbacks.parameter_sync import ParameterSyncCheck
 from lightning_ddp_losses.core.faults import FAULTS
 
-Moment = CheckStage  # its name in the first release, which checks of users import
+Moment = CheckStage
+"""The name of ``CheckStage`` in the first release, which checks of users import."""
 
 __all__ = [
     "FAULTS",
