@@ -34,11 +34,6 @@ _RANK_0_SECONDS = 20.0  # how long a rank waits to learn whether rank 0 has the 
 _RANK_0_SECONDS_OF_PARTS = 600.0  # the same where it cannot store its own, having but parts of some
 _BYTES = 1 << 24  # written and digested at a time
 
-
-GRADIENT_STAGES = ("backward", "reduced", "hooked", "used")
-"""A gradient's way to the optimizer: as backward leaves it, which is when DDP has reduced its own; after the strategy's whole backward,
-which is when this package's strategy has reduced its own; after the module's ``on_before_optimizer_step``; as the step used it."""
-
 # ---------------------------------------------------------------------- what a rank did
 
 RowCount = int | None
@@ -153,7 +148,9 @@ class RankRecord:
         lightning_backwards: Backward calls that went through Lightning's strategy.
         tensor_backwards: All calls of ``Tensor.backward``.
         metric_losses: Metrics of torchmetrics that returned a value with gradient.
-        fingerprints: Of the gradients on their way to each step, by stage (``GRADIENT_STAGES``) and name; on ranks only.
+        fingerprints: Of the gradients on their way to each step, by stage and name; on ranks only. ``"backward"``: as backward leaves
+            them, which is when DDP has reduced its own; ``"reduced"``: after the strategy's whole backward, which is when this package's
+            has reduced its own; ``"hooked"``: after the module's ``on_before_optimizer_step``; ``"used"``: as the step used them.
         parameter_events: What happened to a parameter after the wrap (``"replaced after the wrap"``), by name.
         trace: Calls of the modules in the traced step, in forward order.
         module_info: The module and its trainer when training started.

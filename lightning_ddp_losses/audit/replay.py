@@ -181,7 +181,7 @@ _ASSIGNMENTS: dict[str, Assignment] = {
 
 
 def plan_replay(
-    recording: Recording, assignment: str, *, steps: int, rank: int = 0, whole_windows: bool = False
+    recording: Recording, assignment: str, *, steps: int, rank: int, whole_windows: bool
 ) -> tuple[Plan, ...]:
     """Plan a replay of the batches that the ranks had, one plan for each process.
 

@@ -153,7 +153,7 @@ class BatchCheck(LocalCheck, default=True):
     def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Watch the losses that compare samples, and batch norm's input in the first step."""
         self._forget()
-        guard = partial(self.runner.guarded, self, "a hook before forward")
+        guard = partial(self.runner.guarded, self)
         self._pairs = PositivePairs(local_contrastive_losses(module), guard)
 
         def see_input(norm: nn.Module, args: tuple[Any, ...]) -> None:

@@ -136,7 +136,7 @@ class BufferSyncCheck(LocalCheck, default=True):
             if id(wrapped) in known:
                 self._see_forward(wrapped)
 
-        hook = self.runner.guarded(self, "a hook before forward", see_forward)
+        hook = self.runner.guarded(self, see_forward)
         self._handles = [wrapped.register_forward_pre_hook(hook) for wrapped in watched]
 
     def _see_forward(self, wrapped: nn.Module) -> None:

@@ -252,7 +252,7 @@ class StepState:
     """
 
     def __init__(
-        self, runner: CheckRunner, parameters: Mapping[str, Tensor], compared: Sequence[TensorSlice] | None = None
+        self, runner: CheckRunner, parameters: Mapping[str, Tensor], compared: Sequence[TensorSlice] | None
     ) -> None:
         self._runner, self._parameters = runner, parameters
         self._snapshot = snapshot = runner.shared(DDPSnapshot)

@@ -78,7 +78,7 @@ class PositivePairs:
         without: By path of the loss, whether its latest call was one.
     """
 
-    def __init__(self, losses: dict[str, nn.Module], guard: Callable[[Any], Any] = lambda function: function) -> None:
+    def __init__(self, losses: dict[str, nn.Module], guard: Callable[[Any], Any]) -> None:
         self.without: dict[str, bool] = {}
         self._calls = 0
         self._handles: list[RemovableHandle] = []

@@ -137,7 +137,7 @@ class RowExchange:
         bytes: Bytes that this rank sent in them.
     """
 
-    def __init__(self, check_peers: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, check_peers: Callable[[], None]) -> None:
         self._check_peers = check_peers
         self.gathers = 0
         self.bytes = 0

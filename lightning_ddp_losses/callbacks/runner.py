@@ -393,8 +393,8 @@ class CheckRunner:
 
     # ------------------------------------------------------------------ checks that fail by themselves
 
-    def guarded(self, check: Check, place: str, function: Callable[..., None]) -> Callable[..., None]:
-        """Return a function for a hook in the user's forward: what it raises is the check's failure, and not the training's.
+    def guarded(self, check: Check, function: Callable[..., None]) -> Callable[..., None]:
+        """Return a function for a hook before the user's forward: what it raises is the check's failure, and not the training's.
 
         A function and no method: a copy of the module (the dry run makes one) must not copy the check along.
         """
@@ -405,7 +405,7 @@ class CheckRunner:
             try:
                 function(*args)
             except Exception as error:
-                self.note_failure(check, place, error)
+                self.note_failure(check, "a hook before forward", error)
 
         return call
 

@@ -37,13 +37,9 @@ class RunReport(Callback):
 
     After predict it writes the gathered `embeddings.npy` and `labels.npy`. A missing plotting package costs the pictures
     only.
-
-    Args:
-        console: Where to print; standard output if not given.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console
+    def __init__(self) -> None:
         self.started = time.perf_counter()
         self.outputs: list[tuple[str, str]] = []
         self.tables: list[str | Table] = []
@@ -93,7 +89,7 @@ class RunReport(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Print, now that the progress bar has left the terminal alone."""
-        console = self.console or Console()
+        console = Console()
         for table in self.tables:
             console.print(table, highlight=False)
         for name, value in self.outputs:  # paths and package extras hold brackets, which are no markup

@@ -31,10 +31,6 @@ class HostCopy:
         self._event = torch.Event(values.device)
         self._event.record(torch.accelerator.current_stream(values.device))
 
-    def has_arrived(self) -> bool:
-        """Say whether ``read`` would not wait."""
-        return self._event is None or self._event.query()
-
     def read(self) -> Tensor:
         """Return the values; waits where they have not arrived yet."""
         if self._event is not None:

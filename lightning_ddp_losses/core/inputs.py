@@ -195,8 +195,8 @@ def check_inputs(
     kwargs: dict[str, Any],
     *,
     read_values: bool,
-    refuse_nan: bool = True,
-    allow_empty: bool = False,
+    refuse_nan: bool,
+    allow_empty: bool,
 ) -> None:
     """Refuse inputs that the loss cannot take.
 

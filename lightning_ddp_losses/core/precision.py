@@ -64,7 +64,7 @@ def parameters_of(module: nn.Module) -> list[Tensor]:
     return found
 
 
-def has_buffers(module: nn.Module, left_out: Sequence[nn.Module] = ()) -> bool:
+def has_buffers(module: nn.Module, left_out: Sequence[nn.Module]) -> bool:
     """Say whether a module has buffers, those of some modules inside it left out."""
     stack = [module]
     while stack:

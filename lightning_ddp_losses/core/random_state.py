@@ -28,7 +28,7 @@ class RandomSource(NamedTuple):
     seed: Callable[[int], Any]
 
 
-def torch_generators(devices: Iterable[torch.device] = ()) -> list[torch.Generator]:
+def torch_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     """Return torch's own generators of the CPU and of the accelerators among these, each once.
 
     Not ``torch.manual_seed``'s choice: it seeds every device there is, and formats a stack trace for each kind that is not in use.

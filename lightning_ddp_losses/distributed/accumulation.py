@@ -198,7 +198,7 @@ class AccumulationWindow:
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        micro_batches: int = 1,
+        micro_batches: int,
         gathered: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         self._parameters, self._gathered = dict(parameters), gathered

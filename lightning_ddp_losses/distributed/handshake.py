@@ -213,7 +213,7 @@ class PendingHandshake:
         payload: bytes,
         channel: Channel,
         *,
-        handshake_bytes: int | None = None,
+        handshake_bytes: int | None,
         timeout: timedelta | None = None,
         origin: int = OURS,
     ) -> None:

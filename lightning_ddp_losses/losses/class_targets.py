@@ -72,7 +72,7 @@ class LocalClasses:
         columns = positions.clamp(0, stop - start - 1)
         return Targets(columns == positions, columns.unsqueeze(1))
 
-    def local_targets(self, weight: Tensor, *, listed: bool = False) -> LocalTargets:
+    def local_targets(self, weight: Tensor, *, listed: bool) -> LocalTargets:
         """Find the rows whose class is on this rank.
 
         Args:

@@ -162,7 +162,7 @@ def exchange_partials(
     handshake: Callable[[bytes], list[bytes]],
     *,
     group: Group,
-    on_host: bool = False,
+    on_host: bool,
 ) -> GlobalStats:
     """Return all ranks' numbers of the sub-losses.
 

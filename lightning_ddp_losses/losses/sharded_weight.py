@@ -47,7 +47,7 @@ class ShardedWeight:
         world_size: Ranks over which the weight is sharded; 0: not yet.
     """
 
-    def __init__(self, title: str, head: Head, full_shape: Sequence[int], *, seed: int | None = None) -> None:
+    def __init__(self, title: str, head: Head, full_shape: Sequence[int], *, seed: int | None) -> None:
         self.name = head.weight_name
         self.full_shape = tuple(full_shape)
         self.num_classes = self.full_shape[head.class_dim] // head.per_class

@@ -245,7 +245,7 @@ class GlobalBatches(BatchSampler):
         drop_last: False keeps a last batch that was to be left out (Lightning in prediction).
     """
 
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool = False) -> None:
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
         draw = getattr(batch_size, "draw", None)
         if not isinstance(draw, GlobalDraw):
             raise ConfigurationError(

@@ -71,8 +71,8 @@ class GlobalDraw:
         *,
         local_batch_size: int | None = None,
         global_batch_size: int | None = None,
-        drop_last: bool = False,
-        seed: int | None = None,
+        drop_last: bool,
+        seed: int | None,
     ) -> None:
         self.source = checked_sampler(sampler)
         self.title = f"GlobalBatchSampler({type(sampler).__name__})"

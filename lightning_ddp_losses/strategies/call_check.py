@@ -97,7 +97,7 @@ class CallCheck:
         parameters: ReducedParameters,
         reducer: LossReducer,
         counters: Sequence[CallCounter],
-        first_bucket: int = 0,
+        first_bucket: int,
     ) -> None:
         self._parameters, self._reducer = parameters, reducer
         self._counters = list(counters)

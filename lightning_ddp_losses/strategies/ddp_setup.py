@@ -366,7 +366,7 @@ def _describe_tensor(name: str, tensor: Tensor) -> str:
 # ---------------------------------------------------------------------- data loaders
 
 
-def describe_reshuffle(dataloader: object, *, injecting: bool = True) -> str | None:
+def describe_reshuffle(dataloader: object, *, injecting: bool) -> str | None:
     """Return what Lightning did to the order of a structured sampler, as an error text; None where it left the order alone.
 
     Args:

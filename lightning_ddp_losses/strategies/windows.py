@@ -28,7 +28,7 @@ class LightningWindows:
     """
 
     def __init__(
-        self, parameters: Callable[[], Mapping[str, Tensor]], gathered: Callable[[], Mapping[str, Tensor]] = dict
+        self, parameters: Callable[[], Mapping[str, Tensor]], gathered: Callable[[], Mapping[str, Tensor]]
     ) -> None:
         self._parameters, self._gathered = parameters, gathered
         self._window: AccumulationWindow | None = None

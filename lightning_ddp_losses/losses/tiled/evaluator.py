@@ -135,11 +135,11 @@ class TiledEvaluator:
         symmetric: bool,
         world: int,
         tile_bytes: int | None,
-        ring_rows: RingRows | None = None,
-        open_backward: Callable[[], object] | None = None,
-        on_device: bool = False,
-        compiler: TileCompiler | None = None,
-        products: ProductForm = "float32",
+        ring_rows: RingRows | None,
+        open_backward: Callable[[], object] | None,
+        on_device: bool,
+        compiler: TileCompiler | None,
+        products: ProductForm,
     ) -> None:
         self._products = products
         self._loss, self._plan, self._call, self._symmetric, self._world = loss, plan, call, symmetric, world

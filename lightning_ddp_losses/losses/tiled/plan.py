@@ -28,7 +28,7 @@ class TiledPlan:
     reductions: tuple[Reduction, ...]
     symmetric: bool
 
-    def is_symmetric(self, given: Mapping[str, Any], *, two_views: bool = False) -> bool:
+    def is_symmetric(self, given: Mapping[str, Any], *, two_views: bool) -> bool:
         """Tells whether a call with these arguments compares the rows of one batch with each other.
 
         Args:
