@@ -20,7 +20,8 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 
 | file | what it holds |
 |---|---|
-| ``global_batch`` | `GlobalBatchLoss`, `GlobalBatchMiner`: validate, choose, run; what they refuse; a memory's position |
+| ``global_batch`` | `GlobalBatchLoss`, `GlobalBatchMiner`: validate, choose, run |
+| ``global_batch_options``, ``queue_position`` | options that they refuse; where a cross-batch memory stands |
 | ``evaluations`` | `Elements`, `Rows`, `Tiled`, `Replicated`: how a call is evaluated |
 | ``pml_registry`` | pytorch-metric-learning (PML) by class: losses, reducers, distances |
 | ``gathered_call`` | a call's arguments over all ranks, its shared seed, a miner's weights |

@@ -1,7 +1,6 @@
 """`GlobalBatchLoss`: any loss, evaluated as if on the concatenated global batch, with the exact gradient; `GlobalBatchMiner` likewise.
 
-A call is validated, an evaluation that is exact for it is chosen (``evaluations``), and that runs. This file also holds what is
-refused when a loss is wrapped, and the position of a cross-batch memory, which PML saves nowhere.
+A call is validated, an evaluation that is exact for it is chosen (``evaluations``), and that runs.
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``D`` embedding size.
 """
@@ -30,7 +29,7 @@ from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, Gath
 from lightning_ddp_losses.distributed.narrow_rows import narrow_batches
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
 from lightning_ddp_losses.losses.evaluations import Elements, LocalCall, Replicated, Rows, StatsExchange, Tiled
 from lightning_ddp_losses.losses.gathered_call import (
     GlobalTuples,
@@ -40,22 +39,25 @@ from lightning_ddp_losses.losses.gathered_call import (
     by_name,
     same_draws,
 )
+from lightning_ddp_losses.losses.global_batch_options import (
+    no_ring,
+    not_exact,
+    refuse_tensor_cores,
+    refuse_tiles,
+    refuse_unfit,
+)
 from lightning_ddp_losses.losses.pml_registry import (
-    MODES,
     PML_NAMES,
     Mode,
     allowed_modes,
     facts_of,
-    gathers_by_itself,
     has_per_anchor,
     is_pml_loss,
     is_separable,
-    losses_in_tiles,
-    returns_no_number,
 )
-from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form, refuse_products
+from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form
+from lightning_ddp_losses.losses.queue_position import QueuePosition
 from lightning_ddp_losses.losses.tiled import TileCompiler, tiled_plan
-from lightning_ddp_losses.losses.tiled.tiles import is_one_product
 from lightning_ddp_losses.losses.two_views import (
     compares_one_way,
     labelled_arguments,
@@ -142,8 +144,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     ) -> None:
         super().__init__()
         refuse_unfit(loss, mode, backward)
-        _refuse_tiles(loss, mode, tile_bytes, gather)
-        _refuse_products(loss, mode, products)
+        refuse_tiles(loss, mode, tile_bytes, gather)
+        refuse_tensor_cores(loss, mode, products)
         # how the loss is configured
         self.loss = loss
         self.mode = mode
@@ -253,7 +255,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         modes = self.exact_modes()
         mode = modes[0] if self.mode == "auto" else self.mode
         if mode not in modes:
-            handshake.raise_on_all_ranks(_not_exact(self._title, mode, modes), self._title, group=self._group)
+            handshake.raise_on_all_ranks(not_exact(self._title, mode, modes), self._title, group=self._group)
         try:
             if self._is_pml:
                 evaluation, call = self._choose_pml(mode, form, args, kwargs)
@@ -331,7 +333,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             counted = ("embeddings",)
             plan = tiled_plan(loss)
             if plan is None or not plan.is_symmetric(given, two_views=two_views):
-                raise _no_ring(self._title, "labels, and no references or tuples", sorted(given))
+                raise no_ring(self._title, "labels, and no references or tuples", sorted(given))
 
         def backward(counts: dict[str, list[int]]) -> Backward:
             # where each rank computes its own anchors, the gradients of a row come from all ranks
@@ -492,160 +494,3 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
             tuples = self.miner(**call.arguments)
         ranks = process_groups.members(self._group)
         return GlobalTuples.of(tuples, dict(zip(ranks, call.counts["embeddings"], strict=True)))
-
-
-# ---------------------------------------------------------------------- what is refused
-
-
-def refuse_unfit(loss: nn.Module, mode: str, backward: str) -> None:
-    """Refuse what cannot be made global, by name.
-
-    Raises:
-        ConfigurationError: no module, an unknown mode, a reduction that happens later, a mode that is not exact for the loss.
-    """
-    if not isinstance(loss, nn.Module):
-        raise ConfigurationError("GlobalBatchLoss: loss", expected="a torch.nn.Module", got=repr(loss))
-    title = f"GlobalBatchLoss({type(loss).__name__})"
-    if mode not in ("auto", *MODES):
-        raise ConfigurationError("GlobalBatchLoss: mode", expected=f"'auto' or one of {MODES}", got=repr(mode))
-    if backward not in ("own_slice", "sum"):
-        raise ConfigurationError("GlobalBatchLoss: backward", expected="'own_slice' or 'sum'", got=repr(backward))
-    # what is reduced later cannot be made global here
-    if any(returns_no_number(getattr(module, "reducer", None)) for module in loss.modules()):
-        raise ConfigurationError(
-            f"{title}: reducer",
-            expected="one that returns a number",
-            got="DoNothingReducer, which returns a dict",
-            fix="Give the loss the reducer that you apply afterwards.",
-        )
-    _refuse_global_parts(loss)
-    if isinstance(loss, TORCH_LOSS_TYPES) and getattr(loss, "reduction", "mean") == "none":
-        raise ConfigurationError(
-            f"{title}: reduction",
-            expected="'mean' or 'sum'",
-            got="'none'",
-            fix="What is reduced later cannot be made global here; let the loss reduce.",
-        )
-    allowed = allowed_modes(labelled_loss(loss))
-    if mode != "auto" and mode not in allowed:
-        raise _not_exact(title, mode, allowed)
-
-
-def refuse_gather(title: str, gather: str) -> None:
-    """Refuse a way for rows to travel that is not known.
-
-    Raises:
-        ConfigurationError: with what, expected and got.
-    """
-    if gather not in ("all", "ring"):
-        raise ConfigurationError(f"{title}: gather", expected="'all' or 'ring'", got=repr(gather))
-
-
-def _refuse_global_parts(loss: nn.Module) -> None:
-    """Refuse parts that gather by themselves: rows gathered once more would count W times."""
-    for name, module in loss.named_modules():
-        if gathers_by_itself(module):
-            place = f" in {name}" if name else ""
-            raise ConfigurationError(
-                f"GlobalBatchLoss({type(loss).__name__})",
-                expected="losses and miners that look at the rows they are given",
-                got=f"{type(module).__name__}{place}, which gathers the rows of all ranks by itself",
-                fix="Leave out one of the two wrappers.",
-            )
-
-
-def _refuse_tiles(loss: nn.Module, mode: str, tile_bytes: int | None, gather: str) -> None:
-    """Refuse a tile of no size, and a ring that the loss cannot go round."""
-    title = f"GlobalBatchLoss({type(loss).__name__})"
-    if tile_bytes is not None and (isinstance(tile_bytes, bool) or not isinstance(tile_bytes, int) or tile_bytes < 1):
-        raise ConfigurationError(
-            f"{title}: tile_bytes", expected="a positive number of bytes, or None", got=repr(tile_bytes)
-        )
-    refuse_gather(title, gather)
-    if gather == "all":
-        return
-    plan, inner = None, labelled_loss(loss)
-    if mode in ("auto", "rows") and allowed_modes(inner)[0] == "rows" and not compares_one_way(loss):
-        plan = tiled_plan(inner)
-    if plan is None or not plan.symmetric or getattr(inner, "embedding_regularizer", None) is not None:
-        names = sorted(name for name, pair_loss in losses_in_tiles().items() if pair_loss.symmetric)
-        expected = (
-            f"one of {', '.join(names)}, mode 'rows', without regulariser; or SelfSupervisedLoss of one, both ways"
-        )
-        raise _no_ring(title, expected, "another configuration")
-
-
-def _refuse_products(loss: nn.Module, mode: str, products: ProductChoice) -> None:
-    """Refuse tensor cores for a loss whose tiles are not products of rows."""
-    title = f"GlobalBatchLoss({type(loss).__name__})"
-    refuse_products(title, products)
-    if products in ("float32", "auto"):
-        return
-    inner = labelled_loss(loss)
-    is_tiled = mode in ("auto", "rows") and tiled_plan(inner) is not None
-    if not is_tiled or not is_one_product(inner.distance):
-        raise ConfigurationError(
-            f"{title}: products",
-            expected="'float32' or 'auto' for a loss that is not evaluated in tiles of products (cosine similarity or dot product)",
-            got=repr(products),
-        )
-
-
-def _no_ring(title: str, expected: object, got: object) -> ConfigurationError:
-    """Return the error for rows that cannot be passed on."""
-    return ConfigurationError(f"{title}: gather='ring'", expected=expected, got=got, fix="Use gather='all'.")
-
-
-def _not_exact(title: str, mode: str, modes: Sequence[str]) -> ConfigurationError:
-    """Return the error for a mode that is not exact for a loss."""
-    return ConfigurationError(
-        f"{title}: mode",
-        expected=f"one that is exact for this loss as configured: {', '.join(modes)}",
-        got=repr(mode),
-        fix="Use mode='auto', or declare the class with register_row_separable / register_element_wise.",
-    )
-
-
-# ---------------------------------------------------------------------- a cross-batch memory's position
-
-
-class QueuePosition(nn.Module):
-    """Where the next row of a ``CrossBatchMemory`` goes; PML keeps it in plain attributes, which no checkpoint saves.
-
-    Args:
-        memories: Of one loss, in the order of its modules.
-    """
-
-    position: Tensor
-    memories: list[CrossBatchMemory]
-
-    def __init__(self, memories: list[CrossBatchMemory]) -> None:
-        super().__init__()
-        self.__dict__["memories"] = memories  # no submodules: they are registered beside this one
-        self.register_buffer("position", torch.zeros(2 * len(memories), dtype=torch.int64))
-        self.register_load_state_dict_post_hook(_restore)  # type: ignore[no-untyped-call]
-
-    def check(self, rows: int, title: str) -> None:
-        """Refuse a global batch that a memory cannot hold."""
-        for memory in self.memories:
-            if rows > memory.memory_size:
-                raise InputError(
-                    f"{title}: memory_size",
-                    expected=f"at least the global batch of {rows} rows",
-                    got=memory.memory_size,
-                    fix="The memory takes the rows of all ranks; raise memory_size.",
-                    collective=True,
-                )
-
-    def update_(self) -> None:
-        """Copy the memories' positions into the buffer."""
-        positions = []
-        for memory in self.memories:
-            positions += [memory.queue_idx, int(memory.has_been_filled)]
-        self.position.copy_(torch.tensor(positions))
-
-
-def _restore(module: nn.Module, _: Any) -> None:
-    assert isinstance(module, QueuePosition)
-    for memory, (index, filled) in zip(module.memories, module.position.view(-1, 2).tolist(), strict=True):
-        memory.queue_idx, memory.has_been_filled = index, bool(filled)

@@ -32,7 +32,7 @@ from lightning_ddp_losses.losses.column_blocks import (
     RingColumns,
     RowForm,
 )
-from lightning_ddp_losses.losses.global_batch import refuse_gather
+from lightning_ddp_losses.losses.global_batch_options import refuse_gather
 from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form, refuse_products
 from lightning_ddp_losses.losses.tile_budget import tile_budget
 from lightning_ddp_losses.losses.unit_rows import unit_rows

@@ -26,8 +26,8 @@ from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.losses.gathered_call import PMLCall, SeedCounter
 from lightning_ddp_losses.losses.row_chunks import chunks_of
+from lightning_ddp_losses.losses.tiled.distances import tile_distance
 from lightning_ddp_losses.losses.tiled.evaluator import rows_of_a_tile
-from lightning_ddp_losses.losses.tiled.tiles import tile_distance
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 

@@ -5,7 +5,8 @@
 | ``evaluator`` | how a loss is evaluated in tiles, if it is; one call, there and back |
 | ``pair_losses`` | what a loss says about one tile (``PairLoss``); NT-Xent, SupCon, multi-similarity |
 | ``margin_losses`` | contrastive and triplet margin loss |
-| ``tiles`` | a tile: which entries are positives and negatives, distances and what they give back |
+| ``tiles`` | a tile: which entries are positives and negatives |
+| ``distances`` | how far rows are from columns, and what that gives back |
 | ``tile_functions`` | the elementwise part of a tile with masks in place of lists, one pure function per loss and direction |
 | ``tile_compiler`` | these functions compiled, where that is asked for |
 | ``accumulators`` | pytorch-metric-learning's reducers on row sums |

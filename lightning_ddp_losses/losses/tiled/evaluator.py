@@ -41,6 +41,7 @@ from lightning_ddp_losses.losses.products import ProductForm
 from lightning_ddp_losses.losses.recorded_stats import collects_counts
 from lightning_ddp_losses.losses.tile_budget import MASKED_BYTES, tile_budget
 from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal
+from lightning_ddp_losses.losses.tiled.distances import Prepared, tile_distance
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
 from lightning_ddp_losses.losses.tiled.plan import TiledPlan
 from lightning_ddp_losses.losses.tiled.tile_compiler import TileCompiler
@@ -51,11 +52,9 @@ from lightning_ddp_losses.losses.tiled.tiles import (
     MaskedTile,
     PairList,
     Pairs,
-    Prepared,
     Tile,
     TripletTuples,
     TuplePairs,
-    tile_distance,
 )
 
 # Few rows have few classes, hence few columns with positives; too few read the columns too often, and small tiles are all overhead.

@@ -1,0 +1,257 @@
+"""Distances of a tile's entries, and what these give back: PML's by its own code, and the common ones as one matrix product.
+
+Legend: ``T`` rows of a tile, ``C`` columns, ``D`` embedding size. A matrix comes multiplied by ``scale``, which a loss would otherwise
+have to do in one more pass over memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.core.autograd_graph import own_graph
+from lightning_ddp_losses.losses.pml_registry import DISTANCES
+from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, as_slope_, product
+from lightning_ddp_losses.losses.unit_rows import UnitRows, divide_by_length
+
+# torch.cdist subtracts row by row up to so many rows on either side, and multiplies matrices beyond (torch 2.13, measured 2026)
+_DIRECT_ROWS = 25
+
+
+class Prepared(NamedTuple):
+    """Embeddings as a distance compares them, without their graph: ``TileDistance.prepare_vjp`` is their backward.
+
+    Attributes:
+        rows: (n, D), or as the distance keeps them.
+        lengths: (n, 1), what the embeddings were divided by; None: they were not, or another way.
+    """
+
+    rows: Tensor
+    lengths: Tensor | None
+
+    def part(self, start: int, stop: int, *, copy: bool) -> Prepared:
+        """Takes some of the rows, as views or copies."""
+        parts = (self.rows[start:stop], None if self.lengths is None else self.lengths[start:stop])
+        if not copy:
+            return Prepared(*parts)
+        return Prepared(parts[0].clone(), None if parts[1] is None else parts[1].clone())
+
+
+class TileDistance:
+    """Any distance of pytorch-metric-learning on tiles, by its own ``compute_mat`` and autograd.
+
+    Args:
+        distance: The loss's distance.
+
+    Attributes:
+        needs_matrix_in_vjp: ``vjp_`` reads the matrix itself beside its gradient.
+    """
+
+    needs_matrix_in_vjp: bool = False
+
+    def __init__(self, distance: Any) -> None:
+        self._distance = distance
+
+    @torch.no_grad()
+    def prepare(self, embeddings: Tensor) -> Prepared:
+        """Normalises (n, D) rows where the distance asks for it."""
+        distance = self._distance
+        if not distance.normalize_embeddings:
+            return Prepared(embeddings.detach(), None)
+        if distance.p != 2:
+            return Prepared(distance.normalize(embeddings), None)
+        return Prepared(*divide_by_length(embeddings))
+
+    def prepare_vjp(self, embeddings: Tensor, prepared: Prepared, grad: Tensor) -> Tensor:
+        """Computes the gradient of (n, D) embeddings from that of their ``Prepared`` rows."""
+        distance, unit, lengths = self._distance, prepared.rows, prepared.lengths
+        if not distance.normalize_embeddings:
+            return grad
+        if lengths is None:
+            with own_graph():
+                leaf = embeddings.detach().requires_grad_()
+                (found,) = torch.autograd.grad(distance.normalize(leaf), leaf, grad)
+            return found
+        return UnitRows(unit, lengths).vjp(grad)
+
+    def prepare_columns(self, prepared: Tensor) -> Tensor:
+        """Makes what is kept of the columns, from what ``prepare`` returned."""
+        return prepared
+
+    def row_bytes(self, columns: Tensor) -> int:
+        """Computes how many bytes one row of a tile takes."""
+        entries = columns.shape[0]
+        if DISTANCES[type(self._distance)].form == "differences":  # PML subtracts row by row: (T, C, D)
+            entries *= columns.shape[1]
+        return entries * columns.element_size()
+
+    def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
+        """Computes (T, C), ``scale`` times the distances, into ``out``."""
+        return torch.mul(self._compute(rows, columns), scale, out=out)
+
+    def vjp_(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        scale: float,
+        matrix: Tensor,
+        matrix_grad: Tensor,
+        columns_grad: Tensor | None,
+    ) -> Tensor:
+        """Computes the gradient of the rows from that of a matrix.
+
+        Args:
+            rows: (T, D).
+            columns: From ``prepare_columns``.
+            scale: As in ``matrix``.
+            matrix: (T, C), as ``matrix`` gave it, or as an earlier call left it; may be overwritten.
+            matrix_grad: (T, C), may be overwritten.
+            columns_grad: (C, D), to which the columns' gradient is added; None: not wanted.
+
+        Returns:
+            (T, D).
+        """
+        with own_graph():
+            row_leaf = rows.detach().requires_grad_()
+            column_leaf = columns.detach().requires_grad_(columns_grad is not None)
+            leaves = (row_leaf,) if columns_grad is None else (row_leaf, column_leaf)
+            grads = torch.autograd.grad(self._compute(row_leaf, column_leaf), leaves, matrix_grad * scale)
+        if columns_grad is not None:
+            columns_grad += grads[1]
+        return grads[0]
+
+    def _compute(self, rows: Tensor, columns: Tensor) -> Tensor:
+        matrix: Tensor = self._distance.compute_mat(rows, columns)
+        return matrix if self._distance.power == 1 else matrix**self._distance.power
+
+
+class DotProduct(TileDistance):
+    """Similarity as a product: two matrix products, nothing else."""
+
+    def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
+        return torch.addmm(out, rows, columns.T, beta=0, alpha=scale, out=out)
+
+    def vjp_(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        scale: float,
+        matrix: Tensor,
+        matrix_grad: Tensor,
+        columns_grad: Tensor | None,
+    ) -> Tensor:
+        if columns_grad is not None:
+            columns_grad.addmm_(matrix_grad.T, rows, alpha=scale)
+        return torch.addmm(rows, matrix_grad, columns, beta=0, alpha=scale)
+
+
+class TensorCoreProduct(TileDistance):
+    """The same on tensor cores (``products``); rows of bf16 carry their length as one number more, which gets no gradient.
+
+    Args:
+        distance: The loss's distance.
+        form: How rows are multiplied.
+    """
+
+    def __init__(self, distance: Any, form: ProductForm) -> None:
+        super().__init__(distance)
+        self._form = form
+        self._has_lengths = form == "bf16" and bool(distance.normalize_embeddings)
+
+    def prepare(self, embeddings: Tensor) -> Prepared:
+        prepared = super().prepare(embeddings)
+        if not self._has_lengths:
+            return prepared
+        assert prepared.lengths is not None
+        return Prepared(torch.cat([prepared.rows, prepared.lengths], 1), prepared.lengths)
+
+    def prepare_vjp(self, embeddings: Tensor, prepared: Prepared, grad: Tensor) -> Tensor:
+        unit = Prepared(self._without_lengths(prepared.rows), prepared.lengths)
+        return super().prepare_vjp(embeddings, unit, self._without_lengths(grad))
+
+    def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
+        return out.copy_(product(self._operand(rows), self._operand(columns), scale))
+
+    def vjp_(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        scale: float,
+        matrix: Tensor,
+        matrix_grad: Tensor,
+        columns_grad: Tensor | None,
+    ) -> Tensor:
+        slope = as_slope_(matrix_grad.mul_(scale), self._operand(rows), self._operand(columns))
+        if columns_grad is not None:
+            slope.add_to_right_(self._without_lengths(columns_grad))
+        grad = torch.zeros_like(rows)
+        slope.add_to_left_(self._without_lengths(grad))
+        return grad
+
+    def _operand(self, rows: Tensor) -> Operand:
+        return as_operand(self._without_lengths(rows), self._form, rows[:, -1] if self._has_lengths else None)
+
+    def _without_lengths(self, rows: Tensor) -> Tensor:
+        return rows[:, :-1] if self._has_lengths else rows
+
+
+class EuclideanDistance(TileDistance):
+    """Euclidean distance as torch computes it for many rows: the root of |x|^2 - 2xy + |y|^2, in one matrix product.
+
+    The columns carry (y, 1, |y|^2).
+    """
+
+    needs_matrix_in_vjp = True  # the root's derivative divides by the distance
+
+    def prepare_columns(self, prepared: Tensor) -> Tensor:
+        squares = prepared.square().sum(1, keepdim=True)
+        return torch.cat([prepared, torch.ones_like(squares), squares], 1)
+
+    def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
+        squares = rows.square().sum(1, keepdim=True)
+        extended = torch.cat([rows * -2, squares, torch.ones_like(squares)], 1)
+        torch.mm(extended, columns.T, out=out).clamp_min_(0).sqrt_()
+        if scale != 1:
+            out.mul_(scale)
+        return out
+
+    def vjp_(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        scale: float,
+        matrix: Tensor,
+        matrix_grad: Tensor,
+        columns_grad: Tensor | None,
+    ) -> Tensor:
+        # gradient over |scale x distance|, 0 where points coincide; what is left of scale x scale has its sign
+        scaled_distance = matrix if scale > 0 else matrix.abs_()
+        ratio = matrix_grad.div_(torch.threshold_(scaled_distance, 0, torch.inf))
+        points, factor = columns[:, :-2], scale * abs(scale)
+        if columns_grad is not None:
+            columns_grad.addcmul_(points, ratio.sum(0).unsqueeze(1), value=factor).addmm_(ratio.T, rows, alpha=-factor)
+        return (rows * ratio.sum(1, keepdim=True)).sub_(torch.mm(ratio, points)).mul_(factor)
+
+
+def is_one_product(distance: Any) -> bool:
+    """Tells whether tiles of a distance are products of rows with rows, which may run on tensor cores."""
+    facts = DISTANCES.get(type(distance))
+    return facts is not None and facts.form == "product" and bool(distance.power == 1)
+
+
+def tile_distance(distance: Any, columns: int, products: ProductForm = "float32") -> TileDistance:
+    """Chooses how tiles of a distance are computed.
+
+    Args:
+        distance: One of pytorch-metric-learning's own.
+        columns: C; torch computes Euclidean distances of few rows another way.
+        products: How rows are multiplied where that is all there is to it.
+    """
+    if is_one_product(distance):
+        return DotProduct(distance) if products == "float32" else TensorCoreProduct(distance, products)
+    is_norm = DISTANCES[type(distance)].form == "norm" and distance.power == 1
+    if is_norm and distance.p == 2 and columns > _DIRECT_ROWS:
+        return EuclideanDistance(distance)
+    return TileDistance(distance)
