@@ -170,14 +170,10 @@ def gather_without_autograd(context: AuditContext) -> Diagnosis | None:
     exact_losses = ""
     if _is_factor(losses, 1.0):
         exact_losses = ", and the loss's own are exact"
-    return Diagnosis(
-        "F20",
-        "a gather or reduction without autograd",
+    return _without_autograd(
         f"The encoder's gradients are {_factor_text(encoder)} = 1/{context.W} of one process's, in the same direction"
         f"{exact_losses}: the value is global, but the gradient flows through this rank's part only and DDP then divides "
         "by the number of ranks.",
-        "Gather with collectives.all_gather_with_grad (torch.distributed's all_gather and all_reduce carry "
-        "no gradient), or use GlobalBatchLoss.",
     )
 
 
@@ -186,14 +182,21 @@ def graph_cut(context: AuditContext) -> Diagnosis | None:
     encoder = [row for row in context.rows if row.owner == "encoder" and row.verdict == "missing"]
     if not encoder or not _has_gradient_on_no_rank(context, encoder):
         return None
+    return _without_autograd(
+        f"{context.names(encoder)} {plural(encoder, 'has', 'have')} a gradient in one process and none on any rank: "
+        "what the loss is computed from was gathered or reduced without its graph.",
+        tuple(row.parameter for row in encoder),
+    )
+
+
+def _without_autograd(evidence: str, parameters: tuple[str, ...] = ()) -> Diagnosis:
     return Diagnosis(
         "F20",
         "a gather or reduction without autograd",
-        f"{context.names(encoder)} {plural(encoder, 'has', 'have')} a gradient in one process and none on any rank: "
-        "what the loss is computed from was gathered or reduced without its graph.",
+        evidence,
         "Gather with collectives.all_gather_with_grad (torch.distributed's all_gather and all_reduce carry "
         "no gradient), or use GlobalBatchLoss.",
-        parameters=tuple(row.parameter for row in encoder),
+        parameters=parameters,
     )
 
 
