@@ -124,6 +124,8 @@ def fuzz(session: nox.Session) -> None:
 def coverage(session: nox.Session) -> None:
     """Run the tests with the coverage of every rank process and of the commands that they start; takes twice as long."""
     install(session, "test", extras="[demo]")
+    # ranks and commands stand in folders of their own, and each writes its part here
+    session.env["COVERAGE_FILE"] = str(Path(".coverage").absolute())
     session.run("coverage", "erase")
     for chosen in EVERYTHING:
         session.run("coverage", "run", "-m", *PYTEST, *chosen, *session.posargs)
