@@ -22,7 +22,7 @@ from torchmetrics.wrappers.transformations import MetricInputTransformer
 
 from lightning_ddp_losses.core import nests
 from lightning_ddp_losses.core.forward_patch import eager_recursive
-from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.metrics.coroutines import Call, Coroutine, reply, run, together
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric
 from lightning_ddp_losses.metrics.states import detached
@@ -114,8 +114,6 @@ class _DifferentiableComposition(Composite):
         values = yield from together([_call_of(parts[index], args, kwargs) for index in indices])
         # numbers and tensors stay what they are
         for index, value in zip(indices, values, strict=True):
-            if value is None:
-                return None
             parts[index] = value
         if self.metric_b is None:
             parts.pop()
@@ -156,9 +154,6 @@ class _DifferentiableMultioutput(Composite):
         for metric, (own_args, own_kwargs) in zip(self.metrics, by_output, strict=True):  # type: ignore[attr-defined]
             calls.append((metric, tuple(own_args), dict(own_kwargs)))
         values = yield from together(calls)
-        if values[0] is None:
-            self._forward_cache = None
-            return None
         value = torch.stack(values, 0)
         self._forward_cache = value.detach()
         return value
@@ -209,7 +204,12 @@ class _DifferentiableMultitask(Composite):
     def _forward_coroutine(self, task_preds: dict[str, Any], task_targets: dict[str, Any]) -> Coroutine:
         tasks = self.task_metrics  # type: ignore[attr-defined]
         if not tasks.keys() == task_preds.keys() == task_targets.keys():
-            raise ValueError(f"Expected predictions and targets of the tasks {sorted(tasks.keys())}")
+            raise InputError(
+                f"{type(self).__name__}: tasks",
+                expected=f"predictions and targets of {sorted(tasks.keys())}",
+                got=f"predictions of {sorted(task_preds)} and targets of {sorted(task_targets)}",
+                fix="Give every task its predictions and targets in every call.",
+            )
         calls: list[Call] = [(metric, (task_preds[n], task_targets[n]), {}) for n, metric in tasks.items()]
         values = yield from together(calls)
         return self._convert_output(dict(zip(tasks.keys(), values, strict=True)))  # type: ignore[attr-defined]

@@ -65,8 +65,6 @@ def exchange_states(
     Raises:
         RankMismatchError: on every rank, naming the state, when ranks disagree in a way that has no right result.
     """
-    if process_groups.world_size(group) == 1:
-        return [state.value for state in states]
     device = states[0].device if states else torch.device("cpu")
     names: list[str] = []
     kinds: list[Kind] = []

@@ -65,28 +65,35 @@ def _adapt_state(title: str, state: State, entries: Sequence[Sequence[Any]]) -> 
     if state.kind != "stack" or len(set(shapes)) == 1:
         return state
     touched = {entry for entry, (_, _, untouched) in zip(shapes, entries, strict=True) if not untouched}
+    described = [f"{shape} {dtype}" for dtype, shape in shapes]
     if len(touched) != 1:
         raise RankMismatchError(
             f"{title}: state `{state.name}`",
             expected="one shape and dtype on every rank",
-            ranks=[f"{shape} {dtype}" for dtype, shape in shapes],
+            ranks=described,
             fix="Call update with inputs of the same width, number of dimensions and dtype on every rank.",
+            collective=True,
+        )
+    # every rank asks for all of them, so that all raise
+    dtype, shape = touched.pop()
+    if any(not _expands(default, shape) for _, default in shapes):
+        raise RankMismatchError(
+            f"{title}: state `{state.name}`",
+            expected=f"a default that fits the shape {shape} of the ranks with data",
+            ranks=described,
+            fix="Give every rank data before compute.",
             collective=True,
         )
     if not state.untouched:
         return state
     assert isinstance(state.value, Tensor)
-    dtype, shape = touched.pop()
-    try:
-        default = state.value.to(getattr(torch, dtype)).expand(shape).contiguous()
-    except RuntimeError:
-        raise RankMismatchError(
-            f"{title}: state `{state.name}`",
-            expected=f"a default that fits the other ranks' shape {shape}",
-            got=f"{tuple(state.value.shape)} on a rank without data",
-            fix="Give every rank data before compute.",
-        ) from None
-    return replace(state, value=default)
+    return replace(state, value=state.value.to(getattr(torch, dtype)).expand(shape).contiguous())
+
+
+def _expands(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor of one shape expands to another, as `Tensor.expand` does."""
+    ends = zip(reversed(shape), reversed(wanted), strict=False)
+    return len(shape) <= len(wanted) and all(size in (1, other) for size, other in ends)
 
 
 def _described(value: Tensor | list[Tensor]) -> tuple[str, list[int]]:

@@ -12,6 +12,7 @@ import torchmetrics as tm
 from torch import Tensor
 from torchmetrics.wrappers import LambdaInputTransformer, MultitaskWrapper
 
+from lightning_ddp_losses import ConfigurationError
 from lightning_ddp_losses.metrics import differentiable
 from tests.counting import CountCollectives
 from tests.metrics.harness import difference, flat, splits
@@ -149,6 +150,38 @@ def test_members_share_one_exchange_and_give_the_values_of_one_process(
             assert found["collectives"], name
             assert found["in backward"] == 0, name
             assert found["for compute"] == 1, name
+
+
+def windows_by_update() -> tuple[list[Tensor], list[Tensor]]:
+    """`compute` of a window that updates filled, after each of them."""
+    part = splits(dist.get_world_size(), even=False)(ROWS)
+    ours, found, truth = differentiable(tm.wrappers.Running(tm.MeanSquaredError(), window=WINDOW)), [], []
+    for step, (preds, target) in enumerate(batches()):
+        ours.update(preds[part], target[part])
+        found.append(ours.compute())
+        window = batches()[max(0, step + 1 - WINDOW) : step + 1]
+        truth.append(torch.cat([p - t for p, t in window]).square().mean())
+    return found, truth
+
+
+def test_a_window_that_updates_fill(pool: RankPool) -> None:
+    for found, truth in pool.run(2, windows_by_update):
+        assert difference(found, truth) < 1e-9
+
+
+def test_members_that_are_not_ours_are_refused_and_their_own_forward_stays() -> None:
+    metrics = differentiable(tm.MetricCollection({"a": tm.MeanSquaredError(), "b": tm.MeanAbsoluteError()}))
+    own = metrics["a"].forward
+    metrics["a"].forward = own  # as a profiler that wraps it does
+    metrics(torch.ones(2), torch.zeros(2))
+    assert vars(metrics["a"])["forward"] == own
+    assert "forward" not in vars(metrics["b"])
+    metrics.add_metrics({"plain": tm.R2Score()})
+    with pytest.raises(ConfigurationError, match="a plain R2Score, added later"):
+        metrics(torch.ones(2), torch.zeros(2))
+    several = differentiable(tm.MinMaxMetric(tm.MeanSquaredError(num_outputs=2)))
+    with pytest.raises(RuntimeError, match="scalar"):
+        several(torch.ones(2, 2), torch.zeros(2, 2))
 
 
 def tasks() -> float:

@@ -197,6 +197,39 @@ def test_copies_hold_the_states_and_go_their_own_way(copied: Callable[[Any], Any
     assert pickle.loads(pickle.dumps(differentiable(tm.R2Score))) is differentiable(tm.R2Score)
 
 
+class Doubled(differentiable(tm.MeanSquaredError)):  # type: ignore[misc]
+    """A user's subclass of a class that was made differentiable."""
+
+    def compute(self) -> Tensor:
+        return 2 * super().compute()  # type: ignore[no-any-return]
+
+
+class Chosen(tm.MeanSquaredError):
+    """Its `__new__` decides, and makes its own."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(cls)
+
+
+def test_classes_of_the_user() -> None:
+    assert pickle.loads(pickle.dumps(Doubled)) is Doubled
+    assert float(pickle.loads(pickle.dumps(Doubled()))(PREDS, TARGET)) == 2 * float(
+        tm.MeanSquaredError()(PREDS, TARGET)
+    )
+    chosen = differentiable(Chosen)()
+    assert isinstance(chosen, DifferentiableMetric)
+    chosen(leaf(), TARGET).backward()
+
+
+def test_what_holds_a_graph_is_copied_without_it() -> None:
+    metric = differentiable(tm.MeanSquaredError(), keep_graph=True)
+    metric.update(leaf(), TARGET)
+    assert metric.sum_squared_error.requires_grad
+    other = differentiable(metric)
+    assert not other.sum_squared_error.requires_grad
+    assert float(other.compute()) == float(metric.compute().detach())
+
+
 def test_state_dict_moves_between_ours_and_torchmetrics() -> None:
     ours, stock = differentiable(tm.MeanSquaredError()), tm.MeanSquaredError()
     for metric in (ours, stock):
@@ -223,6 +256,14 @@ def test_merge_state_takes_ours_torchmetrics_and_dicts() -> None:
     assert float(a.compute()) == pytest.approx(float(truth))
     with pytest.raises(ValueError, match="Expected incoming state"):
         a.merge_state(tm.R2Score())
+    # a class of ours from the start has no class of torchmetrics beside it
+    whole, half = Ours("sum"), Ours("sum")
+    whole.update(PREDS.reshape(-1, 1).expand(-1, 3))
+    half.update(PREDS[:2].reshape(-1, 1).expand(-1, 3))
+    other = Ours("sum")
+    other.update(PREDS[2:].reshape(-1, 1).expand(-1, 3))
+    half.merge_state(other)
+    assert float(half.compute()) == pytest.approx(float(whole.compute()))
     with pytest.raises(RuntimeError, match="merge_state"):
         differentiable(tm.PearsonCorrCoef()).merge_state(differentiable(tm.PearsonCorrCoef()))
 

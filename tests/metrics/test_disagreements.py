@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 import torchmetrics as tm
 from torch import Tensor
+from torchmetrics.wrappers import MultitaskWrapper
 
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
-from lightning_ddp_losses.metrics import differentiable
+from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable
 from tests.metrics.kinds import Ours
 from tests.rank_pool import RankPool
 
@@ -135,7 +136,50 @@ def different_times() -> None:
     metric(rows(4)) if dist.get_rank() else metric.compute()
 
 
+class _Narrow(DifferentiableMetric):
+    """Its update leaves a shape to which its default does not expand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("kept", torch.zeros(3, dtype=torch.float64), "sum")
+
+    def update(self, rows: Tensor) -> None:
+        self.kept = rows.sum(0)[:2]
+
+    def compute(self) -> Tensor:
+        return self.kept.sum()
+
+
+def defaults() -> None:
+    metric = _Narrow()
+    if dist.get_rank():
+        metric.update(rows(4))
+    metric.sync()
+
+
+def states() -> None:
+    metric = Ours("sum")
+    if dist.get_rank():
+        metric.add_state("more", torch.zeros(1), "sum")
+    metric.sync()
+
+
+def texts() -> None:
+    metric, sentences = differentiable(tm.NormalizedRootMeanSquaredError()), ["a", "b"]
+    metric(sentences if dist.get_rank() else rows(2)[:, 0], rows(2, 1)[:, 0])
+
+
+def other_tasks() -> None:
+    metric = differentiable(MultitaskWrapper({"a": tm.MeanSquaredError(), "b": tm.MeanSquaredError()}))
+    values = {"a": rows(4)[:, 0], "b": rows(4)[:, 1]}
+    metric({"a": values["a"]} if dist.get_rank() else values, values)
+
+
 ERRORS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "defaults": (defaults, "RankMismatchError", ("_Narrow.kept", "(3,)", "(2,)", "rank 0", "rank 1", "before compute")),
+    "states": (states, "RankMismatchError", ("states", "Ours.more", "rank 0", "rank 1")),
+    "texts": (texts, "InputError", ("NormalizedRootMeanSquaredError", "a list of str", "gather='states'")),
+    "other tasks": (other_tasks, "InputError", ("tasks", "['a', 'b']", "['a']", "rank 1")),
     "dimensions": (dimensions, "RankMismatchError", ("Ours.kept", "(3, 1)", "(3,)", "rank 0", "rank 1")),
     "dtypes": (dtypes, "RankMismatchError", ("Ours.kept", "float32", "float64", "rank 0", "rank 1")),
     "shapes": (shapes, "RankMismatchError", ("R2Score.sum_squared_error", "(3,)", "(2,)", "rank 0", "rank 1")),

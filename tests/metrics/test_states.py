@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torchmetrics as tm
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
+from lightning_ddp_losses.metrics import differentiable
 from tests.metrics.harness import difference, splits
 from tests.metrics.kinds import KINDS, Ours, OursTwice, Stock, StockTwice
 from tests.rank_pool import RankPool
@@ -142,3 +145,70 @@ def without_rows() -> float:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_mean_over_no_rows_does_not_count(pool: RankPool, world_size: int) -> None:
     assert max(pool.run(world_size, without_rows)) < 1e-9
+
+
+class Spread(Ours):
+    """Puts back what its own reset forgets."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.resets = getattr(self, "resets", 0) + 1
+
+
+def rarer_states() -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    """What ranks have and what one process has, by the way it came about."""
+    part = splits(dist.get_world_size(), even=False)(ROWS)
+    found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+
+    # an update that looks at the rows of all ranks
+    ours = differentiable(tm.NormalizedRootMeanSquaredError(normalization="range"))
+    stock = tm.NormalizedRootMeanSquaredError(normalization="range", distributed_available_fn=lambda: False)
+    stock.set_dtype(torch.float64)
+    for rows in steps():
+        ours.update(rows[part, 0], rows[part, 1].contiguous())
+        stock.update(rows[:, 0], rows[:, 1].contiguous())
+    found["whole batches"] = [ours.compute()], [stock.compute()]
+
+    # rows of several dtypes, as torch.cat joins them
+    ours, stock = Ours("cat list"), Stock("cat list", distributed_available_fn=lambda: False)
+    for step, rows in enumerate(steps()):
+        rounded = rows.float() if step == 0 else rows
+        ours.update(rounded[part])
+        stock.update(rounded)
+    found["dtypes"] = [ours.compute()], [stock.compute()]
+
+    # a reset of the user's own
+    ours, stock = Spread("sum"), Stock("sum", distributed_available_fn=lambda: False).set_dtype(torch.float64)
+    found["own reset"] = by_forward(ours, [rows[part].clone() for rows in steps()]), by_forward(stock, steps())
+    world = dist.get_world_size()
+    found["own reset"] = (
+        [t / world if t.ndim == 2 else t for t in found["own reset"][0]],
+        [t[part] if t.ndim == 2 else t for t in found["own reset"][1]],
+    )
+    assert ours.resets >= STEPS
+    return found
+
+
+def test_states_that_come_about_in_rarer_ways(pool: RankPool) -> None:
+    for found in pool.run(2, rarer_states):
+        for name, (ours, truth) in found.items():
+            assert difference(ours, truth) < 1e-9, name
+
+
+def out_of_turn() -> list[str]:
+    """What a metric says where its states are those of all ranks already."""
+    said = []
+    metric = Ours("sum")
+    metric.update(steps()[0])
+    metric.sync()
+    for again in (metric.sync, lambda: metric(steps()[0])):
+        with pytest.raises(TorchMetricsUserError) as error:
+            again()
+        said.append(str(error.value))
+    return said
+
+
+def test_a_metric_is_synced_once(pool: RankPool) -> None:
+    for synced, forward in pool.run(2, out_of_turn):
+        assert "already been synced" in synced
+        assert "unsync" in forward

@@ -17,7 +17,7 @@ from pytorch_metric_learning.utils.inference import CustomKNN
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
-from lightning_ddp_losses import ConfigurationError, GlobalBatchSampler, gather_predictions
+from lightning_ddp_losses import ConfigurationError, GlobalBatchSampler, InputError, gather_predictions
 from lightning_ddp_losses.samplers import predictions as predictions_file
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
@@ -74,6 +74,8 @@ class Model(LightningModule):
         self.scores.append(accuracy(rows, labels))
         self.seen.clear()
 
+    test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
+
 
 def accuracy(rows: Tensor, labels: Tensor) -> dict[str, float]:
     names = ("precision_at_1", "mean_average_precision_at_r")
@@ -95,6 +97,7 @@ LOADERS: dict[str, Callable[[], DataLoader]] = {
     "backwards": lambda: DataLoader(data(), batch_sampler=Backwards(SequentialSampler(range(ROWS)), 2, False)),
     "few rows": lambda: DataLoader(data(3), batch_size=2),
     "a rank without rows": lambda: DataLoader(data(2), batch_size=2, sampler=[1, 0] * (dist.get_rank() == 1)),
+    "ours as sampler": lambda: DataLoader(data(), batch_size=2, sampler=GlobalBatchSampler(range(ROWS), 2)),
     "ours": lambda: DataLoader(data(), batch_sampler=GlobalBatchSampler.batches(RandomSampler(range(ROWS)), 6, seed=3)),
     "workers": lambda: DataLoader(data(), batch_size=2, num_workers=1),
 }
@@ -163,19 +166,21 @@ def test_a_list_for_several_loaders_and_what_was_left_out(pool: RankPool) -> Non
         assert_same(second, 3)
 
 
-def evaluate(name: str) -> list[dict[str, float]]:
+def evaluate(name: str, strategy: str) -> list[dict[str, float]]:
     model = Model()
-    trainer = make_trainer("ddp", use_distributed_sampler=True, num_sanity_val_steps=-1)
+    trainer = make_trainer(strategy, use_distributed_sampler=True, num_sanity_val_steps=-1)
     trainer.fit(model, DataLoader(data(), batch_size=2), LOADERS[name]())
     trainer.validate(model, LOADERS["in order"](), verbose=False)
+    trainer.test(model, {"one": LOADERS["in order"]()}, verbose=False)
     return model.scores
 
 
-@pytest.mark.parametrize("name", ["in order", "ours"])
-def test_validation_over_all_rows(pool: RankPool, name: str) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("name", ["in order", "ours", "ours as sampler"])
+def test_validation_over_all_rows(pool: RankPool, name: str, strategy: str) -> None:
     truth = accuracy(*data().tensors)
-    for scores in pool.run(2, evaluate, name):
-        assert scores == [truth] * 3  # before training, after it, and on its own
+    for scores in pool.run(2, evaluate, name, strategy):
+        assert scores == [truth] * 4  # before training, after it, on its own, and in a test
 
 
 # ---------------------------------------------------------------------- what cannot be joined
@@ -205,6 +210,43 @@ def test_what_cannot_be_joined_is_the_same_error_everywhere(pool: RankPool, name
     errors = pool.errors(2, predict_wrong, name)
     assert errors[0].message == errors[1].message
     assert all(word in errors[0].message for word in WRONG[name][1]), errors[0].message
+
+
+def other_predictions() -> dict[str, str]:
+    """What is said of predictions that are not those of the loaders, by what they are."""
+    trainer, said = make_trainer("ddp", use_distributed_sampler=True), {}
+    found = trainer.predict(Model(), LOADERS["in order"]())
+    first, *rest = found
+    given: dict[str, Any] = {
+        "no list": first["squares"],
+        "too many": [*found, *found, *found],
+        "a batch of another dtype": [first, *(dict(each, squares=each["squares"].float()) for each in rest)],
+        "two devices": [dict(first, squares=first["squares"].to("meta")), *rest],
+    }
+    for name, predictions in given.items():
+        with pytest.raises(InputError) as error:
+            gather_predictions(trainer, predictions)
+        said[name] = str(error.value)
+    trainer.predict(Model(), [LOADERS["in order"]()] * 2)
+    with pytest.raises(InputError) as error:
+        gather_predictions(trainer, {})
+    said["no lists"] = str(error.value)
+    never = make_trainer("ddp", use_distributed_sampler=True)
+    with pytest.raises(InputError) as error:
+        gather_predictions(never, found)
+    said["nothing predicted"] = str(error.value)
+    return said
+
+
+def test_predictions_of_something_else_are_refused(pool: RankPool) -> None:
+    first, second = pool.run(2, other_predictions)
+    assert first.keys() == second.keys()
+    assert "expected a list with an entry per batch, got Tensor" in first["no list"]
+    assert "batches, as were drawn" in first["too many"]
+    assert "batch 1: expected as of batch 0" in first["a batch of another dtype"]
+    assert "expected tensors on one device" in first["two devices"]
+    assert "2 lists, one for each loader" in first["no lists"]
+    assert "after trainer.predict" in first["nothing predicted"]
 
 
 def validate_shuffled() -> None:
