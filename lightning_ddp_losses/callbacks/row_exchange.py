@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.raw_collectives import gather
+from lightning_ddp_losses.distributed.waiting import awake_seconds
 from lightning_ddp_losses.errors import InputError
 
 Measured: TypeAlias = "Tensor | list[int] | list[float]"
@@ -35,7 +36,7 @@ _FAILED = b"!"
 _LISTS = {b"q": "a list of ints", b"d": "a list of floats"}  # the codes of array
 _DTYPES = {b"I": torch.int64, b"F": torch.float64, b"B": torch.uint8}
 _CHUNK = 1 << 20  # elements of a tensor that are compared at a time
-_AWAKE_SECONDS, _NAP_SECONDS = 0.002, 0.005
+_FIRST_NAP_SECONDS, _NAP_SECONDS = 0.0001, 0.005
 
 
 # ---------------------------------------------------------------------- rows as bytes
@@ -160,14 +161,14 @@ class RowExchange:
 
     def _wait(self, pending: handshake.PendingHandshake) -> None:
         """Wait, first awake, and leave when a peer has failed: it will not come."""
-        began = time.perf_counter()
+        began, awake = time.perf_counter(), awake_seconds()
         while not pending.is_completed():
             waited = time.perf_counter() - began
-            if waited < _AWAKE_SECONDS:
+            if waited < awake:
                 time.sleep(0)  # peers are usually here at once, and a nap takes longer than the gather
             else:
                 self._check_peers()
-                time.sleep(min(waited / 20, _NAP_SECONDS))
+                time.sleep(min(max(waited / 20, _FIRST_NAP_SECONDS), _NAP_SECONDS))
 
     def gather_json(self, place: str, value: object) -> list[Any]:
         """Return a plain value of each rank, in rank order; communicates as ``gather_rows``."""

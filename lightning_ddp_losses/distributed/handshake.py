@@ -41,7 +41,8 @@ from lightning_ddp_losses.distributed.header import (
     refuse_long_payloads,
 )
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import start_gather, wait
+from lightning_ddp_losses.distributed.raw_collectives import start_gather
+from lightning_ddp_losses.distributed.waiting import wait
 from lightning_ddp_losses.errors import DDPLossError, PeerError
 
 ChannelName: TypeAlias = Literal["handshakes", "checks"]

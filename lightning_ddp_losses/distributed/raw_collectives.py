@@ -11,8 +11,6 @@ a device that no backend knows), they travel through host memory (``is_staged``)
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +21,7 @@ from torch import Tensor
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.distributed.waiting import wait
 
 # torch 2.13 renames these two and deprecates the old names
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,25 +30,12 @@ _BROADCAST_BYTES = 64 << 20  # at a time
 _GATHER_BYTES = (
     256 << 10
 )  # over all ranks: fewer are gathered and added here, which takes less time than gloo's all-reduce
-_AWAKE_SECONDS = 0.002
 _NUMPY_DTYPES = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}  # the usual ones, in one call
-_give_way = getattr(os, "sched_yield", None) or (lambda: time.sleep(0))
 
 
 def group_for(tensor: Tensor, group: Group) -> dist.ProcessGroup:
     """Return the process group that carries ``tensor``."""
     return process_groups.internal_groups(group).for_tensor(tensor)
-
-
-def wait(work: dist.Work) -> None:
-    """Wait for a collective; on the CPU first awake, for the time that a small one takes.
-
-    To sleep and be woken costs more than a small collective, on virtual machines several times.
-    """
-    end = time.perf_counter() + _AWAKE_SECONDS
-    while not work.is_completed() and time.perf_counter() < end:
-        _give_way()
-    work.wait()
 
 
 def travels_on_device(tensor: Tensor, group: Group) -> bool:
