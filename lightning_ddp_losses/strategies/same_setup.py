@@ -7,6 +7,8 @@ other libraries) rides along, and is a note.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.metadata
 import inspect
 import json
@@ -90,13 +92,18 @@ def _has_stable_repr(value: object) -> bool:
 
 def pack_notes() -> bytes:
     """Return what may differ between nodes; short, so that it fits into a handshake."""
-    notes = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("lightning", "pytorch-lightning", "pytorch-metric-learning", "torchmetrics"):
-        try:
-            notes[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # noqa: PERF203 - four names
-            continue
+    notes = {"python": platform.python_version(), "torch": torch.__version__, **_releases()}
     return json.dumps(notes).encode()
+
+
+@functools.cache  # a process loads a library once, and reading what is installed takes a fifth of a small fit
+def _releases() -> dict[str, str]:
+    """Return the releases of the libraries that training stands on."""
+    found = {}
+    for name in ("lightning", "pytorch-lightning", "pytorch-metric-learning", "torchmetrics"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def note_differences(payloads: Sequence[bytes]) -> None:
