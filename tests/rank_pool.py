@@ -3,7 +3,8 @@
 Starting processes for each test costs seconds; a task for a living pool costs a millisecond. Workers come from a
 forkserver that has torch and lightning loaded, meet through a file (no ports), and talk to the test through one pipe each.
 A group of ranks is one *generation*: after a failure, or when W changes, the next task brings a new generation and every
-rank first leaves its old group. A worker that hangs or dies is replaced, so that the next test runs.
+rank first leaves its old group. A worker that hangs or dies is replaced, so that the next test runs. One rank, two and more of
+them are three teams of workers: most tests go through 1, 2 and 3 ranks in turn, and a generation costs as much as a small fit.
 
 The package under test is not preloaded: its import is to be measured by coverage in the workers too. Warnings are
 errors there as well: each task carries the warning filters of the test that calls it.
@@ -22,7 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,20 @@ class _Worker:
         return "\n".join(lines)[-characters:].strip()
 
 
+@dataclass
+class _Team:
+    """Workers that meet in one group; worker i is always rank i."""
+
+    workers: list[_Worker | None] = field(default_factory=list)
+    key: int | None = None  # ranks of the living generation, 0 without a group; None: the next task needs a new one
+    generation: int = 0
+
+    def pids(self) -> list[int | None]:
+        return [worker.process.pid if worker else None for worker in self.workers]
+
+
 class RankPool:
-    """Worker processes, started when first needed; worker i is always rank i."""
+    """Worker processes, started when first needed."""
 
     def __init__(self, grace_seconds: float = 4.0) -> None:
         """Args: grace_seconds: what the other ranks get once one rank of a `run` has failed."""
@@ -69,10 +82,9 @@ class RankPool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._folder = Path(tempfile.mkdtemp(prefix="rank-pool-"))
-        self._workers: list[_Worker | None] = []
+        self._teams = {ranks: _Team() for ranks in (1, 2, 3)}
         self._started = 0
         self._generation = 0
-        self._world_size: int | None = None  # of the living generation; None: the next task needs a new one
 
     def run(
         self,
@@ -97,7 +109,7 @@ class RankPool:
         replies = self._ask(world_size, fn, args, kwargs, distributed, fresh, seconds, patient=False)
         failed = [rank for rank, reply in enumerate(replies) if isinstance(reply, (RankError, str))]
         if failed:
-            self._world_size = None
+            self._team(world_size).key = None
             raise RankFailure(_account(f"{fn.__qualname__} failed on rank(s) {failed} of {world_size}", replies))
         return [reply.value for reply in replies if isinstance(reply, Reply)]
 
@@ -114,19 +126,19 @@ class RankPool:
         """Call `fn` on each rank and return what each rank raised, in rank order; a rank that returned fails the test."""
         __tracebackhide__ = True
         replies = self._ask(world_size, fn, args, kwargs, distributed, fresh, seconds, patient=True)
-        self._world_size = None  # what an error leaves behind in a group is not the next test's business
+        self._team(world_size).key = None  # what an error leaves behind in a group is not the next test's business
         odd = [rank for rank, reply in enumerate(replies) if not isinstance(reply, RankError)]
         if odd:
             raise RankFailure(_account(f"{fn.__qualname__} did not raise on rank(s) {odd} of {world_size}", replies))
         return [reply for reply in replies if isinstance(reply, RankError)]
 
-    def pids(self) -> list[int | None]:
-        """Process id per rank, None where no worker lives."""
-        return [worker.process.pid if worker else None for worker in self._workers]
+    def pids(self, world_size: int) -> list[int | None]:
+        """Process id of each worker that takes part where there are so many ranks, None where one has died."""
+        return self._team(world_size).pids()
 
     def close(self) -> None:
         """End the workers (they leave their groups and save their coverage) and remove their files."""
-        living = [worker for worker in self._workers if worker]
+        living = [worker for team in self._teams.values() for worker in team.workers if worker]
         for worker in living:
             worker.pipe.close()  # a worker that finds its pipe closed ends
         for worker in living:
@@ -134,7 +146,7 @@ class RankPool:
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
-        self._workers.clear()
+        self._teams.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _ask(
@@ -149,13 +161,13 @@ class RankPool:
         patient: bool,
     ) -> list[Reply | RankError | str]:
         assert distributed or world_size == 1, "several ranks without a process group are not a world"
-        key = world_size if distributed else 0
-        if fresh or key != self._world_size:
+        team, key = self._team(world_size), world_size if distributed else 0
+        if fresh or key != team.key:
             self._generation += 1
-            self._world_size = key
-        store = str(self._folder / f"store-{self._generation}")
-        task = Task(self._generation, key, store, pickle.dumps((fn, args, kwargs)), _portable_filters())
-        workers = [self._worker(rank) for rank in range(world_size)]
+            team.key, team.generation = key, self._generation
+        store = str(self._folder / f"store-{team.generation}")
+        task = Task(team.generation, key, store, pickle.dumps((fn, args, kwargs)), _portable_filters())
+        workers = [self._worker(team, rank) for rank in range(world_size)]
         for worker in workers:
             worker.pipe.send_bytes(pickle.dumps(task))
         replies = _collect(workers, seconds, seconds if patient else self._grace_seconds)
@@ -165,13 +177,16 @@ class RankPool:
             if replies[rank] is None:
                 workers[rank].ask_for_stack()
         for rank in lost:
-            replies[rank] = self._replace(rank, hung=replies[rank] is None, seconds=seconds)
+            replies[rank] = self._replace(team, rank, hung=replies[rank] is None, seconds=seconds)
         return [reply for reply in replies if reply is not None]
 
-    def _worker(self, rank: int) -> _Worker:
-        while len(self._workers) <= rank:
-            self._workers.append(None)
-        worker = self._workers[rank]
+    def _team(self, world_size: int) -> _Team:
+        return self._teams[min(world_size, max(self._teams))]
+
+    def _worker(self, team: _Team, rank: int) -> _Worker:
+        while len(team.workers) <= rank:
+            team.workers.append(None)
+        worker = team.workers[rank]
         if worker is None:
             self._started += 1
             home = self._folder / f"rank-{rank}-{self._started}"
@@ -183,20 +198,20 @@ class RankPool:
             process.start()
             theirs.close()
             stack_theirs.close()
-            worker = self._workers[rank] = _Worker(process, ours, stack_ours, home / "log")
+            worker = team.workers[rank] = _Worker(process, ours, stack_ours, home / "log")
         return worker
 
-    def _replace(self, rank: int, *, hung: bool, seconds: float) -> str:
+    def _replace(self, team: _Team, rank: int, *, hung: bool, seconds: float) -> str:
         """End a lost worker and tell what is known of it; the next task starts another."""
-        worker = self._workers[rank]
+        worker = team.workers[rank]
         assert worker is not None
-        self._world_size = None
+        team.key = None
         if hung:
             worker.process.kill()
         worker.process.join(5)
         worker.pipe.close()
         worker.stack_pipe.close()
-        self._workers[rank] = None
+        team.workers[rank] = None
         code = worker.process.exitcode
         end = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         story = f"no answer within {seconds:.0f} s or the grace after a failure" if hung else f"died with {end}"

@@ -148,6 +148,7 @@ def _leave_group() -> None:
         dist.destroy_process_group()  # all groups that were made under it too
         # now, when all ranks leave: a group with an unmet message waits until its peers are gone
         gc.collect()
+        gc.freeze()  # what is left is modules: the next group's end need not go through them again
         # what DTensor remembers of a mesh names groups of this world
         if "torch.distributed.tensor" in sys.modules:
             from torch.distributed.tensor import debug

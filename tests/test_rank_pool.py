@@ -105,10 +105,28 @@ def test_run_returns_results_in_rank_order_at_any_world_size(pool: RankPool) -> 
 
 def test_workers_persist_and_change_of_world_size_keeps_them(pool: RankPool) -> None:
     pool.run(3, total, 0)
-    before = pool.pids()
-    pool.run(2, total, 0)
+    before = pool.pids(3)
+    pool.run(4, total, 0)
     pool.run(3, total, 0, fresh=True)
-    assert pool.pids() == before
+    assert pool.pids(3)[:3] == before[:3]
+
+
+def test_groups_of_one_two_and_three_ranks_live_side_by_side(own_pool: RankPool) -> None:
+    """A test that goes from one rank to two and three makes no group anew; without a group the one rank leaves its own."""
+
+    def made() -> int:
+        """Count the groups that it took to run on one rank, two and three."""
+        before = own_pool._generation
+        for world_size in (1, 2, 3):
+            own_pool.run(world_size, total, 0)
+        return own_pool._generation - before
+
+    made()
+    assert made() == 0
+    own_pool.errors(2, fail_on, [0, 1])
+    assert made() == 1
+    own_pool.run(1, is_distributed, distributed=False)
+    assert made() == 1
 
 
 def test_one_rank_can_run_without_a_process_group(pool: RankPool) -> None:
@@ -151,11 +169,11 @@ def test_errors_tell_type_bases_message_and_time_of_each_rank(pool: RankPool) ->
 
 
 def test_a_failing_rank_fails_the_run_with_its_traceback(pool: RankPool) -> None:
-    before = pool.run(3, total, 0) and pool.pids()
+    before = pool.run(3, total, 0) and pool.pids(3)
     with pytest.raises(RankFailure, match=r"rank\(s\) \[1\] of 3(.|\n)*rank 0: returned(.|\n)*broken on 1"):
         pool.run(3, fail_on, [1])
     assert pool.run(3, total, 0) == [(rank, 3, 3.0) for rank in range(3)]
-    assert pool.pids() == before
+    assert pool.pids(3) == before
 
 
 def test_errors_demands_an_error_of_every_rank(pool: RankPool) -> None:
@@ -180,12 +198,12 @@ def test_workers_take_the_filters_of_the_test(pool: RankPool) -> None:
 
 def test_a_hanging_rank_is_told_with_its_stack_and_replaced(own_pool: RankPool) -> None:
     own_pool.run(2, fit_once)  # Lightning takes away every signal handler that Python does not know of
-    before = own_pool.pids()
+    before = own_pool.pids(2)
     with pytest.raises(RankFailure, match=r"rank 1: no answer within 1 s(.|\n)*in sleep_on"):
         own_pool.run(2, sleep_on, 1, 100.0, seconds=1.0)
     assert own_pool.run(2, total, 0) == [(0, 2, 1.0), (1, 2, 1.0)]
-    assert own_pool.pids()[0] == before[0]
-    assert own_pool.pids()[1] != before[1]
+    assert own_pool.pids(2)[0] == before[0]
+    assert own_pool.pids(2)[1] != before[1]
 
 
 def test_ranks_that_wait_for_a_failed_one_do_not_hold_up_the_run(own_pool: RankPool) -> None:
@@ -206,7 +224,7 @@ def test_a_dying_rank_is_told_with_its_last_words_and_replaced(own_pool: RankPoo
 def test_close_ends_the_processes_and_removes_their_files() -> None:
     ranks = RankPool()
     ranks.run(2, total, 0)
-    pids, folder = ranks.pids(), ranks._folder
+    pids, folder = ranks.pids(2), ranks._folder
     ranks.close()
     assert not folder.exists()
     for pid in pids:
