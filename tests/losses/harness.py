@@ -40,6 +40,7 @@ __all__ = [
     "mean_over_ranks",
     "on_ranks",
     "own_rows",
+    "splits_by_turns",
 ]
 
 ROWS, DIM, CLASSES = 12, 6, 4
@@ -50,6 +51,15 @@ SPLITS: dict[int, dict[str, list[int]]] = {  # rows per rank
     2: {"even": [6, 6], "uneven": [4, 8], "a rank without rows": [0, 12]},
     3: {"even": [4, 4, 4], "uneven": [1, 4, 7], "a rank without rows": [5, 0, 7]},
 }
+
+
+def splits_by_turns(number: int, world_size: int) -> dict[str, list[int]]:
+    """Return uneven rows, and even ones or a rank without rows: by turns of the cases, and for each the other on the other W."""
+    other = ("even", "a rank without rows")[(number + world_size) % 2]
+    splits = SPLITS[world_size]
+    return {name: sizes for name, sizes in splits.items() if name in ("uneven", other) or world_size == 1}
+
+
 Rows = dict[str, Tensor]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -143,17 +153,23 @@ def alone(case: Case, sizes: list[int]) -> dict[str, Tensor]:
     return {"value": value.detach(), **found}
 
 
+def numpy_state() -> tuple[Any, ...]:
+    """Return the state of numpy's own generator, to compare."""
+    name, keys, *rest = np.random.get_state()
+    return name, keys.tobytes(), *rest
+
+
 def on_ranks(case: Case, sizes: list[int], mode: str) -> dict[str, Tensor]:
     """This rank's value and gradients; to be called on every rank."""
     rank = dist.get_rank()
     net, loss = fresh(case)
     wrapped = GlobalBatchLoss(loss, mode=mode, **case.options)  # type: ignore[arg-type]
     torch.manual_seed(SEED + rank)  # a random loss draws from rank 0's seed
-    before, numpy_before = torch.get_rng_state(), repr(np.random.get_state())
+    before, numpy_before = torch.get_rng_state(), numpy_state()
     args, kwargs = case.give(net, own_rows(sizes, rank))
     value = wrapped(*args, **kwargs)
     assert torch.equal(before, torch.get_rng_state()), "this rank's own generator moved"
-    assert numpy_before == repr(np.random.get_state()), "this rank's own numpy generator moved"
+    assert numpy_before == numpy_state(), "this rank's own numpy generator moved"
     value.backward()
     return {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
 

@@ -12,7 +12,7 @@ from torch.nn.modules import loss as torch_losses
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
 from tests.losses.cases import NOT_LOSSES, PML
-from tests.losses.harness import SPLITS, Case, check, on_ranks
+from tests.losses.harness import Case, check, on_ranks, splits_by_turns
 from tests.losses.torch_cases import ALIASES, TORCH
 from tests.losses.variants import VARIANTS
 from tests.rank_pool import RankPool
@@ -21,11 +21,10 @@ CASES: dict[str, Case] = {**PML, **TORCH, **VARIANTS}
 
 
 def measure(name: str) -> dict[str, dict[str, Tensor]]:
-    """All splits and modes of one case, on every rank."""
+    """All modes of one case, on every rank; splits by turns."""
     case = CASES[name]
-    world = torch.distributed.get_world_size()
     modes = GlobalBatchLoss(case.make(), **case.options).exact_modes()
-    splits = SPLITS[world].items()
+    splits = splits_by_turns(list(CASES).index(name), torch.distributed.get_world_size()).items()
     return {f"{split}, {mode}": on_ranks(case, sizes, mode) for split, sizes in splits for mode in modes}
 
 

@@ -123,30 +123,34 @@ GIVEN: dict[str, Give] = {
 
 
 def cases() -> dict[str, tuple[Make, Give]]:
+    """Each pair of a loss and what is given to it, a distance, a reducer; with a distance or a reducer what is given goes by turns.
+
+    So each pair of the three is there, too: a distance makes a matrix, a reducer takes a column, and what is given chooses pairs of rows.
+    """
     out: dict[str, tuple[Make, Give]] = {}
     for (name, loss), (given, give) in itertools.product(LOSSES.items(), GIVEN.items()):
         out[f"{name}, {given}"] = (loss, give)
-    for (name, loss), (kind, distance) in itertools.product(LOSSES.items(), DISTANCES.items()):
+    for (i, (name, loss)), (j, (kind, distance)) in _numbered(LOSSES, DISTANCES):
         margins = SIMILAR.get(name, {}) if "Similarity" in kind or "cosine" in kind else {}
-        for given in ("", "references"):
-            out[f"{name}, {kind}, {given}"] = (partial(_with, loss, distance=distance, **margins), GIVEN[given])
-    for (name, loss), (kind, reducer) in itertools.product(LOSSES.items(), REDUCERS.items()):
+        given = ("", "references")[(i + j) % 2]
+        out[f"{name}, {kind}, {given}"] = (partial(_with, loss, distance=distance, **margins), GIVEN[given])
+    for (i, (name, loss)), (j, (kind, reducer)) in _numbered(LOSSES, REDUCERS):
         if (name.startswith("Triplet") and "PerAnchor" in kind) or (name, kind) == (
             "MultiSimilarity",
             "ClassWeightedReducer",
         ):
             continue  # PML cannot; PML multiplies a column by a row
-        for given in ("", "references", "mined pairs"):
-            if not (given == "mined pairs" and "PerAnchor" in kind):
-                out[f"{name}, {kind}, {given}"] = (
-                    partial(_with, loss, reducer=partial(reducer, LARGE.get(name, 1.0))),
-                    GIVEN[given],
-                )
+        given = ("", "references", "mined pairs")[(i + j) % 3]
+        if given == "mined pairs" and "PerAnchor" in kind:  # PML cannot
+            given = ""
+        make = partial(_with, loss, reducer=partial(reducer, LARGE.get(name, 1.0)))
+        out[f"{name}, {kind}, {given}"] = (make, GIVEN[given])
     for name, loss in LOSSES.items():
         for kind in (regularizers.LpRegularizer, regularizers.ZeroMeanRegularizer):
             make = partial(_with, loss, embedding_regularizer=kind, embedding_reg_weight=lambda: 0.3)
             out[f"{name}, {kind.__name__}"] = (make, plain)
-            out[f"{name}, {kind.__name__}, references"] = (make, references)
+            if kind is regularizers.ZeroMeanRegularizer:
+                out[f"{name}, {kind.__name__}, references"] = (make, references)
     for temperature in (0.004, 0.5):  # the rows' sums of exponentials are far apart, or close
         raw = partial(distances.DotProductSimilarity, normalize_embeddings=False)
         for name in ("NTXent", "SupCon"):
@@ -161,6 +165,11 @@ def cases() -> dict[str, tuple[Make, Give]]:
         out[f"Contrastive, {name} counts, mean"] = (partial(pair, reducer=reducers.MeanReducer()), plain)
     out["Signal to noise"] = (pml.SignalToNoiseRatioContrastiveLoss, plain)
     return out
+
+
+def _numbered(*axes: dict[str, Any]) -> Any:
+    """Each combination of numbered items."""
+    return itertools.product(*(enumerate(axis.items()) for axis in axes))
 
 
 def _with(loss: Any, **options: Callable[[], Any] | float) -> nn.Module:
