@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -91,6 +92,7 @@ def unit_of_file(path: Path) -> str:
     return path.relative_to(ROOT).with_suffix("").parts[0]
 
 
+@functools.cache
 def imports(path: Path) -> list[tuple[int, tuple[str, ...]]]:
     """Line and dotted name of each import in a file, nested ones too."""
     package = (PACKAGE, *path.relative_to(ROOT).parts[:-1])

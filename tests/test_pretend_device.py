@@ -24,6 +24,18 @@ from tests.devices import pretended
 device = pretended()
 {}
 """
+# a program after the other, and what became of it
+EACH = """
+import json, traceback
+found = {}
+for name, program in json.loads(sys.argv[1]).items():
+    try:
+        exec(compile(program, name, "exec"), {"device": device})
+        found[name] = "fine"
+    except Exception:
+        found[name] = traceback.format_exc()
+print(json.dumps(found))
+"""
 EXACT, ROUNDED = 1e-7, 5e-7  # float64 on both; float32, where the CPU's tiles have other sizes
 FITTED = 1e-12  # float64, relative, of parameters and buffers
 
@@ -37,13 +49,6 @@ def found_by(program: str, folder: Path) -> Results:
     assert done.returncode == 0, done.stderr[-3000:]
     found: Results = json.loads(file.read_text())
     return found
-
-
-def on_device(program: str) -> str:
-    """What a short program prints in a process with the device."""
-    done = run_python("-c", PROGRAM.format(program))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def test_runs(tmp_path: Path) -> None:
@@ -110,9 +115,9 @@ def beyond(found: dict[str, Any], bound: pretend_runs.Bound, rounded: float) -> 
     return ", ".join(words)
 
 
-def test_rows_labels_and_losses_apart() -> None:
-    """Whatever lies apart from the rows, of each public loss and the miner: one error that names both devices."""
-    program = """
+PROGRAMS: dict[str, str] = {
+    # whatever lies apart from the rows, of each public loss and the miner: one error that names both devices
+    "rows, labels and losses apart": """
 import torch
 from lightning_ddp_losses import InputError
 from tests.losses.harness import line_of_rows
@@ -135,13 +140,9 @@ for name in MAKE:
         found += [refusal(name, "cpu", *on_device), refusal(name, device.name, rows, others)]
     for text in found:
         assert ": devices: expected" in text and "on cpu" in text and f"on {device.name}" in text, (name, text)
-print("fine")
-"""
-    assert on_device(program).strip() == "fine"
-
-
-def test_the_first_class_of_a_shard_now_and_a_call_ago() -> None:
-    program = """
+""",
+    # a fingerprint is read a call later, or at once
+    "the first class of a shard, now and a call ago": """
 import torch
 from pytorch_metric_learning import losses
 from lightning_ddp_losses import ClassShardedLoss
@@ -153,14 +154,9 @@ other = device.to_device(weight + torch.arange(4.0)[:, None])
 assert sharded.fingerprint(other) == first
 assert sharded.fingerprint(other, at_once=True) != first
 assert sharded.fingerprint(device.to_device(weight * torch.nan), at_once=True) == b""
-print("fine")
-"""
-    assert on_device(program).strip() == "fine"
-
-
-def test_the_scale_of_a_gradient_scaler_is_read_later() -> None:
-    """``get_scale`` waits; checks read it in every step."""
-    program = """
+""",
+    # `get_scale` waits; checks read it in every step
+    "the scale of a gradient scaler is read later": """
 from types import SimpleNamespace
 import torch
 from lightning_ddp_losses.callbacks.ddp_state import send_gradient_scale
@@ -177,14 +173,9 @@ assert counts.waits == 0, counts
 with counting() as counts:
     assert scaler.get_scale() == 1024.0
 assert counts.waits == 1, counts
-print("fine")
-"""
-    assert on_device(program).strip() == "fine"
-
-
-def test_device_itself() -> None:
-    """What a GPU refuses is refused, what makes the host wait is counted, and early readers find rubbish."""
-    program = """
+""",
+    # what a GPU refuses is refused, what makes the host wait is counted, and early readers find rubbish
+    "the device itself": """
 import torch
 from tests.pretend_device import DEVICE, catch_up, counting, to_device, to_host
 own, other = to_device(torch.arange(6.0)), torch.arange(6.0)
@@ -232,6 +223,12 @@ weight = to_device(torch.ones(3, 2)).requires_grad_()
 host = torch.ones(3, 2, requires_grad=True)
 (torch.arange(6.0).view(2, 3) @ host).square().sum().backward()
 assert torch.equal(to_host(weight.grad), host.grad)
-print("fine")
-"""
-    assert on_device(program).strip() == "fine"
+""",
+}
+
+
+def test_short_programs() -> None:
+    """Each has its own names; they share a process, since what they import takes seconds."""
+    done = run_python("-c", PROGRAM.format(EACH), json.dumps(PROGRAMS))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == dict.fromkeys(PROGRAMS, "fine")

@@ -189,16 +189,28 @@ IDS = [
 ]
 
 
+# all cases on three ranks; of two neighbours, which differ in the strategy often, every second pair on two ranks and the others on one
+TRIED = {
+    3: list(range(len(CASES))),
+    2: [index for index in range(len(CASES)) if index // 2 % 2 == 0],
+    1: [index for index in range(len(CASES)) if index // 2 % 2 == 1],
+}
+
+
 @pytest.fixture(scope="module")
-def outcomes(pool: RankPool) -> dict[int, list[list[Outcome]]]:
+def outcomes(pool: RankPool) -> dict[tuple[int, int], list[Outcome]]:
     """By world size and case, the outcome of each rank."""
-    return {
-        w: [list(row) for row in zip(*pool.run(w, run_all, CASES, False, seconds=600.0), strict=True)]
-        for w in (1, 2, 3)
-    }
+    found = {}
+    for world_size, indices in TRIED.items():
+        per_rank = pool.run(world_size, run_all, [CASES[i] for i in indices], False, seconds=600.0)
+        for index, outcomes in zip(indices, zip(*per_rank, strict=True), strict=True):
+            found[world_size, index] = list(outcomes)
+    return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
-def test_healthy_runs_are_silent(outcomes: dict[int, list[list[Outcome]]], index: int, world_size: int) -> None:
-    assert_silent(CASES[index], outcomes[world_size][index])
+@pytest.mark.parametrize(
+    ("world_size", "index"),
+    [pytest.param(W, index, id=f"{IDS[index]}-{W}") for W, indices in TRIED.items() for index in indices],
+)
+def test_healthy_runs_are_silent(outcomes: dict[tuple[int, int], list[Outcome]], world_size: int, index: int) -> None:
+    assert_silent(CASES[index], outcomes[world_size, index])

@@ -146,7 +146,7 @@ PARITY: dict[str, tuple[type[Job], Any, dict[str, Any], dict[str, Any]]] = {
 def test_five_steps_equal_one_process(pool: RankPool, case: str) -> None:
     job, strategy, ours, options = PARITY[case]
     expected = fit_alone(job, **options)
-    for world_size in (1, 2, 3):
+    for world_size in (2,) if case == "compiled" else (1, 2, 3):  # each rank compiles, for seconds
         for state in pool.run(world_size, fit, job, strategy, **ours, **options):
             assert_close(state, expected)
 

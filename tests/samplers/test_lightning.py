@@ -102,11 +102,19 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["made in a hook", "handed in"])
-@pytest.mark.parametrize("injecting", [True, False], ids=["use_distributed_sampler", "plain"])
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+# of the three choices each pair
+WAYS = {
+    "ddp, use_distributed_sampler, made in a hook": ("ddp", True, True),
+    "ddp, plain, handed in": ("ddp", False, False),
+    "ddp_losses, use_distributed_sampler, handed in": ("ddp_losses", True, False),
+    "ddp_losses, plain, made in a hook": ("ddp_losses", False, True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("form", "name"), FORMS)
-def test_fit_and_predict(pool: RankPool, form: str, name: str, strategy: str, injecting: bool, inside: bool) -> None:
+def test_fit_and_predict(pool: RankPool, form: str, name: str, way: str) -> None:
+    strategy, injecting, inside = WAYS[way]
     ranks = pool.run(3, run, name, form, strategy, injecting, inside)
     expected = one_process(CASES[name])
     assert together([rank["fit"] for rank in ranks]) == expected
