@@ -18,6 +18,7 @@ __all__ = ["carry", "install"]
 _CARRIED = (
     *("all_reduce", "broadcast", "all_gather", "all_to_all_single"),
     *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
+    "P2POp",  # what a ring sends and receives
 )
 _carries = False
 

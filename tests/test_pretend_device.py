@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import pretend_fits, pretend_runs
+from tests import pretend_fits, pretend_runs, pretend_worlds
 from tests.devices import waits_in
 from tests.processes import run_python
 
@@ -39,7 +40,7 @@ print(json.dumps(found))
 EXACT, ROUNDED = 1e-7, 5e-7  # float64 on both; float32, where the CPU's tiles have other sizes
 FITTED = 1e-12  # float64, relative, of parameters and buffers
 
-Results = dict[str, dict[str, Any]]
+Results = dict[str, Any]
 
 
 def found_by(program: str, folder: Path) -> Results:
@@ -93,6 +94,24 @@ def test_fits(tmp_path: Path) -> None:
     # a loss that is judged one step later names its own step: in the last batch, at the end of training
     assert "F79, before backward of step 2: the loss is not a finite number" in str(found["late"])
     assert "nan in batch 5" in str(found["late"])
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    """What a call, a window and recorded counts cost on two ranks, whose collectives carry the device's tensors or stage them."""
+    program = "from tests import pretend_collectives\npretend_collectives.install()\n"
+    program += "from tests.pretend_worlds import main\nmain(device, Path(sys.argv[1]))"
+    problems = []
+    for backend, ranks in found_by(program, tmp_path).items():
+        for rank, found in enumerate(ranks):
+            assert set(found) == set(pretend_worlds.WORLDS)
+            for name, (bound, waits_over_gloo) in pretend_worlds.WORLDS.items():
+                # over gloo copies to the host and back are launches and uploads more
+                if backend == "gloo":
+                    bound = replace(bound, launches=10**4, uploads=9, waits=waits_over_gloo, own_waits=waits_over_gloo)
+                if text := beyond(found[name], bound, ROUNDED):
+                    problems.append(f"{name}, {backend}, rank {rank}: {text}")
+    assert not problems, "\n".join(problems)
 
 
 def beyond(found: dict[str, Any], bound: pretend_runs.Bound, rounded: float) -> str:

@@ -48,7 +48,7 @@ from lightning_ddp_losses.losses.class_targets import LocalClasses, only_local, 
 from lightning_ddp_losses.losses.gathered_call import GlobalTuples, miner_counts, miner_weights
 from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
-from lightning_ddp_losses.losses.partial_sums import global_loss, pack_partials, partial_sums_of, unpack_partials
+from lightning_ddp_losses.losses.partial_sums import global_loss, partial_sums_of, stats_of_one
 from lightning_ddp_losses.losses.pml_registry import is_separable
 from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form
 from lightning_ddp_losses.losses.sharded_softmax import RowLosses, ShardedSoftmax
@@ -436,7 +436,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     def _reduce_in_window(self, sub_losses: dict[str, Any], embeddings: Tensor, labels: Tensor) -> Tensor:
         """Reduce as part of an accumulation window: every rank has all rows, as if there were one rank."""
         partials = partial_sums_of(self.loss.reducer, sub_losses, embeddings, labels, 1)
-        stats = unpack_partials([pack_partials(partials)])
+        stats = stats_of_one(partials, embeddings)
         return global_loss(partials, stats, window_source=(self, self._title))
 
     # ------------------------------------------------------------------ what is refused on all ranks

@@ -22,13 +22,7 @@ from lightning_ddp_losses.distributed.raw_collectives import gather, group_for
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.column_blocks import ColumnBlock, ColumnBlocks, Products, RingColumns, RowForm
 from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
-from lightning_ddp_losses.losses.partial_sums import (
-    PartialSum,
-    for_mean_over_ranks,
-    pack_partials,
-    scale_factors,
-    unpack_partials,
-)
+from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks, global_quotient
 from lightning_ddp_losses.losses.products import ProductChoice
 from lightning_ddp_losses.losses.two_towers import TwoTowerLoss, is_not_positive
 
@@ -270,16 +264,18 @@ def _columns_and_value(
         rows_total: This rank's share of the sum of log-probabilities, apart from the texts'.
         images: B.
 
-    Communication: one gather of 2 G + 1 numbers; in a ring a handshake.
+    Communication: one gather of 2 G + 1 numbers; in a ring as ``global_quotient``.
     """
     group, world = columns.group, process_groups.world_size(columns.group)
     column_lse = RunningLogSumExp(*column_stats.unbind(1))
     if isinstance(columns, RingColumns):  # each rank knows its own texts' part
         log_probs = _own_log_probs(column_lse, paired_logits)
-        partials = [PartialSum((rows_total + log_probs.sum()) / -2, images)]
-        payloads = handshake.all_gather("ClipLoss: sum", {}, pack_partials(partials), group=group)
-        value, _ = scale_factors(unpack_partials(payloads))
-        return log_probs, rows_total.new_tensor(value)
+
+        def agree(payload: bytes) -> list[bytes]:
+            return handshake.all_gather("ClipLoss: sum", {}, payload, group=group)
+
+        share = (rows_total + log_probs.sum()) / -2
+        return log_probs, global_quotient(share, columns.total, agree, group=group)
     if world > 1:
         # parts of all ranks, in rank order: the same on every rank
         packed = torch.cat([column_stats.reshape(-1), rows_total.reshape(1)])

@@ -30,6 +30,7 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import (
     all_gather_rows,
     gather_stacked,
+    travels_on_device,
 )
 from lightning_ddp_losses.losses.gathered_call import PMLCall, TensorCall, same_draws
 from lightning_ddp_losses.losses.partial_sums import (
@@ -43,7 +44,6 @@ from lightning_ddp_losses.losses.partial_sums import (
     number_of,
     partial_sums_of,
     scale_factors,
-    stays_on_device,
     value_with_grad,
 )
 from lightning_ddp_losses.losses.pml_registry import facts_of, is_pml_loss
@@ -80,7 +80,7 @@ class StatsExchange:
 
     def stays_on_device(self, loss: Any, like: Tensor) -> bool:
         """Say whether numbers travel without the host: the same on all ranks."""
-        return not collects_counts(loss) and stays_on_device(like, self.group)
+        return not collects_counts(loss) and travels_on_device(like, self.group)
 
     def reduce_partials(self, loss: Any, partials: list[PartialSum], like: Tensor) -> GlobalStats:
         """Return all ranks' numbers of the sub-losses, and record them on the loss as PML does."""

@@ -35,9 +35,10 @@ from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import WindowPart, current_window, micro_batch_to_match, note_parts
 from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.distributed.raw_collectives import gather_stacked, travels_on_device
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks, value_with_grad
+from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks, value_with_grad, wide_float
 
 _watches: dict[str, UpstreamGradWatch] = {}  # by title, in a process that has no group
 
@@ -70,7 +71,8 @@ def global_mean(
     Gradient: after DDP's mean over ranks, that of ``sum(total) / sum(count)``. Multiply the value by the same factor on every rank (one
         that differs is an error before gradients are reduced, or at the next call).
 
-    Communication: one handshake; none in backward.
+    Communication: one handshake, on an accelerator a gather more, which nobody waits for (a ``count`` that lies there is waited for); none
+        in backward.
 
     Raises:
         InputError: on every rank, for counts that are negative, not finite, or have a gradient, for shapes that differ, and where only
@@ -95,8 +97,12 @@ def global_mean(
     # 2. that of all ranks
     watch = _watch_of(title, group)
     has_graph = total.requires_grad and torch.is_grad_enabled()
+    on_device = travels_on_device(totals, group) and len(counts) > 0
+    local_totals = [0.0] * len(counts)
+    if not on_device:
+        local_totals = totals.detach().reshape(-1).tolist()
     form = struct.Struct(f"<?{2 * len(counts)}d")
-    payload = form.pack(has_graph, *totals.detach().reshape(-1).tolist(), *counts)
+    payload = form.pack(has_graph, *local_totals, *counts)
     must_match = {
         "total": f"{tuple(total.shape)} {dtype} {total.device.type}",
         "empty": empty,
@@ -110,7 +116,11 @@ def global_mean(
     # 3. the means, and what each rank's sum counts in them
     sums = [math.fsum(column) for column in columns]
     global_totals, global_counts = sums[: len(counts)], sums[len(counts) :]
-    values = [t / n if n else empty for t, n in zip(global_totals, global_counts, strict=True)]
+    if on_device:
+        value = _divided_on_device(totals.detach(), global_counts, empty, group)
+    else:
+        values = [t / n if n else empty for t, n in zip(global_totals, global_counts, strict=True)]
+        value = totals.new_tensor(values).view(totals.shape)
     weights = [1.0 / n if n else 0.0 for n in global_counts]
     # in an accumulation window: as parts of what all its micro-batches make
     window, call = current_window(), None
@@ -119,14 +129,28 @@ def global_mean(
         call = window.enter(name or "", title, parts)
         weights = [weight * share for weight, share in zip(weights, call.weights, strict=True)]
     # 4. the numbers, with W times this rank's part of their gradients
-    graph = for_mean_over_ranks(totals, group) * totals.new_tensor(weights).view(totals.shape)
-    mean = value_with_grad(totals.new_tensor(values).view(totals.shape), graph)
+    graph = for_mean_over_ranks(totals, group) * _beside(totals, weights)
+    mean = value_with_grad(value, graph)
     note_parts(mean, parts)
     if call is not None:
         mean = call.mark(mean)
     autograd_graph.remember_global_value(mean)
     watched: Tensor = watch.watch(mean, group=group)
     return watched
+
+
+def _beside(totals: Tensor, numbers: Sequence[float]) -> Tensor | float:
+    """Return numbers to multiply sums with; a single one needs no tensor."""
+    return numbers[0] if totals.ndim == 0 else totals.new_tensor(numbers)
+
+
+def _divided_on_device(totals: Tensor, counts: Sequence[float], empty: float, group: Group) -> Tensor:
+    """Return the sums of all ranks over what the host has counted, and ``empty`` where that is 0; nobody waits."""
+    wide = gather_stacked(totals.to(wide_float(totals.device)), group).sum(0)
+    quotients = []
+    for total, count in zip(wide.reshape(-1), counts, strict=True):
+        quotients.append(total / count if count else torch.full_like(total, empty))
+    return torch.stack(quotients).view(totals.shape).to(totals.dtype)
 
 
 def _checked_counts(title: str, total: Any, count: Any) -> list[float]:

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.accumulation import WindowPart, current_window, note_parts
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
@@ -38,6 +39,7 @@ _STATS = struct.Struct("<dd?dddd")
 _NUMBER = struct.Struct("<d")
 
 STATS_BYTES = _STATS.size
+_NUMBERS = 6  # of a sub-loss, beside its flag
 
 Gradients = Sequence[Tensor | None]
 Number = float | Tensor
@@ -105,11 +107,13 @@ class DeviceStats:
         table: (W, s, 2), totals and divisors of s sub-losses.
         full: (s,), which of them every rank computes completely.
         may_be_empty: Whether a divisor may be 0 over all ranks, as far as this one's host knows.
+        counted: (s,), the divisors over all ranks on the host, where an accumulation window needs them there; None: it does not.
     """
 
     table: Tensor
     full: tuple[bool, ...]
     may_be_empty: bool = True
+    counted: tuple[float, ...] | None = None
 
     def total_divisors(self) -> Tensor:
         """Return (s,), each sub-loss's divisor over all ranks."""
@@ -144,16 +148,32 @@ def wide_float(device: torch.device) -> torch.dtype:
 
 def pack_partials(partials: Sequence[PartialSum]) -> bytes:
     """Return what the peers need of this rank's partial sums."""
+    return pack_stats([PartialStats(p.total.detach(), p.divisor, p.full, p.counts) for p in partials])
+
+
+def pack_stats(several: Sequence[PartialStats]) -> bytes:
+    """Return sub-losses as ``STATS_BYTES`` bytes each; an accelerator is waited for once."""
+    numbers: list[Number] = []
+    for stats in several:
+        numbers += [stats.total, stats.divisor, *stats.counts]
+    on_host = _numbers_on_host(numbers)
     packed = []
-    for partial in partials:
-        total = float(partial.total.detach())
-        packed.append(pack_stats(PartialStats(total, float(partial.divisor), partial.full, partial.counts)))
+    for index, stats in enumerate(several):
+        total, divisor, *counts = on_host[index * _NUMBERS : (index + 1) * _NUMBERS]
+        packed.append(_STATS.pack(total, divisor, stats.full, *counts))
     return b"".join(packed)
 
 
-def pack_stats(stats: PartialStats) -> bytes:
-    """Return one sub-loss as ``STATS_BYTES`` bytes."""
-    return _STATS.pack(stats.total, stats.divisor, stats.full, *stats.counts)
+def _numbers_on_host(numbers: Sequence[Number]) -> list[float]:
+    """Return what the host knows of numbers after it has waited for an accelerator once, if any of them lies there."""
+    alike: list[Number] = []
+    for number in numbers:
+        # of one dtype they travel together
+        if isinstance(number, Tensor) and number.device.type != "cpu":
+            alike.append(number.to(wide_float(number.device)))
+        else:
+            alike.append(number)
+    return HostNumbers(alike).read()
 
 
 def exchange_partials(
@@ -175,18 +195,34 @@ def exchange_partials(
 
     Communication: one handshake; one gather on the device.
     """
-    if on_host or not stays_on_device(like, group):
+    if on_host or not travels_on_device(like, group):
         return unpack_partials(handshake(pack_partials(partials)))
-    handshake(b"")
+    if current_window() is None:
+        handshake(b"")
+        return device_stats(partials, like, group)
+    # the host divides what the micro-batches of a window make: it counts, and waits only for counts that it does not know
+    divisors = _numbers_on_host([partial.divisor for partial in partials])
+    form = struct.Struct(f"<{len(divisors)}d")
+    by_rank = [form.unpack(payload) for payload in handshake(form.pack(*divisors))]
+    counted = tuple(map(sum, zip(*by_rank, strict=True)))
+    return replace(device_stats(partials, like, group), counted=counted)
+
+
+def device_stats(partials: Sequence[PartialSum], like: Tensor, group: Group) -> DeviceStats:
+    """Return all ranks' numbers of the sub-losses on the device of ``like``. Communication: one gather."""
     table = device_table([(partial.total, partial.divisor) for partial in partials], like)
     divisors = [partial.divisor for partial in partials]
     may_be_empty = any(isinstance(divisor, Tensor) or divisor == 0 for divisor in divisors)
     return DeviceStats(gather_stacked(table, group), tuple(partial.full for partial in partials), may_be_empty)
 
 
-def stays_on_device(like: Tensor, group: Group) -> bool:
-    """Say whether numbers travel without the host: the same on all ranks. An accumulation window counts them on the host."""
-    return current_window() is None and travels_on_device(like, group)
+def stats_of_one(partials: Sequence[PartialSum], like: Tensor) -> GlobalStats:
+    """Return the numbers of sub-losses that every rank computes from all rows, as if there were one rank."""
+    if like.device.type == "cpu":
+        return unpack_partials([pack_partials(partials)])
+    table = device_table([(partial.total, partial.divisor) for partial in partials], like).unsqueeze(0)
+    counted = tuple(_numbers_on_host([partial.divisor for partial in partials]))
+    return DeviceStats(table, tuple(partial.full for partial in partials), counted=counted)
 
 
 def unpack_partials(payloads: Sequence[bytes]) -> list[list[PartialStats]]:
@@ -281,12 +317,13 @@ def _partial_sum(
     else:
         anchors = indices if kind == "element" else indices[0]
     # what counts, and with which weight
-    elements, above_low = len(losses), float(losses.numel())
+    elements: Number = len(losses)
+    above_low: Number = float(losses.numel())
     if reduction.weights is not None:
         assert labels is not None
         losses = losses * reduction.weights.to(device=losses.device, dtype=losses.dtype)[labels[anchors]]
     if reduction.low is not None and reducer_chain(reducer, name)[-1].collect_stats:
-        above_low = float((losses > reduction.low).sum())
+        above_low = number_of((losses > reduction.low).sum())
     losses, divisor = _what_passes(reduction, losses)
     # what the sum is to be divided by
     if reduction.plain_sum:
@@ -373,7 +410,7 @@ def global_quotient(
     Communication: one handshake; one gather on the device.
     """
     share = for_mean_over_ranks(total / divisor, group)
-    if not stays_on_device(total, group):
+    if not travels_on_device(total, group):
         payloads = handshake(_NUMBER.pack(float(total.detach())))
         value = sum(number for payload in payloads for number in _NUMBER.unpack(payload))
         return value_with_grad(value / divisor, share)
@@ -393,7 +430,7 @@ def window_parts(partials: Sequence[PartialSum], stats_by_rank: GlobalStats) -> 
     """Return how each sub-loss counts in an accumulation window."""
     divisors: list[Number]
     if isinstance(stats_by_rank, DeviceStats):
-        divisors = list(stats_by_rank.total_divisors().unbind())
+        divisors = list(stats_by_rank.counted or stats_by_rank.total_divisors().unbind())
     else:
         divisors = [sum(stats.divisor for stats in sub_loss) for sub_loss in zip(*stats_by_rank, strict=True)]
     parts = []

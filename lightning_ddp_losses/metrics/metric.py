@@ -197,9 +197,10 @@ class DifferentiableMetric(MetricStates):
             return value
         title = self._title()
         if isinstance(self, _WINDOW_METRICS) and getattr(self, "squared", True):
-            if not self.total:  # a mean over nothing, whose gradient would be no number
+            total = float(self.total)
+            if not total:  # a mean over nothing, whose gradient would be no number
                 return autograd_graph.attach_zero_grad(value.detach(), [t for t in given if t.requires_grad], [])
-            call = window.enter(self, title, [WindowPart("mean", float(self.total))])
+            call = window.enter(self, title, [WindowPart("mean", total)])
             return call.mark(value, *call.weights)
         name_value(value, title)
         return value

@@ -49,8 +49,9 @@ class GradientBucket:
         if self._wait is None:
             return []
         mean, world_size = self._wait(), process_groups.world_size()
-        num_flags = len(self._flags)
-        sums = [round(value * world_size) for value in mean[:num_flags].tolist()]
+        num_flags, sums = len(self._flags), list[int]()
+        if num_flags:
+            sums = [round(value * world_size) for value in mean[:num_flags].tolist()]
         unpack_mean_(mean[num_flags:], self._parameters, self._grads)
         return sums
 

@@ -228,7 +228,7 @@ class TiledEvaluator:
 
     def pack(self) -> bytes:
         """Packs what the other ranks need of this one: its sub-losses, and if ``symmetric`` its rows' statistics."""
-        packed = b"".join(pack_stats(stats) for stats in self._partial_stats())
+        packed = pack_stats(self._partial_stats())
         if self._symmetric:
             packed += self._row_stats.cpu().numpy().tobytes()
         return packed

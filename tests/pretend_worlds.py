@@ -1,0 +1,210 @@
+"""What a call costs on two ranks: launches, waits and uploads of every way that ranks exchange, and the numbers of the CPU.
+
+Two ranks over gloo, whose tensors travel through the host, which waits for them; and two whose collectives carry the device's tensors,
+as NCCL does, where no line of ours waits. Each rank is a fork of one process with the device and has half of the rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchmetrics
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import reducers
+from torch import Tensor, nn
+
+from lightning_ddp_losses import (
+    ClassShardedLoss,
+    ClipLoss,
+    GlobalBatchLoss,
+    SigLipLoss,
+    SyncBatchNorm,
+    accumulation_window,
+    differentiable,
+    global_mean,
+)
+from lightning_ddp_losses.core.nests import map_tensors
+from tests import pretend_collectives, pretend_device, pretend_ranks
+from tests.devices import Device
+from tests.pretend_runs import (
+    ROWS,
+    WIDTH,
+    Bound,
+    Found,
+    by_rows,
+    classes_of_rows,
+    measure,
+    pairs_of_rows,
+    rows,
+    two_columns,
+    two_towers,
+)
+
+__all__ = ["BACKENDS", "WORLDS", "main"]
+
+BACKENDS = {"as NCCL": True, "gloo": False}  # and whether it carries the device's tensors
+WORLD = 2
+
+
+class Window(nn.Module):
+    """An accumulation window of two micro-batches: a linear model and a loss.
+
+    Args:
+        loss: Of embeddings and labels.
+    """
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = nn.Linear(WIDTH, WIDTH), loss
+
+    def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
+        modules = [self.loss] if isinstance(self.loss, nn.Module) else []
+        total = rows.new_zeros(())
+        with accumulation_window(self.model, *modules, micro_batches=2):
+            for part, own in zip(rows.detach().split(len(rows) // 2), labels.split(len(rows) // 2), strict=True):
+                value = self.loss(self.model(part), own)
+                total += value.detach()
+                value.backward()
+                pretend_device.catch_up()  # what one micro-batch has noted arrives before the next
+        return total
+
+
+def mean_of_squares(rows: Tensor, labels: Tensor) -> Tensor:
+    return global_mean(rows.square().sum(), len(rows))
+
+
+def with_stats(loss: Callable[..., nn.Module]) -> Callable[[], nn.Module]:
+    """Makes a loss that records what it counts."""
+    return lambda: GlobalBatchLoss(loss(collect_stats=True), mode="rows")
+
+
+def batch_norm() -> nn.Module:
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH))
+    SyncBatchNorm().apply(model)
+    return model
+
+
+def ring(loss: type[nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: GlobalBatchLoss(loss(), mode="rows", gather="ring")
+
+
+def elements(loss: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: GlobalBatchLoss(loss())
+
+
+def class_sharded() -> nn.Module:
+    return ClassShardedLoss(pml.ArcFaceLoss(256, WIDTH))
+
+
+def arcface() -> nn.Module:
+    return pml.ArcFaceLoss(256, WIDTH)
+
+
+def squared_error() -> nn.Module:
+    return differentiable(torchmetrics.MeanSquaredError())
+
+
+def pearson() -> nn.Module:
+    return differentiable(torchmetrics.PearsonCorrCoef())
+
+
+def ntxent(**options: bool) -> nn.Module:
+    return pml.NTXentLoss(reducer=reducers.MeanReducer(**options))
+
+
+def contrastive(**options: bool) -> nn.Module:
+    return pml.ContrastiveLoss(reducer=reducers.AvgNonZeroReducer(**options))
+
+
+# At 256 rows x 32 on each of two ranks, from the third call on: as NCCL, and the waits over gloo, through which all travels by the host.
+# A window is two micro-batches with their backward. Our waits as NCCL: Circle's list of pairs (a list's length is known to the host),
+# once a micro-batch how many targets a cross entropy counts, which the host divides by, and what `collect_stats` records, which is numbers
+# of the host. All others are PML's and torchmetrics' own.
+WORLDS: dict[str, tuple[Bound, int]] = {
+    "SupCon, tiles": (Bound(by_rows(pml.SupConLoss), pairs_of_rows, 71, 0, 0), 4),
+    "NTXent, tiles": (Bound(by_rows(pml.NTXentLoss), pairs_of_rows, 89, 0, 0), 4),
+    "MultiSimilarity, tiles": (Bound(by_rows(pml.MultiSimilarityLoss), pairs_of_rows, 82, 0, 0), 4),
+    "Contrastive, tiles": (Bound(by_rows(pml.ContrastiveLoss), pairs_of_rows, 85, 0, 0), 4),
+    "Triplet, tiles": (Bound(by_rows(pml.TripletMarginLoss), classes_of_rows, 94, 0, 0), 4),
+    "Circle, row tiles": (Bound(by_rows(pml.CircleLoss), pairs_of_rows, 168, 12, 0, own_waits=1), 15),
+    # two ranks' rows are two tiles, each of them taken two and three times
+    "SupCon, ring": (Bound(ring(pml.SupConLoss), pairs_of_rows, 144, 0, 0), 8),
+    "NTXent, ring": (Bound(ring(pml.NTXentLoss), pairs_of_rows, 208, 0, 0), 9),
+    "ArcFace, elements": (Bound(elements(arcface), pairs_of_rows, 115, 2, 1), 3),
+    "cross entropy, elements": (Bound(elements(nn.CrossEntropyLoss), classes_of_rows, 23, 0, 0), 1),
+    "NCA, replicated": (Bound(elements(pml.NCALoss), pairs_of_rows, 92, 4, 0), 5),
+    "ArcFace, class-sharded": (Bound(class_sharded, pairs_of_rows, 120, 0, 0), 3),
+    "CLIP": (Bound(ClipLoss, two_towers, 95, 0, 0), 3),
+    "SigLIP": (Bound(SigLipLoss, two_towers, 56, 0, 0), 3),
+    "CLIP, ring": (Bound(lambda: ClipLoss(gather="ring"), two_towers, 129, 0, 0), 5),
+    "SigLIP, ring": (Bound(lambda: SigLipLoss(gather="ring"), two_towers, 74, 0, 0), 4),
+    "batch norm": (Bound(batch_norm, lambda: (rows(),), 51, 0, 0), 2),
+    "MeanSquaredError": (Bound(squared_error, two_columns, 25, 0, 0), 1),
+    "PearsonCorrCoef": (Bound(pearson, two_columns, 331, 10, 0), 11),
+    "reduction": (Bound(pretend_ranks.reduced, pairs_of_rows, 30, 0, 0), 3),
+    "window, ArcFace in elements": (Bound(lambda: Window(elements(arcface)()), pairs_of_rows, 246, 4, 2), 6),
+    "window, cross entropy": (
+        Bound(lambda: Window(elements(nn.CrossEntropyLoss)()), classes_of_rows, 67, 2, 0, own_waits=2),
+        2,
+    ),
+    "window, class-sharded": (Bound(lambda: Window(class_sharded()), pairs_of_rows, 290, 0, 0), 6),
+    "window, global_mean": (Bound(lambda: Window(mean_of_squares), pairs_of_rows, 49, 0, 0), 2),
+    "stats, mean": (Bound(with_stats(ntxent), pairs_of_rows, 157, 3, 1, own_waits=3), 4),
+    "stats, average of the non-zero": (Bound(with_stats(contrastive), pairs_of_rows, 153, 3, 0, own_waits=3), 4),
+}
+
+
+def _measured(device: Device, name: str) -> Found:
+    """Runs one row of ``WORLDS`` with this rank's part of the rows; what it found was counted at the third call."""
+    bound, _ = WORLDS[name]
+    start = dist.get_rank() * ROWS // WORLD
+
+    def own_part(tensor: Tensor) -> Tensor:
+        part = tensor[start : start + ROWS // WORLD].clone()
+        return part.requires_grad_(part.is_floating_point())
+
+    return measure(device, bound.make, map_tensors(own_part, bound.inputs()), calls=3)
+
+
+def _as_rank(device: Device, rank: int, folder: Path, *, carries: bool) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    pretend_collectives.carry(carries=carries)
+    store = dist.FileStore(str(folder / "store"), WORLD)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    found = {name: asdict(_measured(device, name)) for name in WORLDS}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def main(device: Device, path: Path) -> None:
+    """Runs everything over both backends, each rank a fork of this process; writes by backend and name what each rank found."""
+    results: dict[str, list[Any]] = {}
+    for backend, carries in BACKENDS.items():
+        folder = path.parent / backend.replace(" ", "_")
+        folder.mkdir()
+        children = []
+        for rank in range(WORLD):
+            child = os.fork()
+            if child == 0:
+                try:
+                    _as_rank(device, rank, folder, carries=carries)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stderr.flush()
+                    os._exit(0)
+            children.append(child)
+        for child in children:
+            os.waitpid(child, 0)
+        results[backend] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    path.write_text(json.dumps(results))
