@@ -62,6 +62,7 @@ def main(arguments: list[str]) -> int:
                 target = records.write(name, rows, add=add or getattr(rows, "added", False))
                 where = str(target.relative_to(records.RESULTS.parent.parent))
             print(f"{name}: {time.perf_counter() - started:.0f} s, {where}\n")
+            failed |= getattr(rows, "failed", False)
             failed |= any(row.get("verdict") == "WRONG" for row in rows)
     if "--list" not in options:
         draw_pictures(chosen)

@@ -10,9 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 __all__ = ["Row", "Rows", "machine", "read", "show", "write"]
 
 Row = dict[str, Any]
@@ -45,11 +42,12 @@ class Rows(list[Row]):
         rows: The rows.
         recorded: False: they are shown only.
         added: Recorded rows of other jobs stay.
+        failed: Some could not be measured, as was said.
     """
 
-    def __init__(self, rows: Sequence[Row], *, recorded: bool, added: bool) -> None:
+    def __init__(self, rows: Sequence[Row], *, recorded: bool, added: bool, failed: bool = False) -> None:
         super().__init__(rows)
-        self.recorded, self.added = recorded, added
+        self.recorded, self.added, self.failed = recorded, added, failed
 
 
 def machine() -> Row:
@@ -104,6 +102,10 @@ def write(name: str, rows: Sequence[Row], *, add: bool = False) -> Path:
 
 def show(rows: Sequence[Row]) -> None:
     """One table per value of ``table``, columns in the order of the first row's keys."""
+    # where it is missing, a benchmark says so before it measures
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(width=None if Console().is_terminal else 210)
     console.print(", ".join(f"{key} {value}" for key, value in machine().items()))
     for title in dict.fromkeys(row["table"] for row in rows):

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from lightning_ddp_losses import (
 from lightning_ddp_losses.core.nests import map_tensors, tensors_in
 from lightning_ddp_losses.distributed import fingerprint
 from lightning_ddp_losses.layers.batch_norm_function import Call, Scope, gather_statistics, normalise
+from lightning_ddp_losses.losses.tiled import evaluator
 from tests.devices import HOST, Device
 from tests.losses import harness, sharded_cases, test_tiled, variants
 from tests.losses.cases import PML
@@ -47,6 +49,7 @@ __all__ = [
     "CLASS_SHARDED",
     "LOSSES",
     "MINERS",
+    "SLOPES",
     "TILED",
     "TOWERS",
     "Bound",
@@ -162,6 +165,63 @@ BOUNDS: dict[str, Bound] = {
     "MeanSquaredError": Bound(lambda: differentiable(torchmetrics.MeanSquaredError()), two_columns, 18, 0, 0),
     "PearsonCorrCoef": Bound(lambda: differentiable(torchmetrics.PearsonCorrCoef()), two_columns, 286, 10, 0),
 }
+
+
+@dataclass(frozen=True)
+class Slope:
+    """The most launches that one more tile may cost, forward and backward together.
+
+    Attributes:
+        make: Number of tiles -> the module.
+        inputs: Its arguments, on the host.
+        launches: Per tile.
+        listed: Pairs are lists, as in matrices over ``tile_budget.MASKED_BYTES``; else masks.
+    """
+
+    make: Callable[[int], nn.Module]
+    inputs: Callable[[], tuple[Any, ...]]
+    launches: int
+    listed: bool = False
+
+
+def in_tiles(loss: type[nn.Module], **options: Any) -> Callable[[int], nn.Module]:
+    """Makes a loss of so many tiles."""
+    return lambda tiles: GlobalBatchLoss(loss(**options), mode="rows", tile_bytes=ROWS * ROWS * 4 // tiles)
+
+
+# A tile is computed in forward and once more in backward, lists of pairs are made anew each time. Where it is large enough to fill a GPU
+# (256 MiB), each of these launches reads or writes some 0.1 ms long, which hides what it costs to start it; `compile_tiles` fuses them.
+SLOPES: dict[str, Slope] = {
+    "SupCon": Slope(in_tiles(pml.SupConLoss), pairs_of_rows, 34),
+    "NTXent": Slope(in_tiles(pml.NTXentLoss), pairs_of_rows, 67),
+    "MultiSimilarity": Slope(in_tiles(pml.MultiSimilarityLoss), pairs_of_rows, 51),
+    "Contrastive": Slope(in_tiles(pml.ContrastiveLoss), pairs_of_rows, 65),
+    "Triplet": Slope(in_tiles(pml.TripletMarginLoss), classes_of_rows, 70),
+    "SupCon, lists": Slope(in_tiles(pml.SupConLoss), pairs_of_rows, 80, listed=True),
+    "NTXent, lists": Slope(in_tiles(pml.NTXentLoss), pairs_of_rows, 110, listed=True),
+    "MultiSimilarity, lists": Slope(in_tiles(pml.MultiSimilarityLoss), pairs_of_rows, 89, listed=True),
+    "Contrastive, lists": Slope(in_tiles(pml.ContrastiveLoss), pairs_of_rows, 87, listed=True),
+    "Triplet, lists": Slope(in_tiles(pml.TripletMarginLoss), classes_of_rows, 143, listed=True),
+    "ArcFace, class-sharded": Slope(
+        lambda tiles: ClassShardedLoss(pml.ArcFaceLoss(256, WIDTH), chunk_size=256 // tiles), pairs_of_rows, 38
+    ),
+    "CLIP": Slope(lambda tiles: ClipLoss(tile_bytes=ROWS * ROWS * 4 // tiles), two_towers, 33),
+    "SigLIP": Slope(lambda tiles: SigLipLoss(tile_bytes=ROWS * ROWS * 4 // tiles), two_towers, 17),
+}
+FEW_TILES, MANY_TILES = 4, 16
+
+
+def slope_of(device: Device, name: str) -> float:
+    """Counts how many launches a tile more costs."""
+    slope, found = SLOPES[name], []
+    masked_bytes = 0 if slope.listed else evaluator.MASKED_BYTES
+    for tiles in (FEW_TILES, MANY_TILES):
+        inputs = map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), slope.inputs())
+        with mock.patch.object(evaluator, "MASKED_BYTES", masked_bytes):
+            counts = measure(device, partial(slope.make, tiles), inputs)
+        assert not counts.error, counts.error
+        found.append(counts.forward["launches"] + counts.backward["launches"])
+    return (found[1] - found[0]) / (MANY_TILES - FEW_TILES)
 
 
 # ---------------------------------------------------------------------- one run
@@ -456,6 +516,7 @@ def main(device: Device, path: Path) -> None:
     join_world_of_one()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = {name: asdict(bounded_run(device, name)) for name in BOUNDS}
+        found: dict[str, Any] = {name: asdict(bounded_run(device, name)) for name in BOUNDS}
         found |= {name: asdict(run()) for name, run in runs_of(device).items()}
+        found["slopes"] = {name: slope_of(device, name) for name in SLOPES}
     path.write_text(json.dumps(found))

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib.axes
 import pytest
 
-from benchmarks import figures, records
+from benchmarks import figures, gpu, records
 from benchmarks.tiled_rows import MEMORY_TABLE, TIME_TABLE
 from benchmarks.window import windows_of
 
@@ -35,6 +35,23 @@ def test_added_rows_replace_those_of_the_same_job() -> None:
     assert sorted(row["ours_ms"] for row in records.read("some")) == [1.0, 2.0, 6.0, 90.0]
     path = records.write("some", [timed("NTXent", 512, 8.0)])
     assert [json.loads(line)["ours_ms"] for line in path.read_text().splitlines()] == [8.0]
+
+
+def test_a_part_on_a_gpu_that_fails_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_part(part: str, *_: Any) -> list[dict[str, Any]]:
+        if part == "b":
+            raise RuntimeError("rank 1 failed")
+        return [{"table": "some", "loss": part}]
+
+    monkeypatch.setattr(gpu, "run_part", run_part)
+    monkeypatch.setattr(gpu, "_refuse_missing_device", lambda device: None)
+    rows = gpu.main(["--device", "pretend"])
+    assert [row["loss"] for row in rows] == ["a", "c", "d"]
+    assert rows.failed
+    assert not rows.recorded
+    assert "part b failed: rank 1 failed" in capsys.readouterr().err
 
 
 def test_pictures_show_every_recorded_point(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

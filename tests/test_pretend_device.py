@@ -53,11 +53,14 @@ def found_by(program: str, folder: Path) -> Results:
 
 
 def test_runs(tmp_path: Path) -> None:
-    """Launches, waits and uploads within their bounds, and the numbers of the CPU, for every case.
+    """Launches, waits and uploads within their bounds, launches of a tile more too, and the numbers of the CPU, for every case.
 
     One test for all of them: they share a process, which each worker of pytest that had one of them would start for itself.
     """
     found = found_by("from tests.pretend_runs import main\nmain(device, Path(sys.argv[1]))", tmp_path)
+    slopes = found.pop("slopes")
+    for name, slope in pretend_runs.SLOPES.items():
+        assert slopes[name] <= slope.launches, f"{name}: {slopes[name]} launches a tile, at most {slope.launches}"
     problems = {
         name: text for name, bound in pretend_runs.BOUNDS.items() if (text := beyond(found[name], bound, ROUNDED))
     }

@@ -67,7 +67,12 @@ def rows_of(device: Device, every: int = 1) -> list[Row]:
     found: dict[str, float | str] = run_jobs(device)
     rows = [_row(name, size, off, limit) for name, off in found.items()]
     for name, (job, alone) in FITS.items():
-        rows.append(_row(name, size, fit_difference(device, job, alone), FIT_EXACT))
+        off: float | str
+        try:
+            off = fit_difference(device, job, alone)
+        except Exception as error:  # the jobs before it are told all the same
+            off = f"{type(error).__name__}: {error}"[:1500]
+        rows.append(_row(name, size, off, FIT_EXACT))
     return rows
 
 

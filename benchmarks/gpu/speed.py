@@ -60,6 +60,8 @@ def rows_of(device: Device, every: int = 1) -> list[Row]:
         except torch.OutOfMemoryError as error:
             # the inputs, or the formula in float64, beside which nobody can be judged
             rows.append({**about, **_unfit(device, "comparison", error)})
+        except Exception as error:  # the other contests are measured all the same
+            rows.append({**about, **_failed("comparison", error)})
         _return_memory(device)
     return rows
 
@@ -74,6 +76,8 @@ def _contest_rows(device: Device, contest: Contest, elsewhere: str | None) -> It
             found[who] = _compared(contest, who, way, truth)
         except torch.OutOfMemoryError as error:
             found[who] = _unfit(device, who, error, of_ours=who in contest.ours)
+        except Exception as error:
+            found[who] = _failed(who, error)
         _return_memory(device)
     del truth
     # 2. time and memory of those that are right
@@ -136,6 +140,12 @@ def _unfit(device: Device, who: str, error: BaseException, *, of_ours: bool = Tr
         free, total = torch.cuda.mem_get_info()
         text += f" ({free // MIB} of {total // MIB} MiB free now)"
     return {"who": who, "off_from_float64": text, "limit": None, "verdict": "WRONG" if of_ours else "does not fit"}
+
+
+def _failed(who: str, error: BaseException) -> Row:
+    """Say what somebody failed with."""
+    text = f"{type(error).__name__}: {str(error)[:500]}"
+    return {"who": who, "off_from_float64": text, "limit": None, "verdict": "WRONG"}
 
 
 def _return_memory(device: Device) -> None:

@@ -46,7 +46,8 @@ def accumulation_window(model: nn.Module, *losses: nn.Module, micro_batches: int
 
     Gradient: inside the block in proportion to the true one; on leaving it all gradients of ``model`` and ``losses`` are corrected.
 
-    Communication: what the losses do, and one handshake on leaving.
+    Communication: what the losses do, and one handshake on leaving. The host divides by what is counted: a loss whose count an
+        accelerator alone knows (targets that are ignored, what passes a reducer's limits) is waited for once a micro-batch.
 
     Raises:
         ConfigurationError: for another term in what is back-propagated, for losses with different divisors, an optimizer step inside the

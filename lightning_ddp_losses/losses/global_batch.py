@@ -106,7 +106,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         float16 travel as they are, gradients as float32. Few bytes on the CPU
         (``handshake.inline_capacity``) need no gather and no exchange: they travel in the handshake from the second call on. On
         an accelerator sums and statistics do not: one gather more (two where symmetric). Nothing waits for it, but a matrix
-        of pairs over 64 MiB, a miner's tuples and smooth triplets, once a call, to learn how many positives there are.
+        of pairs over 64 MiB, a miner's tuples, smooth triplets and row tiles, once a call, to learn how many positives there are (a
+        list's length is known to the host), and ``collect_stats``, whose numbers are the host's.
 
     Raises:
         ConfigurationError: a mode that is not exact for the loss; a reduction that cannot be made global.

@@ -23,9 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.losses import ClassShardedLoss, GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.losses.column_blocks import ColumnBlock
 from lightning_ddp_losses.losses.gathered_call import PMLCall, SeedCounter
 from lightning_ddp_losses.losses.row_chunks import chunks_of
+from lightning_ddp_losses.losses.tile_budget import tile_budget
 from lightning_ddp_losses.losses.tiled.distances import tile_distance
 from lightning_ddp_losses.losses.tiled.evaluator import rows_of_a_tile
 from tests.oracle import assert_close
@@ -275,6 +277,13 @@ def test_tiles_on_an_accelerator_are_few() -> None:
     on_device = rows_of_a_tile(rows * 4, rows, torch.device("cuda"), None)
     assert -(-rows // on_device) == 64
     assert rows_of_a_tile(rows * 4, rows, torch.device("cpu"), None) == 64
+    # products of two towers, nearly square
+    like = torch.empty(rows, 1, device="meta")
+    block = ColumnBlock(like, rows, 0, like.new_empty(0))
+    assert len(list(block.tiles(like, tile_budget(torch.device("cuda"), 2 << 20)))) == 64
+    # logits of as many classes
+    loss = ClassShardedLoss(pml.ArcFaceLoss(4, 2))
+    assert -(-rows // loss._chunk(rows, 4, torch.device("cuda"))) == 64
 
 
 RING = [
