@@ -266,7 +266,8 @@ def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
 def has_same_batches(ranks: Recording, one: Recording) -> bool:
     """Say whether one process has as many batches in each step as the ranks, in the steps that both have made."""
     steps = min(ranks.steps, one.steps)
-    of_ranks, of_one = ([b.step for b in run.records[0].batches if b.step <= steps] for run in (ranks, one))
+    of_ranks = [batch.step for batch in ranks.records[0].batches if batch.step <= steps]
+    of_one = [batch.step for batch in one.records[0].batches if batch.step <= steps]
     return of_ranks == of_one
 
 

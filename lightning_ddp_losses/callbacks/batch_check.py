@@ -330,8 +330,8 @@ class BatchCheck(LocalCheck, default=True):
         distinct = [row.distinct >> 1 for row in rows]
         is_iterable = any(row.distinct & 1 for row in rows)
         same = self._same.judge([row.content for row in rows], distinct, iterable=is_iterable)
-        place = CheckStage.BEFORE_BACKWARD.value
-        found += [replace(each, step=max(row.read_step for row in rows), moment=place) for each in same]
+        step, place = max(row.read_step for row in rows), CheckStage.BEFORE_BACKWARD.value
+        found += [replace(each, step=step, moment=place) for each in same]
         found += _different_orders([row.order for row in rows])
         # what is worth knowing once
         if self.runner.step == 0 and len(rows) * trainer.accumulate_grad_batches > 1 and all(self._global_rows):

@@ -54,8 +54,10 @@ def read_weights(weights: Sequence[ElementWeight]) -> list[ElementWeight]:
         weight, elements = float(each.weight), float(each.elements)
         if each.kind == "global" and not elements:
             weight = math.inf
-        is_unknown = math.isnan(weight) or (each.kind == "local" and not (weight and elements))
-        found.append(_UNKNOWN if is_unknown else replace(each, weight=weight, elements=elements))
+        if math.isnan(weight) or (each.kind == "local" and not (weight and elements)):
+            found.append(_UNKNOWN)
+        else:
+            found.append(replace(each, weight=weight, elements=elements))
     return found
 
 

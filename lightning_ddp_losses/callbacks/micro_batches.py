@@ -49,7 +49,7 @@ class MicroBatches:
         """Return M, then M values and M divisors; M is 0 where a window is one micro-batch, or divisors are not known."""
         several = 1 < len(self._values) <= _MOST
         # a column for each reduction that is known in every micro-batch
-        known = [[weight for weight in weights if weight.kind != "unknown"] for weights in self._weights]
+        known = [list(filter(_is_known, weights)) for weights in self._weights]
         if not several or len(set(map(len, known))) != 1 or not known[0]:
             return [0.0]
         columns = [list(map(_divisor_of, column)) for column in zip(*known, strict=True)]
@@ -65,6 +65,10 @@ class MicroBatches:
 
 def _times(weight: ElementWeight, factor: float) -> ElementWeight:
     return ElementWeight(float(weight.weight) * factor, weight.elements, kind=weight.kind)
+
+
+def _is_known(weight: ElementWeight) -> bool:
+    return weight.kind != "unknown"
 
 
 def _divisor_of(weight: ElementWeight) -> float:
@@ -100,14 +104,18 @@ def uneven_micro_batches(rows: Sequence[Sequence[float]], bias: float) -> list[F
     if all(table == tables[0] for table in tables):  # one loss, which is global
         tables = tables[:1]
     # of each micro-batch over all ranks: what it is divided by, its sum, and its mean
-    divisors = [math.fsum(table[number + m] for table in tables) for m in range(number)]
+    by_rank = [table[number : 2 * number] for table in tables]
+    divisors = [math.fsum(column) for column in zip(*by_rank, strict=True)]
     if _spread(divisors) <= bias:
         return []
     totals, means = [], []
     for m, divisor in enumerate(divisors):
         total = math.fsum(table[m] * table[number + m] for table in tables if table[number + m])
+        mean = math.fsum(table[m] for table in tables) / len(tables)
+        if divisor:
+            mean = total / divisor
         totals.append(total)
-        means.append(total / divisor if divisor else math.fsum(table[m] for table in tables) / len(tables))
+        means.append(mean)
     # what counts micro-batches alike, and what counts rows alike
     of_means, of_rows = math.fsum(means) / number, math.fsum(totals) / math.fsum(divisors)
     shown = ", ".join(f"{divisor:g}" for divisor in divisors[:_SHOWN])

@@ -125,7 +125,8 @@ def _odd_replicas(places: Sequence[object], values: Sequence[object]) -> tuple[i
     odd: list[int] = []
     for place in set(places):
         ranks = [rank for rank, other in enumerate(places) if other == place]
-        odd += [ranks[number] for number in odd_ranks([values[rank] for rank in ranks])]
+        their_values = [values[rank] for rank in ranks]
+        odd += [ranks[number] for number in odd_ranks(their_values)]
     return tuple(sorted(odd))
 
 

@@ -149,7 +149,9 @@ def _accelerators() -> list[str]:
     found = []
     for index in range(accelerator.device_count()):
         name = f"{kind}:{index}"
-        found.append(f"{name} {name_of(index)}" if name_of else name)
+        if name_of:
+            name += f" {name_of(index)}"
+        found.append(name)
     return found
 
 

@@ -109,10 +109,8 @@ def not_found(text: str) -> str:
     """
     names = {dotted.rpartition(".")[2]: dotted for dotted in manual.public_names()}
     recipes = {f"migrate {name}": text for name, text in manual.recipes().items()}
-    topics = {
-        topic.lower(): topic
-        for topic in (*FAULTS, *names, *recipes, *(name.removeprefix("migrate ") for name in recipes))
-    }
+    peers = [name.removeprefix("migrate ") for name in recipes]
+    topics = {topic.lower(): topic for topic in (*FAULTS, *names, *recipes, *peers)}
     near = [topics[match] for match in difflib.get_close_matches(text.lower(), topics, n=_MOST_MATCHES, cutoff=0.6)]
     near = [f"migrate {match}" if f"migrate {match}" in recipes else match for match in near]
     near += _speaking_of(text, {name: name for name in names})
@@ -136,4 +134,8 @@ def not_found(text: str) -> str:
 def _speaking_of(text: str, texts: dict[str, str]) -> list[str]:
     """Return the first keys of those texts that hold all words."""
     words = text.lower().split()
-    return [key for key, value in texts.items() if all(word in value.lower() for word in words)][:_MOST_MATCHES]
+    found = []
+    for key, value in texts.items():
+        if all(word in value.lower() for word in words):
+            found.append(key)
+    return found[:_MOST_MATCHES]

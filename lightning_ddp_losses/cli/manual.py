@@ -90,7 +90,7 @@ def _one_deeper(page: str) -> str:
     for line in page.splitlines():
         in_code ^= line.startswith("```")
         is_heading = line.startswith("#") and not in_code
-        lines.append(f"#{line}" if is_heading else line)
+        lines.append("#" * is_heading + line)
     return "\n".join(lines)
 
 

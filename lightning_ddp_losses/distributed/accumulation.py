@@ -335,8 +335,8 @@ class AccumulationWindow:
         payloads = handshake.all_gather("expect_counts", must_match, json.dumps(list(own.values())).encode())
         by_rank = [json.loads(payload) for payload in payloads]
         for i, source in enumerate(counts):
-            totals = [math.fsum(column) for column in zip(*(several[i] for several in by_rank), strict=True)]
-            self._expect(source, totals)
+            counts_by_rank = [several[i] for several in by_rank]
+            self._expect(source, [math.fsum(column) for column in zip(*counts_by_rank, strict=True)])
 
     def _refuse_expectations(self, counts: Mapping[str, Sequence[float]]) -> None:
         for title, several in counts.items():

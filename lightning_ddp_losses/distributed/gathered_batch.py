@@ -237,7 +237,9 @@ class _Gather(torch.autograd.Function):
             for i in wanted:
                 shape, dtype, device = ctx.shapes[i]
                 grad = grads[i]
-                whole.append(torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad)
+                if grad is None:
+                    grad = torch.zeros(shape, dtype=dtype, device=device)
+                whole.append(grad)
             found = ctx.exchange.reduce_scatter(whole, [ctx.counts[i] for i in wanted])
             for i, rows in zip(wanted, found, strict=True):
                 own[i] = rows

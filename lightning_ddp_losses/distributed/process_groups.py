@@ -211,7 +211,7 @@ def members(group: Group = None) -> tuple[int, ...]:
     """Return the global ranks of the members, in group order; (0,) without torch.distributed."""
     if not is_distributed():
         return (0,)
-    return tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
 
 
 def set_timeout(timeout: timedelta | None) -> None:
@@ -247,7 +247,7 @@ def internal_groups(group: Group = None) -> ProcessGroups:
     if group in _groups_by_group:
         return _groups_by_group[group]
     _refuse_foreign_group(group)
-    ranks = tuple(dist.get_process_group_ranks(group if group is not None else _world))
+    ranks = tuple(dist.get_process_group_ranks(group or _world))
     if ranks not in _groups_by_ranks:
         if not _close_registered:
             atexit.register(close)
@@ -322,7 +322,7 @@ def _make(ranks: tuple[int, ...], group: Group) -> ProcessGroups:
             ours.get(name)  # nothing is made
         return ours
 
-    timeout = _timeout or compat.group_timeout(group if group is not None else dist.group.WORLD)
+    timeout = _timeout or compat.group_timeout(group or dist.group.WORLD)
 
     def new() -> dist.ProcessGroup:
         with _new_groups(ranks):

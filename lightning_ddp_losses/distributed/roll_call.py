@@ -124,7 +124,8 @@ class _Caller:
     def _read(self, ranks: Sequence[int]) -> list[tuple[str, Report]]:
         if not ranks:
             return []
-        return [tuple(json.loads(value)) for value in self._store.multi_get([_here(rank) for rank in ranks])]
+        values = self._store.multi_get([_here(rank) for rank in ranks])
+        return [tuple(json.loads(value)) for value in values]
 
     def _wait_until_read(self, ranks: Sequence[int]) -> None:
         """Wait a little until the others know: this process may hold the store, and is about to end."""

@@ -116,9 +116,8 @@ class GlobalTuples(tuple[Tensor, ...]):
         """
         missing = [rank for rank, rows in rows_of_ranks.items() if self.rows_of_ranks.get(rank) != rows]
         if missing:
-            expected, got = (
-                ", ".join(f"rank {r}: {of.get(r)}" for r in missing) for of in (rows_of_ranks, self.rows_of_ranks)
-            )
+            expected = ", ".join(f"rank {rank}: {rows_of_ranks[rank]}" for rank in missing)
+            got = ", ".join(f"rank {rank}: {self.rows_of_ranks.get(rank)}" for rank in missing)
             raise InputError(
                 f"{title}: indices_tuple of GlobalBatchMiner",
                 expected=f"of the rows that the loss gets ({expected})",

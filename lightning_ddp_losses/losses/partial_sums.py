@@ -432,7 +432,9 @@ def window_parts(partials: Sequence[PartialSum], stats_by_rank: GlobalStats) -> 
     if isinstance(stats_by_rank, DeviceStats):
         divisors = list(stats_by_rank.counted or stats_by_rank.total_divisors().unbind())
     else:
-        divisors = [sum(stats.divisor for stats in sub_loss) for sub_loss in zip(*stats_by_rank, strict=True)]
+        divisors = []
+        for sub_loss in zip(*stats_by_rank, strict=True):
+            divisors.append(sum(stats.divisor for stats in sub_loss))
     parts = []
     for partial, divisor in zip(partials, divisors, strict=True):
         if partial.full:

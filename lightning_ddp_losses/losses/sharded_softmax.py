@@ -300,7 +300,8 @@ class _SoftmaxFunction(torch.autograd.Function):
             else:
                 at_targets = targets.spread(ctx.slope.vjp(targets.of(target_share)))
         # 3. through the logits of all classes
-        operands = Operands(rows, row_scale[0] if row_scale else ctx.scale, weight)
+        scale = row_scale[0] if row_scale else ctx.scale
+        operands = Operands(rows, scale, weight)
         step = _Backward(call, operands, targets, lse, at_targets, grad, grad_penalty)
         if call.by_hand:
             step.add_cosine_grads_(grads, ctx.lengths)

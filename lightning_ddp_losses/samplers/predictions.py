@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, starmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -85,7 +85,7 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
     # what all ranks have, so that one without rows knows their form
     payloads = handshake.all_gather(_TITLE, {"dst": dst, "loaders": len(loaders)}, payload, of_user=True)
     try:
-        offers = [[_RowsOffer(*offer) for offer in safe_payload.unpack(payload)] for payload in payloads]
+        offers = [list(starmap(_RowsOffer, safe_payload.unpack(payload))) for payload in payloads]
     except pickle.UnpicklingError as error:
         handshake.raise_on_all_ranks(_unknown_class_error(error), _TITLE)
     # rows of all ranks

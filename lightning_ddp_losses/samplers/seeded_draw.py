@@ -563,11 +563,11 @@ def checked_sampler(sampler: Any) -> Any:
         raise refuse(name, "Give it what you would give to DataLoader(sampler=...) or DataLoader(batch_sampler=...).")
     for inner in nested_samplers(sampler):
         if isinstance(inner, DistributedSampler) or hasattr(getattr(inner, "batch_size", None), "draw"):
-            cut = type(inner).__name__
+            cut = name
+            if inner is not sampler:
+                cut = f"{name} around a {type(inner).__name__}"
             raise refuse(
-                f"{name}, which is cut by rank already"
-                if inner is sampler
-                else f"{name} around a {cut}, which is cut by rank already",
+                f"{cut}, which is cut by rank already",
                 "Give it the sampler that one process would use, over the whole data set.",
             )
     try:

@@ -304,7 +304,8 @@ def refuse_other_losses(path: Any, saved: Sequence[str] | None, own: Sequence[st
     """
     if saved is None:
         return
-    saved_kinds, own_kinds = (dict(entry.split(": ", 1) for entry in entries) for entries in (saved, own))
+    saved_kinds = dict(entry.split(": ", 1) for entry in saved)
+    own_kinds = dict(entry.split(": ", 1) for entry in own)
     different = {name for name in saved_kinds.keys() & own_kinds.keys() if saved_kinds[name] != own_kinds[name]}
     if different:
         raise InputError(

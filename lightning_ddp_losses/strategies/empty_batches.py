@@ -53,9 +53,10 @@ def _first_axes(part: Any, path: str) -> Iterator[tuple[str, int]]:
     if is_array(part):
         is_plain = not isinstance(part, Tensor) or (part.layout == torch.strided and not part.is_nested)
         if not part.ndim or not is_plain:
-            raise _no_rows(
-                path, "a tensor of no dimension" if is_plain else f"a {type(part).__name__} that is not dense"
-            )
+            got = f"a {type(part).__name__} that is not dense"
+            if is_plain:
+                got = "a tensor of no dimension"
+            raise _no_rows(path, got)
         yield path, part.shape[0]
         return
     for key, child in children_of(part) or ():

@@ -70,7 +70,7 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
     """Return an optimizer's state with the names of parameters in place of their numbers."""
     names = names_of(module, optimizer)
     state = optimizer.state_dict()
-    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+    groups = [{**group, "params": list(map(names.__getitem__, group["params"]))} for group in state["param_groups"]]
     return {"state": {names[i]: entry for i, entry in state["state"].items()}, "param_groups": groups}
 
 

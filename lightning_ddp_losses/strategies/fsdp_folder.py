@@ -239,11 +239,10 @@ class _LoadPlanner(DefaultLoadPlanner):
             saved = self.metadata.state_dict_metadata.get(key)
             whole = part.shard.whole_shape(part.tensor)
             if not isinstance(saved, TensorStorageMetadata) or tuple(saved.size) != whole:
-                raise InputError(
-                    f"checkpoint: {key}",
-                    expected=f"shape {whole}",
-                    got="nothing" if saved is None else f"{tuple(getattr(saved, 'size', ()))}",
-                )
+                got = "nothing"
+                if saved is not None:
+                    got = f"{tuple(getattr(saved, 'size', ()))}"
+                raise InputError(f"checkpoint: {key}", expected=f"shape {whole}", got=got)
             if part.tensor.numel():
                 items += create_read_items_for_chunk_list(key, saved, [part.chunk])
         return replace(plan, items=items)

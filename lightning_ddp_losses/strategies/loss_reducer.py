@@ -116,7 +116,7 @@ class ReducedParameters:
             if id(parameter) in self.elsewhere or name in self._ignored or shard_of(parameter) is not None:
                 continue
             owners = [i for i, loss in enumerate(self._losses) if name.startswith(f"{loss}.")]
-            found.append(ReducedParameter(name, parameter, owners[0] if owners else -1))
+            found.append(ReducedParameter(name, parameter, next(iter(owners), -1)))
         return sorted(found, key=lambda p: p.name)
 
     def describe(self, parameters: Sequence[ReducedParameter]) -> str:

@@ -347,7 +347,8 @@ class _CommonEnds(CombinedLoader):
         iterator = compat.mode_iterator(self)
         by_loader = list(zip(*(size.lengths for size in sizes), strict=True))
         # 1. limits that are a fraction of a length differ as lengths do
-        iterator.limits = [self.ends.common(limits) for limits in zip(*(size.limits for size in sizes), strict=True)]
+        limits_by_rank = [size.limits for size in sizes]
+        iterator.limits = [self.ends.common(limits) for limits in zip(*limits_by_rank, strict=True)]
         # 2. the streams, around the iterators that were made
         streams = []
         is_alone = len(by_loader) == 1

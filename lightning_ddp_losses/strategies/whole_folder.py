@@ -47,11 +47,13 @@ def whole_checkpoint(folder: str | Path, *, weights_only: bool | None = None) ->
 
     path = Path(folder)
     if not is_folder(path):
-        found = "a file" if path.is_file() else "no file of that name in it"
+        found = "nothing there"
+        if path.exists():
+            found = "a file" if path.is_file() else "no file of that name in it"
         raise InputError(
             f"checkpoint {path}",
             expected=f"a folder with {METADATA}, as save_distributed_checkpoint=True writes it",
-            got=found if path.exists() else "nothing there",
+            got=found,
             fix="A file is read by torch.load, and a folder of DDPLossStrategy(sharded_checkpoints=True) by that strategy.",
         )
     # 1. a place for each tensor; what is none of them has no shape to be known

@@ -1,4 +1,4 @@
-"""Times, memory and counts on the pages of peers are those that the benchmarks have recorded; `test_recipes` measures the gradients."""
+"""Times, memory and counts of the README and on the pages of peers are those recorded; `test_recipes` measures the gradients."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import records
 from lightning_ddp_losses.cli import manual
+from tests.processes import ROOT
 
 
 def recorded(benchmark: str, **fields: Any) -> dict[str, Any]:
@@ -68,3 +69,45 @@ def sync_batch_norm() -> list[str]:
 def test_a_page_says_what_is_recorded(expected: Any) -> None:
     text = " ".join(manual.recipes()[expected.__name__].split())
     assert [words for words in expected() if words not in text] == []
+
+
+def rows_of_the_readme() -> list[str]:
+    """The table of numbers, row by row, as it follows from what is recorded."""
+    even, uneven = (
+        recorded("parity", who="PML DistributedLossWrapper", ranks=2, batches=batches) for batches in ("even", "uneven")
+    )
+    supcon = recorded("global_batch", loss="SupCon", mode="rows", global_batch=2048)
+    clip, classes = recorded("large", ours="tiles", size=8192), recorded("large", ours="divided", size=1_000_000)
+    metric = recorded("metric_sync", metric="PearsonCorrCoef")
+    norm = recorded("batch_norm", rows_per_rank=8, channels=64, size="28 x 28")
+    steps = [row for row in records.read("strategy_overhead") if row.get("module") == "ArcFace" and "plain_ms" in row]
+    short, long = sorted(steps, key=lambda row: row["plain_ms"])
+    checks = recorded("checks_cost", parameters="100 M", fit="default")
+    cases = f"{even['cases']} uses of losses, even and uneven ranks"
+    theirs = f"theirs {even['exact']} even, {uneven['exact']} uneven"
+    clip_peak = f"peak memory {clip['ours_peak_MiB']:.0f} MiB of {clip['usual_peak_MiB']:.0f}"
+    classes_peak = f"peak memory {classes['ours_peak_MiB']:.0f} MiB of {classes['usual_peak_MiB']:.0f}"
+    collectives = f"{metric['collectives']} collective of {metric['torchmetrics_collectives']}"
+    step = f"ArcFace step of {short['plain_ms']:.0f} ms"
+    return [
+        f"{cases} | PML's wrapper | | {even['cases']} exact; {theirs}",
+        f"SupCon, 2048 rows | the same | {supcon['ratio']:.2f} | peak memory {supcon['memory_ratio']:.2f}",
+        f"CLIP, 8192 rows | open_clip's way | {clip['ratio']:.2f} | {clip_peak}",
+        f"ArcFace, a million classes | PML under DDP | {classes['ratio']:.2f} | {classes_peak}",
+        f"Pearson's correlation as the loss | torchmetrics | {metric['ratio']:.2f} | {collectives}",
+        f"batch norm, 64 channels of 28 x 28, 8 rows | a gather of the activations | {norm['ratio']:.2f} |",
+        f'{step} under `"ddp_losses"` | `"ddp"` | {short["ratio"]:.2f} | {long["ratio"]:.2f} at {long["plain_ms"]:.0f} ms',
+        f"all checks, 100 M parameters | no checks | {checks['ratio']:.2f} |",
+    ]
+
+
+def test_the_readme_says_what_is_recorded() -> None:
+    page = (ROOT / "README.md").read_text()
+    table = page.partition("## Numbers")[2].partition("\n## ")[0].splitlines()
+    assert [row.strip("| ") for row in table if row.startswith("|")][2:] == [
+        row.strip("| ") for row in rows_of_the_readme()
+    ]
+    counts = [
+        row["torchmetrics_collectives"] for row in records.read("metric_sync") if "torchmetrics_collectives" in row
+    ]
+    assert f"in {min(counts)} to {max(counts)} collectives" in " ".join(page.split())
