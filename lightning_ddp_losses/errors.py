@@ -174,7 +174,13 @@ _BY_NAME: dict[str, type[DDPLossError]] = {}
 
 
 def register_error(cls: type[DDPLossError]) -> type[DDPLossError]:
-    """Let peers raise this class too when one rank alone meets the error (the name travels, the class must be known)."""
+    """Let peers raise this class too when one rank alone meets the error (the name travels, the class must be known).
+
+    Example:
+        >>> @register_error
+        ... class OwnError(DDPLossError):
+        ...     pass
+    """
     _BY_NAME[cls.__name__] = cls
     return cls
 
@@ -213,6 +219,10 @@ def format_error(
         got: What it was.
         ranks: One entry per rank (a sequence in rank order, or a mapping for some ranks only).
         fix: What to do, as a sentence.
+
+    Example:
+        >>> print(format_error("rows", expected=8, got=6))
+        rows: expected 8, got 6
     """
     parts = []
     if expected is not None:

@@ -6,7 +6,12 @@ from enum import Enum
 
 
 class CheckStage(str, Enum):
-    """Names when checks measure and judge; the value is how messages call that place of the run."""
+    """Names when checks measure and judge; the value is how messages call that place of the run.
+
+    Example:
+        >>> CheckStage.AFTER_STEP.value
+        'after the optimizer step'
+    """
 
     BEFORE_WRAP = "before the wrap"
     TRAIN_START = "start of training"

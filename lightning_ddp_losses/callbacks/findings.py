@@ -42,6 +42,11 @@ class Finding:
         moment: Where in the run: the value of a ``CheckStage`` (a column of ``ddp_checks.jsonl``, hence its name).
         max_difference: Between ranks, of the tensor's elements, where the check named a tensor.
         follows: The fault that this finding follows from; empty where it stands for itself.
+
+    Example:
+        >>> finding = Finding("F36", "epoch", "equal on all ranks", (1,), values=(3, 4))
+        >>> print(finding.severity)
+        error
     """
 
     fault: str
@@ -116,7 +121,12 @@ class Remark(Finding):
 
 
 def odd_ranks(column: Sequence[Any]) -> tuple[int, ...]:
-    """Return the ranks that differ from the majority; on a tie, from the first such value."""
+    """Return the ranks that differ from the majority; on a tie, from the first such value.
+
+    Example:
+        >>> odd_ranks([0.1, 0.1, 0.2])
+        (2,)
+    """
     values = list(column)
     # the most frequent value; of several, the one that comes first
     usual = max(values, key=lambda value: (values.count(value), -values.index(value)))

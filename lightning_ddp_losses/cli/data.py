@@ -183,6 +183,12 @@ class ArrayDataModule(BatchedArrayDataModule):
     Raises:
         InputError: A file that is missing or not ``.npy``, a wrong shape, a wrong dtype, a length mismatch, a negative label.
         ConfigurationError: One of the two held-out files without the other.
+
+    Example:
+        >>> import numpy as np
+        >>> np.save("features.npy", np.random.rand(12, 4).astype("float32"))
+        >>> np.save("labels.npy", np.arange(12) % 3)
+        >>> data = ArrayDataModule("features.npy", "labels.npy", batch_size=6)
     """
 
     def __init__(

@@ -36,6 +36,11 @@ class DigitsDataModule(BatchedArrayDataModule):
 
     Raises:
         ConfigurationError: scikit-learn is not installed; options that cannot work.
+
+    Example:
+        >>> data = DigitsDataModule(batch_size=64)
+        >>> data.batch_size
+        64
     """
 
     inputs_name = "raw pixels"
@@ -102,6 +107,11 @@ class DigitsEncoder(nn.Module):
         channels: Channels of the first convolution; the others have twice as many.
         batch_norm: Normalise after each layer, the embedding too (as ArcFace's authors do). Ranks then need `SyncBatchNorm`
             (``trainer.sync_batchnorm: true``) to train as one process does.
+
+    Example:
+        >>> import torch
+        >>> DigitsEncoder(embedding_size=16)(torch.rand(2, 1, 8, 8)).shape
+        torch.Size([2, 16])
     """
 
     def __init__(self, embedding_size: int = 32, channels: int = 32, batch_norm: bool = False) -> None:
@@ -144,6 +154,11 @@ class MLPEncoder(nn.Module):
         in_features: Numbers in one row.
         embedding_size: Width D of the embedding.
         hidden: Widths of the layers between.
+
+    Example:
+        >>> import torch
+        >>> MLPEncoder(in_features=6, embedding_size=4)(torch.rand(2, 6)).shape
+        torch.Size([2, 4])
     """
 
     def __init__(self, in_features: int, embedding_size: int = 64, hidden: tuple[int, ...] = (256,)) -> None:
@@ -177,6 +192,11 @@ def slant(images: Tensor) -> Tensor:
     """Return how far handwriting leans: columns of ink per row, of images (B, 1, H, W), as (B,); what deslanting would take away.
 
     It is the covariance of the ink's column and row over the variance of its row.
+
+    Example:
+        >>> import torch
+        >>> slant(torch.eye(8).reshape(1, 1, 8, 8))  # ink on the diagonal: a column to the right for each row down
+        tensor([1.])
     """
     # ink as a distribution over the image
     ink = images[:, 0]
@@ -203,6 +223,11 @@ class RegressionModule(LightningModule):
         goal: ``"maximize"``: the loss is 1 - metric (a correlation, R2); ``"minimize"``: the metric (an error).
         lr: Learning rate.
         optimizer: Makes the optimizer from parameters.
+
+    Example:
+        >>> from torchmetrics import PearsonCorrCoef
+        >>> from lightning_ddp_losses import differentiable
+        >>> module = RegressionModule(DigitsEncoder(), differentiable(PearsonCorrCoef()))
     """
 
     report_title = "Regression on the held-out set"

@@ -38,6 +38,11 @@ class EmbeddingModule(LightningModule):
         loss_lr: Learning rate of the loss's own parameters; `lr` if not given.
         chunk_size: Rows of a training batch that the encoder takes at a time (`microbatched`); all of them if not given.
         optimizer: Makes the optimizer from parameter groups.
+
+    Example:
+        >>> from pytorch_metric_learning.losses import ArcFaceLoss
+        >>> from lightning_ddp_losses.cli import MLPEncoder
+        >>> module = EmbeddingModule(MLPEncoder(6, 4), ArcFaceLoss(num_classes=3, embedding_size=4), loss_lr=0.01)
     """
 
     report_title = "Retrieval on the held-out set"

@@ -74,6 +74,12 @@ def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     Raises:
         RankMismatchError: on every rank, when ranks disagree on dtype, width, number of dimensions or ``backward``.
         InputError: on every rank, for a tensor that is sparse, nested, quantised, without memory or inside a transform of ``torch.func``.
+
+    Example:
+        >>> import torch
+        >>> rows = torch.randn(4, 8, requires_grad=True)
+        >>> all_gather_with_grad(rows).shape  # with one rank; on two ranks with 4 and 6 rows it is (10, 8)
+        torch.Size([4, 8])
     """
     _check("all_gather_with_grad", tensor, backward, group, adds=False)
     rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
@@ -107,6 +113,12 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     Raises:
         RankMismatchError: on every rank, when shapes, dtypes or ``backward`` differ.
         InputError: on every rank, as ``all_gather_with_grad``, and for a dtype that cannot be added.
+
+    Example:
+        >>> import torch
+        >>> count = all_reduce_with_grad(torch.tensor([3.0]))  # how many rows all ranks have together
+        >>> count.tolist()
+        [3.0]
     """
     _check("all_reduce_with_grad", tensor, backward, group)
     if process_groups.world_size(group) == 1:
@@ -138,6 +150,12 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
     Raises:
         RankMismatchError: on every rank, when shapes or dtypes differ.
         InputError: on every rank, when the rows do not sum to G, and as ``all_reduce_with_grad``.
+
+    Example:
+        >>> import torch
+        >>> parts = torch.randn(6, 8, requires_grad=True)
+        >>> reduce_scatter_with_grad(parts).shape  # with one rank; on two ranks each keeps (3, 8)
+        torch.Size([6, 8])
     """
     _check("reduce_scatter_with_grad", tensor, "sum", group)
     _check_rows(tensor, rows, group)

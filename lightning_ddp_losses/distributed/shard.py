@@ -28,6 +28,10 @@ class ClassShard:
         num_classes: Number of classes over all ranks.
         dim: Dimension of the parameter that counts classes.
         per_class: Entries along it for each class (sub-centers).
+
+    Example:
+        >>> ClassShard.of_rank(10, world=4, rank=3)
+        ClassShard(start=9, stop=10, num_classes=10, dim=0, per_class=1)
     """
 
     start: int

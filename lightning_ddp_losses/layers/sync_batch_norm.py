@@ -227,6 +227,11 @@ def batch_norms(model: nn.Module) -> dict[str, str]:
 
     Returns:
         ``"group"`` (this package's plugin), ``"group (torch)"`` (torch's own conversion), or ``"rank"``.
+
+    Example:
+        >>> from torch import nn
+        >>> batch_norms(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        {'1': 'rank'}
     """
     kinds = {}
     for name, module in model.named_modules():

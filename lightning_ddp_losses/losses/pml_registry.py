@@ -144,6 +144,12 @@ def register_element_wise(cls: T) -> T:
 
     The class must offer PML's ``compute_loss`` with a reducer, or torch's ``reduction`` attribute. Verify the claim with
     ``check_separable``.
+
+    Example:
+        >>> from torch import nn
+        >>> @register_element_wise
+        ... class Squared(nn.MSELoss):
+        ...     pass
     """
     return _register(cls, "elements", "register_element_wise")
 
@@ -152,6 +158,12 @@ def register_row_separable(cls: T) -> T:
     """Declare that a PML-style loss is a sum over anchors, each of which may look at all rows (usable as a decorator).
 
     The class must accept ``ref_emb`` and ``ref_labels`` in ``compute_loss``. Verify the claim with ``check_separable``.
+
+    Example:
+        >>> from pytorch_metric_learning.losses import ContrastiveLoss
+        >>> @register_row_separable
+        ... class OwnContrastive(ContrastiveLoss):
+        ...     pass
     """
     return _register(cls, "rows", "register_row_separable")
 

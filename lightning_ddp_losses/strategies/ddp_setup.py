@@ -453,7 +453,12 @@ _exact_layer_sync: list[type[LayerSync]] = []
 
 
 def use_layer_sync(kind: type[LayerSync]) -> None:
-    """Say what synchronises batch norm on any device (``SyncBatchNorm``)."""
+    """Say what synchronises batch norm on any device (``SyncBatchNorm``).
+
+    Example:
+        >>> from lightning_ddp_losses import SyncBatchNorm
+        >>> use_layer_sync(SyncBatchNorm)  # as importing the package does
+    """
     _exact_layer_sync[:] = [kind]
 
 

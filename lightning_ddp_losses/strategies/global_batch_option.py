@@ -20,7 +20,12 @@ _wrapper: list[Callable[[nn.Module], nn.Module]] = []
 
 
 def use_global_wrapper(wrapper: Callable[[nn.Module], nn.Module]) -> None:
-    """Say what makes a loss global (``GlobalBatchLoss``)."""
+    """Say what makes a loss global (``GlobalBatchLoss``).
+
+    Example:
+        >>> from lightning_ddp_losses import GlobalBatchLoss
+        >>> use_global_wrapper(GlobalBatchLoss)  # as importing the package does
+    """
     _wrapper[:] = [wrapper]
 
 
