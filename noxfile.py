@@ -182,12 +182,20 @@ PLACES = (
     *(".audit", ".cli", ".cli.pages.faults", ".cli.pages.recipes", ".cli.pages.numbers", ".cli.pages.release"),
 )
 
-# What pdoc shows of a class: what this package says of it, also where a class without a page of its own says it; of other libraries'
-# classes nothing; attributes without a text stand in the text of their class.
+# What pdoc shows of a class: what this package says of it, also where a class without a page of its own says it, but there no hooks of
+# other libraries; of other libraries' classes nothing; attributes without a text stand in the text of their class.
 TEMPLATE = """
 {% extends "default/module.html.jinja2" %}
+{% macro is_hook(doc) %}
+    {% set owner = module.get(doc.qualname.rpartition(".")[0]) %}
+    {% if doc.is_inherited and owner and doc.name != "forward" %}
+        {% for base in owner.obj.__mro__ if doc.name in base.__dict__ and not base.__module__.startswith("lightning_ddp_losses") %}
+            true
+        {% endfor %}
+    {% endif %}
+{% endmacro %}
 {% macro is_public(doc) %}
-    {% if doc.kind == "module" or doc.taken_from[0].startswith("lightning_ddp_losses") %}
+    {% if doc.kind == "module" or (doc.taken_from[0].startswith("lightning_ddp_losses") and not is_hook(doc) | trim) %}
         {% if doc.docstring or doc.name == "__init__" or doc.is_enum_member or "." not in doc.qualname %}
             {{ default_is_public(doc) }}
         {% endif %}
