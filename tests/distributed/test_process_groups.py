@@ -77,6 +77,7 @@ def close_and_go_on() -> None:
         process_groups.close()
         dist.barrier()  # the user's group is the user's
     process_groups.internal_groups()
+    dist.barrier()  # gloo connects the others as long as one of them has not connected
     process_groups.close(world=True)
     assert not dist.is_initialized()
     process_groups.close(world=True)
