@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import Logger
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_ddp_losses import CommunicationMonitor, DDPChecks
-from lightning_ddp_losses.callbacks.communication_monitor import CollectiveWatch, covered_seconds
+from lightning_ddp_losses.callbacks.communication_monitor import CollectiveWatch, _bytes_of, _ddp_calls, covered_seconds
 from tests.callbacks.harness import CLASSES, WIDTH, Subject
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
@@ -74,6 +74,21 @@ def test_numbers_that_autograd_saved_can_be_read_under_the_monitor() -> None:
     with CollectiveWatch():
         assert float(loss.grad_fn._saved_other) == 4.0
         assert float(loss.detach()) == 1.5
+
+
+def test_buckets_of_autograds_threads_are_those_of_ddps_log() -> None:
+    log = {"bucket_sizes": "1", "rebuilt_bucket_sizes": "4096, 512", "avg_backward_comm_time": 2_000_000}
+    calls = _ddp_calls(log, began=10.0)
+    assert [(call.kind, call.num_bytes) for call in calls] == [("allreduce", 4096), ("allreduce", 512)]
+    assert [call.ended for call in calls] == [10.002, 10.0]
+    assert _ddp_calls({}, began=10.0) == []
+
+
+def test_bytes_of_a_sparse_tensor_are_those_that_travel() -> None:
+    entries = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2], [1, 0]]), torch.ones(2, dtype=torch.float64), (1000, 1000), check_invariants=True
+    )
+    assert _bytes_of(entries) == 2 * 2 * 8 + 2 * 8
 
 
 def test_overlapping_intervals_count_once() -> None:
