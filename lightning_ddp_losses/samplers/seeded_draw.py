@@ -533,8 +533,10 @@ def _restore_(own: Any, before: Any, name: str) -> None:
     elif isinstance(own, Tensor):
         with torch.no_grad():
             own.copy_(before)
-    else:
+    elif isinstance(own, list):
         own[:] = before
+    else:  # an array, which may have no dimension
+        own[...] = before
 
 
 # ---------------------------------------------------------------------- what it can be built from

@@ -81,6 +81,17 @@ def test_batches_of_two_loaders_are_joined_and_cut_loader_by_loader() -> None:
     assert flat(replay.take_part(joined, (1, 2, 2), [6, 4])) == flat({"large": one(3, 3.0), "small": one(2, 2.0)})
 
 
+def test_rows_of_two_ranks_are_exchanged_loader_by_loader() -> None:
+    batches = [{"large": one(4, 0.0), "small": one(2, 0.0)}, {"large": one(2, 10.0), "small": one(2, 20.0)}]
+    exchanged = replay.exchange_rows(batches, [[4, 2], [2, 2]])
+    assert exchanged["large"]["x"].tolist() == [0, 11, 2, 3]
+    assert exchanged["small"]["names"] == ["row 0", "row 21"]
+    # a loader that has come to its end gives None
+    exchanged = replay.exchange_rows([{"large": one(4, 0.0), "small": None}] * 2, [[4, None]] * 2)
+    assert exchanged["large"]["x"].tolist() == [0, 1, 2, 3]
+    assert exchanged["small"] is None
+
+
 def test_what_is_rows_on_no_reading_is_named() -> None:
     parts = [{"a": [torch.zeros(2), {"b": torch.zeros(n, 3)}]} for n in (5, 6)]
     with pytest.raises(InputError, match=r"batch\['a'\]\[1\]\['b'\]") as caught:

@@ -71,6 +71,29 @@ def counted(channels: int, dtype: torch.dtype, needs: bool, mode: str) -> list[i
         return [forward, len(count.take())]
 
 
+def with_inputs_that_need_no_gradient(affine: bool) -> dict[str, Tensor]:
+    """The gradient of rank 0's input, where rank 1's needs none, and the weight's gradient alone."""
+    layer = SyncBatchNorm().apply(nn.BatchNorm1d(3, affine=affine).double())
+    x = rows_of(dist.get_rank()).requires_grad_(dist.get_rank() == 0)
+    y = layer(x).pow(3).sum()
+    if affine:
+        (weight,) = torch.autograd.grad(y, [layer.weight], retain_graph=True)
+        dist.all_reduce(weight)
+    y.backward()
+    found = {} if x.grad is None else {"dx": x.grad}
+    return found | ({"weight": weight} if affine else {})
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_rank_whose_input_needs_no_gradient_takes_part_in_that_of_the_others(pool: RankPool, affine: bool) -> None:
+    first, second = pool.run(2, with_inputs_that_need_no_gradient, affine)
+    assert "dx" not in second
+    alone, xs = nn.BatchNorm1d(3, affine=affine).double(), [rows_of(rank).requires_grad_() for rank in range(2)]
+    alone(torch.cat(xs)).pow(3).sum().backward()
+    expected = {"dx": xs[0].grad} | ({"weight": alone.weight.grad} if affine else {})
+    assert_close(first, expected)
+
+
 COUNTS = [  # channels, dtype, gradient of the input, mode; collectives of two layers forward and backward
     (64, torch.float32, True, "training", [2, 2]),
     (64, torch.float32, False, "training", [2, 1]),

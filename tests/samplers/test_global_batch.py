@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -443,3 +443,34 @@ def test_m_per_class_that_must_grow_with_the_ranks_is_told(rows: int, m: int) ->
     assert f"Give it batch_size={rows}" in str(error.value)
     assert (f"m={m} (m x 6 labels must be at least {rows}" in str(error.value)) == (m > 4)
     assert list(MPerClassSampler(LABELS, m, rows, length_before_new_iter=60))
+
+
+def test_what_a_sampler_does_to_its_containers_is_undone() -> None:
+    fixed = np.arange(3)
+    fixed.flags.writeable = False
+    held: dict[str, Any] = {
+        "deque": deque([1, 2, 3], maxlen=3),
+        "set": {1, 2},
+        "dict": {"a": [1, 2]},
+        "array": np.arange(3),
+        "count": np.array(0),
+        "fixed": fixed,
+        "tensor": torch.arange(3),
+        "meta": torch.empty(3, device="meta"),
+    }
+    sampler = RandomSampler(range(3))
+    vars(sampler).update(held)
+    with seeded_draw.preserve_shuffled(sampler):
+        held["deque"].rotate()
+        held["set"].clear()
+        held["dict"]["a"].reverse()
+        held["array"][:] = 7
+        held["count"] += 1
+        held["tensor"].zero_()
+        sampler.count = np.array(9)
+    assert held["deque"] == deque([1, 2, 3])
+    assert held["set"] == {1, 2}
+    assert held["dict"] == {"a": [1, 2]}
+    assert held["array"].tolist() == held["tensor"].tolist() == [0, 1, 2]
+    assert int(held["count"]) == 0
+    assert all(vars(sampler)[name] is value for name, value in held.items())
