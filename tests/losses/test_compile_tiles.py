@@ -5,6 +5,8 @@ Compiling takes seconds, so that most tests call the functions as they are; ``te
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -91,3 +93,27 @@ def test_an_option_of_one_rank_is_an_error_on_all(pool: RankPool) -> None:
     first, second = pool.errors(2, one_rank_compiles)
     assert first.message == second.message
     assert "compile_tiles" in first.message
+
+
+def successor(value: int) -> int:
+    return value + 1
+
+
+def test_a_function_that_cannot_be_compiled_later_is_called_as_it_is() -> None:
+    compiler = tile_compiler.TileCompiler()
+    with (
+        mock.patch.object(tile_compiler.TileCompiler, "_run", side_effect=RuntimeError("no compiler")),
+        pytest.warns(
+            UserWarning, match="successor is computed eagerly on this rank, which gives the same numbers: RuntimeError"
+        ),
+    ):
+        assert compiler(successor, 1) == 2
+    assert compiler(successor, 2) == 3  # and is not tried again
+
+
+def test_what_is_compiled_stays_in_its_process() -> None:
+    original = tile_compiler.TileCompiler()
+    original._eager = True
+    for other in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
+        assert isinstance(other, tile_compiler.TileCompiler)
+        assert not other._eager
