@@ -211,12 +211,14 @@ class _Clip(torch.autograd.Function):
                 d_logits = (logits - row_lse[tile.rows].unsqueeze(1)).exp_()
                 # plus that of the texts' columns
                 if tile.text_count:
-                    text_logits = logits[:, : tile.text_count]
-                    d_logits[:, : tile.text_count].add_(text_logits.sub_(block.column_stats[tile.texts]).exp_())
+                    of_columns = logits[:, : tile.text_count].sub_(block.column_stats[tile.texts]).exp_()
+                    d_logits[:, : tile.text_count].add_(of_columns)
+                    del of_columns
                     tile.own_pairs(d_logits).copy_(d_own_pairs[tile.rows][tile.own_rows])
                 # back to both towers
                 is_wanted = texts_wanted and block.trained
                 block_products.add_grads_(d_logits, tile, d_images, d_columns if is_wanted else None)
+                del logits, d_logits  # else they are there beside the next tile
             if smoothing:
                 d_columns -= smoothing * images.sum(0) / columns.width
                 d_columns[: block.text_count] -= smoothing * images.sum(0) / columns.total

@@ -158,6 +158,7 @@ class _PairSum(torch.autograd.Function):
                 opposed_logits = _opposed_logits_(block_products.compute(tile), tile, bias)
                 block_products.keep(opposed_logits)
                 sums.append(nn.functional.softplus(opposed_logits).sum())
+                del opposed_logits  # else it is there beside the next tile
         ctx.columns, ctx.form, ctx.tile_bytes, ctx.products = columns, form, tile_bytes, products
         ctx.save_for_backward(images, texts, scale, bias)
         return _sum_of(sums, images)
@@ -182,6 +183,7 @@ class _PairSum(torch.autograd.Function):
                 # what it gives back to the bias and both towers
                 d_biases.append(d_logits.sum())
                 block_products.add_grads_(d_logits, tile, d_images, d_columns)
+                del opposed_logits, d_logits  # else they are there beside the next tile
             return d_block
 
         d_texts = ctx.columns.collect_grad(visit, texts, wanted=texts_wanted)

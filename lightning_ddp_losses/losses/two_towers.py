@@ -138,7 +138,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         self._given_dtype = precision.narrow_dtype(rows[:3])
         kinds = {name: _kind_of_number(number) for name, number in numbers.items()}
         kinds["products"] = form
-        value: Tensor = autograd_graph.run_full_precision(self, self._forward, (rows, given, kinds), {})
+        value: Tensor = autograd_graph.run_full_precision(self, self._forward, ([*rows], given, kinds), {})
         autograd_graph.remember_global_value(value)
         name_value(value, type(self).__name__)
         watched: Tensor = self._upstream_grads.watch(value, group=self._group)
@@ -177,11 +177,14 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
 
     def _forward(
         self,
-        rows: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        rows: list[Tensor | None],
         given: dict[str, Tensor | None],
         kinds: dict[str, object],
     ) -> Tensor:
         images, texts, extra, queue = rows
+        rows.clear()  # wide copies of narrow rows, which nobody keeps once they are of unit length
+        assert images is not None
+        assert texts is not None
         form = RowForm(kinds["products"])  # type: ignore[arg-type]
         # unit length; lengths are needed of what is multiplied as it came
         if self.normalize:
@@ -212,6 +215,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             raise InputError(title, expected="at least one on some rank", got="none", collective=True)
         gathered = batch.tensors[: len(second_tower)]
         if self.gather == "all":
+            del narrow
             columns: ColumnBlocks = GatheredColumns(text_counts, extra_counts, queue, self._group)
             products = batch.tensors[-1] if self.compares_with_own_pair else None
             return self._evaluate(columns, form, images, _concatenated(gathered), products, given)
@@ -234,10 +238,10 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
 
     def _narrow_columns(self, rows: Tensor, form: RowForm) -> NarrowRows:
         """Makes what may travel in place of columns: the rows that they are made of."""
-        given = rows.detach()
+        given, dtype = rows.detach(), rows.dtype
         if self._given_dtype is not None:
             given = given.to(self._given_dtype)
-        return NarrowRows(given, lambda sent: self._columns_of(sent.to(rows.dtype), form))
+        return NarrowRows(given, lambda sent: self._columns_of(sent.to(dtype), form))
 
     def _exchange(
         self,

@@ -23,6 +23,7 @@ from lightning_ddp_losses.distributed import backward_exchange, gathered_batch
 from lightning_ddp_losses.distributed.raw_collectives import Ring
 from tests.counting import nothing_rides
 from tests.rank_pool import RankPool
+from tests.test_microbatch import Allocated
 
 WIDTH, CLASSES = 64, 6
 SIZES = {2: [7, 12], 3: [7, 0, 12]}
@@ -139,6 +140,28 @@ def test_rows_that_ride_in_the_handshake(pool: RankPool, name: str) -> None:
         for expected, got, of_both in zip(wide, narrow, mixed, strict=True):
             assert torch.equal(expected, got)
             assert torch.equal(expected, of_both)
+
+
+def peaks_of(loss: Callable[..., nn.Module], tile_bytes: int) -> tuple[int, int]:
+    """The most bytes that one process holds in forward, and in all, beside the rows of two towers in half precision."""
+    images, texts = torch.randn(2, 512, WIDTH, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    images, texts = images.clone().requires_grad_(), texts.clone().requires_grad_()
+    module = loss(tile_bytes=tile_bytes)
+    with Allocated([images, texts, *module.parameters()]) as allocated:
+        value = module(images, texts)
+        in_forward = allocated.peak
+        value.backward()
+    return in_forward, allocated.peak
+
+
+@pytest.mark.parametrize(("loss", "tiles"), [(ClipLoss, 2), (SigLipLoss, 1)])
+def test_memory_of_two_towers_in_half_precision(loss: Callable[..., nn.Module], tiles: int) -> None:
+    """In forward both towers of unit length, and one on its way there; in backward no tile beside the next one's."""
+    tower, tile = 512 * WIDTH * 4, 512 * 512
+    in_forward, with_small_tiles = peaks_of(loss, 4096)
+    assert in_forward < 4 * tower
+    _, with_large_tiles = peaks_of(loss, tile)
+    assert with_large_tiles - with_small_tiles < (tiles + 0.6) * tile
 
 
 def odd_bytes() -> tuple[Tensor, Tensor]:
