@@ -185,7 +185,7 @@ class PMLCall:
         batches = {name: v for name, v in given.items() if isinstance(v, Tensor) and name not in aliases}
         tuples = given.get("indices_tuple")
         rows = given.get("embeddings")
-        indices = {f"index {i}": _beside(rows, index) for i, index in enumerate(_own_tuples(tuples))}
+        indices = {f"index {i}": _on_device_of(rows, index) for i, index in enumerate(_own_tuples(tuples))}
         gathered = gather(batches | indices)
         self.seed = shared_seed(gathered)
         names = [*batches, *indices]
@@ -205,7 +205,7 @@ class PMLCall:
         for name, own in aliases.items():
             arguments[name] = arguments[own]
         if tuples is not None and not isinstance(tuples, Tensor):
-            arguments["indices_tuple"] = tuple(_beside(rows, index) for index in tuples)
+            arguments["indices_tuple"] = tuple(_on_device_of(rows, index) for index in tuples)
         # what is no tensor travels nowhere: a flag, a number
         for name, value in given.items():
             arguments.setdefault(name, value)
@@ -420,7 +420,7 @@ def _own_tuples(tuples: Any) -> Sequence[Tensor]:
     return tuples  # type: ignore[no-any-return]
 
 
-def _beside(rows: Any, index: Tensor) -> Tensor:
+def _on_device_of(rows: Any, index: Tensor) -> Tensor:
     """Return a miner's indices on the device of the rows: some miners make them on the host, where torch's indexing takes them too."""
     return index.to(rows.device) if isinstance(rows, Tensor) else index
 
