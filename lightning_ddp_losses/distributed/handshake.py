@@ -302,18 +302,18 @@ class PendingHandshake:
             own = b"" if self._is_inline else self._payload
             rows = self._gather_more(own, longest, timeout)
             for rank, payload_bytes in followers.items():
-                payloads[rank] = rows[rank][:payload_bytes]
+                payloads[rank] = bytes(rows[rank][:payload_bytes])
         # 4. the texts, in one more gather where ranks disagree and what was sent of them does not show on what
         texts = [wire.text_in(message) for wire, message in zip(wire_headers, messages, strict=True)]
         if hides_mismatch(wire_headers, texts):
             rows = self._gather_more(self._text[:_WHOLE_TEXT_BYTES], _WHOLE_TEXT_BYTES, timeout)
-            texts = [row.rstrip(b"\0") for row in rows]
+            texts = [bytes(row).rstrip(b"\0") for row in rows]
         return [
             Header(wire.version, wire.kind, wire.digest, text.decode(errors="replace"), payload)
             for wire, text, payload in zip(wire_headers, texts, payloads, strict=True)
         ]
 
-    def _gather_more(self, own: bytes, size: int, timeout: timedelta | None) -> list[bytes]:
+    def _gather_more(self, own: bytes, size: int, timeout: timedelta | None) -> list[memoryview]:
         """Gather ``size`` bytes of each rank, of which this one fills the beginning."""
         message = bytearray(own)
         message.extend(bytes(size - len(own)))
@@ -338,13 +338,13 @@ def _start_gather_bytes(own: bytearray, group: dist.ProcessGroup) -> tuple[Tenso
     return start_gather(torch.frombuffer(own, dtype=torch.uint8), group=group)
 
 
-def _finish_gather_bytes(everyone: Tensor, work: dist.Work, size: int, timeout: timedelta | None) -> list[bytes]:
+def _finish_gather_bytes(everyone: Tensor, work: dist.Work, size: int, timeout: timedelta | None) -> list[memoryview]:
+    """Return the messages of all ranks where they arrived: W of them may be long, and are copied once, without what fills them up."""
     if timeout is None:
         wait(work)
     else:
         work.wait(timeout)
-    data = everyone.numpy().tobytes()
-    return [data[i : i + size] for i in range(0, len(data), size)]
+    return [memoryview(message) for message in everyone.view(-1, size).numpy()]
 
 
 # ---------------------------------------------------------------------- what fails on one rank

@@ -85,7 +85,7 @@ class WireHeader(NamedTuple):
         return _WIRE.pack(VERSION, kind, len(shown), origin, payload_bytes, digest) + shown
 
     @classmethod
-    def unpack(cls, message: bytes) -> WireHeader:
+    def unpack(cls, message: bytes | memoryview) -> WireHeader:
         """Read the header of a rank's message."""
         return cls._make(_WIRE.unpack_from(message))
 
@@ -99,14 +99,14 @@ class WireHeader(NamedTuple):
         """What header, text and payload take together."""
         return HEADER_BYTES + self.text_bytes + self.payload_bytes
 
-    def text_in(self, message: bytes) -> bytes:
+    def text_in(self, message: bytes | memoryview) -> bytes:
         """Return the text of a message, as far as it was sent."""
-        return message[HEADER_BYTES : HEADER_BYTES + self.text_bytes]
+        return bytes(message[HEADER_BYTES : HEADER_BYTES + self.text_bytes])
 
-    def payload_in(self, message: bytes) -> bytes:
+    def payload_in(self, message: bytes | memoryview) -> bytes:
         """Return the inline payload of a message."""
         start = HEADER_BYTES + self.text_bytes
-        return message[start : start + self.payload_bytes]
+        return bytes(message[start : start + self.payload_bytes])
 
 
 def hides_mismatch(headers: Sequence[WireHeader], texts: Sequence[bytes]) -> bool:

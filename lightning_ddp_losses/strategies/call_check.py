@@ -220,14 +220,14 @@ class CallCheck:
         self._reducer.receive(gradients)
         return calls
 
-    def _split(self, payload: bytes) -> tuple[bytes, list[bytes], bytes, bytes]:
-        """Take a rank's payload apart: its calls, the attached bytes, what came back into global values, gradients."""
+    def _split(self, payload: bytes) -> tuple[bytes, list[bytes], bytes, memoryview]:
+        """Take a rank's payload apart: its calls, the attached bytes, what came back into global values, gradients (not copied)."""
         offset = _CALL.size * len(self._counters)
         calls, parts = payload[:offset], []
         for _ in range(len(self._attached) + 1):
             part, offset = read_sized(payload, offset)
             parts.append(part)
-        return calls, parts[:-1], parts[-1], payload[offset:]
+        return calls, parts[:-1], parts[-1], memoryview(payload)[offset:]
 
 
 def _missing_text(title: str, calls: Sequence[int], rows: Sequence[int]) -> str:

@@ -87,7 +87,7 @@ class EarlyGradients:
         self._is_inline, self._is_small = is_inline, is_small
         self._flag_format = struct.Struct(f"<{len(parameters)}I")
         self._seen = [SeenGradient(parameter) for parameter in parameters]
-        self._payloads: Sequence[bytes] = ()
+        self._payloads: Sequence[bytes | memoryview] = ()
         self._bucket: GradientBucket | None = None
         self.flags = [gradient_flag(parameter.grad) for parameter in parameters]
         self.sums: list[int] = []
@@ -111,7 +111,7 @@ class EarlyGradients:
             packed += raw_collectives.host_bytes(torch.cat(grads))
         return packed
 
-    def start(self, payloads: Sequence[bytes]) -> None:
+    def start(self, payloads: Sequence[bytes | memoryview]) -> None:
         """Take what ``pack`` returned on each rank, in rank order, and let the bucket leave."""
         flags = [self._flag_format.unpack_from(payload) for payload in payloads]
         self.sums = [sum(column) for column in zip(*flags, strict=True)]

@@ -212,7 +212,7 @@ class LossReducer:
         self._early = EarlyGradients(tensors, dtype, is_inline=is_inline, is_small=is_small)
         return self._early.pack()
 
-    def receive(self, payloads: Sequence[bytes]) -> None:
+    def receive(self, payloads: Sequence[bytes | memoryview]) -> None:
         """Take what all ranks packed; it counts only where all of them packed something."""
         if self._early is not None and all(payloads):
             self._early.start(payloads)
