@@ -12,7 +12,7 @@ Imported where a folder is written or read: that part of torch is 70 modules, a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,15 +172,12 @@ def read_optimizer_(path: Path, module: nn.Module, optimizer: Optimizer, number:
     names = names_of(module, optimizer)
     # 1. a place for each tensor: this rank's part where it has the shape of its parameter
     entries: dict[str, dict[str, Any]] = {}
-    for name, parameter in zip(names, parameters_in_order(optimizer), strict=True):
-        prefix = f"{title}.state.{name}."
-        for key, found in saved.items():
-            if not key.startswith(prefix):
-                continue
-            place: Any = None
-            if isinstance(found, TensorStorageMetadata):
-                place = _place_for(found, parameter)
-            entries.setdefault(name, {})[key.removeprefix(prefix)] = place
+    parameters = dict(zip(names, parameters_in_order(optimizer), strict=True))
+    for key, (name, entry_key) in state_keys(saved, f"{title}.state.", parameters).items():
+        found, place = saved[key], None
+        if isinstance(found, TensorStorageMetadata):
+            place = _place_for(found, parameters[name])
+        entries.setdefault(name, {})[entry_key] = place
     present = named_optimizer_state(module, optimizer)
     state = {title: {"state": entries, "param_groups": present["param_groups"]}}
     _read_(path, module, state)
@@ -196,9 +193,32 @@ def read_optimizer_(path: Path, module: nn.Module, optimizer: Optimizer, number:
                 expected=", ".join(expected),
                 got=", ".join(group["params"]),
             )
-    numbered = {names.index(name): entry for name, entry in entries.items()}
+    numbers = {name: i for i, name in enumerate(names)}
+    numbered = {numbers[name]: entry for name, entry in entries.items()}
     merged = [{**group, "params": own["params"]} for group, own in zip(groups, own_groups, strict=True)]
     optimizer.load_state_dict({"state": numbered, "param_groups": merged})
+
+
+def state_keys(keys: Iterable[str], prefix: str, names: Container[str]) -> dict[str, tuple[str, str]]:
+    """Return for each key of an optimizer's state the parameter's name and what is kept of it; in one pass, as models have many.
+
+    Args:
+        keys: Of a folder.
+        prefix: With which those of this optimizer begin.
+        names: Of its parameters; keys of others are left out.
+    """
+    found = {}
+    for key in keys:
+        if not key.startswith(prefix):
+            continue
+        # both may have dots in them
+        parts = key.removeprefix(prefix).split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            name = ".".join(parts[:end])
+            if name in names:
+                found[key] = name, ".".join(parts[end:])
+                break
+    return found
 
 
 def _place_for(saved: TensorStorageMetadata, parameter: nn.Parameter) -> Tensor:
