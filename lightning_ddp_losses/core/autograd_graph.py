@@ -107,6 +107,16 @@ def walk_graph(
                 queue.append(child)
 
 
+def depends_on(output: Tensor, tensor: Tensor) -> bool:
+    """Say whether backward from an output comes to a tensor that requires a gradient; the walk ends where it is found."""
+    own = tensor.grad_fn
+    if own is not None:
+        return any(node is own for node, _ in walk_graph([output]))
+    # a leaf has no node but the one that adds to its gradient
+    ends = (node for node, children in walk_graph([output]) if not children)
+    return any(getattr(node, "variable", None) is tensor for node in ends)
+
+
 def accumulation_node(parameter: Tensor) -> Any:
     """Return the node that adds to a trainable parameter's gradient, where DDP hangs its hook.
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.accumulation import WindowPart, current_window, note_parts
@@ -303,12 +304,11 @@ def _partial_sum(
     losses, indices, kind = info["losses"], info["indices"], info["reduction_type"]
     reduction = reduction_of(reducer, name)
     assert reduction is not None
-    nothing = torch.sum(embeddings * 0)  # keeps the embeddings in the graph
     if not torch.is_tensor(losses):  # PML's zero loss is the number 0
         share = undivided(parts) if reduction.plain_sum else 0.0
-        return PartialSum(nothing, share, name=name, is_sum=reduction.plain_sum)
+        return PartialSum(_no_loss(embeddings), share, name=name, is_sum=reduction.plain_sum)
     if kind == "already_reduced":
-        return PartialSum(losses.sum() + nothing, 1.0, full=True, name=name, counts=ONE_ELEMENT)
+        return PartialSum(_sum_over(losses, embeddings), 1.0, full=True, name=name, counts=ONE_ELEMENT)
     # pairs are averaged within their anchor first, if at all
     pairs = len(losses)
     if reduction.per_anchor and kind != "element":
@@ -332,7 +332,21 @@ def _partial_sum(
         given = info["divisor"]
         divisor = number_of(given) if isinstance(given, Tensor) else float(given)
     counts = ElementCounts(elements, divisor, above_low, pairs)
-    return PartialSum(losses.sum() + nothing, divisor, name=name, counts=counts, is_sum=reduction.plain_sum)
+    return PartialSum(_sum_over(losses, embeddings), divisor, name=name, counts=counts, is_sum=reduction.plain_sum)
+
+
+def _sum_over(losses: Tensor, embeddings: Tensor) -> Tensor:
+    """Return the sum of element losses, with the embeddings in its graph."""
+    total = losses.sum()
+    # what depends on them anyway is spared three passes over them, there and back
+    if not embeddings.requires_grad or autograd_graph.depends_on(total, embeddings):
+        return total
+    return total + _no_loss(embeddings)
+
+
+def _no_loss(embeddings: Tensor) -> Tensor:
+    """Return 0, with the embeddings in its graph."""
+    return torch.sum(embeddings * 0)
 
 
 def _what_passes(reduction: Reduction, losses: Tensor) -> tuple[Tensor, Number]:
