@@ -4,6 +4,7 @@
 * ``rendezvous``: how a world starts (``roll_call``: how its ranks agree before they have a group). ``liveness``: which rank is gone
 * ``handshake``: ``all_gather`` of one header and a few bytes per rank before anything else, and errors that all ranks raise together
 * ``header``: the header's form on the wire, and the error for headers that disagree
+* ``waiting``: how a rank waits for the others on the CPU, awake or asleep
 * ``raw_collectives``: plain collectives on tensors of known shapes, and rows that pass round a ring
 * ``collectives``: the differentiable ones, each with the gradient that it gives
 * ``backward_exchange``: exchanges in backward, each opened by a handshake that names its forward
