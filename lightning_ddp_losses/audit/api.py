@@ -468,8 +468,8 @@ HINTS: tuple[tuple[str, str], ...] = (
         f"{explained_by('F35')}",
     ),
     (
-        r"No CUDA|CUDA driver|not compiled with CUDA|NVIDIA driver|Torch not compiled with",
-        "The model asks for a GPU and this machine has none: use self.device in the module, or audit where there is one.",
+        r"No CUDA|CUDA driver|not compiled with CUDA|NVIDIA driver|Torch not compiled with|CUDA in forked",
+        "The model asks for a GPU and this process has none: use self.device in the module, or audit where there is one.",
     ),
     (r"dataloader_iter", "A training_step that takes dataloader_iter cannot be replayed; take (batch, batch_idx)."),
     (

@@ -168,7 +168,7 @@ class LossCLI(LightningCLI):
         """Make model, data and trainer; our own errors come out as they are, not inside jsonargparse's account of types."""
         try:
             if self.subcommand == "audit":  # its trainers are made in processes of their own
-                self.config_init = self.parser.instantiate_classes(self.config)
+                self.config_init = self.parser.instantiate(self.config)
                 self.model = self._get(self.config_init, "model")
                 self.datamodule = self._get(self.config_init, "data")
                 self._add_configure_optimizers_method_to_model(self.subcommand)

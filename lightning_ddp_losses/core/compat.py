@@ -228,13 +228,25 @@ def _divided(module: nn.Module) -> Iterator[Any]:
     """Yield what ``fully_shard`` keeps of each parameter that it divides."""
     for inner in module.modules():
         if isinstance(inner, FSDPModule):
-            for group in inner._get_fsdp_state()._fsdp_param_groups:
+            state = inner._get_fsdp_state()
+            # torch 2.11 knows one group, or none
+            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+            for group in filter(None, groups):
                 yield from group.fsdp_params
 
 
 def was_sharded(parameter: Tensor) -> bool:
     """Say of a parameter that is whole whether ``fully_shard`` has divided it in another module; it marks what it replaces (2.13)."""
     return hasattr(parameter, "_fsdp_orig_uid")
+
+
+def marks_sharded() -> bool:
+    """Say whether this torch marks a parameter that ``fully_shard`` replaces, which ``was_sharded`` reads."""
+    try:
+        from torch.distributed.fsdp._fully_shard import _fsdp_param
+    except ImportError:
+        return False
+    return hasattr(_fsdp_param, "_get_orig_param_uid")
 
 
 def graph_task_id() -> int:

@@ -72,7 +72,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
 
     Raises:
         ConfigurationError: on every rank, for a module that shards nothing or shards otherwise, a loss inside a sharded module, and a
-            loss that shares a parameter with one.
+            loss that shares a parameter with one; for a torch that cannot tell the last (older than 2.13).
         HiddenLossError, LossCallError, InputError, RankMismatchError: as ``DDPLossStrategy``.
 
     Example:
@@ -108,6 +108,13 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
                 expected="1: losses see the rows of every rank, and ranks that divide a layer have the same rows",
                 got=repr(tensor_parallel_size),
                 fix="Leave it out; the model is divided over all ranks by fully_shard.",
+            )
+        if not compat.marks_sharded():
+            raise ConfigurationError(
+                self.strategy_name,
+                expected="a torch whose fully_shard marks what it divides (2.13 does): that tells which parameters a loss shares",
+                got=f"torch {torch.__version__}",
+                fix='Install a newer torch, or train with strategy="ddp_losses".',
             )
         super().__init__(
             data_parallel_size=data_parallel_size,

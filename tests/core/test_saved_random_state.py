@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def draws() -> list[float]:
-    return [torch.rand(()).item(), random.random(), random.gauss(), np.random.rand(), np.random.randn()]
+    return [torch.rand(()).item(), random.random(), random.gauss(0.0, 1.0), np.random.rand(), np.random.randn()]
 
 
 @pytest.mark.parametrize("before", [0, 1])

@@ -207,7 +207,7 @@ ORDERS: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("case", ORDERS)
 def test_wrong_orders_and_groups_are_errors_by_name(pool: RankPool, case: str) -> None:
     errors = pool.errors(3, disagree, case)

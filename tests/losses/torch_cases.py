@@ -123,18 +123,22 @@ TORCH: dict[str, Case] = {
         nn.CrossEntropyLoss, against(probabilities), weight=weights(), label_smoothing=0.1
     ),
     "nn.CrossEntropyLoss, pixels": case(nn.CrossEntropyLoss, pixels, weight=weights(), ignore_index=3),
-    "nn.LinearCrossEntropyLoss": case(
-        nn.LinearCrossEntropyLoss, against(labels), None, in_features=DIM, num_classes=5, bias=True
-    ),
-    "nn.LinearCrossEntropyLoss, weighted": case(
-        nn.LinearCrossEntropyLoss,
-        against(labels),
-        None,
-        in_features=DIM,
-        num_classes=5,
-        weight=weights()[:5],
-        ignore_index=1,
-        label_smoothing=0.1,
-    ),
     "nn.CTCLoss": Case(nn.CTCLoss, speech, modes=REPLICATED, options={"batch_dims": {0: 1}}),
 }
+# of torch 2.13
+if hasattr(nn, "LinearCrossEntropyLoss"):
+    TORCH |= {
+        "nn.LinearCrossEntropyLoss": case(
+            nn.LinearCrossEntropyLoss, against(labels), None, in_features=DIM, num_classes=5, bias=True
+        ),
+        "nn.LinearCrossEntropyLoss, weighted": case(
+            nn.LinearCrossEntropyLoss,
+            against(labels),
+            None,
+            in_features=DIM,
+            num_classes=5,
+            weight=weights()[:5],
+            ignore_index=1,
+            label_smoothing=0.1,
+        ),
+    }

@@ -336,6 +336,12 @@ def test_what_cannot_be_trained_is_an_error_on_every_rank(
     assert_same_error(errors, *parts)
 
 
+def test_a_torch_that_does_not_mark_what_it_divides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.distributed.fsdp._fully_shard._fsdp_param._get_orig_param_uid")
+    with pytest.raises(ConfigurationError, match=r"fsdp2_ddp_losses: expected a torch whose fully_shard marks"):
+        ModelParallelLossStrategy()
+
+
 def test_tensor_parallelism_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="tensor_parallel_size: expected 1"):
         ModelParallelLossStrategy(tensor_parallel_size=2)

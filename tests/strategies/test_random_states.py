@@ -33,7 +33,7 @@ class Augmented(Dataset[Any]):
         return ROWS
 
     def __getitem__(self, index: int) -> Any:
-        noise = torch.rand(3, dtype=torch.float64) + random.gauss() + np.random.rand()
+        noise = torch.rand(3, dtype=torch.float64) + random.gauss(0.0, 1.0) + np.random.rand()
         return torch.tensor(index), X[index] + noise
 
 
