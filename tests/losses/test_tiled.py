@@ -142,11 +142,13 @@ def cases() -> dict[str, tuple[Make, Give]]:
             "ClassWeightedReducer",
         ):
             continue  # PML cannot; PML multiplies a column by a row
-        given = ("", "references", "mined pairs")[(i + j) % 3]
-        if given == "mined pairs" and "PerAnchor" in kind:  # PML cannot
-            given = ""
         make = partial(_with, loss, reducer=partial(reducer, LARGE.get(name, 1.0)))
-        out[f"{name}, {kind}, {given}"] = (make, GIVEN[given])
+        # PML takes no mined pairs with a reducer per anchor; limits of single elements are counted in matrices, columns and lists
+        kinds_of_rows = ["", "references"] if "PerAnchor" in kind else ["", "references", "mined pairs"]
+        if name not in ("Contrastive", "Triplet") or not kind.startswith("Threshold"):
+            kinds_of_rows = [kinds_of_rows[(i + j) % len(kinds_of_rows)]]
+        for given in kinds_of_rows:
+            out[f"{name}, {kind}, {given}"] = (make, GIVEN[given])
     for name, loss in LOSSES.items():
         for kind in (regularizers.LpRegularizer, regularizers.ZeroMeanRegularizer):
             make = partial(_with, loss, embedding_regularizer=kind, embedding_reg_weight=lambda: 0.3)
