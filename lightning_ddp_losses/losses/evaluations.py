@@ -48,7 +48,7 @@ from lightning_ddp_losses.losses.partial_sums import (
 )
 from lightning_ddp_losses.losses.pml_registry import facts_of, is_pml_loss
 from lightning_ddp_losses.losses.products import ProductForm
-from lightning_ddp_losses.losses.recorded_stats import collects_counts, record_counts, record_norms
+from lightning_ddp_losses.losses.recorded_stats import collects_counts, record_counts, record_norms, record_sub_loss
 from lightning_ddp_losses.losses.row_chunks import RowChunks, chunks_of
 from lightning_ddp_losses.losses.tiled import TileCompiler, TiledEvaluator, TiledPlan
 from lightning_ddp_losses.losses.torch_losses import torch_partial_sum
@@ -241,6 +241,7 @@ class Tiled:
         if not _regularizes_embeddings(self.loss):
             return graph
         regularizer = _embedding_term(self.loss, self._rows_with_grad(call))
+        record_sub_loss(self.loss, "embedding_reg_loss", ONE_ELEMENT)
         return value_with_grad(value + number_of(regularizer.detach()), graph + regularizer)
 
     def _pass_rows(

@@ -67,7 +67,7 @@ class ElementCounts(NamedTuple):
 
 
 NO_COUNTS = ElementCounts()
-ONE_ELEMENT = ElementCounts(1, 1, 1, 1)
+ONE_ELEMENT = ElementCounts(elements=1, pairs=1)  # reduced already: its reducer asks for no limit and no divisor
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,17 @@ def record_counts(loss: Any, names: Sequence[str], stats_by_rank: GlobalStats) -
     if not collects_counts(loss) or isinstance(stats_by_rank, DeviceStats):
         return
     for name, counts in zip(names, total_counts(stats_by_rank), strict=True):
-        # reducers that average per anchor got the pairs, the last one what is left of them
-        *per_anchor, last = reducer_chain(loss.reducer, name)
-        for reducer in per_anchor:
-            _record_size(reducer, counts.pairs)
-        _record_size(last, counts.elements)
-        _record_passed(last, counts)
+        record_sub_loss(loss, name, counts)
+
+
+def record_sub_loss(loss: Any, name: str, counts: ElementCounts) -> None:
+    """Record the numbers of elements of one sub-loss over all ranks, on its reducers."""
+    # reducers that average per anchor got the pairs, the last one what is left of them
+    *per_anchor, last = reducer_chain(loss.reducer, name)
+    for reducer in per_anchor:
+        _record_size(reducer, counts.pairs)
+    _record_size(last, counts.elements)
+    _record_passed(last, counts)
 
 
 def collects_counts(loss: Any) -> bool:
