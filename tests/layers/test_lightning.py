@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, WeightAveraging
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import GlobalBatchLoss, SyncBatchNorm
@@ -125,6 +127,13 @@ class Frozen(Normed):
         self.encoder[1].eval()
 
 
+# a name of torch 2.13
+BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
 PARITY: dict[str, tuple[type[Job], Any, dict[str, Any], dict[str, Any]]] = {
     # job, strategy, options on the ranks, options of both
     "plugin under ddp_losses": (Normed, {}, OURS, {}),
@@ -132,7 +141,7 @@ PARITY: dict[str, tuple[type[Job], Any, dict[str, Any], dict[str, Any]]] = {
     "sync_batchnorm=True": (Normed, {}, {"sync_batchnorm": True}, {}),
     "sync_batchnorm=True, plain": (Normed, {"losses": []}, {"sync_batchnorm": True}, {}),
     "accumulate": (Normed, {}, OURS, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
-    "without the buffers' broadcast": (Normed, {"forward_sync_buffers": False}, OURS, {}),
+    "without the buffers' broadcast": (Normed, {BUFFERS: False}, OURS, {}),
     "two forwards": (TwoForwards, {}, OURS, {}),
     "two backwards": (TwoBackwards, {}, OURS, {}),
     "shared": (Shared, {}, OURS, {}),

@@ -293,7 +293,9 @@ def test_a_data_set_that_raises_on_one_rank(pool: RankPool, uneven: str) -> None
 @pytest.mark.slow
 def test_a_worker_that_dies_on_one_rank(pool: RankPool) -> None:
     errors = pool.errors(2, train, Rows, partial(failing, True))
-    assert_told_of(errors, "exited unexpectedly")
+    # torch finds the worker gone, or its batch cut off on the way
+    cut_off = "Connection reset" in errors[1].message
+    assert_told_of(errors, "Connection reset" if cut_off else "exited unexpectedly")
 
 
 def assert_told_of(errors: list[RankError], text: str) -> None:
