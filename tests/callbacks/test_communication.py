@@ -84,6 +84,7 @@ def test_buckets_of_autograds_threads_are_those_of_ddps_log() -> None:
     assert _ddp_calls({}, began=10.0) == []
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_bytes_of_a_sparse_tensor_are_those_that_travel() -> None:
     entries = torch.sparse_coo_tensor(
         torch.tensor([[0, 2], [1, 0]]), torch.ones(2, dtype=torch.float64), (1000, 1000), check_invariants=True
