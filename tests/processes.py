@@ -14,7 +14,7 @@ __all__ = ["ROOT", "run_python"]
 
 
 def run_python(
-    *arguments: str, folder: Path | None = None, seconds: float = 120, **environment: str | None
+    *arguments: str, folder: Path | None = None, seconds: float = 600, **environment: str | None
 ) -> subprocess.CompletedProcess[str]:
     """Run `python *arguments` to its end, with this checkout on its path, one thread, no GPU, and nothing of a rank around it.
 
