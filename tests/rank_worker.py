@@ -83,13 +83,13 @@ def main(rank: int, pipe: Connection, stack_pipe: Connection, home: str) -> None
         except EOFError:  # the pool has closed our pipe, or is gone
             break
         os.ftruncate(2, 0)  # the log tells of one task
+        if task.generation != generation:
+            # a rank that fails here ends: torch would number its later groups otherwise than its peers do
+            _leave_group()
+            _join_group(task, rank)
+            generation = task.generation
         started = time.monotonic()
         try:
-            if task.generation != generation:
-                _leave_group()
-                _join_group(task, rank)
-                generation = task.generation
-            started = time.monotonic()
             answer: Reply | RankError = Reply(_call(task))
             message = pickle.dumps(answer)
         except BaseException as error:  # the test decides what it means, SystemExit included

@@ -64,6 +64,13 @@ def die_on(rank: int, number: int) -> None:
     dist.barrier()
 
 
+def never_join_again() -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("no way in")
+
+    dist.init_process_group = fail
+
+
 def warn() -> None:
     warnings.warn("careful", UserWarning, stacklevel=1)
 
@@ -174,6 +181,13 @@ def test_a_failing_rank_fails_the_run_with_its_traceback(pool: RankPool) -> None
         pool.run(3, fail_on, [1])
     assert pool.run(3, total, 0) == [(rank, 3, 3.0) for rank in range(3)]
     assert pool.pids(3) == before
+
+
+def test_ranks_that_cannot_join_a_group_are_told_and_replaced(own_pool: RankPool) -> None:
+    own_pool.run(2, never_join_again)
+    with pytest.raises(RankFailure, match=r"rank\(s\) \[0, 1\] of 2(.|\n)*ConnectionError: no way in"):
+        own_pool.run(2, total, 0, fresh=True)
+    assert own_pool.run(2, total, 0) == [(0, 2, 1.0), (1, 2, 1.0)]
 
 
 def test_errors_demands_an_error_of_every_rank(pool: RankPool) -> None:
