@@ -45,10 +45,6 @@ class GatheredBatch:
     extras: list[bytes]
     narrow_dtypes: list[list[torch.dtype | None]]
 
-    def offset(self, index: int, rank: int) -> int:
-        """Return the first row of ``rank`` in tensor ``index``."""
-        return sum(self.counts[index][:rank])
-
 
 def gather_batch(
     what: str,

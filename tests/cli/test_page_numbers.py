@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import records
+from benchmarks.tiled_rows import MEMORY_TABLE
 from lightning_ddp_losses.cli import manual
 from tests.processes import ROOT
 
@@ -101,8 +102,23 @@ def rows_of_the_readme() -> list[str]:
     ]
 
 
+def figure_of_the_readme() -> list[str]:
+    """The bars of the figure, as they follow from what is recorded: one block for 64 MiB, and one for less."""
+    lines = []
+    peaks = {
+        name: recorded("tiled_rows", table=MEMORY_TABLE, loss="SupCon", who=who)
+        for name, who in {"PML": "PML exact", "ours": "ours"}.items()
+    }
+    for rows in (512, 2048, 8192, 65536):
+        for name, row in peaks.items():
+            if (peak := row[f"at_{rows}"]) is not None:
+                lines.append(f"{rows:6,} rows  {name:4}  {'█' * max(1, round(peak / 64))} {peak:,.0f}")
+    return lines
+
+
 def test_the_readme_says_what_is_recorded() -> None:
     page = (ROOT / "README.md").read_text()
+    assert "\n".join(figure_of_the_readme()) in page
     table = page.partition("## Numbers")[2].partition("\n## ")[0].splitlines()
     assert [row.strip("| ") for row in table if row.startswith("|")][2:] == [
         row.strip("| ") for row in rows_of_the_readme()
