@@ -153,8 +153,65 @@ class UnusedParameterFinder:
         return [name for name, p in parameters.items() if id(p) not in reached]
 
 
+_MAX_LESSONS = 8  # a graph that changes more often is walked each time
+
+
+class ParameterPaths:
+    """Remembers where in a loss's graph its parameters were found, so that the next call looks there first.
+
+    Who follows a path and comes to the parameter has seen that the result depends on it, whatever else has changed; else the graph is
+    walked.
+    """
+
+    def __init__(self) -> None:
+        self._paths: list[list[int]] = []  # of each parameter, which child to take at each node
+        self._num_lessons = 0
+
+    def lead_to(self, output: Any, parameters: Sequence[Tensor]) -> bool:
+        """Say whether the known paths from an output come to all of these parameters."""
+        if not isinstance(output, Tensor) or output.grad_fn is None or len(self._paths) != len(parameters):
+            return False
+        for path, parameter in zip(self._paths, parameters, strict=True):
+            node: Any = output.grad_fn
+            for place in path:
+                children = node.next_functions
+                node = children[place][0] if place < len(children) else None
+                if node is None:
+                    return False
+            if getattr(node, "variable", None) is not parameter:
+                return False
+        return True
+
+    def learn(self, output: Any, parameters: Sequence[Tensor], until: Sequence[Tensor]) -> None:
+        """Remember the shortest paths from an output that depends on all of these parameters; arguments as of ``walk_graph``."""
+        if not isinstance(output, Tensor) or self._num_lessons == _MAX_LESSONS:
+            return
+        self._num_lessons += 1
+        # 1. from which node each was reached first, as which of its children
+        came_from: dict[Any, tuple[Any, int]] = {}
+        ends: dict[int, Any] = {}
+        for node, children in walk_graph([output], until=until):
+            for place, (child, _) in enumerate(children):
+                came_from.setdefault(child, (node, place))
+            if not children:
+                ends[id(getattr(node, "variable", None))] = node
+        # 2. back from each parameter
+        self._paths = []
+        for parameter in parameters:
+            path, node = list[int](), ends.get(id(parameter))
+            while node in came_from:
+                node, place = came_from[node]
+                path.append(place)
+            self._paths.append(path[::-1])
+
+
 def run_full_precision(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    paths: ParameterPaths | None = None,
 ) -> Any:
     """Call ``forward`` in ``promote(float32, parameters, inputs)`` with autocast off.
 
@@ -163,15 +220,17 @@ def run_full_precision(
         forward: What to call.
         args: Positional arguments; floating tensors among them are cast.
         kwargs: Keyword arguments, likewise.
+        paths: Where the parameters were found in former calls.
     """
     # 1. the dtype of the computation
     given = nests.tensors_in((args, kwargs))
-    parameters = precision.parameters_of(module)
+    modules = precision.modules_of(module)
+    parameters = precision.parameters_in(modules)
     dtype = precision.compute_dtype([*parameters, *given])
     devices = {tensor.device.type for tensor in given}
     # 2. the call; contexts take time, and usually none is needed
     is_full = precision.is_full(dtype, devices, (*parameters, *given))
-    if is_full and not precision.narrow_buffers(module, dtype):
+    if is_full and not precision.narrow_buffers(modules, dtype):
         result = forward(*args, **kwargs)
     else:
         args, kwargs = precision.cast_floating((args, kwargs), dtype)
@@ -180,7 +239,7 @@ def run_full_precision(
     # 3. every trainable parameter in the graph
     if torch.is_grad_enabled():
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        result = attach_zero_grad(result, trainable, given)
+        result = attach_zero_grad(result, trainable, given, paths=paths)
     return result
 
 
@@ -191,19 +250,24 @@ def match_requires_grad(tensor: Tensor, wanted: bool) -> Tensor:
     return tensor
 
 
-def attach_zero_grad(result: Any, parameters: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
+def attach_zero_grad(
+    result: Any, parameters: Sequence[Tensor], given: Sequence[Tensor], *, paths: ParameterPaths | None = None
+) -> Any:
     """Return the result with every parameter in its graph.
 
     Args:
         result: What the loss returned: a tensor, or a nest of tensors.
         parameters: The loss's trainable parameters.
         given: The loss's inputs; the search for parameters ends there.
+        paths: Where the parameters were found in former calls of the same loss.
     """
     missing: list[Tensor] = []
-    if parameters:
+    if parameters and (paths is None or not paths.lead_to(result, parameters)):
         outputs = [tensor for tensor in nests.tensors_in(result) if tensor.is_floating_point()]
         if outputs:
             missing = _not_reached(outputs, given, parameters)
+            if paths is not None and not missing:
+                paths.learn(result, parameters, given)
     if not missing:
         return result
     if isinstance(result, Tensor):

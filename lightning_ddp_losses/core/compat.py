@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from itertools import chain
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -92,6 +94,25 @@ def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the slots of a module's own parameters, which may be assigned a tensor for the length of a call."""
     return module._parameters
+
+
+_SUBMODULES, _PARAMETERS, _BUFFERS = map(attrgetter, ("_modules", "_parameters", "_buffers"))
+_VALUES = methodcaller("values")
+
+
+def all_child_modules(modules: Iterable[nn.Module]) -> Iterator[nn.Module | None]:
+    """Visit the slots of submodules of several modules, in a loop that runs in C: for what is done in every step."""
+    return chain.from_iterable(map(_VALUES, map(_SUBMODULES, modules)))
+
+
+def all_parameter_slots(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter | None]:
+    """Visit the slots of several modules' own parameters, as ``all_child_modules``."""
+    return chain.from_iterable(map(_VALUES, map(_PARAMETERS, modules)))
+
+
+def all_buffer_slots(modules: Iterable[nn.Module]) -> Iterator[Tensor | None]:
+    """Visit the slots of several modules' own buffers, as ``all_child_modules``."""
+    return chain.from_iterable(map(_VALUES, map(_BUFFERS, modules)))
 
 
 def without_parameter(module: nn.Module, name: str) -> nn.Module:

@@ -25,7 +25,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -296,19 +296,14 @@ def new_run() -> None:
         _world.new_run()
 
 
-@contextlib.contextmanager
-def naming_lost_peers(where: str) -> Iterator[None]:
-    """Raise what a lost connection inside the block amounts to, with the rank that is gone.
+def raise_lost_peer(error: Exception, where: str) -> None:
+    """Raise what an error amounts to that tells of a lost connection: with the rank that is gone, where that is known.
 
     Raises:
         PeerError: naming it, from the library's own error.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        who = explain() if is_lost_connection(error) else None
-        if who is None:
-            raise
+    who = explain() if is_lost_connection(error) else None
+    if who is not None:
         raise lost_peer_error(where, who, error) from error
 
 

@@ -89,7 +89,7 @@ def start_gather(own: Tensor, *, group: dist.ProcessGroup) -> tuple[Tensor, dist
 
     As an all-to-all of W copies: gloo's own gather goes round a ring and copies twice, which takes half as long again.
     """
-    copies = own.expand(process_groups.world_size(group), -1).contiguous()
+    copies = own.expand(group.size(), -1).contiguous()
     everyone = torch.empty_like(copies)
     return everyone, dist.all_to_all_single(everyone, copies, group=group, async_op=True)
 

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -78,6 +78,22 @@ class _UnsentHandshake(NamedTuple):
     payload: bytes
     parameters: list[ReducedParameter]
     new_parameters: list[ReducedParameter]
+
+
+class _SaidByRank(NamedTuple):
+    """A rank's payload.
+
+    Attributes:
+        calls: Of each loss: calls, rows, whether a gradient is there already.
+        attached: The bytes of the checks.
+        upstream_grads: What came back into global values.
+        end: Where that ends, and gradients begin.
+    """
+
+    calls: list[Any]
+    attached: list[bytes]
+    upstream_grads: str
+    end: int
 
 
 class CallCheck:
@@ -200,12 +216,14 @@ class CallCheck:
         self._number_opened = handshake.number_opened()
 
     def _compare(self, payloads: Sequence[bytes], parameters: list[ReducedParameter]) -> Calls:
-        rows, attached, upstream_grads, gradients = zip(*map(self._split, payloads), strict=True)
-        table = [list(_CALL.iter_unpack(row)) for row in rows]
+        # most ranks say the same, which is read once
+        first = self._read(payloads[0])
+        start = payloads[0][: first.end]
+        said = [first if payload[: first.end] == start else self._read(payload) for payload in payloads]
         calls = Calls(parameters)
         missing: list[str] = []
         for index, counter in enumerate(self._counters):
-            counts, num_rows, grads = zip(*(of_rank[index] for of_rank in table), strict=True)
+            counts, num_rows, grads = zip(*[rank.calls[index] for rank in said], strict=True)
             calls.expected.append(any(counts) or any(grads))
             if counter.loss.learnable and any(counts) and not all(counts):
                 missing.append(_missing_text(counter.loss.title, counts, num_rows))
@@ -214,20 +232,20 @@ class CallCheck:
         if missing:
             fix = "Call it on every rank (times 0 where it should not count), or decide on all ranks together."
             raise LossCallError("\n".join([*missing, fix]), collective=True)
-        refuse_other_upstream_grads([text.decode() for text in upstream_grads])
-        for payload, column in zip(self._attached, zip(*attached, strict=True), strict=True):
-            payload.judge(list(column))
-        self._reducer.receive(gradients)
+        refuse_other_upstream_grads([rank.upstream_grads for rank in said])
+        for index, attached in enumerate(self._attached):
+            attached.judge([rank.attached[index] for rank in said])
+        self._reducer.receive([memoryview(p)[rank.end :] for p, rank in zip(payloads, said, strict=True)])
         return calls
 
-    def _split(self, payload: bytes) -> tuple[bytes, list[bytes], bytes, memoryview]:
-        """Take a rank's payload apart: its calls, the attached bytes, what came back into global values, gradients (not copied)."""
-        offset = _CALL.size * len(self._counters)
-        calls, parts = payload[:offset], []
+    def _read(self, payload: bytes) -> _SaidByRank:
+        """Read a rank's payload, as far as its gradients."""
+        end = _CALL.size * len(self._counters)
+        calls, parts = list(_CALL.iter_unpack(payload[:end])), list[bytes]()
         for _ in range(len(self._attached) + 1):
-            part, offset = read_sized(payload, offset)
+            part, end = read_sized(payload, end)
             parts.append(part)
-        return calls, parts[:-1], parts[-1], memoryview(payload)[offset:]
+        return _SaidByRank(calls, parts[:-1], parts[-1].decode(), end)
 
 
 def _missing_text(title: str, calls: Sequence[int], rows: Sequence[int]) -> str:

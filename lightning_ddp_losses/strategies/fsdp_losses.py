@@ -11,6 +11,7 @@ import atexit
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from operator import is_
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,12 +20,13 @@ import torch
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.compat import attached_trainer
+from lightning_ddp_losses.core.precision import parameters_of
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies import checkpoint_files, ddp_setup, fsdp_checkpoints, fsdp_setup, same_setup
@@ -142,6 +144,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         self._roots: list[FSDPModule] = []
         self._sharded: list[FSDPModule] = []  # they, and those inside them
         self._divided: list[str] = []
+        self._parts: list[Tensor] = []  # what the module held in a step when each rank held its parts alone
         self._before_backward: fsdp_setup.BeforeShardedBackward | None = None
         self._writes_folder = save_distributed_checkpoint
         self._undo_unscaling: Callable[[], object] | None = None
@@ -227,9 +230,17 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
 
     def _broadcast_buffers(self) -> None:
         """Give all ranks rank 0's buffers before a synchronising step, as DDP does; parameters are this rank's parts again."""
-        fsdp_setup.reshard(self._sharded)
+        self._reshard_what_is_gathered()
         if self.sync_gradients:
             ddp_setup.broadcast_buffers(self._losses.module, self._losses.found, {})
+
+    def _reshard_what_is_gathered(self) -> None:
+        """Let each rank hold its parts alone: ``fully_shard`` puts other objects in their place while they are gathered."""
+        module = self._losses.module
+        held = parameters_of(module)
+        if len(held) != len(self._parts) or not all(map(is_, held, self._parts)):
+            fsdp_setup.reshard(self._sharded)
+            self._parts = parameters_of(module)
 
     @property
     def divided_parameters(self) -> frozenset[str]:
@@ -404,4 +415,4 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             self._layer_sync.revert(self._losses.module)
         fsdp_setup.reshard(self._sharded)
         super().teardown()
-        self._roots, self._sharded, self._divided = [], [], []
+        self._roots, self._sharded, self._divided, self._parts = [], [], [], []

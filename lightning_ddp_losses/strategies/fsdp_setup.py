@@ -258,7 +258,8 @@ class BeforeShardedBackward:
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        for tensor in compat.tree_leaves(output):
+        leaves = [output] if isinstance(output, Tensor) else compat.tree_leaves(output)
+        for tensor in leaves:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._reach)  # type: ignore[no-untyped-call]
 

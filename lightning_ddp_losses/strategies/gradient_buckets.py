@@ -116,7 +116,7 @@ class EarlyGradients:
         flags = [self._flag_format.unpack_from(payload) for payload in payloads]
         self.sums = [sum(column) for column in zip(*flags, strict=True)]
         self._payloads = payloads
-        if self._is_inline or any(total not in (0, len(payloads)) for total in self.sums):
+        if self._is_inline or not {0, len(payloads)}.issuperset(self.sums):
             return  # ranks that hold different gradients: the caller raises
         packed = [
             p
@@ -154,7 +154,8 @@ class EarlyGradients:
         if not present:
             return
         # (W, n) on every rank, added in rank order
-        rows = bytearray().join(payload[self._flag_format.size :] for payload in self._payloads)
+        start = self._flag_format.size
+        rows = bytearray().join([payload[start:] for payload in self._payloads])
         mean = torch.frombuffer(rows, dtype=self._dtype).view(world_size, -1).mean(0)
         grads = [dense_gradient(parameter) for parameter in present]
         assert all(grad is not None for grad in grads)  # the sums of the flags say so

@@ -42,6 +42,7 @@ class LossForwardPatch(ForwardPatch):
         self.calls = self.rows = 0
         self._refuse_nan = refuse_nan
         self._reading = inputs.ValueReading()
+        self._paths = autograd_graph.ParameterPaths()
 
     def reset(self) -> None:
         """Forget the calls so far."""
@@ -76,7 +77,7 @@ class LossForwardPatch(ForwardPatch):
                 args, kwargs = inputs.clamp_labels(self._inner, self._title, args, kwargs, self._reading)
             if getattr(self._inner, "sees_global_batch", False) and isinstance(self._inner, WithProcessGroup):
                 return self.original(*args, **kwargs)  # which computes wide by itself, and sends rows as they come
-            return autograd_graph.run_full_precision(self.module, self.original, args, kwargs)
+            return autograd_graph.run_full_precision(self.module, self.original, args, kwargs, paths=self._paths)
         self._in_global_loss = True
         try:
             return self._global_loss(*args, **kwargs)

@@ -87,8 +87,8 @@ class LossHooks(ParallelStrategy):
         """Run the module's training step; what fails on one rank ends all of them at the peers' next handshake."""
         if self._losses.reducer is None:
             return super().training_step(*args, **kwargs)
-        with self._losses.training_step(self._broadcast_buffers):
-            return super().training_step(*args, **kwargs)
+        step = super().training_step
+        return self._losses.training_step(lambda: step(*args, **kwargs), self._broadcast_buffers)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the module's validation step."""
@@ -181,12 +181,15 @@ class LossHooks(ParallelStrategy):
         plugin, module = self.precision_plugin, self._losses.module
         closure_loss = self._losses.before_backward(closure_loss)
         devices = () if self._losses.is_plain else ("cpu", self.root_device.type)
-        with liveness.naming_lost_peers("backward"):
+        try:
             self.pre_backward(closure_loss)
             closure_loss = plugin.pre_backward(closure_loss, module)
             with without_autocast(devices):
                 plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             self.reduce_loss_gradients()
+        except RuntimeError as error:
+            liveness.raise_lost_peer(error, "backward")
+            raise
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -23,7 +23,7 @@ from lightning_ddp_losses.core.compat import attached_trainer, combined_loader, 
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.distributed.upstream_grad import forget_late_notes, take_late_notes
-from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.errors import ConfigurationError, PeerError
 from lightning_ddp_losses.strategies import ddp_setup, same_setup
 from lightning_ddp_losses.strategies.adoption import Adoption
 from lightning_ddp_losses.strategies.advice import Advice
@@ -48,6 +48,7 @@ from lightning_ddp_losses.strategies.uneven_ends import UnevenEnds, refuse_uneve
 from lightning_ddp_losses.strategies.windows import LightningWindows, corrected_parameters
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class HostStrategy(Protocol):
@@ -345,27 +346,28 @@ class LossParallelism:
         self._places.on_first_batch()
         if batch_idx == 0:
             self._training_data.begin()
-        if self.call_check is not None:
+        if self.call_check is not None and self._training_data.is_looking:
             combined = combined_loader(self.module.trainer.fit_loop)
             self._training_data.see([] if combined is None else combined.flattened, batch)
 
     # ------------------------------------------------------------------ steps
 
-    @contextlib.contextmanager
-    def training_step(self, broadcast_buffers: Callable[[], None]) -> Iterator[None]:
-        """Run a training step inside the block; what fails on one rank ends all of them at the peers' next handshake.
+    def training_step(self, step: Callable[[], T], broadcast_buffers: Callable[[], None]) -> T:
+        """Run a training step; what fails on one rank ends all of them at the peers' next handshake.
 
         Args:
+            step: Lightning's own; this is no block around it, as each block takes time in each step.
             broadcast_buffers: Gives all ranks rank 0's, where nothing around the model does.
         """
         self._count_calls(True)
         try:
-            with self.raise_on_all_ranks("training_step"):
-                broadcast_buffers()
-                if self._ends is not None:
-                    self._ends.before_step()
-                with self._micro_batch():
-                    yield
+            broadcast_buffers()
+            if self._ends is not None:
+                self._ends.before_step()
+            with self._micro_batch():
+                return step()
+        except Exception as error:
+            self._raise_on_all_ranks(error, "training_step")
         finally:
             self._count_calls(False)
 
@@ -548,11 +550,18 @@ class LossParallelism:
     def raise_on_all_ranks(self, where: str) -> Iterator[None]:
         """Raise on every rank what fails on one inside the block."""
         try:
-            with liveness.naming_lost_peers(where):
-                yield
+            yield
         except Exception as error:
-            meet_in_backward = self.check_calls or (self._ends is not None and self._ends.lacks_rows)
-            if where == "training_step" and not meet_in_backward:
-                handshake.notify_subgroups(error, where)
-                raise  # the world opens no handshake in which it could be told
-            handshake.raise_in_all_groups(error, where)
+            self._raise_on_all_ranks(error, where)
+
+    def _raise_on_all_ranks(self, error: Exception, where: str) -> NoReturn:
+        """Raise this rank's error, and let the peers have it at their next handshake."""
+        try:
+            liveness.raise_lost_peer(error, where)
+        except PeerError as named:
+            error = named
+        meet_in_backward = self.check_calls or (self._ends is not None and self._ends.lacks_rows)
+        if where == "training_step" and not meet_in_backward:
+            handshake.notify_subgroups(error, where)
+            raise error  # the world opens no handshake in which it could be told
+        handshake.raise_in_all_groups(error, where)

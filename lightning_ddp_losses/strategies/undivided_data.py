@@ -76,6 +76,9 @@ class UndividedData:
 
     Args:
         stage: Its name.
+
+    Attributes:
+        is_looking: Whether ``see`` looks at batches: at the first ones of an epoch.
     """
 
     def __init__(self, stage: str) -> None:
@@ -86,16 +89,19 @@ class UndividedData:
         """Begin an epoch."""
         self._seen: list[bytes] = []  # of the batches that have yet to travel
         self._looked_at = 0
+        self.is_looking = True
         self._name = ""
         self._rows = SameRows()
 
     def see(self, loaders: Sequence[Any], batch: Any) -> None:
         """Read a batch, where it is one of the first, and all that it comes from is iterable. Communication: none."""
-        if self._looked_at == _LOOKED_AT or process_groups.world_size() == 1:
+        if not self.is_looking or not loaders:
             return
-        if not loaders or not all(_is_iterable(loader) for loader in loaders):
+        if process_groups.world_size() == 1 or not all(_is_iterable(loader) for loader in loaders):
+            self.is_looking = False
             return
         self._looked_at += 1
+        self.is_looking = self._looked_at < _LOOKED_AT
         self._name = ", ".join(type(loader.dataset).__name__ for loader in loaders)
         self._seen.append(_SEEN.pack(*_read(batch)))
 

@@ -95,13 +95,10 @@ def test_torchs_flight_recorder_is_named_where_it_has_written(
 
 def test_a_lost_connection_becomes_an_error_with_a_name_and_others_stay(worlds: list[World]) -> None:
     worlds[1].report("ValueError: of rank 1", is_own=True)
-    with (
-        pytest.raises(PeerError, match="rank 0 waited for its peers in backward"),
-        liveness.naming_lost_peers("backward"),
-    ):
-        raise LOST
-    with pytest.raises(RuntimeError, match="sizes differ"), liveness.naming_lost_peers("backward"):
-        raise RuntimeError("sizes differ")
+    with pytest.raises(PeerError, match="rank 0 waited for its peers in backward") as raised:
+        liveness.raise_lost_peer(LOST, "backward")
+    assert raised.value.__cause__ is LOST
+    liveness.raise_lost_peer(RuntimeError("sizes differ"), "backward")  # which is raised as it is
 
 
 def test_a_rank_that_stands_still_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import ModelParallelLossStrategy, differentiable, global_mean
@@ -163,6 +164,41 @@ def test_a_step_walks_through_no_names(pool: RankPool) -> None:
     """With thousands of parameters that takes milliseconds; Lightning's own strategy does not either."""
     ours, lightnings = pool.run(1, names_asked_for, "auto"), pool.run(1, names_asked_for, [])
     assert ours == lightnings, "walks through all names"
+
+
+class Looking(Towers):
+    """Runs the encoder between two steps, without a backward, which leaves it gathered."""
+
+    is_global = False
+
+    def configure_model(self) -> None:
+        fully_shard(self.encoder, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+    def on_train_start(self) -> None:
+        self.gathered_in_steps, self.gathered_after = list[bool](), list[bool]()
+
+    def is_gathered(self) -> bool:
+        return any(not isinstance(p, DTensor) for p in self.encoder.parameters())
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.gathered_in_steps.append(self.is_gathered())
+        return super().training_step(batch, index)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        if index % 2:
+            with torch.no_grad():
+                self.encoder(batch[0])
+        self.gathered_after.append(self.is_gathered())
+
+
+def where_parameters_are_gathered() -> tuple[list[bool], list[bool]]:
+    module = Looking("ArcFaceLoss", "sgd")
+    make_trainer(ModelParallelLossStrategy()).fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    return module.gathered_in_steps[:4], module.gathered_after[:4]
+
+
+def test_a_step_begins_with_parts_also_where_a_forward_has_left_them_gathered(pool: RankPool) -> None:
+    assert pool.run(2, where_parameters_are_gathered) == [([False] * 4, [False, True] * 2)] * 2
 
 
 class StepCollectives(Callback):

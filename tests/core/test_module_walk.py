@@ -1,0 +1,69 @@
+"""What is in a module is looked up in every step, so that nothing that was replaced, added or removed is missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ddp_losses.core.precision import has_buffers, modules_of, narrow_buffers, parameters_of
+
+
+def nested() -> nn.Sequential:
+    shared = nn.Linear(2, 2)
+    return nn.Sequential(nn.Sequential(shared, nn.BatchNorm1d(2)), nn.ModuleList([shared, nn.Identity()]))
+
+
+def ids(items: Iterable[object]) -> list[int]:
+    return sorted(map(id, items))
+
+
+def test_modules_and_parameters_are_those_that_torch_finds() -> None:
+    module = nested()
+    assert ids(modules_of(module)) == ids(list(module.modules()))
+    assert ids(parameters_of(module)) == ids(list(module.parameters()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.append(nn.Linear(1, 1)),
+        lambda m: m[0].__delitem__(1),
+        lambda m: setattr(m[0][0], "weight", nn.Parameter(torch.zeros(2, 2))),
+        lambda m: setattr(m[0][0], "bias", None),
+        lambda m: m[1].__setitem__(1, nn.Bilinear(1, 1, 1)),
+        lambda m: m[0][0].register_module("parent", m),  # a circle
+    ],
+    ids=["module added", "module removed", "parameter replaced", "parameter removed", "module replaced", "circle"],
+)
+def test_a_change_is_seen(change: Callable[[nn.Sequential], object]) -> None:
+    module = nested()
+    before = ids(parameters_of(module))
+    change(module)
+    assert ids(modules_of(module)) == ids(list(module.modules()))
+    assert ids(parameters_of(module)) == ids(list(module.parameters()))
+    is_circle = "parent" in dict(module[0][0].named_children())
+    assert (ids(parameters_of(module)) == before) == is_circle
+
+
+def test_buffers_of_what_is_left_out_do_not_count() -> None:
+    module = nested()
+    assert has_buffers(module, [])
+    assert has_buffers(module, [module[1]])
+    assert not has_buffers(module, [module[0]])
+    assert not has_buffers(module, [module])
+    module[1].register_buffer("late", torch.zeros(1))
+    assert has_buffers(module, [module[0]])
+    del module[1].late
+    module[1].register_buffer("late", None)
+    assert not has_buffers(module, [module[0]]), "a slot without a value"
+
+
+def test_low_buffers_are_found_with_their_owner() -> None:
+    module = nested().bfloat16()
+    norm = module[0][1]
+    found = narrow_buffers(modules_of(module), torch.float32)
+    assert [(owner is norm, name) for owner, name, _ in found] == [(True, "running_mean"), (True, "running_var")]
+    assert not narrow_buffers(modules_of(module), torch.bfloat16)
