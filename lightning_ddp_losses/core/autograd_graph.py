@@ -173,11 +173,11 @@ class ParameterPaths:
             return False
         for path, parameter in zip(self._paths, parameters, strict=True):
             node: Any = output.grad_fn
-            for place in path:
-                children = node.next_functions
-                node = children[place][0] if place < len(children) else None
-                if node is None:
-                    return False
+            try:
+                for place in path:
+                    node = node.next_functions[place][0]
+            except (AttributeError, IndexError):  # another graph ends here
+                return False
             if getattr(node, "variable", None) is not parameter:
                 return False
         return True

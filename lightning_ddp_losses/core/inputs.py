@@ -235,7 +235,8 @@ def check_inputs(
             _NAN_FIX,
         )
     # 3. width, and labels, against a class weight of pytorch-metric-learning
-    weight, num_classes = _class_weight(loss), _classes_of_pml(loss)
+    weight = _class_weight(loss)
+    num_classes = _classes_of_pml(loss, weight)
     if weight is None or num_classes is None:
         return
     name, parameter = weight
@@ -269,7 +270,7 @@ def clamp_labels(
         kwargs: Keyword arguments, likewise.
         reading: Of this loss.
     """
-    classes = _classes_of_pml(loss)
+    classes = _classes_of_pml(loss, _class_weight(loss))
     labels = _argument(args, kwargs, 1, "labels")
     if classes is None or not isinstance(labels, Tensor):
         return args, kwargs
@@ -279,11 +280,11 @@ def clamp_labels(
     return args, {**kwargs, "labels": clamped}
 
 
-def _classes_of_pml(loss: nn.Module) -> int | None:
-    """Return C of a loss of pytorch-metric-learning that holds a weight per class; None for another."""
-    weight = _class_weight(loss)
-    from_pml = any(cls.__module__.startswith("pytorch_metric_learning.") for cls in type(loss).__mro__)
-    if not from_pml or weight is None or not isinstance(getattr(loss, "num_classes", None), int):
+def _classes_of_pml(loss: nn.Module, weight: tuple[str, Tensor] | None) -> int | None:
+    """Return C of a loss of pytorch-metric-learning that holds a weight per class (``_class_weight``); None for another."""
+    if weight is None or not isinstance(getattr(loss, "num_classes", None), int):
+        return None
+    if not any(cls.__module__.startswith("pytorch_metric_learning.") for cls in type(loss).__mro__):
         return None
     name, parameter = weight
     # some of PML's losses leave the attribute at 0

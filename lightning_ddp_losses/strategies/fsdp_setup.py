@@ -258,10 +258,12 @@ class BeforeShardedBackward:
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        leaves = [output] if isinstance(output, Tensor) else compat.tree_leaves(output)
-        for tensor in leaves:
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._reach)  # type: ignore[no-untyped-call]
+        tensors = [output]
+        if not isinstance(output, Tensor):
+            tensors = [leaf for leaf in compat.tree_leaves(output) if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(self._reach)
 
     def _reach(self, _: Tensor) -> None:
         self._on_reach()

@@ -217,6 +217,7 @@ class _NotingLoader(CombinedLoader):
     states: LoaderStates
     notes: dict[int, _StateNote]
     _place = 0
+    _has_states = False  # decided with each iterator
 
     def __iter__(self) -> Any:
         try:
@@ -227,6 +228,7 @@ class _NotingLoader(CombinedLoader):
         for stream, has_ended in zip(self._ending_streams(), ended, strict=False):
             stream.has_ended = has_ended
         self._place, self.notes = self.states.trained(), {}
+        self._has_states = bool(self.holders())
         self._note()
         self._refuse_unreadable()
         return self
@@ -284,7 +286,7 @@ class _NotingLoader(CombinedLoader):
 
     def _note(self) -> None:
         # inside a window training cannot go on, so that nobody will ask
-        if self._place % self.states.window or not self.holders():
+        if not self._has_states or self._place % self.states.window:
             return
         try:
             self.notes[self._place] = self.note_now()
