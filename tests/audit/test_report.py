@@ -153,9 +153,7 @@ def status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable
 
 
 @pytest.mark.usefixtures("status")
-def test_a_config_of_an_encoder_in_parts_is_audited(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_for_fsdp_is_audited(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "configs" / "digits_fsdp2.yaml")
     monkeypatch.setattr(sys, "argv", ["ddp-losses", "audit", "--config", config, "--audit.steps", "1"])
     main()
