@@ -5,19 +5,24 @@ a loss whose weight is frozen, as it can do nothing for one that learns; ours tr
 one handshake and one reduction more, and one broadcast less (Lightning asks before each batch whether SIGTERM has come). Times are of
 whole steps, taken alternately in the same processes: Lightning's, Lightning's again, ours; *learning* is Lightning's with a loss that
 learns on each rank for itself, which is wrong and as much mathematics as ours: the gradient of its weight, and its step. Loaders know
-their length. Memory is the resident set of fresh processes above the module's own, between steps and at the peak.
+their length. Python calls of a step are counted by ``cProfile``, which no busy machine changes. Memory is the resident set of fresh
+processes above the module's own, between steps and at the peak.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import ctypes
 import gc
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -103,6 +108,59 @@ def collectives_table(worlds: Sequence[int]) -> list[Row]:
                 "more": ", ".join(f"{count:g} {key.strip('_')}" for key, count in sorted(more.items())),
                 "spared_broadcasts": spared,
                 "verdict": "right" if allowed else "WRONG",
+            }
+        )
+    return rows
+
+
+# ---------------------------------------------------------------------- Python calls
+
+
+class PythonCalls(Callback):
+    """Counts the calls of some steps in the middle of a fit, of functions written in Python and in C."""
+
+    first, last = 12, 31
+
+    def __init__(self) -> None:
+        self._profile = cProfile.Profile()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
+        """Start and stop counting between two steps."""
+        if index == self.first:
+            self._profile.enable()
+        elif index == self.last + 1:
+            self._profile.disable()
+
+    def per_step(self) -> float:
+        """Return the calls of one step; those of waiting awake, of which there are as many as fit, are not in it."""
+        self._profile.create_stats()
+        waiting = ("is_completed", "sched_yield", "perf_counter")
+        counts = [row[1] for name, row in self._profile.stats.items() if not any(word in name[2] for word in waiting)]  # type: ignore[attr-defined]
+        return sum(counts) / (self.last + 1 - self.first)
+
+
+def count_calls(name: str, job: Job) -> float:
+    """Python calls per training step; of a loader with a length."""
+    count, batch = PythonCalls(), batches(job)
+    data = torch.utils.data.DataLoader([batch(i) for i in range(count.last + 3)], batch_size=None)
+    make_trainer(strategy_of(name), callbacks=[count]).fit(module_of(name, job), data)
+    return count.per_step()
+
+
+def calls_table(worlds: Sequence[int]) -> list[Row]:
+    """What Lightning's strategy calls with a loss that learns on each rank for itself, and what ours does."""
+    rows = []
+    for world in worlds:
+        theirs, ours = (
+            max(run_ranks(count_calls, name, Job("arcface", 16), world_size=world)) for name in (LEARNING, OURS)
+        )
+        rows.append(
+            {
+                "table": "Python calls per training step",
+                "ranks": world,
+                "plain_calls": theirs,
+                "ours_calls": ours,
+                "more_calls": ours - theirs,
             }
         )
     return rows
@@ -230,13 +288,14 @@ def memory_table(worlds: Sequence[int], width: int) -> list[Row]:
 def main(arguments: Sequence[str] = ()) -> list[Row]:
     """Run the parts that are asked for; all without options."""
     parser = argparse.ArgumentParser("fsdp2", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=["collectives", "time", "memory"], help="parts to run")
+    parser.add_argument("--only", nargs="+", choices=["collectives", "calls", "time", "memory"], help="parts to run")
     parser.add_argument("--rounds", type=float, default=1.0, help="factor on the number of timed rounds")
     parser.add_argument("--ranks", nargs="+", type=int, default=WORLDS, help="numbers of ranks")
     parser.add_argument("--width", type=int, default=4096, help="of the encoder whose memory is measured")
     options = parser.parse_args(arguments)
     parts: dict[str, Callable[[], list[Row]]] = {
         "collectives": lambda: collectives_table(options.ranks),
+        "calls": lambda: calls_table(options.ranks),
         "time": lambda: time_table(options.ranks, options.rounds),
         "memory": lambda: memory_table(options.ranks, options.width),
     }
