@@ -33,6 +33,7 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _plugins_looked_for_once() -> None:
-    """As in the ranks; the process that only hands tests to its workers does without Lightning."""
+def _as_in_the_ranks() -> None:
+    """What makes fits shorter; the process that only hands tests to its workers does without Lightning."""
     rank_worker.look_for_plugins_once()
+    rank_worker.seed_no_absent_devices()

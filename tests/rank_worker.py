@@ -75,6 +75,7 @@ def main(rank: int, pipe: Connection, stack_pipe: Connection, home: str) -> None
 
     torch.set_num_threads(1)
     look_for_plugins_once()
+    seed_no_absent_devices()
     gc.freeze()  # what torch and Lightning brought stays: the collector need not look at it again
     generation = 0
     while True:
@@ -108,6 +109,18 @@ def look_for_plugins_once() -> None:
     registry.entry_points = functools.cache(registry.entry_points)
     for group in ("lightning.fabric.callbacks_factory", "lightning.pytorch.callbacks_factory"):
         registry.entry_points(group=group)
+
+
+def seed_no_absent_devices() -> None:
+    """Have `torch.manual_seed` pass over kinds of devices that are not here.
+
+    For each it keeps a stack trace, in case the device is used later: that takes a hundred times as long as the seeding.
+    """
+    import torch
+
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None
 
 
 def _write_stacks(asked: Connection) -> None:
