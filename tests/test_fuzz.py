@@ -20,7 +20,7 @@ from tests.rank_pool import RankPool
 def test_a_few_cases_of_each_domain(pool: RankPool, name: str) -> None:
     domain: Domain = importlib.import_module(f"tests.fuzz.{name}").DOMAIN
     count = Count()
-    finding = explore(pool, domain, examples=5, number=1, count=count, shrink=False)
+    finding = explore(pool, domain, examples=3, number=1, count=count, shrink=False)
     assert finding is None, finding.text
     assert count.exact > 0
 

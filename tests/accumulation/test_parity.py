@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,12 +49,20 @@ def _only(tensors: dict[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: tensors[name] for name in names}
 
 
+@pytest.fixture(scope="module")
+def trained_alone(pool: RankPool) -> Callable[[str, int], dict[str, Any]]:
+    """What one process trains with windows of a size, once for each case."""
+    return functools.cache(lambda case, size: pool.run(1, fit_alone, case, size, COUNT, distributed=False)[0])
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_a_window_is_one_process_on_all_its_rows(pool: RankPool, case: str, world_size: int) -> None:
+def test_a_window_is_one_process_on_all_its_rows(
+    pool: RankPool, trained_alone: Callable[[str, int], dict[str, Any]], case: str, world_size: int
+) -> None:
     window = 1 + (list(CASES).index(case) + world_size) % 4
     for size in {window, 3}:
-        alone = pool.run(1, fit_alone, case, size, COUNT, distributed=False)[0]
+        alone = trained_alone(case, size)
         compare(pool.run(world_size, fit, case, size, COUNT), alone)
 
 

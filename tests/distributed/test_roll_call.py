@@ -30,7 +30,8 @@ def connect() -> Connect:
 @pytest.fixture
 def connect_by_tcp() -> Iterator[Connect]:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=PATIENT)
+    port = server.port
+    yield lambda: dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=PATIENT)
     del server  # it serves as long as somebody holds it
 
 

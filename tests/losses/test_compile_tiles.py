@@ -40,9 +40,10 @@ def with_masks(names: list[str], tile_bytes: int | None, options: dict[str, Any]
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_masks_are_one_process(pool: RankPool, world_size: int) -> None:
     tile_bytes = TILE_BYTES if world_size != 2 else None  # several tiles, or one that is kept for backward
-    results = pool.run(world_size, with_masks, WITH_MASKS, tile_bytes, {})
-    problems = [p for name in WITH_MASKS if (p := judged(name, results, truth_of(name), statistics=False))]
-    assert not problems, f"{len(problems)} of {len(WITH_MASKS)}\n" + "\n".join(problems)
+    names = WITH_MASKS if world_size > 1 else WITH_MASKS[::3]  # a tile does not know how many ranks there are
+    results = pool.run(world_size, with_masks, names, tile_bytes, {})
+    problems = [p for name in names if (p := judged(name, results, truth_of(name), statistics=False))]
+    assert not problems, f"{len(problems)} of {len(names)}\n" + "\n".join(problems)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

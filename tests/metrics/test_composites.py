@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -73,6 +74,7 @@ def scalar(value: Any) -> Tensor:
     return value.sum()
 
 
+@cache
 def one_process(make: Callable[[], Any]) -> tuple[list[list[Tensor]], list[Tensor]]:
     """torchmetrics' own, in float64, on whole batches; `compute` after updates only, which its wrappers get right."""
     metric, counted, found = make(), make(), []

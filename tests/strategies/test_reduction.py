@@ -19,9 +19,11 @@ from tests.strategies.scenarios import JOBS, Alternating, Compiled, CompiledAot,
 
 
 # what accumulates does so before the ranks' reduction, whatever their number
-@pytest.mark.parametrize(("accumulate", "world_sizes"), [(1, (1, 2, 3)), (3, (3,))], ids=["1", "3"])
+@pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-def test_ranks_equal_one_process(pool: RankPool, job: type[Job], accumulate: int, world_sizes: tuple[int, ...]) -> None:
+def test_ranks_equal_one_process(pool: RankPool, job: type[Job], accumulate: int) -> None:
+    # every job on two ranks and on three; by turns on one
+    world_sizes = [(2, 3), (1, 2, 3)][list(JOBS).index(job) % 2] if accumulate == 1 else (3,)
     make = partial(job, "CosFaceLoss")
     expected = fit_alone(make, accumulate_grad_batches=accumulate)
     for world_size in world_sizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ def test_evaluation_leaves_the_shards_alone(pool: RankPool, then: str) -> None:
     assert_close(joined(pool.run(2, fit_sharded, make=Evaluates, then=then)), expected)
 
 
+SHARDED = {"strategy": {"sharded_checkpoints": True}}
 PLACES = {"one process": 0, "1 rank": 1, "2 ranks": 2, "3 ranks": 3}
 
 
@@ -90,24 +92,42 @@ def train_at(
     return dict(module.state_dict())
 
 
+@pytest.fixture(scope="module")
+def two_epochs(pool: RankPool) -> dict[str, Tensor]:
+    """What one process trains."""
+    return train_at(pool, "one process", 2, None, None)
+
+
+@pytest.fixture(scope="module")
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Where the first of two epochs is saved, trained and saved once for each place and way to save."""
+    folder = tmp_path_factory.mktemp("halves")
+
+    def path_of(source: str, sharded: bool = False) -> str:
+        path = folder / f"{source}, {sharded}"
+        if not path.exists():
+            train_at(pool, source, 1, None, str(path), **(SHARDED if sharded else {}))
+        return str(path)
+
+    return path_of
+
+
 @pytest.mark.parametrize("target", PLACES)
 @pytest.mark.parametrize("source", PLACES)
-def test_a_checkpoint_goes_on_anywhere(pool: RankPool, tmp_path: Path, source: str, target: str) -> None:
-    file = str(tmp_path / "half.ckpt")
-    expected = train_at(pool, "one process", 2, None, None)
-    train_at(pool, source, 1, None, file)
-    assert_close(train_at(pool, target, 2, file, None), expected)
+def test_a_checkpoint_goes_on_anywhere(
+    pool: RankPool, saved: Callable[..., str], two_epochs: dict[str, Tensor], source: str, target: str
+) -> None:
+    assert_close(train_at(pool, target, 2, saved(source), None), two_epochs)
 
 
 @pytest.mark.parametrize("target", ["1 rank", "2 ranks", "3 ranks"])
 @pytest.mark.parametrize("source", ["1 rank", "2 ranks", "3 ranks"])
-def test_a_sharded_checkpoint_goes_on_at_any_size(pool: RankPool, tmp_path: Path, source: str, target: str) -> None:
-    folder = str(tmp_path / "half")
-    expected = train_at(pool, "one process", 2, None, None)
-    options = {"strategy": {"sharded_checkpoints": True}}
-    train_at(pool, source, 1, None, folder, **options)
+def test_a_sharded_checkpoint_goes_on_at_any_size(
+    pool: RankPool, saved: Callable[..., str], two_epochs: dict[str, Tensor], source: str, target: str
+) -> None:
+    folder = saved(source, sharded=True)
     assert Path(folder, "rest.ckpt").is_file()
-    assert_close(train_at(pool, target, 2, folder, None, **options), expected)
+    assert_close(train_at(pool, target, 2, folder, None, **SHARDED), two_epochs)
 
 
 def keys(path: str) -> tuple[list[str], torch.Size, torch.Size]:

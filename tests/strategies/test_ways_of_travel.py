@@ -56,7 +56,11 @@ def test_gradients_equal_one_process(pool: RankPool, job: type[Job], accumulate:
     expected = fit_alone(job, accumulate_grad_batches=accumulate)
     # without the check of calls another handshake carries what is inline
     unchecked = {"check_calls": False}
-    for world_size, strategy in ((1, {}), (2, unchecked), (3, {}), (3, unchecked)):
+    by_turns: dict[int, list[tuple[int, Strategy]]] = {
+        1: [(1, {}), (2, unchecked), (3, {})],
+        3: [(2, {}), (3, unchecked)],
+    }
+    for world_size, strategy in by_turns[accumulate]:
         for state in pool.run(world_size, run, job, strategy, accumulate_grad_batches=accumulate):
             assert_close(state, expected)
 
