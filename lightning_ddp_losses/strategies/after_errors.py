@@ -33,11 +33,6 @@ class AfterError(Callback):
         is_together: After the error all ranks stand at the same place, so they can save what is divided over them.
     """
 
-    # Lightning surrounds each hook of a callback with a profiler's block, six times a step; what is no callable it passes by
-    on_train_batch_start = on_train_batch_end = None  # type: ignore[assignment]
-    on_before_backward = on_after_backward = None  # type: ignore[assignment]
-    on_before_zero_grad = on_before_optimizer_step = None  # type: ignore[assignment]
-
     def __init__(self) -> None:
         self.is_alone = self.is_together = False
         self._tell: Callable[[BaseException], None] | None = None
