@@ -74,6 +74,7 @@ REDUCERS: dict[str, Callable[[float], nn.Module]] = {
         reducers.ThresholdReducer(low=0.1 * size, high=1.5 * size)
     ),
     "ClassWeightedReducer": lambda _: reducers.ClassWeightedReducer(torch.linspace(0.1, 2, CLASSES)),
+    "ClassWeightedReducer, below 0": lambda _: reducers.ClassWeightedReducer(torch.linspace(-1, 2, CLASSES)),
     "MultipleReducers": lambda _: reducers.MultipleReducers(
         {"pos_loss": reducers.SumReducer(), "neg_loss": reducers.ThresholdReducer(low=0.2)}
     ),
@@ -139,10 +140,8 @@ def cases() -> dict[str, tuple[Make, Give]]:
         given = ("", "references")[(i + j) % 2]
         out[f"{name}, {kind}, {given}"] = (partial(_with, loss, distance=distance, **margins), GIVEN[given])
     for (i, (name, loss)), (j, (kind, reducer)) in _numbered(LOSSES, REDUCERS):
-        if (name.startswith("Triplet") and "PerAnchor" in kind) or (name, kind) == (
-            "MultiSimilarity",
-            "ClassWeightedReducer",
-        ):
+        weighs_a_column = name == "MultiSimilarity" and kind.startswith("ClassWeightedReducer")
+        if (name.startswith("Triplet") and "PerAnchor" in kind) or weighs_a_column:
             continue  # PML cannot; PML multiplies a column by a row
         make = partial(_with, loss, reducer=partial(reducer, LARGE.get(name, 1.0)))
         # PML takes no mined pairs with a reducer per anchor; limits of single elements are counted in matrices, columns and lists
@@ -468,13 +467,16 @@ def test_a_learnt_temperature_gets_its_gradient(pool: RankPool) -> None:
     assert_close(ours, {"value": value.detach(), "grad": loss.temperature.grad})
 
 
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+
+
 class Products(TorchDispatchMode):
     """Counts matrix products."""
 
     number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        self.number += func.overloadpacket in _PRODUCTS
         return func(*args, **(kwargs or {}))
 
 

@@ -92,14 +92,9 @@ class PairSums:
         """What a pair's loss must be larger and smaller than to pass; None: all pass."""
         return (self.reduction.low, self.reduction.high) if self._by_pair else None
 
-    @property
-    def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The sums of all rows, (B,) each: number of pairs, sum of what passes, its number."""
-        return self._all, self._sum, self._passed
-
-    @numbers.setter
-    def numbers(self, numbers: tuple[Tensor, Tensor, Tensor]) -> None:
-        self._all, self._sum, self._passed = numbers
+    def take(self, total: Tensor, number: Tensor) -> None:
+        """Takes the sums of all rows, (B,) each, in place of what tiles would add: sum of what passes, its number."""
+        self._sum, self._passed, self._all = total, number, number
         self._records = False
 
     def accumulate_(self, rows: slice, losses: Tensor, weights: Tensor) -> None:

@@ -76,20 +76,32 @@ class TileDistance:
             return found
         return UnitRows(unit, lengths).vjp(grad)
 
-    def prepare_columns(self, prepared: Tensor) -> Tensor:
-        """Makes what is kept of the columns, from what ``prepare`` returned."""
+    def kept_rows(self, prepared: Tensor) -> Tensor:
+        """Makes what is kept of this rank's rows, from what ``prepare`` returned."""
         return prepared
 
-    def row_bytes(self, columns: Tensor) -> int:
-        """Computes how many bytes one row of a tile takes."""
-        entries = columns.shape[0]
+    def kept_columns(self, prepared: Tensor) -> Tensor:
+        """Makes what is kept of the columns, likewise."""
+        return prepared
+
+    def row_bytes(self, columns: int, like: Tensor) -> int:
+        """Computes how many bytes one row of a tile takes, of rows ``like`` these."""
+        entries = columns
         if DISTANCES[type(self._distance)].form == "differences":  # PML subtracts row by row: (T, C, D)
-            entries *= columns.shape[1]
-        return entries * columns.element_size()
+            entries *= like.shape[1]
+        return entries * like.element_size()
 
     def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
-        """Computes (T, C), ``scale`` times the distances, into ``out``."""
+        """Computes (T, C), ``scale`` times the distances of kept rows and columns, into ``out``."""
         return torch.mul(self._compute(rows, columns), scale, out=out)
+
+    def rows_grad_(self, rows: Tensor, sums: Tensor) -> Tensor:
+        """Computes the gradient of the prepared rows, (n, D), from what ``vjp_`` has summed of the kept ones; overwrites it."""
+        return sums
+
+    def columns_grad_(self, columns: Tensor, sums: Tensor) -> Tensor:
+        """Does the same for columns."""
+        return sums
 
     def vjp_(
         self,
@@ -98,29 +110,28 @@ class TileDistance:
         scale: float,
         matrix: Tensor,
         matrix_grad: Tensor,
-        columns_grad: Tensor | None,
-    ) -> Tensor:
-        """Computes the gradient of the rows from that of a matrix.
+        row_sums: Tensor,
+        column_sums: Tensor | None,
+    ) -> None:
+        """Adds what a matrix gives back to rows and columns; ``rows_grad_`` and ``columns_grad_`` make gradients of the sums.
 
         Args:
-            rows: (T, D).
-            columns: From ``prepare_columns``.
+            rows: (T, ...), from ``kept_rows``.
+            columns: (C, ...), from ``kept_columns``.
             scale: As in ``matrix``.
             matrix: (T, C), as ``matrix`` gave it, or as an earlier call left it; may be overwritten.
             matrix_grad: (T, C), may be overwritten.
-            columns_grad: (C, D), to which the columns' gradient is added; None: not wanted.
-
-        Returns:
-            (T, D).
+            row_sums: Like the rows, zeros at first.
+            column_sums: Like the columns, likewise; None: not wanted.
         """
         with own_graph():
             row_leaf = rows.detach().requires_grad_()
-            column_leaf = columns.detach().requires_grad_(columns_grad is not None)
-            leaves = (row_leaf,) if columns_grad is None else (row_leaf, column_leaf)
+            column_leaf = columns.detach().requires_grad_(column_sums is not None)
+            leaves = (row_leaf,) if column_sums is None else (row_leaf, column_leaf)
             grads = torch.autograd.grad(self._compute(row_leaf, column_leaf), leaves, matrix_grad * scale)
-        if columns_grad is not None:
-            columns_grad += grads[1]
-        return grads[0]
+        for sums, grad in zip((row_sums, column_sums), grads, strict=False):
+            if sums is not None:
+                sums.add_(grad)
 
     def _compute(self, rows: Tensor, columns: Tensor) -> Tensor:
         matrix: Tensor = self._distance.compute_mat(rows, columns)
@@ -140,11 +151,12 @@ class DotProduct(TileDistance):
         scale: float,
         matrix: Tensor,
         matrix_grad: Tensor,
-        columns_grad: Tensor | None,
-    ) -> Tensor:
-        if columns_grad is not None:
-            columns_grad.addmm_(matrix_grad.T, rows, alpha=scale)
-        return torch.addmm(rows, matrix_grad, columns, beta=0, alpha=scale)
+        row_sums: Tensor,
+        column_sums: Tensor | None,
+    ) -> None:
+        row_sums.addmm_(matrix_grad, columns, alpha=scale)
+        if column_sums is not None:
+            column_sums.addmm_(matrix_grad.T, rows, alpha=scale)
 
 
 class TensorCoreProduct(TileDistance):
@@ -181,14 +193,13 @@ class TensorCoreProduct(TileDistance):
         scale: float,
         matrix: Tensor,
         matrix_grad: Tensor,
-        columns_grad: Tensor | None,
-    ) -> Tensor:
+        row_sums: Tensor,
+        column_sums: Tensor | None,
+    ) -> None:
         slope = as_slope_(matrix_grad.mul_(scale), self._operand(rows), self._operand(columns))
-        if columns_grad is not None:
-            slope.add_to_right_(self._without_lengths(columns_grad))
-        grad = torch.zeros_like(rows)
-        slope.add_to_left_(self._without_lengths(grad))
-        return grad
+        slope.add_to_left_(self._without_lengths(row_sums))
+        if column_sums is not None:
+            slope.add_to_right_(self._without_lengths(column_sums))
 
     def _operand(self, rows: Tensor) -> Operand:
         return as_operand(self._without_lengths(rows), self._form, rows[:, -1] if self._has_lengths else None)
@@ -200,19 +211,22 @@ class TensorCoreProduct(TileDistance):
 class EuclideanDistance(TileDistance):
     """Euclidean distance as torch computes it for many rows: the root of |x|^2 - 2xy + |y|^2, in one matrix product.
 
-    The columns carry (y, 1, |y|^2).
+    Kept rows are (-2x, 1, |x|^2), kept columns (y, |y|^2, 1): products of the matrix's gradient with these sum up at once what multiplies
+    a row's partners and what multiplies the row itself.
     """
 
     needs_matrix_in_vjp = True  # the root's derivative divides by the distance
 
-    def prepare_columns(self, prepared: Tensor) -> Tensor:
+    def kept_rows(self, prepared: Tensor) -> Tensor:
         squares = prepared.square().sum(1, keepdim=True)
-        return torch.cat([prepared, torch.ones_like(squares), squares], 1)
+        return torch.cat([prepared * -2, torch.ones_like(squares), squares], 1)
+
+    def kept_columns(self, prepared: Tensor) -> Tensor:
+        squares = prepared.square().sum(1, keepdim=True)
+        return torch.cat([prepared, squares, torch.ones_like(squares)], 1)
 
     def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
-        squares = rows.square().sum(1, keepdim=True)
-        extended = torch.cat([rows * -2, squares, torch.ones_like(squares)], 1)
-        torch.mm(extended, columns.T, out=out).clamp_min_(0).sqrt_()
+        torch.mm(rows, columns.T, out=out).clamp_min_(0).sqrt_()
         if scale != 1:
             out.mul_(scale)
         return out
@@ -224,15 +238,23 @@ class EuclideanDistance(TileDistance):
         scale: float,
         matrix: Tensor,
         matrix_grad: Tensor,
-        columns_grad: Tensor | None,
-    ) -> Tensor:
+        row_sums: Tensor,
+        column_sums: Tensor | None,
+    ) -> None:
         # gradient over |scale x distance|, 0 where points coincide; what is left of scale x scale has its sign
         scaled_distance = matrix if scale > 0 else matrix.abs_()
         ratio = matrix_grad.div_(torch.threshold_(scaled_distance, 0, torch.inf))
-        points, factor = columns[:, :-2], scale * abs(scale)
-        if columns_grad is not None:
-            columns_grad.addcmul_(points, ratio.sum(0).unsqueeze(1), value=factor).addmm_(ratio.T, rows, alpha=-factor)
-        return (rows * ratio.sum(1, keepdim=True)).sub_(torch.mm(ratio, points)).mul_(factor)
+        factor = scale * abs(scale)
+        row_sums.addmm_(ratio, columns, alpha=-factor)
+        if column_sums is not None:
+            column_sums.addmm_(ratio.T, rows, alpha=-factor)
+
+    def rows_grad_(self, rows: Tensor, sums: Tensor) -> Tensor:
+        # of r_ij (x_i - y_j): the sum of r_ij y_j is there, and that of r_ij beside it
+        return sums[:, :-2].addcmul_(rows[:, :-2], sums[:, -1:], value=0.5)
+
+    def columns_grad_(self, columns: Tensor, sums: Tensor) -> Tensor:
+        return sums[:, :-2].mul_(-0.5).addcmul_(columns[:, :-2], sums[:, -2:-1], value=-1)
 
 
 def is_one_product(distance: Any) -> bool:

@@ -45,7 +45,7 @@ from lightning_ddp_losses.losses.tiled.distances import Prepared, tile_distance
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
 from lightning_ddp_losses.losses.tiled.plan import TiledPlan
 from lightning_ddp_losses.losses.tiled.tile_compiler import TileCompiler
-from lightning_ddp_losses.losses.tiled.tile_functions import Keys, Numbers, PairMasks
+from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
 from lightning_ddp_losses.losses.tiled.tiles import (
     LabelPairs,
     MaskedPairs,
@@ -150,7 +150,8 @@ class TiledEvaluator:
         self._buffers: list[Tensor] = []
         self._kept_tile: Tile | None = None
         self._kept_masked_tile: MaskedTile | None = None
-        self._sub_loss_grads: list[Tensor] = []
+        # what each sub-loss gives back to rows and columns, where forward has it already
+        self._sub_loss_sums: list[tuple[Tensor, Tensor | None]] = []
         self._global_pairs: tuple[int, int] | None = None  # positive, negative; None: not known yet
 
     def payload_capacity(self) -> int:
@@ -183,7 +184,7 @@ class TiledEvaluator:
         else:
             assert columns is not None
             self._set_gathered_columns(columns)
-        self._sorted_rows = _sorted(self._rows, self._row_order)
+        self._kept_rows = self._distance.kept_rows(_sorted(self._rows, self._row_order))
         # sums over each row's entries
         backward_comes = self._embeddings.requires_grad or self._references is not None
         backward_comes = backward_comes and torch.is_grad_enabled()
@@ -206,17 +207,18 @@ class TiledEvaluator:
             like = torch.linspace(-1, 1, 15, dtype=rows.dtype, device=rows.device).view(3, 5)
             pair_loss = self._new_pair_loss(3, like, run)
             column_labels = torch.tensor([0, 1, 0, 1, 1], device=rows.device).to(labels.dtype)
-            ids = torch.arange(5, device=rows.device) if has_ids else None
-            row_ids = None if ids is None else ids[:3]
-            keys = MaskedPairs(column_labels[:3], column_labels, row_ids, ids).keys(slice(0, 3))
+            first = 0 if has_ids else None
+            keys = MaskedPairs(column_labels[:3], column_labels, first, compiled=True).keys(slice(0, 3))
             tile = MaskedTile(like, slice(0, 3), slice(0, 5), keys)
-            pair_loss.allocate_()
+            if pair_loss.masked_grad_in_forward:
+                pair_loss.masked_numbers_with_grads(tile, None)
+            numbers = pair_loss.masked_numbers(tile, None, complete=not ring)
             if ring:
-                pair_loss.numbers = pair_loss.masked_numbers(tile, pair_loss.numbers)
+                numbers = pair_loss.masked_numbers(tile, numbers, complete=False)
                 if pair_loss.needs_second_pass:
-                    pair_loss.masked_second_numbers(tile, pair_loss.numbers)
-            else:
-                pair_loss.masked_numbers(tile, None)
+                    numbers = pair_loss.masked_second_numbers(tile, numbers)
+                    numbers = pair_loss.masked_second_numbers(tile, numbers)
+            pair_loss.take_numbers(numbers)
             pair_loss.finalize(torch.zeros_like(column_labels[:3]))
             stats, column_stats = like.new_ones(3, pair_loss.width), None
             if self._symmetric:
@@ -270,14 +272,11 @@ class TiledEvaluator:
             if self._open_backward is not None:
                 self._open_backward()
             references, prepared, distance = self._references, self._prepared_references, self._distance
-            columns_grad = None
-            if wanted[-1] and references is not None and prepared is not None:
-                columns_grad = torch.zeros_like(prepared.rows)
-            rows_grad = self._backward_tiles(column_stats, factors, columns_grad)
+            wants_columns = wanted[-1] and references is not None
+            rows_grad, columns_grad = self._backward_tiles(column_stats, factors, wants_columns=wants_columns)
             if columns_grad is not None:
                 assert references is not None
                 assert prepared is not None
-                columns_grad = _unsorted(columns_grad, self._column_order)
                 if self._rows_are_columns:
                     columns_grad[slice(*self._call.bound)] += rows_grad
                 columns_grad = distance.prepare_vjp(references, prepared, columns_grad)
@@ -299,17 +298,16 @@ class TiledEvaluator:
             return self._accumulate_masked_tiles(backward_comes=backward_comes)
         pair_loss.allocate_()
         if pair_loss.grad_in_forward and backward_comes and self._symmetric:
-            self._sub_loss_grads = [torch.zeros_like(self._sorted_rows) for _ in pair_loss.sub_losses]
+            self._sub_loss_sums = [(torch.zeros_like(self._kept_rows), None) for _ in pair_loss.sub_losses]
         complete = False
         for block in self._blocks():
             complete = block.complete
-            parts = list(self._row_slices(block))
-            for part in parts:
+            for part in self._parts:
                 tile = self._tile(block, part)
-                if self._sub_loss_grads:
+                if self._sub_loss_sums:
                     self._accumulate_with_grads_(block, tile)
                     continue
-                if backward_comes and complete and len(parts) == 1:
+                if backward_comes and complete and len(self._parts) == 1:
                     # so small a batch need not be computed twice
                     self._kept_tile = tile._replace(matrix=tile.matrix.clone())
                 if pair_loss.needs_second_pass and complete:
@@ -333,48 +331,74 @@ class TiledEvaluator:
 
     def _accumulate_masked_tiles(self, *, backward_comes: bool) -> tuple[list[LocalTotal], Tensor]:
         """Does what ``_accumulate_tiles`` does, with masks in place of lists."""
-        pair_loss, tiles, complete = self._pair_loss, 0, False
+        pair_loss, complete = self._pair_loss, False
+        # (elsewhere a sub-loss would keep a gradient of all columns until backward)
+        has_one_gradient = self._symmetric or not pair_loss.symmetric
+        if pair_loss.masked_grad_in_forward and has_one_gradient and backward_comes:
+            self._sub_loss_sums = self._empty_sums()
+        numbers: list[Numbers | None] = [None] * len(self._parts)
         for block in self._blocks():
-            complete, parts = block.complete, list(self._row_slices(block))
-            for part in parts:
+            complete = block.complete
+            for index, part in enumerate(self._parts):
                 tile = self._masked_tile(block, part)
-                if complete and len(parts) == 1:
-                    pair_loss.numbers = pair_loss.masked_numbers(tile, None)
-                    if backward_comes:
-                        self._kept_masked_tile = tile
-                else:
-                    if not tiles:
-                        pair_loss.allocate_()
-                    before = None if complete else _of_rows(pair_loss.numbers, part)
-                    _write_(pair_loss.numbers, part, pair_loss.masked_numbers(tile, before))
-                tiles += 1
-        if not tiles:
-            pair_loss.allocate_()
+                if self._sub_loss_sums:
+                    numbers[index] = self._masked_numbers_with_grads_(block, tile, numbers[index])
+                    continue
+                numbers[index] = pair_loss.masked_numbers(tile, numbers[index], complete=complete)
+                if backward_comes and complete and len(self._parts) == 1:
+                    self._kept_masked_tile = tile
         if pair_loss.needs_second_pass and not complete:
             for block in self._blocks():
-                for part in self._row_slices(block):
-                    before = _of_rows(pair_loss.numbers, part)
-                    after = pair_loss.masked_second_numbers(self._masked_tile(block, part), before)
-                    _write_(pair_loss.numbers, part, after)
-        totals, stats = self._reduced_rows()
-        # a row without entries: exp(-inf - lowest) is 0, exp(-inf + inf) is not a number
-        if pair_loss.width and not pair_loss.rows_have_entries:
-            stats.clamp_min_(torch.finfo(stats.dtype).min)
-        return totals, stats
+                for index, part in enumerate(self._parts):
+                    before = numbers[index]
+                    assert before is not None
+                    numbers[index] = pair_loss.masked_second_numbers(self._masked_tile(block, part), before)
+        pair_loss.take_numbers(_of_all_rows(numbers))
+        return self._reduced_rows()
+
+    def _empty_sums(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Makes sums of nothing for the gradients of rows and, where it is wanted, of columns: of each sub-loss."""
+        sums: list[tuple[Tensor, Tensor | None]] = []
+        for _ in self._pair_loss.sub_losses:
+            of_columns = None if self._references is None else torch.zeros_like(self._gathered_columns)
+            sums.append((torch.zeros_like(self._kept_rows), of_columns))
+        return sums
+
+    def _masked_numbers_with_grads_(self, block: Block, tile: MaskedTile, before: Numbers | None) -> Numbers:
+        """Computes the numbers of a tile's rows, and adds up what it gives back, where that needs no other tile."""
+        numbers, matrix_grads = self._pair_loss.masked_numbers_with_grads(tile, before)
+        for sums, matrix_grad in zip(self._sub_loss_sums, matrix_grads, strict=True):
+            self._add_vjp_(block, tile, matrix_grad, *sums)
+        return numbers
+
+    def _add_vjp_(
+        self, block: Block, tile: Tile | MaskedTile, matrix_grad: Tensor, row_sums: Tensor, column_sums: Tensor | None
+    ) -> None:
+        """Adds what the gradient of a masked tile's matrix gives back."""
+        rows, of_columns = tile.rows, None if column_sums is None else column_sums[tile.columns]
+        self._distance.vjp_(
+            self._kept_rows[rows],
+            block.columns,
+            self._pair_loss.scale,
+            tile.matrix,
+            matrix_grad,
+            row_sums[rows],
+            of_columns,
+        )
 
     def _accumulate_with_grads_(self, block: Block, tile: Tile) -> None:
         """Adds up a tile and the rows' gradient from it, where that needs no other tile."""
-        rows, scale = self._sorted_rows[tile.rows], self._pair_loss.scale
+        rows, scale = self._kept_rows[tile.rows], self._pair_loss.scale
         matrix_grads = self._pair_loss.accumulate_with_grads_(tile, self._buffer(1, tile.matrix.shape))
         # a sub-loss without negatives that count has no second gradient
-        for rows_grad, (span, matrix_grad) in zip(self._sub_loss_grads, matrix_grads, strict=False):
+        for (row_sums, _), (span, matrix_grad) in zip(self._sub_loss_sums, matrix_grads, strict=False):
             matrix, columns = tile.matrix[:, span], block.columns[span]
-            rows_grad[tile.rows] += self._distance.vjp_(rows, columns, scale, matrix, matrix_grad, None)
+            self._distance.vjp_(rows, columns, scale, matrix, matrix_grad, row_sums[tile.rows], None)
 
     def _accumulate_positives_(self) -> None:
         """Goes through the positives once more, now that rows are complete."""
         for block in self._blocks():
-            for part in self._row_slices(block):
+            for part in self._parts:
                 assert not isinstance(block.pairs, MaskedPairs)
                 tile = self._tile(block, part, block.pairs.positive_columns(part))
                 self._pair_loss.accumulate_positives_(tile.rows, tile.positives, tile.positive_entries())
@@ -383,80 +407,82 @@ class TiledEvaluator:
 
     @torch.no_grad()
     def _backward_tiles(
-        self, column_stats: Tensor | None, factors: Sequence[Number], columns_grad: Tensor | None
-    ) -> Tensor:
-        """Computes the gradient of the rows, (B, D).
+        self, column_stats: Tensor | None, factors: Sequence[Number], *, wants_columns: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes the gradients of the prepared rows, (B, D), and columns, (C, D).
 
         Args:
             column_stats: (G, k) in the order of the columns; None: the gradient of this rank's share only.
             factors: One per sub-loss.
-            columns_grad: (G, D), to which the gradient of the columns is added, in their order; None: not wanted.
+            wants_columns: Else there is None of these.
         """
-        pair_loss, distance = self._pair_loss, self._distance
-        if self._masked:
-            return self._backward_masked_tiles(column_stats, factors, columns_grad)
-        grad = torch.zeros_like(self._sorted_rows)
-        if self._sub_loss_grads:
-            # known since forward, but for the factors; transposed entries have the same gradient
-            for sub_loss_grad, factor in zip(self._sub_loss_grads, factors, strict=True):
+        row_sums, column_sums = torch.zeros_like(self._kept_rows), None
+        if wants_columns:
+            column_sums = torch.zeros_like(self._gathered_columns)
+        if self._sub_loss_sums:
+            self._weigh_sums_(factors, row_sums, column_sums)
+        elif self._masked:
+            self._add_masked_tiles_(column_stats, factors, row_sums, column_sums)
+        else:
+            self._add_listed_tiles_(column_stats, factors, row_sums, column_sums)
+        self._buffers.clear()
+        rows_grad = _unsorted(self._distance.rows_grad_(self._kept_rows, row_sums), self._row_order)
+        if column_sums is None:
+            return rows_grad, None
+        columns_grad = self._distance.columns_grad_(self._gathered_columns, column_sums)
+        return rows_grad, _unsorted(columns_grad, self._column_order)
+
+    def _weigh_sums_(self, factors: Sequence[Number], row_sums: Tensor, column_sums: Tensor | None) -> None:
+        """Adds up the sub-losses: what they give back is known since forward, but for the factors."""
+        # transposed entries have the same gradient
+        times = 2.0 if self._symmetric else 1.0
+        for (of_rows, of_columns), factor, sign in zip(
+            self._sub_loss_sums, factors, self._pair_loss.grad_signs, strict=True
+        ):
+            for total, sums in ((row_sums, of_rows), (column_sums, of_columns)):
+                if total is None or sums is None:
+                    continue
                 if isinstance(factor, Tensor):
-                    grad.addcmul_(sub_loss_grad, cast_number(2 * factor, grad.dtype))
+                    total.addcmul_(sums, cast_number(factor, sums.dtype), value=times * sign)
                 else:
-                    grad.add_(sub_loss_grad, alpha=2 * factor)
-            return _unsorted(grad, self._row_order)
+                    total.add_(sums, alpha=times * sign * factor)
+
+    def _add_listed_tiles_(
+        self, column_stats: Tensor | None, factors: Sequence[Number], row_sums: Tensor, column_sums: Tensor | None
+    ) -> None:
+        """Adds what tiles give back whose positives are listed; arguments as of ``_backward_tiles``."""
+        pair_loss, distance = self._pair_loss, self._distance
         pair_loss.prepare_backward(_sorted(self._row_stats, self._row_order), column_stats, factors)
         for block in self._blocks():
-            for part in self._row_slices(block):
+            for part in self._parts:
                 # distances, unless forward has kept its only tile
                 tile, self._kept_tile = self._kept_tile, None
                 if tile is None:
                     tile = self._tile(block, part)
-                matrix = tile.matrix
+                matrix_grad = tile.matrix
                 if distance.needs_matrix_in_vjp:
-                    matrix = self._buffer(1, tile.matrix.shape).copy_(tile.matrix)
+                    tile = tile._replace(matrix=self._buffer(1, matrix_grad.shape).copy_(matrix_grad))
                 # from distances to their gradient, in place
-                pair_loss.grad_(tile)
+                pair_loss.grad_(tile._replace(matrix=matrix_grad))
                 # from distances to embeddings
-                tile_columns_grad = None if columns_grad is None else columns_grad[tile.columns]
-                rows = self._sorted_rows[part]
-                grad[part] += distance.vjp_(
-                    rows, block.columns, pair_loss.scale, matrix, tile.matrix, tile_columns_grad
-                )
-        self._buffers.clear()
-        return _unsorted(grad, self._row_order)
+                self._add_vjp_(block, tile, matrix_grad, row_sums, column_sums)
 
-    def _backward_masked_tiles(
-        self, column_stats: Tensor | None, factors: Sequence[Number], columns_grad: Tensor | None
-    ) -> Tensor:
-        """Does what ``_backward_tiles`` does, with masks in place of lists."""
+    def _add_masked_tiles_(
+        self, column_stats: Tensor | None, factors: Sequence[Number], row_sums: Tensor, column_sums: Tensor | None
+    ) -> None:
+        """Does the same with masks in place of lists."""
         pair_loss = self._pair_loss
         pair_loss.prepare_masked_backward(self._row_stats, column_stats, factors)
-        grad: Tensor | None = None
         for block in self._blocks():
-            for part in self._row_slices(block):
+            for part in self._parts:
                 tile, self._kept_masked_tile = self._kept_masked_tile, None
                 if tile is None:
                     tile = self._masked_tile(block, part)
-                matrix_grad = pair_loss.masked_grad(tile)
-                tile_columns_grad = None if columns_grad is None else columns_grad[tile.columns]
-                rows = self._sorted_rows[part]
-                of_rows = self._distance.vjp_(
-                    rows, block.columns, pair_loss.scale, tile.matrix, matrix_grad, tile_columns_grad
-                )
-                if block.complete and len(of_rows) == len(self._rows):
-                    grad = of_rows
-                    break
-                if grad is None:
-                    grad = torch.zeros_like(self._rows)
-                grad[part].add_(of_rows)
-        self._buffers.clear()
-        if grad is None:
-            return torch.zeros_like(self._rows)
+                self._add_vjp_(block, tile, pair_loss.masked_grad(tile), row_sums, column_sums)
         if pair_loss.factor is not None:
-            grad.mul_(pair_loss.factor)
-            if columns_grad is not None:
-                columns_grad.mul_(pair_loss.factor)
-        return grad
+            for sums in (row_sums, column_sums):
+                if sums is not None:
+                    sums.mul_(pair_loss.factor)
 
     # ------------------------------------------------------------------ columns
 
@@ -508,9 +534,11 @@ class TiledEvaluator:
         if references.requires_grad and not self._symmetric:
             self._references, self._prepared_references = references, prepared
             self._rows_are_columns = references is self._call.arguments["embeddings"]
-        columns = distance.prepare_columns(_sorted(columns, self._column_order))
-        block = Block(columns, pairs, complete=True)
-        self._blocks: Callable[[], Iterator[Block]] = lambda: iter((block,))
+        columns = distance.kept_columns(_sorted(columns, self._column_order))
+        self._gathered_columns = columns
+        blocks = [Block(columns, pairs, complete=True)] if len(columns) else []
+        self._blocks: Callable[[], Iterator[Block]] = lambda: iter(blocks)
+        self._parts = self._row_slices(len(columns))
 
     def _set_ring_columns(self, ring_rows: RingRows) -> None:
         """Takes each rank's rows as a block, one after the other."""
@@ -535,10 +563,13 @@ class TiledEvaluator:
 
         def blocks() -> Iterator[Block]:
             for rank, columns in ring_rows(rows, prepare):
-                prepared = self._distance.prepare_columns(_sorted(columns, pairs[rank].column_order))
-                yield Block(prepared, pairs[rank], bounds[rank][0])
+                if len(columns):
+                    kept = self._distance.kept_columns(_sorted(columns, pairs[rank].column_order))
+                    yield Block(kept, pairs[rank], bounds[rank][0])
 
         self._blocks = blocks
+        # tiles have the same rows in every block
+        self._parts = self._row_slices(max(stop - start for start, stop in bounds))
 
     def _masked_pairs(self, columns: slice = slice(None)) -> MaskedPairs:
         """Makes masks of this rank's rows and some columns."""
@@ -547,12 +578,10 @@ class TiledEvaluator:
         assert labels is not None
         assert reference_labels is not None
         # a row is not its own partner, where rows and columns are the same samples
-        row_ids = column_ids = None
+        first = None
         if reference_labels is call.arguments["labels"]:
-            ids = torch.arange(len(reference_labels), device=labels.device)
-            start, stop = call.bound
-            row_ids, column_ids = ids[start:stop], ids[columns]
-        return MaskedPairs(labels, reference_labels[columns], row_ids, column_ids)
+            first = call.bound[0] - (columns.start or 0)
+        return MaskedPairs(labels, reference_labels[columns], first, compiled=self._compiler is not None)
 
     def _named_or_labelled_pairs(self, columns: int) -> Pairs:
         """Makes the pairs of this rank's rows and all columns: those of a miner, else those of the labels."""
@@ -585,21 +614,17 @@ class TiledEvaluator:
 
     # ------------------------------------------------------------------ tiles
 
-    def _row_slices(self, block: Block) -> Iterator[slice]:
-        """Cuts this rank's rows into tiles of one size against the columns of a block."""
-        total = self._sorted_rows.shape[0]
-        if block.columns.shape[0] == 0:
-            return
-        size = self._rows_that_fit(block)
-        if total == 0:
-            return
+    def _row_slices(self, columns: int) -> list[slice]:
+        """Cuts this rank's rows into tiles of one size against so many columns."""
+        total = len(self._rows)
+        if not columns:
+            return []
+        row_bytes = self._distance.row_bytes(columns, self._rows)
+        size = rows_of_a_tile(row_bytes, columns, self._rows.device, self._tile_bytes)
+        if not total:
+            return []
         size = -(-total // -(-total // size))
-        for start in range(0, total, size):
-            yield slice(start, min(start + size, total))
-
-    def _rows_that_fit(self, block: Block) -> int:
-        columns = block.columns
-        return rows_of_a_tile(self._distance.row_bytes(columns), columns.shape[0], self._rows.device, self._tile_bytes)
+        return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
     def _tile(self, block: Block, part: slice, span: slice | None = None) -> Tile:
         """Computes a tile of all columns of a block, or of those in ``span``, among which all positives must be."""
@@ -609,7 +634,7 @@ class TiledEvaluator:
             columns, start = columns[span], span.start
         width = columns.shape[0]
         out = self._buffer(0, torch.Size((part.stop - part.start, width)))
-        matrix = self._distance.matrix(self._sorted_rows[part], columns, self._pair_loss.scale, out)
+        matrix = self._distance.matrix(self._kept_rows[part], columns, self._pair_loss.scale, out)
         owners, positives = pairs.positives(part)
         positives = positives - start
         # rows with themselves, as places in the flattened tile
@@ -635,10 +660,8 @@ class TiledEvaluator:
         assert isinstance(block.pairs, MaskedPairs)
         width = block.columns.shape[0]
         out = self._buffer(0, torch.Size((part.stop - part.start, width)))
-        matrix = self._distance.matrix(self._sorted_rows[part], block.columns, self._pair_loss.scale, out)
-        labels = block.pairs.keys(part)
-        keys: Keys = PairMasks(labels) if self._compiler is None else labels
-        return MaskedTile(matrix, part, slice(block.start, block.start + width), keys)
+        matrix = self._distance.matrix(self._kept_rows[part], block.columns, self._pair_loss.scale, out)
+        return MaskedTile(matrix, part, slice(block.start, block.start + width), block.pairs.keys(part))
 
     def _buffer(self, index: int, shape: torch.Size) -> Tensor:
         """Hands out memory that all tiles of a pass share."""
@@ -697,15 +720,12 @@ class TiledEvaluator:
         return self.in_column_order(stats.to(own.device))
 
 
-def _of_rows(numbers: Numbers, rows: slice) -> Numbers:
-    """Takes numbers of some rows."""
-    return tuple(number[rows] for number in numbers)
-
-
-def _write_(numbers: Numbers, rows: slice, new: Numbers) -> None:
-    """Overwrites numbers of some rows; what tiles did not change is there already."""
-    for number, values in zip(numbers, new, strict=True):
-        number[rows].copy_(values)
+def _of_all_rows(parts: Sequence[Numbers | None]) -> Numbers:
+    """Concatenates the numbers of the rows of all tiles."""
+    numbers = [part for part in parts if part is not None]
+    if len(numbers) == 1:
+        return numbers[0]
+    return tuple(torch.cat(each) for each in zip(*numbers, strict=True))
 
 
 def _sorted(values: Tensor, order: Tensor | None) -> Tensor:

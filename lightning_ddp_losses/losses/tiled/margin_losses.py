@@ -25,8 +25,10 @@ from lightning_ddp_losses.losses.tiled.tile_functions import (
     Numbers,
     contrastive_grad,
     contrastive_rows,
+    contrastive_rows_and_grads,
     triplet_grad,
     triplet_rows,
+    triplet_rows_and_grads,
 )
 from lightning_ddp_losses.losses.tiled.tiles import MaskedTile, Tile
 
@@ -47,7 +49,8 @@ class Contrastive(PairLoss):
         # pairs of every row count alike, unless ...
         self._uniform = not any(r.per_anchor or r.weights is not None for r in reductions)
         self.width = 0 if self._uniform else 2
-        self.grad_in_forward = self._uniform
+        self.grad_in_forward = self.masked_grad_in_forward = self._uniform
+        self.grad_signs = (self.sign, -self.sign)
 
     def allocate_(self) -> None:
         self._positives.allocate_(self.rows, self.like)
@@ -58,10 +61,9 @@ class Contrastive(PairLoss):
 
     def accumulate_with_grads_(self, tile: Tile, buffer: Tensor) -> list[tuple[slice, Tensor]]:
         positive_counts, negative_counts = self._accumulate_both_(tile, buffer)
-        positive_grads = tile.scatter_positives(positive_counts.mul_(self.sign))
-        grads = [(tile.positive_columns, positive_grads)]
+        grads = [(tile.positive_columns, tile.scatter_positives(positive_counts))]
         if negative_counts is not None:
-            grads.append((slice(None), negative_counts.mul_(-self.sign)))
+            grads.append((slice(None), negative_counts))
         return grads
 
     def _accumulate_both_(self, tile: Tile, buffer: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -112,36 +114,34 @@ class Contrastive(PairLoss):
         positive_grads = add_transposed(positive_grad, tile, self._row_stats, self._column_stats)
         tile.add_at_positives_(positive_grads.mul_(self.sign * self._factors[0]))
 
-    @property
-    def numbers(self) -> Numbers:
-        return *self._positives.numbers, *self._negatives.numbers
+    def take_numbers(self, numbers: Numbers) -> None:
+        self._positives.take(*numbers[:2])
+        self._negatives.take(*numbers[2:])
 
-    @numbers.setter
-    def numbers(self, numbers: Numbers) -> None:
-        self._positives.numbers, self._negatives.numbers = numbers[:3], numbers[3:]  # type: ignore[assignment]
-
-    def masked_numbers(self, tile: MaskedTile, before: Numbers | None) -> Numbers:
+    def masked_numbers(self, tile: MaskedTile, before: Numbers | None, *, complete: bool) -> Numbers:
         return self.run(contrastive_rows, tile.matrix, tile.keys, before, *self._function_options())  # type: ignore[no-any-return]
+
+    def masked_numbers_with_grads(self, tile: MaskedTile, before: Numbers | None) -> tuple[Numbers, list[Tensor]]:
+        function, options = contrastive_rows_and_grads, self._function_options()
+        return self.run(function, tile.matrix, tile.keys, before, *options)  # type: ignore[no-any-return]
 
     def prepare_masked_backward(
         self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]
     ) -> None:
-        self._row_stats, self._column_stats = row_stats, column_stats
-        if not self._uniform:
-            both = as_row(factors, row_stats)
-            self._row_stats = row_stats * both
-            self._column_stats = None if column_stats is None else column_stats * both
-        # a sub-loss's transposed entries count like its own
-        self._uniform_counts = as_row(factors, row_stats)
-        if column_stats is not None:
-            self._uniform_counts.mul_(2)
+        both = as_row(factors, row_stats)
+        if self._uniform:
+            # a sub-loss's transposed entries count like its own
+            times = 1.0 if column_stats is None else 2.0
+            row_stats, column_stats = (both * times).expand(self.rows, 2), None
+        else:
+            row_stats = row_stats * both
+            column_stats = None if column_stats is None else column_stats * both
+        self._of_rows = row_stats.unbind(1)
+        self._of_columns = None if column_stats is None else column_stats.unbind(1)
 
     def masked_grad(self, tile: MaskedTile) -> Tensor:
-        of_rows, of_columns = self._stats_of(tile)
-        if self._uniform:
-            of_rows, of_columns = self._uniform_counts, None
-        options = self._function_options()
-        return self.run(contrastive_grad, tile.matrix, tile.keys, of_rows, of_columns, *options)  # type: ignore[no-any-return]
+        function, options = contrastive_grad, self._function_options()
+        return self.run(function, tile.matrix, tile.keys, *self._terms_of(tile), *options)  # type: ignore[no-any-return]
 
     def _function_options(self) -> tuple[Any, ...]:
         """Lists margins, sign and limits, as the functions of tiles take them."""
@@ -169,6 +169,7 @@ class Triplets(PairLoss):
         self.scale = self.sign
         self._sums = PairSums(reductions[0])
         self._can_sort = _can_sort(loss, reductions)
+        self.masked_grad_in_forward = reductions[0].weights is None
 
     def allocate_(self) -> None:
         self._sums.allocate_(self.rows, self.like)
@@ -227,16 +228,16 @@ class Triplets(PairLoss):
         torch.mul(negative_sums, -counts, out=tile.matrix)
         tile.add_at_positives_((positive_sums * counts).view(-1)[places])
 
-    @property
-    def numbers(self) -> Numbers:
-        return self._sums.numbers
+    def take_numbers(self, numbers: Numbers) -> None:
+        negated, number = numbers
+        self._sums.take(-negated, number)
 
-    @numbers.setter
-    def numbers(self, numbers: Numbers) -> None:
-        self._sums.numbers = numbers  # type: ignore[assignment]
+    def masked_numbers(self, tile: MaskedTile, before: Numbers | None, *, complete: bool) -> Numbers:
+        return self.run(triplet_rows, tile.matrix, tile.keys, self.loss.margin, self._sums.limits)  # type: ignore[no-any-return]
 
-    def masked_numbers(self, tile: MaskedTile, before: Numbers | None) -> Numbers:
-        return self.run(triplet_rows, tile.matrix, tile.keys, self.loss.margin)  # type: ignore[no-any-return]
+    def masked_numbers_with_grads(self, tile: MaskedTile, before: Numbers | None) -> tuple[Numbers, list[Tensor]]:
+        function, options = triplet_rows_and_grads, (self.loss.margin, self._sums.limits)
+        return self.run(function, tile.matrix, tile.keys, *options)  # type: ignore[no-any-return]
 
     def prepare_masked_backward(
         self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]

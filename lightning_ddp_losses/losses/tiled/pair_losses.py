@@ -23,6 +23,7 @@ from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
 from lightning_ddp_losses.losses.partial_sums import Number, wide_float
 from lightning_ddp_losses.losses.pml_registry import Reduction
 from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal, PairSums, reduce_rows
+from lightning_ddp_losses.losses.tiled.distances import is_one_product
 from lightning_ddp_losses.losses.tiled.tile_functions import (
     Numbers,
     multi_similarity_grad,
@@ -36,6 +37,8 @@ from lightning_ddp_losses.losses.tiled.tile_functions import (
     supcon_rows,
 )
 from lightning_ddp_losses.losses.tiled.tiles import MaskedTile, PairList, Tile
+
+_LOG_COLUMNS = 25.0  # of more than fit any memory
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:
@@ -60,8 +63,9 @@ class PairLoss:
         symmetric: Gradients of transposed entries follow from the statistics.
         needs_both_kinds: PML returns a zero where there are no positives, or no negatives.
         counts_pairs_once: A pair counts once, however often a miner names it.
-        rows_have_entries: The log-sum-exp of each row is finite, as it has a first entry.
         grad_in_forward: A tile's gradient follows from the tile alone, but for one factor per sub-loss; it can be had in forward.
+        masked_grad_in_forward: A masked tile's, likewise.
+        grad_signs: What each sub-loss's gradient is still to be multiplied with, where it is had in forward.
         run: Calls a function of ``tile_functions`` with its arguments.
         factor: After ``prepare_masked_backward``: what masked gradients are still to be multiplied with; None: nothing.
     """
@@ -71,8 +75,9 @@ class PairLoss:
     symmetric: ClassVar[bool] = True
     needs_both_kinds: ClassVar[bool] = False
     counts_pairs_once: ClassVar[bool] = False
-    rows_have_entries: ClassVar[bool] = False
     grad_in_forward: bool = False
+    masked_grad_in_forward: bool = False
+    grad_signs: tuple[float, ...] = (1.0,)
     width: int = 0
     scale: float = 1.0
     factor: Number | None = None
@@ -119,7 +124,8 @@ class PairLoss:
             buffer: Like the tile's matrix; overwritten.
 
         Returns:
-            For each sub-loss the columns of the tile that have a gradient, and the derivative of the sub-loss's sum by them.
+            For each sub-loss the columns of the tile that have a gradient, and the derivative of the sub-loss's sum by them, but for
+            ``grad_signs``.
         """
         raise NotImplementedError
 
@@ -159,22 +165,22 @@ class PairLoss:
 
     # masks in place of lists
 
-    @property
-    def numbers(self) -> Numbers:
-        """What masked tiles have added up of all rows, (B,) each."""
+    def take_numbers(self, numbers: Numbers) -> None:
+        """Takes what masked tiles have found out about all rows, (B,) each, in place of what listed ones would have added up."""
         raise NotImplementedError
 
-    @numbers.setter
-    def numbers(self, numbers: Numbers) -> None:
-        raise NotImplementedError
-
-    def masked_numbers(self, tile: MaskedTile, before: Numbers | None) -> Numbers:
+    def masked_numbers(self, tile: MaskedTile, before: Numbers | None, *, complete: bool) -> Numbers:
         """Computes the numbers of a tile's rows.
 
         Args:
             tile: The tile.
-            before: The numbers from other columns; None: the tile has all columns.
+            before: The numbers from other columns; None: these are the first.
+            complete: They are all.
         """
+        raise NotImplementedError
+
+    def masked_numbers_with_grads(self, tile: MaskedTile, before: Numbers | None) -> tuple[Numbers, list[Tensor]]:
+        """Computes the same where ``masked_grad_in_forward``, and each sub-loss's derivative by the entries, but for its sign."""
         raise NotImplementedError
 
     def masked_second_numbers(self, tile: MaskedTile, before: Numbers) -> Numbers:
@@ -185,16 +191,24 @@ class PairLoss:
         self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]
     ) -> None:
         """Takes in what ``masked_grad`` needs; arguments as of ``prepare_backward``."""
-        self._row_stats, self._column_stats, self.factor = row_stats, column_stats, factors[0]
+        self.factor = factors[0]
+        self._of_rows = self._masked_terms(row_stats)
+        self._of_columns = None if column_stats is None else self._masked_terms(column_stats)
+
+    def _masked_terms(self, stats: Tensor) -> Numbers:
+        """Makes what ``masked_grad`` needs of rows or columns, (n,) each, of their (n, k) statistics."""
+        raise NotImplementedError
 
     def masked_grad(self, tile: MaskedTile) -> Tensor:
         """Computes a tile's gradient, (T, C), but for ``factor``."""
         raise NotImplementedError
 
-    def _stats_of(self, tile: MaskedTile) -> tuple[Tensor, Tensor | None]:
-        """Takes the statistics of a tile's rows and columns."""
-        of_columns = None if self._column_stats is None else self._column_stats[tile.columns]
-        return self._row_stats[tile.rows], of_columns
+    def _terms_of(self, tile: MaskedTile) -> tuple[Numbers, Numbers | None]:
+        """Takes what ``prepare_masked_backward`` has made of a tile's rows and columns."""
+        of_rows = tuple(term[tile.rows] for term in self._of_rows)
+        if self._of_columns is None:
+            return of_rows, None
+        return of_rows, tuple(term[tile.columns] for term in self._of_columns)
 
 
 def add_transposed(term: Callable[..., Tensor], tile: Tile, row_stats: Tensor, column_stats: Tensor | None) -> Tensor:
@@ -217,6 +231,11 @@ class SoftmaxPairLoss(PairLoss):
     """A loss whose rows are softmaxes: the first of its statistics is a row's log-sum-exp, the second how much the row counts."""
 
     width = 3
+
+    @classmethod
+    def supports_masks(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
+        # the logarithm is taken of how much a row counts
+        return all(reduction.weights is None or not bool((reduction.weights < 0).any()) for reduction in reductions)
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]) -> None:
         factor = as_row(self._stat_factors(factors[0]), row_stats)
@@ -242,6 +261,8 @@ class NTXent(SoftmaxPairLoss):
         super().__init__(loss, reductions, *args)
         self.scale = -self.sign / loss.temperature
         self._pairs = PairSums(reductions[0])
+        self._tiny = self._tiny_that_counts()
+        self._uniform = reductions[0].weights is None and not reductions[0].per_anchor
 
     def allocate_(self) -> None:
         self._negatives = RunningLogSumExp.empty(self.rows, self.like)
@@ -254,7 +275,7 @@ class NTXent(SoftmaxPairLoss):
 
     def accumulate_positives_(self, rows: slice, positives: PairList, entries: Tensor) -> None:
         lse = self._negatives.finalize(rows)[positives.rows]
-        losses, grads = ntxent_pair(entries, lse)
+        losses, grads = ntxent_pair(entries, lse, self._tiny)
         passing = self._pairs.accumulate_listed_(rows, positives.rows, losses)
         # each positive compares itself with all negatives of its row
         self._softmax_weight[rows].index_add_(0, positives.rows, grads.mul_(passing))
@@ -268,32 +289,43 @@ class NTXent(SoftmaxPairLoss):
             softmax_weight = softmax_weight * counts
         return [total], torch.stack([self._negatives.finalize(), softmax_weight, counts], 1)
 
-    @property
-    def numbers(self) -> Numbers:
-        return self._negatives.maximum, self._negatives.sum_exp, *self._pairs.numbers, self._softmax_weight
+    def take_numbers(self, numbers: Numbers) -> None:
+        maximum, sum_exp, total, number, self._softmax_weight = numbers
+        self._negatives = RunningLogSumExp(maximum, sum_exp)
+        self._pairs.take(total, number)
 
-    @numbers.setter
-    def numbers(self, numbers: Numbers) -> None:
-        maximum, sum_exp, number, total, passed, self._softmax_weight = numbers
-        self._negatives, self._pairs.numbers = RunningLogSumExp(maximum, sum_exp), (number, total, passed)
-
-    def masked_numbers(self, tile: MaskedTile, before: Numbers | None) -> Numbers:
-        if before is None:
-            return self.run(ntxent_rows, tile.matrix, tile.keys, self._pairs.limits)  # type: ignore[no-any-return]
-        return (*self.run(ntxent_negatives, tile.matrix, tile.keys, before[:2]), *before[2:])
+    def masked_numbers(self, tile: MaskedTile, before: Numbers | None, *, complete: bool) -> Numbers:
+        if complete:
+            return self.run(ntxent_rows, tile.matrix, tile.keys, self._pairs.limits, self._tiny)  # type: ignore[no-any-return]
+        return self.run(ntxent_negatives, tile.matrix, tile.keys, before)  # type: ignore[no-any-return]
 
     def masked_second_numbers(self, tile: MaskedTile, before: Numbers) -> Numbers:
-        negatives, sums = before[:2], before[2:]
-        return (*negatives, *self.run(ntxent_positives, tile.matrix, tile.keys, negatives, sums, self._pairs.limits))
+        negatives, sums = before[:2], before[2:] or None
+        options = (self._pairs.limits, self._tiny)
+        return (*negatives, *self.run(ntxent_positives, tile.matrix, tile.keys, negatives, sums, *options))
+
+    def _masked_terms(self, stats: Tensor) -> Numbers:
+        lse, weight, count = stats.unbind(1)
+        terms = (weight.log() - lse, lse)
+        return terms if self._uniform else (*terms, count)
 
     def masked_grad(self, tile: MaskedTile) -> Tensor:
-        return self.run(ntxent_grad, tile.matrix, tile.keys, *self._stats_of(tile), self._pairs.limits)  # type: ignore[no-any-return]
+        options = (self._pairs.limits, self._tiny)
+        return self.run(ntxent_grad, tile.matrix, tile.keys, *self._terms_of(tile), *options)  # type: ignore[no-any-return]
+
+    def _tiny_that_counts(self) -> float:
+        """Returns what PML adds to each ratio, or 0: between rows of unit length a ratio may never be so small that it counts."""
+        distance, limits = self.loss.distance, torch.finfo(self.like.dtype)
+        are_cosines = is_one_product(distance) and distance.normalize_embeddings and distance.p == 2
+        # of cosines, -log r < 2 / temperature + log(number of columns + 1)
+        most, counting = 2 * abs(self.scale) + _LOG_COLUMNS, math.log(limits.eps) - math.log(limits.tiny)
+        return 0.0 if are_cosines and most < counting else float(limits.tiny)
 
     def grad_(self, tile: Tile) -> None:
         entries = tile.positive_entries()
 
         def positive_grad(lse: Tensor, _: Tensor, count: Tensor) -> Tensor:
-            losses, grads = ntxent_pair(entries, lse)
+            losses, grads = ntxent_pair(entries, lse, self._tiny)
             return self._pairs.passing_weights(losses, grads).mul(-count)
 
         # negatives: the softmax over the row's negatives, times the row's weight
@@ -345,20 +377,19 @@ class SupCon(SoftmaxPairLoss):
         counts = counts.masked_fill(has_none, 0)
         return [total], torch.stack([self._partners.maximum + above, counts, counts / number], 1)
 
-    @property
-    def numbers(self) -> Numbers:
-        return self._partners.maximum, self._partners.sum_exp, self._positive_sum, self._number
-
-    @numbers.setter
-    def numbers(self, numbers: Numbers) -> None:
+    def take_numbers(self, numbers: Numbers) -> None:
         maximum, sum_exp, self._positive_sum, self._number = numbers
         self._partners = RunningLogSumExp(maximum, sum_exp)
 
-    def masked_numbers(self, tile: MaskedTile, before: Numbers | None) -> Numbers:
+    def masked_numbers(self, tile: MaskedTile, before: Numbers | None, *, complete: bool) -> Numbers:
         return self.run(supcon_rows, tile.matrix, tile.keys, before)  # type: ignore[no-any-return]
 
+    def _masked_terms(self, stats: Tensor) -> Numbers:
+        lse, count, share = stats.unbind(1)
+        return count.log() - lse, share
+
     def masked_grad(self, tile: MaskedTile) -> Tensor:
-        return self.run(supcon_grad, tile.matrix, tile.keys, *self._stats_of(tile))  # type: ignore[no-any-return]
+        return self.run(supcon_grad, tile.matrix, tile.keys, *self._terms_of(tile))  # type: ignore[no-any-return]
 
     def grad_(self, tile: Tile) -> None:
         # all partners: the softmax of the row, times how much the row counts
@@ -376,7 +407,6 @@ class MultiSimilarity(SoftmaxPairLoss):
     """
 
     counts_pairs_once = True
-    rows_have_entries = True
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any) -> None:
         super().__init__(loss, reductions, *args)
@@ -407,16 +437,12 @@ class MultiSimilarity(SoftmaxPairLoss):
             counts = torch.ones_like(losses)
         return [total], torch.stack([maximum + above, counts, positive_lse], 1)
 
-    @property
-    def numbers(self) -> Numbers:
-        negatives, positives = self._negatives, self._positives
-        return negatives.maximum, negatives.sum_exp, positives.maximum, positives.sum_exp
+    def take_numbers(self, numbers: Numbers) -> None:
+        maximum, sum_exp, minimum, total = numbers
+        self._negatives = RunningLogSumExp(maximum, sum_exp)
+        self._positives = RunningLogSumExp(self._exponents_(minimum), total)
 
-    @numbers.setter
-    def numbers(self, numbers: Numbers) -> None:
-        self._negatives, self._positives = RunningLogSumExp(*numbers[:2]), RunningLogSumExp(*numbers[2:])
-
-    def masked_numbers(self, tile: MaskedTile, before: Numbers | None) -> Numbers:
+    def masked_numbers(self, tile: MaskedTile, before: Numbers | None, *, complete: bool) -> Numbers:
         function = multi_similarity_rows
         return self.run(function, tile.matrix, tile.keys, before, self._base, self._ratio)  # type: ignore[no-any-return]
 
@@ -425,9 +451,14 @@ class MultiSimilarity(SoftmaxPairLoss):
     ) -> None:
         super().prepare_masked_backward(row_stats, column_stats, [factors[0] / self.loss.beta])
 
+    def _masked_terms(self, stats: Tensor) -> Numbers:
+        lse, count, positive_lse = stats.unbind(1)
+        logs = count.log()
+        return logs - (lse - self._base), logs - positive_lse
+
     def masked_grad(self, tile: MaskedTile) -> Tensor:
-        stats, function = self._stats_of(tile), multi_similarity_grad
-        return self.run(function, tile.matrix, tile.keys, *stats, self._base, self._ratio)  # type: ignore[no-any-return]
+        function = multi_similarity_grad
+        return self.run(function, tile.matrix, tile.keys, *self._terms_of(tile), self._base, self._ratio)  # type: ignore[no-any-return]
 
     def grad_(self, tile: Tile) -> None:
         exponents = self._exponents_(tile.positive_entries())

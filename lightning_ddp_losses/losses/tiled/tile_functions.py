@@ -5,8 +5,12 @@ positive follows from the labels of its row and column. So nothing here waits, e
 ``torch.compile`` can fuse each function into one or two kernels (``tile_compiler``). On the CPU lists are several times faster
 (``pair_losses``, ``margin_losses``, whose formulas these are).
 
-Every ``*_rows`` returns numbers of the tile's rows, (T,) each; ``before`` are those of the rows' other columns, None: there are none.
-Every ``*_grad`` returns the gradient of the tile's entries, (T, C), of the transposed ones too where ``column_stats`` are given.
+Every ``*_rows`` returns numbers of the tile's rows, (T,) each; ``before`` are those of other columns, None: these are the first.
+Every ``*_grad`` returns the gradient of the tile's entries, (T, C), of the transposed ones too where ``of_columns`` are given: what
+``of_rows`` are of the tile's rows, (T,) each, of its columns, (C,) each.
+
+Each operator on a tile is a launch, and a pass over it: what does not count is overwritten once, with a number whose exponential is 0,
+and not weighed; both softmaxes of an entry, of its row and of its column, are one exponential.
 
 Legend: ``T`` rows of a tile, ``C`` columns, ``k`` statistics of a row.
 """
@@ -43,46 +47,61 @@ class PairMasks:
     """Masks of a tile's entries, (T, C) each, made when they are first asked for.
 
     Args:
-        keys: Of the tile.
+        row_labels: (T,).
+        column_labels: (C,).
+        itself: Rows and columns of the tile whose diagonal is the rows with themselves; None: ``ids`` tell them.
+        ids: (T,) and (C,), numbers of the samples; None in place of both: rows and columns are different samples.
     """
 
-    def __init__(self, keys: PairKeys) -> None:
-        self._keys = keys
+    def __init__(
+        self,
+        row_labels: Tensor,
+        column_labels: Tensor,
+        itself: tuple[slice, slice] | None,
+        ids: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self._row_labels, self._column_labels = row_labels.unsqueeze(1), column_labels
+        self._itself, self._ids = itself, ids
         self._same: Tensor | None = None
-        self._itself: Tensor | None = None
+        self._differ: Tensor | None = None
         self._positives: Tensor | None = None
-        self._others: Tensor | None = None
+
+    @property
+    def are_one_batch(self) -> bool:
+        """Whether rows and columns are the same samples."""
+        return self._itself is not None or self._ids is not None
 
     @property
     def same(self) -> Tensor:
-        """Entries of the same label."""
+        """Entries of the same label, rows with themselves too."""
         if self._same is None:
-            self._same = self._keys.row_labels.unsqueeze(1) == self._keys.column_labels
+            self._same = self._row_labels == self._column_labels
         return self._same
 
     @property
-    def itself(self) -> Tensor | None:
-        """Entries of a row with itself; None: there are none."""
-        row_ids, column_ids = self._keys.row_ids, self._keys.column_ids
-        if self._itself is None and row_ids is not None and column_ids is not None:
-            self._itself = row_ids.unsqueeze(1) == column_ids
-        return self._itself
+    def differ(self) -> Tensor:
+        """Entries of different labels."""
+        if self._differ is None:
+            self._differ = self._row_labels != self._column_labels
+        return self._differ
 
     @property
     def positives(self) -> Tensor:
         """Entries of the same label, but for rows with themselves."""
         if self._positives is None:
-            itself = self.itself
-            self._positives = self.same if itself is None else self.same ^ itself
+            self._positives = self.fill_itself(self._row_labels == self._column_labels, False)
         return self._positives
 
-    @property
-    def others(self) -> Tensor:
-        """All but the positives."""
-        if self._others is None:
-            itself = self.itself
-            self._others = ~self.same if itself is None else self.same == itself
-        return self._others
+    def fill_itself(self, values: Tensor, fill: float) -> Tensor:
+        """Returns (T, C) values with ``fill`` for rows with themselves: in their memory, or (of ids) in new memory."""
+        if self._itself is not None:
+            if self._itself[0].start < self._itself[0].stop:
+                values[self._itself].diagonal().fill_(fill)
+            return values
+        if self._ids is None:
+            return values
+        row_ids, column_ids = self._ids
+        return values.masked_fill(row_ids.unsqueeze(1) == column_ids, fill)
 
 
 Keys = PairKeys | PairMasks
@@ -90,33 +109,37 @@ Keys = PairKeys | PairMasks
 
 
 def _masks(keys: Keys) -> PairMasks:
-    return keys if isinstance(keys, PairMasks) else PairMasks(keys)
+    if isinstance(keys, PairMasks):
+        return keys
+    ids = None
+    if keys.row_ids is not None and keys.column_ids is not None:
+        ids = (keys.row_ids, keys.column_ids)
+    return PairMasks(keys.row_labels, keys.column_labels, None, ids)
 
 
-def _without(matrix: Tensor, mask: Tensor | None) -> Tensor:
-    """Copies a matrix with -inf where the mask is set."""
-    return matrix if mask is None else matrix.masked_fill(mask, -torch.inf)
+def _lowest(matrix: Tensor) -> float:
+    """Returns what stands for an entry that does not count in a log-sum-exp: finite, so that a row without entries has a maximum."""
+    return torch.finfo(matrix.dtype).min
 
 
 # ---------------------------------------------------------------------- running sums
 
 
-def _log_sum_exp(values: Tensor, before: Numbers | None, first: float | None = None) -> Numbers:
-    """Computes the maximum and the sum of ``exp(entry - maximum)`` of rows, (T,) each.
+def _log_sum_exp_(values: Tensor, before: Numbers | None) -> Numbers:
+    """Computes the maximum and the sum of ``exp(entry - maximum)`` of rows, (T,) each; overwrites the values.
 
     Args:
-        values: (T, C), -inf for what does not count.
+        values: (T, C), the lowest number for what does not count: the sum of a row without entries means nothing, and counts nothing
+            beside a higher maximum.
         before: Both of the entries before.
-        first: Without ``before``: an entry that every row has; None: rows without entries have the smallest number as their maximum.
     """
+    maximum = values.amax(1)
     if before is not None:
-        maximum = torch.maximum(values.amax(1), before[0])
-        rescaled = before[1] * (before[0] - maximum).exp()
-        return maximum, rescaled + (values - maximum.unsqueeze(1)).exp().sum(1)
-    lowest = torch.finfo(values.dtype).min if first is None else first
-    maximum = values.amax(1).clamp_min(lowest)
-    sum_exp = (values - maximum.unsqueeze(1)).exp().sum(1)
-    return (maximum, sum_exp) if first is None else (maximum, sum_exp + (first - maximum).exp())
+        maximum = torch.maximum(maximum, before[0])
+    sum_exp = values.sub_(maximum.unsqueeze(1)).exp_().sum(1)
+    if before is not None:
+        sum_exp = sum_exp + before[1] * (before[0] - maximum).exp()
+    return maximum, sum_exp
 
 
 def _passing(losses: Tensor, mask: Tensor, limits: Limits | None) -> Tensor:
@@ -129,26 +152,24 @@ def _passing(losses: Tensor, mask: Tensor, limits: Limits | None) -> Tensor:
     return mask
 
 
-def _pair_sums(losses: Tensor, pairs: Tensor, passing: Tensor, before: Numbers | None) -> Numbers:
-    """Adds up pairs by row, (T,) each: number, sum of the losses that pass, their number."""
-    number = pairs.sum(1, dtype=losses.dtype)
-    passed = number if passing is pairs else passing.sum(1, dtype=losses.dtype)
-    found = (number, (losses * passing).sum(1), passed)
+def _added(found: Numbers, before: Numbers | None) -> Numbers:
     return found if before is None else tuple(old + new for old, new in zip(before, found, strict=True))
 
 
-def _softmax_grad(values: Tensor, row_stats: Tensor, column_stats: Tensor | None) -> Tensor:
-    """Computes ``c_i exp(m_ij - l_i)``, plus ``c_j exp(m_ij - l_j)``; l and c are the first two statistics."""
-    grad = (values - row_stats[:, :1]).exp_().mul_(row_stats[:, 1:2])
-    if column_stats is None:
-        return grad
-    return (values - column_stats[:, 0]).exp_().mul_(column_stats[:, 1]).add_(grad)
+def _exponents(matrix: Tensor, of_rows: Tensor, of_columns: Tensor | None, ratio: float = 1.0) -> Tensor:
+    """Computes ``ratio m_ij + log(exp(a_i) + exp(b_j))``, whose exponential is that of two softmaxes: a is ``log(count) - l``."""
+    if of_columns is None:
+        return torch.add(of_rows.unsqueeze(1), matrix, alpha=ratio)
+    return torch.logaddexp(of_rows.unsqueeze(1), of_columns).add_(matrix, alpha=ratio)
 
 
-def _of_rows_and_columns(row_stats: Tensor, column_stats: Tensor | None, number: int) -> Tensor:
-    """Adds one statistic of each entry's row to that of its column, (T, C) or (T, 1)."""
-    of_rows = row_stats[:, number : number + 1]
-    return of_rows if column_stats is None else of_rows + column_stats[:, number]
+def _of_both(of_rows: Tensor, of_columns: Tensor | None) -> Tensor:
+    """Adds a number of each entry's row to that of its column, (T, C) or (T, 1)."""
+    return of_rows.unsqueeze(1) if of_columns is None else of_rows.unsqueeze(1) + of_columns
+
+
+def _each(of_columns: Numbers | None, count: int) -> Numbers | tuple[None, ...]:
+    return (None,) * count if of_columns is None else of_columns
 
 
 # ---------------------------------------------------------------------- supervised contrastive
@@ -157,23 +178,37 @@ def _of_rows_and_columns(row_stats: Tensor, column_stats: Tensor | None, number:
 def supcon_rows(matrix: Tensor, keys: Keys, before: Numbers | None) -> Numbers:
     """Computes maximum, sum of exponentials, sum of the positives less the maximum, number of positives."""
     masks = _masks(keys)
-    positives = masks.positives
-    maximum, sum_exp = _log_sum_exp(_without(matrix, masks.itself), before)
-    # relative to the row's largest entry, so that a positive which outweighs all others gives a loss of exactly 0
-    total = ((matrix - maximum.unsqueeze(1)) * positives).sum(1)
-    number = positives.sum(1, dtype=matrix.dtype)
+    matrix = masks.fill_itself(matrix, _lowest(matrix))
+    maximum = matrix.amax(1)
     if before is not None:
-        old_maximum, _, old_total, old_number = before
-        total = total + old_total + torch.where(old_number > 0, (old_maximum - maximum) * old_number, 0)
-        number = number + old_number
-    return maximum, sum_exp, total, number
+        maximum = torch.maximum(maximum, before[0])
+    # relative to the row's largest entry, so that a positive which outweighs all others gives a loss of exactly 0
+    entries = matrix - maximum.unsqueeze(1)
+    sum_exp = entries.exp().sum(1)
+    total = entries.mul_(masks.positives).sum(1)
+    number = masks.positives.sum(1, dtype=matrix.dtype)
+    if before is None:
+        return maximum, sum_exp, total, number
+    old_maximum, old_sum_exp, old_total, old_number = before
+    raised = old_maximum - maximum
+    total = total + old_total + torch.where(old_number > 0, raised * old_number, 0)
+    return maximum, sum_exp + old_sum_exp * raised.exp(), total, number + old_number
 
 
-def supcon_grad(matrix: Tensor, keys: Keys, row_stats: Tensor, column_stats: Tensor | None) -> Tensor:
-    """Computes the softmax of the row, less the row's count spread over its positives."""
+def supcon_grad(matrix: Tensor, keys: Keys, of_rows: Numbers, of_columns: Numbers | None) -> Tensor:
+    """Computes the softmax of the row, less the row's count spread over its positives.
+
+    Args:
+        matrix: (T, C).
+        keys: Of the tile.
+        of_rows: The logarithm of the row's count less its log-sum-exp; its count over its number of positives.
+        of_columns: Likewise.
+    """
     masks = _masks(keys)
-    grad = _softmax_grad(_without(matrix, masks.itself), row_stats, column_stats)
-    return grad.addcmul_(_of_rows_and_columns(row_stats, column_stats, 2), masks.positives, value=-1)
+    matrix = masks.fill_itself(matrix, _lowest(matrix))
+    offsets, shares = _each(of_columns, 2)
+    grad = _exponents(matrix, of_rows[0], offsets).exp_()
+    return grad.addcmul_(_of_both(of_rows[1], shares), masks.positives, value=-1)
 
 
 # ---------------------------------------------------------------------- NT-Xent
@@ -181,100 +216,150 @@ def supcon_grad(matrix: Tensor, keys: Keys, row_stats: Tensor, column_stats: Ten
 
 def ntxent_negatives(matrix: Tensor, keys: Keys, before: Numbers | None) -> Numbers:
     """Computes maximum and sum of exponentials of the negatives."""
-    return _log_sum_exp(_without(matrix, _masks(keys).same), before)
+    return _log_sum_exp_(_negatives(matrix, _masks(keys)), before)
 
 
 def ntxent_positives(
-    matrix: Tensor, keys: Keys, negatives: Numbers, before: Numbers | None, limits: Limits | None
+    matrix: Tensor, keys: Keys, negatives: Numbers, before: Numbers | None, limits: Limits | None, tiny: float
 ) -> Numbers:
-    """Computes sums of the positives: number, losses, number of those that pass, what they give to the negatives' gradient."""
-    return _ntxent_sums(matrix, _masks(keys).positives, negatives, before, limits)
+    """Computes sums of the positives: losses that pass, their number, what they give to the negatives' gradient.
+
+    Args:
+        matrix: (T, C).
+        keys: Of the tile.
+        negatives: Maximum and sum of exponentials of the rows' negatives.
+        before: Sums of the columns before.
+        limits: What passes.
+        tiny: What PML adds to a ratio.
+    """
+    maximum, sum_exp = negatives
+    losses, pulls = ntxent_pair(matrix, (maximum + sum_exp.log()).unsqueeze(1), tiny)
+    passing = _passing(losses, _masks(keys).positives, limits)
+    number = passing.sum(1, dtype=matrix.dtype)
+    # each positive compares itself with all negatives of its row
+    return _added((losses.mul_(passing).sum(1), number, pulls.mul_(passing).sum(1)), before)
 
 
-def ntxent_rows(matrix: Tensor, keys: Keys, limits: Limits | None) -> Numbers:
+def ntxent_rows(matrix: Tensor, keys: Keys, limits: Limits | None, tiny: float) -> Numbers:
     """Computes both, where the tile has all columns."""
     masks = _masks(keys)
-    negatives = _log_sum_exp(_without(matrix, masks.same), None)
-    return (*negatives, *_ntxent_sums(matrix, masks.positives, negatives, None, limits))
-
-
-def _ntxent_sums(
-    matrix: Tensor, positives: Tensor, negatives: Numbers, before: Numbers | None, limits: Limits | None
-) -> Numbers:
-    maximum, sum_exp = negatives
-    losses, pulls = ntxent_pair(matrix, (maximum + sum_exp.log()).unsqueeze(1))
-    passing = _passing(losses, positives, limits)
-    # each positive compares itself with all negatives of its row
-    weight = pulls.mul_(passing).sum(1)
-    if before is None:
-        return (*_pair_sums(losses, positives, passing, None), weight)
-    return (*_pair_sums(losses, positives, passing, before[:3]), before[3] + weight)
+    negatives = _log_sum_exp_(_negatives(matrix, masks), None)
+    return (*negatives, *ntxent_positives(matrix, masks, negatives, None, limits, tiny))
 
 
 def ntxent_grad(
-    matrix: Tensor, keys: Keys, row_stats: Tensor, column_stats: Tensor | None, limits: Limits | None
+    matrix: Tensor, keys: Keys, of_rows: Numbers, of_columns: Numbers | None, limits: Limits | None, tiny: float
 ) -> Tensor:
-    """Computes the softmax over the row's negatives times the row's weight, and each positive's own derivative."""
+    """Computes the softmax over the row's negatives times the row's weight, and each positive's own derivative.
+
+    Args:
+        matrix: (T, C).
+        keys: Of the tile.
+        of_rows: The logarithm of the row's weight less its log-sum-exp; that log-sum-exp; if pairs of different rows count differently,
+            how much.
+        of_columns: Likewise.
+        limits: What passes.
+        tiny: What PML adds to a ratio.
+    """
     masks = _masks(keys)
-    grad = _softmax_grad(_without(matrix, masks.same), row_stats, column_stats)
-    for stats, dim in ((row_stats, 1), (column_stats, 0)):
-        if stats is not None:
-            lifted, pulls = _ntxent_ratio(matrix, stats[:, 0].unsqueeze(dim))
-            passing = masks.positives
-            if limits is not None:
-                passing = _passing(lifted.log_().neg_(), passing, limits)
-            grad = grad.addcmul_(pulls.mul_(passing), stats[:, 2].unsqueeze(dim), value=-1)
-    return grad
+    offsets = None if of_columns is None else of_columns[0]
+    grad = _exponents(_negatives(matrix, masks), of_rows[0], offsets).exp_()
+    total: Tensor | None = None
+    for numbers, dim in ((of_rows, 1), (of_columns, 0)):
+        if numbers is None:
+            continue
+        _, lse, *counts = (number.unsqueeze(dim) for number in numbers)
+        losses, pulls = ntxent_pair(matrix, lse, tiny, wants_loss=limits is not None)
+        if limits is not None:
+            pulls.mul_(_passing(losses, masks.positives, limits))
+        for count in counts:
+            pulls.mul_(count)
+        total = pulls if total is None else total.add_(pulls)
+    assert total is not None
+    return grad.addcmul_(total, masks.positives, value=-1)
 
 
-def ntxent_pair(entries: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the loss of each pair, and minus its derivative by s_ip."""
-    lifted, pulls = _ntxent_ratio(entries, lse)
-    return lifted.log_().neg_(), pulls
+def _negatives(matrix: Tensor, masks: PairMasks) -> Tensor:
+    """Copies a matrix with the lowest number for what is no negative."""
+    lowest = _lowest(matrix)
+    return masks.fill_itself(matrix, lowest).masked_fill(masks.positives, lowest)
 
 
-def _ntxent_ratio(entries: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes r_ip plus the tiny number that PML adds, and minus the derivative of the pair's loss by s_ip."""
+def ntxent_pair(entries: Tensor, lse: Tensor, tiny: float, *, wants_loss: bool = True) -> tuple[Tensor, Tensor]:
+    """Computes the loss of each pair (rubbish unless it is wanted), and minus its derivative by s_ip.
+
+    Args:
+        entries: s_ip.
+        lse: l_i.
+        tiny: What PML adds to r_ip; 0 where no ratio is so small that it counts.
+        wants_loss: Else only the derivative is.
+    """
+    if not tiny:
+        # r = sigmoid(-below), the loss -log(r), its derivative 1 - r
+        below = lse - entries
+        losses = below
+        if wants_loss:
+            losses = torch.nn.functional.softplus(below, threshold=_LINEAR_FROM)
+        return losses, below.sigmoid_()
     above = entries - lse
     # r = sigmoid(above); not torch.sigmoid: it ends where exp(-x) overflows, before r + tiny is tiny
     ratio = torch.nn.functional.logsigmoid(above).exp_()
-    lifted = ratio + torch.finfo(entries.dtype).tiny
+    lifted = ratio + tiny
     # the loss is -log(r + tiny), its derivative (1 - r) r / (r + tiny)
-    return lifted, above.neg_().sigmoid_().mul_(ratio).div_(lifted)
+    pulls = above.neg_().sigmoid_().mul_(ratio).div_(lifted)
+    return lifted.log_().neg_(), pulls
+
+
+_LINEAR_FROM = 50.0  # where exp(-x) is nothing beside 1, in float64 too
 
 
 # ---------------------------------------------------------------------- multi-similarity
 
 
 def multi_similarity_rows(matrix: Tensor, keys: Keys, before: Numbers | None, base: float, ratio: float) -> Numbers:
-    """Computes maximum and sum of exponentials of the negatives, then of the positives' exponents ``(entry - base) ratio``."""
+    """Computes maximum and sum of exponentials of the negatives, minimum and sum of ``exp((entry - minimum) ratio)`` of the positives."""
     masks = _masks(keys)
-    exponents = ((matrix - base) * ratio).masked_fill_(masks.others, -torch.inf)
+    # the 1 of the formula is a first entry, exp(0), at s = base: in the place of the row with itself, where there is one
+    matrix = masks.fill_itself(matrix, base)
     of_negatives, of_positives = (None, None) if before is None else (before[:2], before[2:])
-    # the 1 of the formula is a first entry: exp(0), and exp(s - base) = 1 at s = base
-    return (
-        *_log_sum_exp(_without(matrix, masks.same), of_negatives, base),
-        *_log_sum_exp(exponents, of_positives, 0.0),
-    )
+    maximum, sum_exp = _log_sum_exp_(matrix.masked_fill(masks.positives, _lowest(matrix)), of_negatives)
+    positives = matrix.masked_fill(masks.differ, torch.finfo(matrix.dtype).max)
+    minimum = positives.amin(1)
+    if of_positives is not None:
+        minimum = torch.minimum(minimum, of_positives[0])
+    total = positives.sub_(minimum.unsqueeze(1)).mul_(ratio).exp_().sum(1)
+    if of_positives is not None:
+        total = total + of_positives[1] * ((of_positives[0] - minimum) * ratio).exp()
+    if masks.are_one_batch:
+        return maximum, sum_exp, minimum, total
+    # else beside the others: there is one block of columns
+    highest, lowest = maximum.clamp_min(base), minimum.clamp_max(base)
+    sum_exp = sum_exp * (maximum - highest).exp() + (base - highest).exp()
+    total = total * ((minimum - lowest) * ratio).exp() + ((base - lowest) * ratio).exp()
+    return highest, sum_exp, lowest, total
 
 
 def multi_similarity_grad(
-    matrix: Tensor,
-    keys: Keys,
-    row_stats: Tensor,
-    column_stats: Tensor | None,
-    base: float,
-    ratio: float,
+    matrix: Tensor, keys: Keys, of_rows: Numbers, of_columns: Numbers | None, base: float, ratio: float
 ) -> Tensor:
-    """Computes the softmax of the negatives, and that of the positives of the opposite sign."""
+    """Computes the softmax of the negatives, and that of the positives of the opposite sign.
+
+    Args:
+        matrix: (T, C).
+        keys: Of the tile.
+        of_rows: The logarithm of the row's count less the log-sum-exp of the negatives' entries less the base, and of the positives'.
+        of_columns: Likewise.
+        base: An entry that all count from.
+        ratio: Of the positives' exponents to the entries.
+    """
     masks = _masks(keys)
-    grad = _softmax_grad(_without(matrix, masks.same), row_stats, column_stats)
-    exponents = ((matrix - base) * ratio).masked_fill_(masks.others, -torch.inf)
-    for stats, dim in ((row_stats, 1), (column_stats, 0)):
-        if stats is not None:
-            pulls = (exponents - stats[:, 2].unsqueeze(dim)).exp_()
-            grad = grad.addcmul_(pulls, stats[:, 1].unsqueeze(dim), value=-1)
-    return grad
+    of_negatives, of_positives = _each(of_columns, 2)
+    entries = matrix - base  # smaller numbers, which round less
+    negatives = _exponents(entries, of_rows[0], of_negatives)
+    positives = _exponents(entries, of_rows[1], of_positives, ratio)
+    grad = torch.where(masks.same, positives, negatives).exp_()
+    # minus the positives
+    return masks.fill_itself(grad.addcmul_(grad, masks.same, value=-2), 0)
 
 
 # ---------------------------------------------------------------------- contrastive
@@ -288,19 +373,35 @@ def contrastive_rows(
     sign: float,
     limits: tuple[Limits | None, Limits | None],
 ) -> Numbers:
-    """Computes number, sum and number of what passes, of the positives and then of the negatives."""
+    """Computes the sum of what passes and its number, of the positives and then of the negatives."""
     numbers: Numbers = ()
-    for kind, (pairs, losses) in enumerate(_contrastive_losses(matrix, keys, margins, sign)):
-        old = None if before is None else before[3 * kind : 3 * kind + 3]
-        numbers = (*numbers, *_pair_sums(losses, pairs, _passing(losses, pairs, limits[kind]), old))
-    return numbers
+    for losses, number in _contrastive_losses(matrix, keys, margins, sign, limits):
+        numbers = (*numbers, losses.sum(1), number)
+    return _added(numbers, before)
+
+
+def contrastive_rows_and_grads(
+    matrix: Tensor,
+    keys: Keys,
+    before: Numbers | None,
+    margins: tuple[float, float],
+    sign: float,
+    limits: tuple[Limits | None, Limits | None],
+) -> tuple[Numbers, list[Tensor]]:
+    """Computes the same, and of each kind (T, C) 1 where a pair has a loss that passes, else 0."""
+    numbers: Numbers = ()
+    grads = []
+    for losses, number in _contrastive_losses(matrix, keys, margins, sign, limits):
+        numbers = (*numbers, losses.sum(1), number)
+        grads.append(losses.sign_())
+    return _added(numbers, before), grads
 
 
 def contrastive_grad(
     matrix: Tensor,
     keys: Keys,
-    row_counts: Tensor,
-    column_counts: Tensor | None,
+    of_rows: Numbers,
+    of_columns: Numbers | None,
     margins: tuple[float, float],
     sign: float,
     limits: tuple[Limits | None, Limits | None],
@@ -310,57 +411,95 @@ def contrastive_grad(
     Args:
         matrix: (T, C).
         keys: Of the tile.
-        row_counts: (T, 2) or (1, 2), how much a positive and a negative pair count.
-        column_counts: (C, 2), likewise.
+        of_rows: How much a positive and a negative pair count, (T,) or (1,) each.
+        of_columns: Likewise.
         margins: Of positives and negatives.
         sign: 1 for a distance, -1 for a similarity.
         limits: Of positives and negatives.
     """
     grads = []
-    for kind, (pairs, losses) in enumerate(_contrastive_losses(matrix, keys, margins, sign)):
-        # only what has a loss has a gradient, whatever the limits
-        low, high = limits[kind] or (None, None)
-        passing = _passing(losses, pairs, (0.0 if low is None else max(low, 0.0), high))
-        grads.append(passing * _of_rows_and_columns(row_counts, column_counts, kind))
+    losses = _contrastive_losses(matrix, keys, margins, sign, limits)
+    for (each, _), counts, column_counts in zip(losses, of_rows, _each(of_columns, 2), strict=True):
+        grads.append(each.sign_().mul_(_of_both(counts, column_counts)))
     return grads[0].sub_(grads[1]) if sign > 0 else grads[1].sub_(grads[0])
 
 
 def _contrastive_losses(
-    matrix: Tensor, keys: Keys, margins: tuple[float, float], sign: float
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Computes pairs and losses, of positives and negatives."""
+    matrix: Tensor,
+    keys: Keys,
+    margins: tuple[float, float],
+    sign: float,
+    limits: tuple[Limits | None, Limits | None],
+) -> list[tuple[Tensor, Tensor]]:
+    """Computes the losses that pass, (T, C), 0 elsewhere, and their number, (T,): of positives and negatives."""
     masks, (near, far) = _masks(keys), margins
+    matrix = masks.fill_itself(matrix, near)  # whose loss is 0
     if sign > 0:
         above, below = matrix - near, far - matrix
     else:
         above, below = near - matrix, matrix - far
-    return (masks.positives, above.clamp_min_(0)), (~masks.same, below.clamp_min_(0))
+    found = []
+    for losses, are_positive, each_limits in zip((above, below), (True, False), limits, strict=True):
+        low, high = each_limits or (None, None)
+        if low is not None and low >= 0 and high is None:
+            # 0 is what does not pass, and what is no such pair
+            kept = losses.mul_(masks.same) if are_positive else losses.masked_fill_(masks.same, 0)
+            kept = torch.threshold_(kept, low, 0)
+            found.append((kept, torch.linalg.vector_norm(kept, 0, dim=1)))
+            continue
+        pairs = masks.positives if are_positive else masks.differ
+        passing = _passing(losses.clamp_min_(0), pairs, each_limits)
+        found.append((losses.mul_(passing), passing.sum(1, dtype=matrix.dtype)))
+    return found
 
 
 # ---------------------------------------------------------------------- triplets
 
 
-def triplet_rows(matrix: Tensor, keys: Keys, margin: float) -> Numbers:
-    """Computes number of triplets, sum of their losses and number of those above 0, where the tile has all columns."""
-    masks = _masks(keys)
-    same, others = masks.same, masks.others
-    negatives = matrix.masked_fill(same, torch.inf).sort(1).values
-    limits = matrix + margin
-    # how many negatives violate each positive, and by how much in all, from cumulated sums
-    violating = torch.searchsorted(negatives, limits.masked_fill(others, -torch.inf))
-    finite = negatives.masked_fill(negatives == torch.inf, 0)
-    sums = torch.nn.functional.pad(finite.double().cumsum(1), (1, 0))
-    losses = limits.double() * violating - sums.gather(1, violating)
-    number = (matrix.shape[1] - others.sum(1)) * (matrix.shape[1] - same.sum(1))
-    dtype = matrix.dtype
-    return number.to(dtype), losses.sum(1).to(dtype), violating.sum(1).to(dtype)
+def triplet_rows(matrix: Tensor, keys: Keys, margin: float, limits: Limits | None) -> Numbers:
+    """Computes minus the sum of the triplets' losses and their number, with ``limits`` of those above 0; the tile has all columns."""
+    return _triplets(matrix, _masks(keys), margin, limits)[0]
+
+
+def triplet_rows_and_grads(
+    matrix: Tensor, keys: Keys, margin: float, limits: Limits | None
+) -> tuple[Numbers, list[Tensor]]:
+    """Computes the same, and (T, C) how many negatives violate each positive, less how many positives each negative violates."""
+    numbers, negatives, thresholds, violating = _triplets(matrix, _masks(keys), margin, limits)
+    return numbers, [_triplet_counts(negatives, thresholds, violating)]
 
 
 def triplet_grad(matrix: Tensor, keys: Keys, row_counts: Tensor, margin: float) -> Tensor:
-    """Computes how many negatives violate each positive, less how many positives each negative violates, times the row's count."""
-    masks = _masks(keys)
-    negatives = matrix.masked_fill(masks.same, torch.inf)
-    limits = (matrix + margin).masked_fill_(masks.others, -torch.inf)
-    violating = torch.searchsorted(negatives.sort(1).values, limits)
-    violated = matrix.shape[1] - torch.searchsorted(limits.sort(1).values, negatives, right=True)
-    return (violating - violated) * row_counts.unsqueeze(1)
+    """Computes these differences times the row's count."""
+    negatives, thresholds = _triplet_entries(matrix, _masks(keys), margin)
+    violating = torch.searchsorted(negatives.sort(1).values, thresholds)
+    return _triplet_counts(negatives, thresholds, violating).mul_(row_counts.unsqueeze(1))
+
+
+def _triplet_entries(matrix: Tensor, masks: PairMasks, margin: float) -> tuple[Tensor, Tensor]:
+    """Makes the negatives' entries, inf elsewhere, and the positives' plus the margin, the lowest number elsewhere."""
+    lowest = _lowest(matrix)
+    thresholds = (matrix + margin).masked_fill_(masks.differ, lowest)
+    return matrix.masked_fill(masks.same, torch.inf), masks.fill_itself(thresholds, lowest)
+
+
+def _triplets(
+    matrix: Tensor, masks: PairMasks, margin: float, limits: Limits | None
+) -> tuple[Numbers, Tensor, Tensor, Tensor]:
+    """Computes the numbers of ``triplet_rows``, the entries, and how many negatives violate each positive."""
+    negatives, thresholds = _triplet_entries(matrix, masks, margin)
+    in_order = negatives.sort(1).values
+    violating = torch.searchsorted(in_order, thresholds)
+    # by how much in all, from cumulated sums
+    sums = torch.nn.functional.pad(in_order.cumsum(1, dtype=torch.float64), (1, 0))
+    total = sums.gather(1, violating).addcmul_(thresholds, violating, value=-1).sum(1)
+    if limits is not None:
+        return (total, violating.sum(1)), negatives, thresholds, violating
+    number = masks.positives.sum(1) * masks.differ.sum(1)
+    return (total, number), negatives, thresholds, violating
+
+
+def _triplet_counts(negatives: Tensor, thresholds: Tensor, violating: Tensor) -> Tensor:
+    """Computes how many negatives violate each positive, less how many positives each negative violates, in the entries' dtype."""
+    not_violated = torch.searchsorted(thresholds.sort(1).values, negatives, right=True)
+    return torch.sub(not_violated.add_(violating), negatives.shape[1], out=torch.empty_like(negatives))

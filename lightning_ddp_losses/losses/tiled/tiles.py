@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.losses.tiled.tile_functions import Keys, PairKeys
+from lightning_ddp_losses.losses.tiled.tile_functions import Keys, PairKeys, PairMasks
 
 
 class PairList(NamedTuple):
@@ -116,7 +116,7 @@ class MaskedTile(NamedTuple):
     """A few rows against columns, whose pairs are masks that follow from labels.
 
     Attributes:
-        matrix: (T, C), scaled distances; nobody overwrites it.
+        matrix: (T, C), scaled distances; entries of rows with themselves may be overwritten.
         rows: Which of this rank's rows.
         columns: Which columns of the whole batch; a block of a ring, else all.
         keys: What tells positives from negatives: labels for a compiled function, else masks, which backward finds where it finds the
@@ -135,23 +135,33 @@ class MaskedPairs:
     Args:
         labels: (B,) of this rank's rows.
         column_labels: (C,).
-        row_ids: (B,) numbers of the rows' samples over all ranks; None: rows and columns are not the same samples.
-        column_ids: (C,), likewise.
+        first: Where this rank's first row would be among the columns, if they went on both ways, where rows and columns are the same
+            samples (a row is not its own partner); None where they are not.
+        compiled: Keys go to a compiled function.
     """
 
     row_order: Tensor | None = None
     column_order: Tensor | None = None
 
-    def __init__(
-        self, labels: Tensor, column_labels: Tensor, row_ids: Tensor | None, column_ids: Tensor | None
-    ) -> None:
-        self._keys = PairKeys(labels, column_labels, row_ids, column_ids)
+    def __init__(self, labels: Tensor, column_labels: Tensor, first: int | None, *, compiled: bool) -> None:
+        self._labels, self._column_labels, self._first, self._compiled = labels, column_labels, first, compiled
 
-    def keys(self, rows: slice) -> PairKeys:
+    def keys(self, rows: slice) -> Keys:
         """Takes those of some rows."""
-        keys = self._keys
-        row_ids = None if keys.row_ids is None else keys.row_ids[rows]
-        return PairKeys(keys.row_labels[rows], keys.column_labels, row_ids, keys.column_ids)
+        labels, column_labels, first = self._labels[rows], self._column_labels, self._first
+        if not self._compiled:
+            itself = None
+            if first is not None:
+                # the diagonal of these rows and columns, as far as it is in the tile
+                low = max(rows.start + first, 0)
+                high = max(low, min(rows.stop + first, len(column_labels)))
+                itself = (slice(low - first - rows.start, high - first - rows.start), slice(low, high))
+            return PairMasks(labels, column_labels, itself)
+        row_ids = column_ids = None
+        if first is not None:
+            column_ids = torch.arange(len(column_labels), device=labels.device)
+            row_ids = torch.arange(rows.start + first, rows.stop + first, device=labels.device)
+        return PairKeys(labels, column_labels, row_ids, column_ids)
 
 
 class Pairs(Protocol):
