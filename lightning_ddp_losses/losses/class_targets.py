@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -65,12 +66,11 @@ class LocalClasses:
             return slice(start * self.per_class, stop * self.per_class)
         return rows_of_classes(self.sampled[start:stop], self.per_class)
 
-    def targets_in(self, start: int, stop: int) -> Targets:
-        """Find the targets among the classes from one to another."""
-        positions = self.labels - start if start else self.labels
+    def targets_in_all(self, number: int) -> Targets:
+        """Find the targets among so many classes, all that are looked at."""
         # what lies outside is not where it was
-        columns = positions.clamp(0, stop - start - 1)
-        return Targets(columns == positions, columns.unsqueeze(1))
+        columns = self.labels.clamp(0, number - 1)
+        return Targets(columns == self.labels, columns.unsqueeze(1))
 
     def local_targets(self, weight: Tensor, *, listed: bool) -> LocalTargets:
         """Find the rows whose class is on this rank.
@@ -87,7 +87,7 @@ class LocalClasses:
             nothing = torch.empty(0, dtype=torch.int64, device=self.labels.device)
             is_inside = torch.zeros_like(self.labels, dtype=torch.bool)
             return LocalTargets(self, number, Targets(is_inside, self.labels.unsqueeze(1)), nothing)
-        targets = self.targets_in(0, number)
+        targets = self.targets_in_all(number)
         if waits_to_list(self.labels) and self.sampled is None and not listed:
             return LocalTargets(self, number, targets, None)
         assert targets.is_inside is not None
@@ -174,7 +174,19 @@ class LocalTargets:
         """Return the targets that lie in a chunk."""
         if stop - start == self.number:
             return self.targets
-        return self.classes.targets_in(start, stop)
+        chunks, columns = self._places
+        if stop - start < self.classes.chunk:  # the last chunk, where those of others may lie beyond
+            columns = columns.clamp_max(stop - start - 1)
+        return Targets(chunks == start // self.classes.chunk, columns)
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """In which chunk each row's target is, (G,), -1 for none; and where in it, (G, 1)."""
+        labels, is_inside = self.classes.labels, self.targets.is_inside
+        chunks = labels.div(self.classes.chunk, rounding_mode="floor")
+        if is_inside is not None:
+            chunks = torch.where(is_inside, chunks, -1)
+        return chunks, labels.remainder(self.classes.chunk).unsqueeze(1)
 
     def weight_rows(self) -> Tensor:
         """Return the index (n * K,) of the weight rows of these targets' classes."""

@@ -157,13 +157,14 @@ class _Clip(torch.autograd.Function):
             for tile in block.tiles(images, call.tile_bytes):
                 # logits, in which the own pair counts as nothing
                 logits = block_products.compute(tile)
-                tile.own_pairs(logits).fill_(-torch.inf)
+                if tile.has_own_pairs:
+                    tile.own_pairs(logits).fill_(torch.finfo(logits.dtype).min)
                 is_kept = block_products.keep(logits)
                 # texts: max and sum-exp of their columns
                 if tile.text_count:
-                    column_lse.accumulate_(logits[:, : tile.text_count].t(), rows=tile.texts, keep=True)
+                    column_lse.accumulate_(logits[:, : tile.text_count].t(), rows=tile.texts, keep=True, finite=True)
                 # images: of their rows, likewise
-                row_lse.accumulate_(logits, rows=tile.rows, keep=is_kept)
+                row_lse.accumulate_(logits, rows=tile.rows, keep=is_kept, finite=True)
             if mean_column is not None:
                 rows = call.form.rows(block.columns)
                 mean_column.add_(rows.sum(0) / columns.width)
@@ -214,6 +215,7 @@ class _Clip(torch.autograd.Function):
                     of_columns = logits[:, : tile.text_count].sub_(block.column_stats[tile.texts]).exp_()
                     d_logits[:, : tile.text_count].add_(of_columns)
                     del of_columns
+                if tile.has_own_pairs:
                     tile.own_pairs(d_logits).copy_(d_own_pairs[tile.rows][tile.own_rows])
                 # back to both towers
                 is_wanted = texts_wanted and block.trained

@@ -21,7 +21,7 @@ from lightning_ddp_losses.distributed.gathered_batch import aligned
 from lightning_ddp_losses.distributed.narrow_rows import NarrowRows, RowsOfARing
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import as_bytes, ring_round_trip, ring_rows
-from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, as_slope_, product
+from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, as_slope_, product, scaled
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ class ProductTile:
         """How many columns of the tile, the first, are texts with an image."""
         count: int = self.texts.stop - self.texts.start
         return count
+
+    @property
+    def has_own_pairs(self) -> bool:
+        """Whether an image of the tile meets its own text."""
+        return bool(self.own_rows.start < self.own_rows.stop)
 
     def own_pairs(self, matrix: Tensor) -> Tensor:
         """Returns the entries of a matrix of the tile where an image meets its own text, a view."""
@@ -147,25 +152,26 @@ class Products:
         return kept
 
 
-@dataclass(frozen=True)
 class BlockProducts:
     """Products of images and the columns of one block.
 
-    Attributes:
+    Args:
         products: Of all blocks.
         left: The images.
         right: The columns.
         scale: What multiplies them, 0-dim.
     """
 
-    products: Products
-    left: Operand
-    right: Operand
-    scale: Tensor
+    def __init__(self, products: Products, left: Operand, right: Operand, scale: Tensor) -> None:
+        self.products, self.left, self.right, self.scale = products, left, right, scale
+        self._scaled_rows: slice | None = None  # the images of the last tile, which are those of its neighbours
+        self._scaled = left
 
     def compute(self, tile: ProductTile) -> Tensor:
         """Computes ``scale`` times the products of a tile; the caller may overwrite them."""
-        return product(self.left.part(tile.rows), self.right.part(tile.columns), self.scale)
+        if self._scaled_rows != tile.rows:
+            self._scaled_rows, self._scaled = tile.rows, scaled(self.left.part(tile.rows), self.scale)
+        return product(self._scaled, self.right.part(tile.columns))
 
     def keep(self, tile: Tensor) -> bool:
         """Notes what forward made of a tile for backward, where it is all there is; tells whether it did: it is not overwritten then."""

@@ -126,10 +126,12 @@ class Operand:
     Attributes:
         terms: (n, D) each, whose sum is the rows: one in float32, or one or two in bf16.
         lengths: (n,), by which the terms are longer than the rows; None: they are the rows.
+        factor: What multiplies products of the terms, (n,) or one number, where they are ``scaled`` and of bf16.
     """
 
     terms: tuple[Tensor, ...]
     lengths: Tensor | None = None
+    factor: Tensor | float = 1.0
 
     def part(self, rows: slice) -> Operand:
         """Return some of the rows, without a copy."""
@@ -169,21 +171,31 @@ def _high_and_low(values: Tensor) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------- products and their gradient
 
 
-def product(left: Operand, right: Operand, scale: Tensor | float) -> Tensor:
+def scaled(operand: Operand, scale: Tensor | float) -> Operand:
+    """Return an operand of ``scale`` times the rows; bf16 terms stay as they are."""
+    if operand.terms[0].dtype != torch.bfloat16:
+        return Operand((operand.terms[0] * scale,))
+    factor = scale.reshape(1) if isinstance(scale, Tensor) else scale
+    if operand.lengths is not None:
+        factor = factor / operand.lengths
+    return Operand(operand.terms, operand.lengths, factor)
+
+
+def product(left: Operand, right: Operand, scale: Tensor | float | None = None) -> Tensor:
     """Compute ``scale`` times the products of all rows of two operands, (n, m); the caller may overwrite them.
 
     Args:
         left: n rows.
         right: m rows.
-        scale: One number.
+        scale: One number; None: the left rows are ``scaled``.
     """
+    if scale is not None:
+        left = scaled(left, scale)
     if left.terms[0].dtype != torch.bfloat16:
-        return (left.terms[0] * scale) @ right.terms[0].t()
+        return left.terms[0] @ right.terms[0].t()
     found = _sum_of_products(left.terms, [term.t() for term in right.terms])
-    factor = scale.reshape(1, 1) if isinstance(scale, Tensor) else scale
-    if left.lengths is not None:
-        factor = factor / left.lengths.unsqueeze(1)
-    found.mul_(factor)
+    factor = left.factor
+    found.mul_(factor.unsqueeze(1) if isinstance(factor, Tensor) else factor)
     return found if right.lengths is None else found.div_(right.lengths)
 
 

@@ -10,7 +10,7 @@ whose class is on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from lightning_ddp_losses.losses.class_targets import LocalClasses, LocalTargets
 from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
 from lightning_ddp_losses.losses.partial_sums import Number, for_mean_over_ranks
 from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, as_slope_, lengths_of, product
-from lightning_ddp_losses.losses.unit_rows import UnitRows, divide_by_length
+from lightning_ddp_losses.losses.unit_rows import UnitRows, divide_by_length, have_length
 
 Penalty = Callable[[Tensor], tuple[Tensor, Number]]
 
@@ -218,6 +218,33 @@ class ShardedSoftmax:
         return as_operand(block / lengths.unsqueeze(1), self.form)
 
 
+class _WeightLengths:
+    """Lengths of the weight rows of the classes looked at: of all of them at once, or of those sampled as they come.
+
+    Args:
+        classes: Which classes.
+        weight: (c * K, D).
+    """
+
+    def __init__(self, classes: LocalClasses, weight: Tensor) -> None:
+        self._at_once = classes.sampled is None
+        self._lengths = [lengths_of(weight).unsqueeze(1)] if self._at_once else []
+        self._per_class, self._are_any = classes.per_class, bool(classes.number(weight))
+
+    def of_chunk(self, start: int, stop: int, block: Tensor) -> Tensor:
+        """Return those (n, 1) of a chunk, whose weight rows are ``block``."""
+        if not self._at_once:
+            self._lengths.append(lengths_of(block).unsqueeze(1))
+            return self._lengths[-1]
+        return self._lengths[0][start * self._per_class : stop * self._per_class]
+
+    def of_all(self) -> Tensor | None:
+        """Return those (c' * K, 1) of all chunks; None: there are no classes."""
+        if not self._are_any:
+            return None
+        return self._lengths[0] if len(self._lengths) == 1 else torch.cat(self._lengths)
+
+
 class _SoftmaxFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -233,15 +260,14 @@ class _SoftmaxFunction(torch.autograd.Function):
         else:
             target = rows.new_zeros(len(rows))
         # 2. maximum and sum of exponentials over this rank's classes, chunk by chunk
-        local_lse, lengths = RunningLogSumExp.empty(len(rows), rows), list[Tensor]()
+        local_lse = RunningLogSumExp.empty(len(rows), rows)
         penalty: Number = 0.0
         divisor: Number = 0.0
         scaled = ScaledRows.of(rows, scale) if call.by_hand else None
+        lengths = _WeightLengths(classes, weight) if call.by_hand else None
         for start, stop, block in classes.chunks(weight):
-            if scaled is not None:
-                unit = divide_by_length(block)
-                logits = scaled.products(unit.rows)
-                lengths.append(unit.lengths)
+            if scaled is not None and lengths is not None:
+                logits = scaled.products(block / lengths.of_chunk(start, stop, block))
             else:
                 logits = call.logits(operands, block, row_operand)
             inside = targets.in_chunk(start, stop)
@@ -252,7 +278,7 @@ class _SoftmaxFunction(torch.autograd.Function):
                 target = inside.entries_or(target, logits)
             if call.log_weight is not None:
                 logits += call.log_weight[start:stop]
-            local_lse.accumulate_(logits)
+            local_lse.accumulate_(logits, finite=True)
             if call.penalty is not None:
                 terms, number = call.penalty(block)
                 penalty, divisor = penalty + terms, divisor + number
@@ -262,7 +288,8 @@ class _SoftmaxFunction(torch.autograd.Function):
         # 4. the loss: relative to the maximum, so that one far below its logits keeps its digits
         above_maximum = global_lse.above_maximum()
         losses = (global_lse.maximum - target) + above_maximum
-        ctx.call, ctx.targets, ctx.slope, ctx.lengths = call, targets, slope, lengths
+        ctx.call, ctx.targets, ctx.slope = call, targets, slope
+        ctx.weight_lengths = None if lengths is None else lengths.of_all()
         # a scale of each row is a tensor, which has a gradient
         ctx.scale, row_scale = (None, [scale]) if isinstance(scale, Tensor) else (scale, [])
         ctx.save_for_backward(rows, weight, global_lse.maximum + above_maximum, losses, *row_scale)
@@ -289,7 +316,7 @@ class _SoftmaxFunction(torch.autograd.Function):
         empty = torch.empty_like if classes.sampled is None else torch.zeros_like
         grad_scale = torch.zeros_like(row_scale[0]) if row_scale else None
         # those of the rows are overwritten by the first chunk of cosines, if there is one
-        empty_rows = torch.empty_like if ctx.lengths else torch.zeros_like
+        empty_rows = torch.zeros_like if ctx.weight_lengths is None else torch.empty_like
         grads = Grads(empty_rows(rows), grad_scale, empty(weight))
         # 2. the targets' own part, through their margin: the probability less 1
         at_targets = grad_target = None
@@ -304,7 +331,7 @@ class _SoftmaxFunction(torch.autograd.Function):
         operands = Operands(rows, scale, weight)
         step = _Backward(call, operands, targets, lse, at_targets, grad, grad_penalty)
         if call.by_hand:
-            step.add_cosine_grads_(grads, ctx.lengths)
+            step.add_cosine_grads_(grads, ctx.weight_lengths)
         elif call.form != "float32":
             step.add_product_grads_(grads)
         else:
@@ -367,19 +394,22 @@ class _Backward:
                 grads.scale.add_(grad_scale[0])
             self._put_block_(grads, start, stop, block, grad_block)
 
-    def add_cosine_grads_(self, grads: Grads, lengths: Sequence[Tensor]) -> None:
+    def add_cosine_grads_(self, grads: Grads, weight_lengths: Tensor | None) -> None:
         """Add the same for cosines, by hand: half the passes over memory.
 
         Args:
             grads: To which they are added; those of the rows overwritten.
-            lengths: (c, 1), of each chunk's weight rows.
+            weight_lengths: (c' * K, 1), of the weight rows of the classes looked at; None: there are none.
         """
+        if weight_lengths is None:
+            return
         rows, scale, weight = self.operands
         scaled, column = ScaledRows.of(rows, scale), self.grad.unsqueeze(1)
-        weighted = scaled.rows * column
-        for (start, stop, block), length in zip(self.call.classes.chunks(weight), lengths, strict=True):
+        weighted, has_length, per_class = scaled.rows * column, have_length(weight_lengths), self.call.classes.per_class
+        for start, stop, block in self.call.classes.chunks(weight):
             # logits and softmax of the chunk
-            unit = UnitRows(block / length, length)
+            looked_at = slice(start * per_class, stop * per_class)
+            unit = UnitRows(block / weight_lengths[looked_at], weight_lengths[looked_at])
             share = self._softmax_(scaled.products(unit.rows), start, stop)
             # to the rows; what multiplies each row comes after the last chunk
             grads.rows.addmm_(share, unit.rows, beta=int(start > 0), alpha=scaled.number)
@@ -388,7 +418,7 @@ class _Backward:
             stays = isinstance(place, slice) and self.call.penalty is None
             out = grads.weight[place] if stays else torch.empty_like(block)
             torch.addmm(out, share.t(), weighted, beta=0, alpha=scaled.number, out=out)
-            unit.vjp(out, out=out)
+            unit.vjp(out, out=out, has_length=has_length[looked_at])
             if not stays:
                 self._put_block_(grads, start, stop, block, out)
         grads.rows.mul_(column)

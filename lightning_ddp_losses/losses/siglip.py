@@ -179,7 +179,8 @@ class _PairSum(torch.autograd.Function):
                 if opposed_logits is None:
                     opposed_logits = _opposed_logits_(block_products.compute(tile), tile, bias)
                 d_logits = opposed_logits.sigmoid_()
-                tile.own_pairs(d_logits).neg_()
+                if tile.has_own_pairs:
+                    tile.own_pairs(d_logits).neg_()
                 # what it gives back to the bias and both towers
                 d_biases.append(d_logits.sum())
                 block_products.add_grads_(d_logits, tile, d_images, d_columns)
@@ -197,15 +198,13 @@ class _PairSum(torch.autograd.Function):
 def _opposed_logits_(products: Tensor, tile: ProductTile, bias: Tensor) -> Tensor:
     """Overwrites the scaled products of a tile with its logits times -t; returns them."""
     logits = products.add_(bias)
-    tile.own_pairs(logits).neg_()
+    if tile.has_own_pairs:
+        tile.own_pairs(logits).neg_()
     return logits
 
 
 def _sum_of(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Adds 0-dim tensors one after the other; 0 without any."""
-    if not numbers:
-        return like.new_zeros(())
-    total = numbers[0]
-    for number in numbers[1:]:
-        total = total + number
-    return total
+    """Adds 0-dim tensors; 0 without any."""
+    if len(numbers) < 2:
+        return numbers[0] if numbers else like.new_zeros(())
+    return torch.stack(list(numbers)).sum()

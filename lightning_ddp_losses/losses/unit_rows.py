@@ -28,16 +28,24 @@ class UnitRows(NamedTuple):
     rows: Tensor
     lengths: Tensor
 
-    def vjp(self, grad: Tensor, out: Tensor | None = None) -> Tensor:
+    def vjp(self, grad: Tensor, out: Tensor | None = None, *, has_length: Tensor | None = None) -> Tensor:
         """Return the gradient of the rows as they were, from that of the unit rows.
 
         Args:
             grad: (n, D).
             out: Where it goes; may be ``grad``. None: new memory.
+            has_length: (n, 1), ``have_length`` of the lengths, where that is known.
         """
+        if has_length is None:
+            has_length = have_length(self.lengths)
         # what points along the row changes its length only; a row that is too short to be given one is multiplied and no more
-        along = (self.rows * grad).sum(1, keepdim=True).mul_(self.lengths > SMALLEST_LENGTH)
+        along = (self.rows * grad).sum(1, keepdim=True).mul_(has_length)
         return torch.addcmul(grad, self.rows, along, value=-1, out=out).div_(self.lengths)
+
+
+def have_length(lengths: Tensor) -> Tensor:
+    """Tell which lengths are not too small to be given."""
+    return lengths > SMALLEST_LENGTH
 
 
 def divide_by_length(rows: Tensor) -> UnitRows:

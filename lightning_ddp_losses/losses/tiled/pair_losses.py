@@ -357,11 +357,11 @@ class SupCon(SoftmaxPairLoss):
 
     def accumulate_(self, tile: Tile) -> None:
         rows, owners, entries = tile.rows, tile.positives.rows, tile.positive_entries()
-        old_maximum = self._partners.maximum[rows].clone()
+        old_maximum = self._partners.maximum_of(rows).clone()
         # log-sum-exp over all partners
         self._partners.accumulate_(tile.keep_partners_(tile.matrix, -torch.inf), rows=rows)
         # sum of the positives relative to the row's largest entry, so that one which outweighs all others gives a loss of exactly 0
-        maximum, number = self._partners.maximum[rows], self._number[rows]
+        maximum, number = self._partners.maximum_of(rows), self._number[rows]
         shifted = torch.where(number > 0, (old_maximum - maximum) * number, 0).add_(self._positive_sum[rows])
         self._positive_sum[rows] = shifted.index_add_(0, owners, entries - maximum[owners])
         # number of positives
