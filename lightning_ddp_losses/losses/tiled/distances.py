@@ -218,8 +218,11 @@ class EuclideanDistance(TileDistance):
     needs_matrix_in_vjp = True  # the root's derivative divides by the distance
 
     def kept_rows(self, prepared: Tensor) -> Tensor:
-        squares = prepared.square().sum(1, keepdim=True)
-        return torch.cat([prepared * -2, torch.ones_like(squares), squares], 1)
+        kept = prepared.new_empty(len(prepared), prepared.shape[1] + 2)
+        torch.mul(prepared, -2, out=kept[:, :-2])
+        kept[:, -2] = 1
+        torch.sum(prepared.square(), 1, out=kept[:, -1])
+        return kept
 
     def kept_columns(self, prepared: Tensor) -> Tensor:
         squares = prepared.square().sum(1, keepdim=True)

@@ -184,6 +184,7 @@ class TiledEvaluator:
         else:
             assert columns is not None
             self._set_gathered_columns(columns)
+            del columns  # sorted ones take their place
         self._kept_rows = self._distance.kept_rows(_sorted(self._rows, self._row_order))
         # sums over each row's entries
         backward_comes = self._embeddings.requires_grad or self._references is not None
