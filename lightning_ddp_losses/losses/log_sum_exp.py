@@ -85,9 +85,9 @@ class RunningLogSumExp:
         """
         if not values.shape[1]:
             return
-        start, stop, _ = rows.indices(self._rows)
-        maximum, sum_exp = self._part_for(start, stop)
-        torch.amax(values, 1, out=maximum)
+        is_first = self._parts is None and len(values) == self._rows
+        places = (None, None) if is_first else self._part_for(rows)
+        maximum = torch.amax(values, 1, out=places[0])
         if not finite:
             maximum.clamp_min_(torch.finfo(values.dtype).min)
         column = maximum.unsqueeze(1)
@@ -95,7 +95,9 @@ class RunningLogSumExp:
         differences.exp_()
         if weights is not None:
             differences.mul_(weights)
-        torch.sum(differences, 1, out=sum_exp)
+        sum_exp = torch.sum(differences, 1, out=places[1])
+        if is_first:
+            self._parts, self._taken = (maximum.unsqueeze(0), sum_exp.unsqueeze(0)), [self._rows]
 
     def accumulate_listed_(self, owners: Tensor, values: Tensor, *, rows: slice = slice(None)) -> None:
         """Adds entries one by one to some of the rows.
@@ -126,11 +128,9 @@ class RunningLogSumExp:
         """Computes (n,), or of some rows, the log-sum-exp: -inf where there was no entry."""
         return self.maximum[rows] + self.sum_exp[rows].log()
 
-    def _part_for(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _part_for(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Finds (T,) places for the maximum and the sum of a piece of some rows, in a part that has none of these yet."""
-        if self._parts is None and stop - start == self._rows:
-            self._parts = self._like.new_empty((1, self._rows)), self._like.new_empty((1, self._rows))
-            self._taken = [0]
+        start, stop, _ = rows.indices(self._rows)
         maxima, sums = self._started()
         if min(self._taken) > start:
             maxima, sums = self._with_more_parts(maxima, sums)
