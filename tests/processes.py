@@ -10,7 +10,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
-__all__ = ["ROOT", "run_python"]
+# before the script: two ranks on this machine that meet at any free port
+TORCHRUN = [
+    *("-m", "torch.distributed.run", "--nproc-per-node=2"),
+    *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
+]
+
+__all__ = ["ROOT", "TORCHRUN", "run_python"]
 
 
 def run_python(

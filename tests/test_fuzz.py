@@ -16,6 +16,7 @@ from tests.fuzz.engine import Count, Domain, Found, explore
 from tests.rank_pool import RankPool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DOMAINS)
 def test_a_few_cases_of_each_domain(pool: RankPool, name: str) -> None:
     domain: Domain = importlib.import_module(f"tests.fuzz.{name}").DOMAIN

@@ -52,6 +52,7 @@ def found_by(program: str, folder: Path) -> Results:
     return found
 
 
+@pytest.mark.slow
 def test_runs(tmp_path: Path) -> None:
     """Launches, waits and uploads within their bounds, launches of a tile more too, and the numbers of the CPU, for every case.
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses.cli.explain import run_explain
 from tests.oracle import assert_close
-from tests.processes import ROOT, run_python
+from tests.processes import ROOT, TORCHRUN, run_python
 from tests.rank_pool import RankPool
 
 README = (ROOT / "README.md").read_text()
@@ -76,12 +76,15 @@ def test_its_code_runs_and_gives_every_rank_the_same_loss(pool: RankPool) -> Non
     assert_close(first, second)
 
 
-def test_the_three_changed_lines_train(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "launcher", [pytest.param([], id="Lightning", marks=pytest.mark.slow), pytest.param(TORCHRUN, id="torchrun")]
+)
+def test_the_three_changed_lines_train(tmp_path: Path, launcher: list[str]) -> None:
     (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
     lines = diff.splitlines()
     assert sum(line.startswith("+") for line in lines) == 3
     (tmp_path / "train.py").write_text("\n".join(line[1:] for line in lines if not line.startswith("-")))
-    done = run_python("train.py", folder=tmp_path)
+    done = run_python(*launcher, "train.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "All 2 ranks are here" in done.stderr
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, SyncBatchNorm, audit
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, learned, rows, uneven
+from tests.slow_parameters import slow_parameters
 
 NO_SAMPLER = {"use_distributed_sampler": False}
 # a fault is far beyond rounding, which two runs of five would measure, and shows in the first step unless its row says otherwise;
@@ -199,7 +200,30 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+# another face of what the same rule says of a row before it, on more ranks or with another loss
+AGAIN = {
+    "gather without autograd, ArcFace",
+    "gather without any graph, ArcFace",
+    "PML's wrapper around SoftTriple, 3 ranks",
+    "PML's wrapper around ProxyNCA, accumulated",
+    "triplets never gathered under ddp_losses",
+    "SupCon never gathered, manual optimisation",
+    "the square of a mean",
+    "a penalty on a mean's gradient",
+    "mean of means, ArcFace under ddp_losses",
+    "local batch norm under ddp_losses, a global loss",
+    "local batch norm and SupCon",
+    "local batch norm and PML's wrapper",
+    "a random permutation",
+    "PML's wrapper around a memory",
+    "cast there and back after the wrap",
+    "one rank clips where Lightning does",
+    "replaced after the wrap",
+    "rounding of bf16",
+}
+
+
+@pytest.mark.parametrize("name", slow_parameters(FAULTS, AGAIN))
 def test_the_first_diagnosis_is_the_fault(name: str) -> None:
     fault, make, data, options = FAULTS[name]
     report = audit(make(), data(), **(FAULTY | options))
@@ -274,7 +298,22 @@ HEALTHY: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+# what only meets again what rows of the suite have one by one
+HEALTHY_AGAIN = {
+    "ArcFace under ddp_losses, clipped",
+    "GlobalBatchLoss, uneven batches",
+    "GlobalBatchLoss(SupCon)",
+    "ArcFace under ddp_losses in bf16",
+    "float64",
+    "batch norm over all ranks",
+    "batch norm switched off",
+    "a class-sharded weight",
+    "a class-sharded weight with replicas",
+    "unfrozen under ddp_losses",
+}
+
+
+@pytest.mark.parametrize("name", slow_parameters(HEALTHY, HEALTHY_AGAIN))
 def test_healthy_modules_audit_as_equal(name: str) -> None:
     make, data, options = HEALTHY[name]
     report = audit(make(), data(), **({"strategy": "ddp", "steps": 2} | options))

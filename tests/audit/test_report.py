@@ -152,6 +152,7 @@ def status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable
     torch.set_rng_state(state)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("status")
 def test_a_config_for_fsdp_is_audited(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "configs" / "digits_fsdp2.yaml")

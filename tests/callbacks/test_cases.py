@@ -12,12 +12,12 @@ from tests.callbacks.harness import Case, Outcome, run_all
 from tests.rank_pool import RankPool
 
 Runs = Callable[[int, int, bool], list[Outcome]]
-# in one task of the pool run cases of even numbers, or of odd ones
-_AT_ONCE = 12
+# in one task of the pool run cases that are on three ranks in the suite proper, or cases that are not
+_AT_ONCE, _ON_THREE = 12, 4
 TASKS = [
-    list(range(len(CASES)))[start : start + 2 * _AT_ONCE][odd::2]
-    for start in range(0, len(CASES), 2 * _AT_ONCE)
-    for odd in (0, 1)
+    list(range(len(CASES)))[start : start + _ON_THREE * _AT_ONCE][number::_ON_THREE]
+    for start in range(0, len(CASES), _ON_THREE * _AT_ONCE)
+    for number in range(_ON_THREE)
 ]
 TASK_OF = {index: task for task in TASKS for index in task}
 ORDER = list(TASK_OF)  # what shares a task stays together
@@ -25,8 +25,8 @@ IDS = {index: f"{index}-{case.title}" for index, case in enumerate(CASES)}
 
 
 def on_two_and_three_ranks(index: int) -> list[Any]:
-    """Each case on two ranks, every second one on three: who is odd among three is found by one vote for all cases of a check."""
-    marks = [pytest.mark.slow] if index % 2 else []
+    """Each case on two ranks, every fourth one on three: who is odd among three is found by one vote for all cases of a check."""
+    marks = [] if index % _ON_THREE == 2 else [pytest.mark.slow]
     return [pytest.param(2, index, id=f"2-{IDS[index]}"), pytest.param(3, index, id=f"3-{IDS[index]}", marks=marks)]
 
 
@@ -63,6 +63,10 @@ def test_a_sick_run_is_reported_on_every_rank(runs: Runs, index: int, world_size
 @pytest.mark.parametrize("index", ORDER, ids=[IDS[index] for index in ORDER])
 def test_its_healthy_twin_is_silent(runs: Runs, index: int) -> None:
     assert_silent(CASES[index], runs(index, 2, False))
+
+
+def test_each_check_has_a_case_on_three_ranks() -> None:
+    assert {case.check for case in CASES} == {case.check for case in CASES[2::_ON_THREE]}
 
 
 def assert_silent(case: Case, outcomes: list[Outcome]) -> None:

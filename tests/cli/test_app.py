@@ -13,9 +13,11 @@ from lightning_ddp_losses.cli import main
 from lightning_ddp_losses.cli.app import extend_module_path_
 from tests.cli.shipped_configs import smaller
 from tests.processes import ROOT
+from tests.slow_parameters import slow_parameters
 
 CONFIGS = ROOT / "configs"
 ARCFACE = CONFIGS / "digits_arcface.yaml"
+IN_THE_SUITE = {"digits_arcface", "digits_ntxent_global"}
 
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -45,7 +47,13 @@ def message(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return f"{stop.value.code}\n{capsys.readouterr().err}"
 
 
-@pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem in IN_THE_SUITE else pytest.mark.slow)
+        for path in sorted(CONFIGS.glob("*.yaml"))
+    ],
+)
 def test_every_config_trains(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     header = config.read_text().split("seed_everything")[0]
     assert f"ddp-losses fit --config configs/{config.name}" in header
@@ -103,6 +111,7 @@ class {name}(LightningModule):
 """
 
 
+@pytest.mark.slow
 def test_a_config_names_a_module_beside_it_or_in_the_current_folder(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +134,7 @@ def test_a_command_line_without_a_config_file_adds_the_current_folder_alone(argu
     assert path == ["installed", str(Path.cwd())]
 
 
-@pytest.mark.parametrize("package", ["matplotlib", "sklearn.manifold"])
+@pytest.mark.parametrize("package", slow_parameters(["matplotlib", "sklearn.manifold"], {"sklearn.manifold"}))
 def test_without_the_plotting_packages_training_ends_well_and_says_what_is_missing(
     package: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def test_the_encoder_looks_at_a_cell_whatever_its_library() -> None:
         encoder(torch.zeros(2, 5))
 
 
+@pytest.mark.slow
 def test_ranks_train_as_one_process(pool: RankPool, tmp_path: Path) -> None:
     options = [*smaller(CONFIG), "--data.init_args.folder", str(tmp_path)]
     ((one, _),) = pool.run(1, fit_config, str(CONFIG), options)

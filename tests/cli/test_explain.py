@@ -221,6 +221,7 @@ HEAVY = [
 ]
 
 
+@pytest.mark.slow
 def test_importing_the_package_brings_little_that_lightning_does_not() -> None:
     """Time is compared in `benchmarks import_time`; here what is loaded is counted."""
     code = "import sys, lightning.pytorch; before = set(sys.modules); import lightning_ddp_losses; print(*set(sys.modules) - before)"

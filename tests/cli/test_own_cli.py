@@ -93,6 +93,7 @@ class WithCallback(LossCLI):
         parser.add_lightning_class_args(Stronger, "stronger")
 
 
+@pytest.mark.slow
 def test_an_audit_has_the_callbacks_and_the_optimizer_of_the_users_cli(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.yaml").write_text(CONFIG)
     line = ["audit", "--config", "mine.yaml", "--audit.steps", "1"]

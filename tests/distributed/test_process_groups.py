@@ -358,6 +358,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str,
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_a_process_ends_quietly_however_it_leaves_its_groups(ended: dict[str, tuple[str, str, str]], end: str) -> None:
     code, output, errors = ended[end]

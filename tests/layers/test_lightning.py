@@ -20,6 +20,7 @@ from lightning_ddp_losses.strategies import register_loss_type
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Encoder, assert_close
 from tests.rank_pool import RankPool
+from tests.slow_parameters import slow_parameters
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, strategy_of
 from tests.strategies.test_calls import assert_same_error
 
@@ -151,7 +152,7 @@ PARITY: dict[str, tuple[type[Job], Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", PARITY)
+@pytest.mark.parametrize("case", slow_parameters(PARITY, {"compiled"}))
 def test_five_steps_equal_one_process(pool: RankPool, case: str) -> None:
     job, strategy, ours, options = PARITY[case]
     expected = fit_alone(job, **options)

@@ -21,6 +21,7 @@ from lightning_ddp_losses.losses import GlobalBatchLoss
 from lightning_ddp_losses.losses.tiled import tile_compiler
 from tests.losses.test_tiled import CASES, RING, TILE_BYTES, judged, on_ranks, truth_of
 from tests.rank_pool import RankPool
+from tests.slow_parameters import slow_parameters
 
 WITH_MASKS = [name for name in CASES if "mined" not in name]
 
@@ -37,7 +38,7 @@ def with_masks(names: list[str], tile_bytes: int | None, options: dict[str, Any]
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {3}))
 def test_masks_are_one_process(pool: RankPool, world_size: int) -> None:
     tile_bytes = TILE_BYTES if world_size != 2 else None  # several tiles, or one that is kept for backward
     names = WITH_MASKS if world_size > 1 else WITH_MASKS[::3]  # a tile does not know how many ranks there are
@@ -46,7 +47,7 @@ def test_masks_are_one_process(pool: RankPool, world_size: int) -> None:
     assert not problems, f"{len(problems)} of {len(names)}\n" + "\n".join(problems)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", slow_parameters([2, 3], {3}))
 def test_masks_in_a_ring_are_one_process(pool: RankPool, world_size: int) -> None:
     results = pool.run(world_size, with_masks, RING, None, {"gather": "ring"})
     problems = [p for name in RING if (p := judged(name, results, truth_of(name), statistics=False))]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.oracle import assert_close
-from tests.processes import run_python
+from tests.processes import TORCHRUN, run_python
 from tests.strategies.jobs import Job, fit_alone
 
 SCRIPT = """
@@ -31,11 +31,7 @@ if __name__ == "__main__":
     trainer.fit(module, loader(2, trainer.global_rank))
     torch.save(module.state_dict(), os.path.join(folder, f"rank-{trainer.global_rank}.pt"))
 """
-RENDEZVOUS = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-LAUNCHERS: dict[str, list[str]] = {
-    "lightning": [],
-    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", *RENDEZVOUS],
-}
+LAUNCHERS: dict[str, list[str]] = {"lightning": [], "torchrun": TORCHRUN}
 
 
 def launch(launcher: str, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -226,25 +225,20 @@ def test_a_file_that_fails_half_way_leaves_the_former_one(tmp_path: Path) -> Non
     assert path.read_bytes() == b"before"
 
 
-KILLED_WHILE_WRITING = """
-import os, signal, sys
-from pathlib import Path
-from lightning_ddp_losses.strategies.checkpoint_files import write_whole
+def killed_while_writing(path: Path) -> None:
+    def write(file: IO[bytes]) -> None:
+        file.write(b"half")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def write(file):
-    file.write(b"half")
-    file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-write_whole(Path(sys.argv[1]), write)
-"""
+    write_whole(path, write)
 
 
-def test_what_a_killed_process_left_goes_with_the_next_save(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_goes_with_the_next_save(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     path.write_bytes(b"before")
-    process = subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, str(path)], check=False)
-    assert process.returncode < 0
+    with pytest.raises(RankFailure, match="SIGKILL"):
+        pool.run(1, killed_while_writing, path, distributed=False)
     assert path.read_bytes() == b"before"
     assert len(list(tmp_path.iterdir())) == 2
     # another process that writes now, and another machine's, are left alone

@@ -18,6 +18,7 @@ from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.distributed.shard import local_part
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
+from tests.slow_parameters import slow_parameters
 from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model
 from tests.strategies.test_calls import assert_same_error
 from tests.strategies.test_fsdp_checkpoints import train
@@ -56,7 +57,7 @@ def test_replicas_of_parts_equal_one_process(pool: RankPool, kind: str, options:
     assert_close(joined(states, kind), alone(kind, "adamw", **plain), rtol=1e-8)
 
 
-@pytest.mark.parametrize("as_folder", [False, True])
+@pytest.mark.parametrize("as_folder", slow_parameters([False, True], {True}))
 def test_checkpoints_go_on_without_replicas(pool: RankPool, tmp_path: Path, as_folder: bool) -> None:
     path = str(tmp_path / "checkpoint")
     strategy = {"save_distributed_checkpoint": as_folder}

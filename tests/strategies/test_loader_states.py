@@ -163,7 +163,9 @@ KILLS = [(AFTER, 1), (AFTER, 2), (AFTER, 4), (AFTER, 7), *ENDS]
     ("kind", "world_size"),
     [
         *((kind, 2) for kind in ("data set", "set back at its end", "with a length", "loader")),
-        *(("data set", 3), ("set back at its end", 1), ("with a length", 3), ("loader", 1)),
+        *(("data set", 3), ("set back at its end", 1)),
+        pytest.param("with a length", 3, marks=pytest.mark.slow),
+        pytest.param("loader", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_is_the_undisturbed_one(pool: RankPool, tmp_path: Path, world_size: int, kind: str) -> None:

@@ -18,6 +18,7 @@ from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches
 from tests.rank_pool import RankPool
+from tests.slow_parameters import slow_parameters
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, strategy_of
 from tests.strategies.scenarios import LinearProbe, NestedLosses, SharedByTwoLosses
 
@@ -96,7 +97,17 @@ class CopyOnRank0(Callback):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler
 @pytest.mark.parametrize(
     "what",
-    ["deepcopy of module", "deepcopy of loss", "pickle of module", "pickle of loss", "compile", "compile of a copy"],
+    slow_parameters(
+        [
+            "deepcopy of module",
+            "deepcopy of loss",
+            "pickle of module",
+            "pickle of loss",
+            "compile",
+            "compile of a copy",
+        ],
+        {"compile"},
+    ),
 )
 def test_copies_on_one_rank_in_the_middle_of_fit(pool: RankPool, what: str) -> None:
     expected = fit_alone(Job)

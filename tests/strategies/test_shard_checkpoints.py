@@ -117,6 +117,7 @@ def save_as_release_0_1(folder: str, tensors: dict[str, Tensor], per_class: int)
     save(pieces, checkpoint_id=folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["SubCenterArcFaceLoss", "ArcFaceLoss"])
 @pytest.mark.parametrize("source", [2, 3])
 def test_a_folder_of_release_0_1_loads_where_it_was_right_and_where_its_ranges_were_not(
