@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -18,10 +19,18 @@ from tests.rank_pool import RankPool
 torch.set_num_threads(1)
 sys.dont_write_bytecode = False  # each of pytest's workers collects all files
 
+gc.disable()  # until all tests are collected: nearly all that is made until then stays
+
 # the pretended device stands on private names of one release of torch
 collect_ignore = []
 if not torch.__version__.startswith("2.13."):
     collect_ignore = ["test_pretend_device.py", "slow/test_benchmark_gpu.py"]
+
+
+def pytest_collection_finish() -> None:
+    """The collector need not look again at what is there: modules and tests."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ class Task:
     """A small classification task; the same seed gives the same batches in every process."""
 
     seed: int = 0
-    steps: int = 5
+    steps: int = 4  # more than one after what changes in the second; a window of 3 is followed by a shorter one
     rows: int = 12  # of a global batch: divisible by 1, 2 and 3
     features: int = 6
     dim: int = 4

@@ -55,15 +55,23 @@ def trained_alone(pool: RankPool) -> Callable[[str, int], dict[str, Any]]:
     return functools.cache(lambda case, size: pool.run(1, fit_alone, case, size, COUNT, distributed=False)[0])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("case", CASES)
+def sizes_of_windows() -> list[Any]:
+    """Each case on each number of ranks with windows of a size by turns, and of 3: on three ranks, on fewer in the slow tests."""
+    found: list[Any] = []
+    for number, case in enumerate(CASES):
+        for world_size in (1, 2, 3):
+            window = 1 + (number + world_size) % 4
+            found.append((case, world_size, window))
+            if window != 3:
+                found.append(pytest.param(case, world_size, 3, marks=[] if world_size == 3 else [pytest.mark.slow]))
+    return found
+
+
+@pytest.mark.parametrize(("case", "world_size", "size"), sizes_of_windows())
 def test_a_window_is_one_process_on_all_its_rows(
-    pool: RankPool, trained_alone: Callable[[str, int], dict[str, Any]], case: str, world_size: int
+    pool: RankPool, trained_alone: Callable[[str, int], dict[str, Any]], case: str, world_size: int, size: int
 ) -> None:
-    window = 1 + (list(CASES).index(case) + world_size) % 4
-    for size in {window, 3}:
-        alone = trained_alone(case, size)
-        compare(pool.run(world_size, fit, case, size, COUNT), alone)
+    compare(pool.run(world_size, fit, case, size, COUNT), trained_alone(case, size))
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the trainer, of the strategy

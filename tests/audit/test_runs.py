@@ -24,6 +24,7 @@ from lightning_ddp_losses.audit.compare import MULTIPLE
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, learned, rows
 from tests.processes import run_python
+from tests.slow_parameters import slow_parameters
 
 GIVEN = {"tolerance": 1e-5}  # for tests about something else: what rounding does is measured by two runs more
 
@@ -127,7 +128,7 @@ class Data(LightningDataModule):
         return even(batch_size=16 // self.trainer.world_size)
 
 
-@pytest.mark.parametrize("run", [audit, assert_parity])
+@pytest.mark.parametrize("run", slow_parameters([audit, assert_parity], {assert_parity}))
 def test_data_is_given_as_trainer_fit_spells_it(run: Any) -> None:
     for data in ({"datamodule": Data()}, {"train_dataloaders": even()}):
         report = run(Module(learned()), steps=1, **data, **GIVEN)
@@ -206,8 +207,15 @@ LOADERS: dict[str, tuple[Callable[[], Any], list[tuple[int, int]]]] = {
 
 # Lightning 2.6 asks torch 2.13 in a way that torch deprecates
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-@pytest.mark.parametrize("without", [(), ("uneven",)], ids=str)
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [
+        *((name, ()) for name in LOADERS),
+        *((name, ("uneven",)) for name in ("the shortest ends", "one is exhausted")),
+        *(pytest.param(name, ("uneven",), marks=pytest.mark.slow) for name in ("a list", "a dict")),
+    ],
+    ids=str,
+)
 def test_rows_are_counted_for_each_of_two_loaders(name: str, without: tuple[str, ...]) -> None:
     data, expected = LOADERS[name]
     report = audit(TwoLoaders(), data(), strategy="ddp", without=without, steps=2, **GIVEN)
@@ -274,23 +282,27 @@ class Shifted(Module):
 # Adam makes whole steps of rounding, so it has each precision; and one of them with another start
 ROUNDED = [
     ("32-true", torch.optim.SGD, 1),
-    ("bf16-mixed", torch.optim.SGD, 2),
     ("32-true", torch.optim.Adam, 1),
+    ("bf16-mixed", torch.optim.Adam, 2),
+]
+ROUNDED_AGAIN = [
+    ("bf16-mixed", torch.optim.SGD, 2),
     ("32-true", torch.optim.Adam, 2),
     ("64-true", torch.optim.Adam, 1),
-    ("bf16-mixed", torch.optim.Adam, 2),
 ]
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimizer", "seed"), ROUNDED, ids=lambda value: getattr(value, "__name__", str(value))
+    ("precision", "optimizer", "seed"),
+    [*ROUNDED, *(pytest.param(*row, marks=pytest.mark.slow) for row in ROUNDED_AGAIN)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_gradient_that_is_all_rounding_is_no_finding(precision: str, optimizer: Any, seed: int) -> None:
     report = audit(Shifted(seed, optimizer), even(), strategy="ddp", trainer_kwargs={"precision": precision})
     assert report.equal, str(report)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", slow_parameters(["32-true", "64-true", "bf16-mixed"], {"64-true", "bf16-mixed"}))
 def test_a_bias_before_a_batch_norm_is_called_zero(precision: str) -> None:
     options: dict[str, Any] = {"plugins": [SyncBatchNorm()], "precision": precision}
     report = audit(m.BatchNorm(), even(), strategy="ddp", steps=1, trainer_kwargs=options)

@@ -20,7 +20,6 @@ from lightning_ddp_losses.strategies import register_loss_type
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Encoder, assert_close
 from tests.rank_pool import RankPool
-from tests.slow_parameters import slow_parameters
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, strategy_of
 from tests.strategies.test_calls import assert_same_error
 
@@ -152,13 +151,22 @@ PARITY: dict[str, tuple[type[Job], Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", slow_parameters(PARITY, {"compiled"}))
-def test_five_steps_equal_one_process(pool: RankPool, case: str) -> None:
+def cases_and_ranks() -> list[Any]:
+    """Each case on three ranks, or on one and two, by turns; the others are slow, and so is what each rank compiles."""
+    found: list[Any] = [pytest.param("compiled", 2, marks=pytest.mark.slow)]
+    for number, case in enumerate(name for name in PARITY if name != "compiled"):
+        for world_size in (1, 2, 3):
+            marks = [pytest.mark.slow] if (world_size == 3) == bool(number % 2) else []
+            found.append(pytest.param(case, world_size, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("case", "world_size"), cases_and_ranks())
+def test_a_fit_equals_one_process(pool: RankPool, case: str, world_size: int) -> None:
     job, strategy, ours, options = PARITY[case]
     expected = fit_alone(job, **options)
-    for world_size in (2,) if case == "compiled" else (1, 2, 3):  # each rank compiles, for seconds
-        for state in pool.run(world_size, fit, job, strategy, **ours, **options):
-            assert_close(state, expected)
+    for state in pool.run(world_size, fit, job, strategy, **ours, **options):
+        assert_close(state, expected)
 
 
 def test_uneven_ranks_with_a_global_loss(pool: RankPool) -> None:

@@ -18,7 +18,7 @@ from tests.oracle import Encoder, Task, batches, cuts
 
 __all__ = ["JOBS", "Alone", "Job", "fit"]
 
-TASK = Task(steps=6)
+TASK = Task()
 
 
 class Job(LightningModule):

@@ -15,6 +15,7 @@ from lightning_ddp_losses.metrics import differentiable
 from tests.metrics.cases import CASES, Case, differentiable_classes
 from tests.metrics.harness import difference, flat
 from tests.rank_pool import RankPool
+from tests.slow_parameters import slow_parameters
 
 # rows of each rank, and how often each row is repeated
 LAYOUTS: dict[int, dict[str, tuple[list[int], int]]] = {
@@ -152,7 +153,7 @@ FAMILIES = sorted({cls.__module__.split(".")[1] for name, cls in differentiable_
 
 
 @pytest.mark.filterwarnings("ignore:Metric `.*` will save all")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_parameters(FAMILIES, {"image"}))
 def test_a_rank_without_rows_counts_for_nothing(pool: RankPool, family: str) -> None:
     for found in pool.run(3, without_rows, family):
         assert {name: off for name, off in found.items() if not off < 1} == {}

@@ -28,8 +28,15 @@ def differences(family: str, even: bool) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "even"), [(2, True), (2, False), (3, False)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "world_size", "even"),
+    [
+        # images take seconds, and travel as others do
+        pytest.param(family, *way, marks=[pytest.mark.slow] if family == "image" and way != (2, False) else [])
+        for family in FAMILIES
+        for way in ((2, True), (2, False), (3, False))
+    ],
+)
 def test_value_and_gradient_are_those_of_one_process(pool: RankPool, family: str, world_size: int, even: bool) -> None:
     for found in pool.run(world_size, differences, family, even):
         assert found

@@ -78,11 +78,13 @@ def strategy_of(strategy: Strategy) -> DDPLossStrategy | str:
     return strategy if isinstance(strategy, str) else DDPLossStrategy(**strategy)
 
 
-def fit(make: Make, strategy: Strategy | None = None, *, even: bool = True, **options: Any) -> dict[str, Tensor]:
+def fit(
+    make: Make, strategy: Strategy | None = None, *, even: bool = True, task: Task = TASK, **options: Any
+) -> dict[str, Tensor]:
     """Train on all ranks of the pool; returns the module's state."""
     module = make()
     trainer = make_trainer(strategy_of(strategy or {}), **options)
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), even=even))
+    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), even=even, task=task))
     return dict(module.state_dict())
 
 

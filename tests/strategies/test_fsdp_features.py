@@ -115,7 +115,7 @@ class Window(Job):
 
 def fit_window() -> tuple[dict[str, Tensor], int]:
     module = Window()
-    trainer = make_trainer(ModelParallelLossStrategy(accumulation="window"), accumulate_grad_batches=2)
+    trainer = make_trainer(ModelParallelLossStrategy(accumulation="window"), accumulate_grad_batches=3)
     with CountCollectives() as seen:
         trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), even=False))
     # what fully_shard sends in backward
@@ -126,8 +126,8 @@ def test_a_window_is_one_batch_and_nothing_is_reduced_inside_it(pool: RankPool) 
     job = Window()
     optimizer = job.configure_optimizers()
     steps = batches(TASK)
-    for start in range(0, len(steps), 2):
-        features = torch.cat([batch[0] for batch in steps[start : start + 2]])
+    for start in range(0, len(steps), 3):
+        features = torch.cat([batch[0] for batch in steps[start : start + 3]])
         total, count = mean_over_some(features, job.encoder(features))
         optimizer.zero_grad()
         (total / count).backward()
@@ -135,7 +135,7 @@ def test_a_window_is_one_batch_and_nothing_is_reduced_inside_it(pool: RankPool) 
     expected = {name: value for name, value in job.state_dict().items() if name.startswith("encoder")}
     for state, reduce_scatters in pool.run(2, fit_window):
         assert_close({name: state[name] for name in expected}, expected)
-        assert reduce_scatters == 3 * 2, "two layers, in three windows of five batches"
+        assert reduce_scatters == 2 * 2, "two layers, in two windows of four batches"
 
 
 NAMES = ("named_modules", "named_parameters", "named_buffers")

@@ -174,7 +174,10 @@ def test_a_resumed_run_is_the_undisturbed_one(pool: RankPool, tmp_path: Path, wo
         assert not wrong
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("uneven", "stop"), ("uneven", "join"), ("uneven, set back", "join")])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("uneven", "stop"), ("uneven, set back", "join"), pytest.param("uneven", "join", marks=pytest.mark.slow)],
+)
 def test_ranks_that_have_run_out_stay_so(pool: RankPool, tmp_path: Path, kind: str, mode: str) -> None:
     """Of 4, 5 and 5 batches the last ones are those of some ranks only."""
     kills = [(AFTER, 2), (AFTER, 4), ("on_train_epoch_end", 4)]

@@ -55,9 +55,16 @@ def fit_overflowing(cell: Any, part: str, at: int) -> tuple[dict[str, Tensor], l
     return dict(module.state_dict()), module.skipped, scaler.get_scale()
 
 
-@pytest.mark.parametrize("losses", ["several", "shards"])
-@pytest.mark.parametrize(("optimisation", "every"), [("automatic", 1), ("automatic", 3), ("two-optimizers", 1)])
-@pytest.mark.parametrize("part", PARTS)
+# every two of part, optimisation and losses meet; the others are slow
+CROSSED = [
+    pytest.param(part, *way, losses, marks=[pytest.mark.slow] if (i + j + k) % 2 else [])
+    for i, part in enumerate(PARTS)
+    for j, way in enumerate([("automatic", 1), ("automatic", 3), ("two-optimizers", 1)])
+    for k, losses in enumerate(["several", "shards"])
+]
+
+
+@pytest.mark.parametrize(("part", "optimisation", "every", "losses"), CROSSED)
 def test_all_ranks_skip_together(pool: RankPool, part: str, optimisation: str, every: int, losses: str) -> None:
     cell = {**PLAIN, "optimisation": optimisation, "every": str(every), "losses": losses}
     at = 1  # in a window of three, not the batch that synchronises

@@ -48,7 +48,7 @@ CROSSED += [
 
 
 @pytest.mark.parametrize(("name", "variant", "world_size"), CROSSED)
-def test_five_steps_equal_one_process(pool: RankPool, name: str, variant: str, world_size: int) -> None:
+def test_a_fit_equals_one_process(pool: RankPool, name: str, variant: str, world_size: int) -> None:
     optimizer, options, rule = VARIANTS[variant]
     expected = trained_alone(name, optimizer, **rule)
     assert max(differences(dict(Job(name).state_dict()), expected).values()) > 1e-3, "nothing was learnt"
