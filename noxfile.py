@@ -61,7 +61,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Run what takes long and rarely breaks: launchers, whole commands, the matrix of modes."""
+    """Run what takes long and rarely breaks: launchers, whole commands, the matrix of modes, the rest of long products."""
     install(session, "test", extras="[demo]")
     for chosen in SLOW:
         session.run("python", "-m", *PYTEST, *chosen, *session.posargs)

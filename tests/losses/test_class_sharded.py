@@ -17,9 +17,10 @@ from tests.losses.harness import SPLITS
 from tests.losses.sharded_cases import CASES, CLASSES, DIM, Case, global_rows, judge, make, measure, net, whole
 from tests.oracle import CLASS_LOSSES, assert_close
 from tests.rank_pool import RankPool
+from tests.slow_parameters import slow_parameters
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {2}))
 def test_ranks_are_one_process(pool: RankPool, world_size: int) -> None:
     results = pool.run(world_size, measure, list(CASES))
     problems = []

@@ -22,6 +22,7 @@ from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError,
 from lightning_ddp_losses.audit.ablations import product_choices, unit_roundoff
 from lightning_ddp_losses.losses import products
 from tests.rank_pool import RankPool
+from tests.slow_parameters import slow_parameters
 
 ROWS, DIM, CLASSES = 60, 24, 9
 SIZES = {1: [60], 2: [23, 37], 3: [31, 0, 29]}
@@ -167,7 +168,7 @@ def joined(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {2}))
 def test_rounding(pool: RankPool, world_size: int) -> None:
     """The table of ``products``: float32 rows as those of bf16, tf32 and bf16 where nothing is rounded; 2^-9 where it is."""
     results = pool.run(world_size, on_a_rank, LOSSES)

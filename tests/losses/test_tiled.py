@@ -34,6 +34,7 @@ from lightning_ddp_losses.losses.tiled.distances import tile_distance
 from lightning_ddp_losses.losses.tiled.evaluator import rows_of_a_tile
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
+from tests.slow_parameters import slow_parameters
 
 ROWS, DIM, CLASSES = 60, 6, 7
 SPLITS = {1: [60], 2: [23, 37], 3: [7, 40, 13]}
@@ -342,7 +343,7 @@ def in_parts(names: list[str], tile_bytes: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {1, 2}))
 def test_any_row_loss_in_parts_is_one_process(pool: RankPool, world_size: int) -> None:
     results = pool.run(world_size, in_parts, list(BY_ROWS), 60_000)
     for name, make in BY_ROWS.items():

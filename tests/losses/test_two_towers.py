@@ -20,6 +20,7 @@ from tests.losses.harness import DIM, SPLITS, TASK, own_rows
 from tests.losses.harness import global_rows as harness_rows
 from tests.oracle import Encoder, assert_close
 from tests.rank_pool import RankPool
+from tests.slow_parameters import slow_parameters
 
 EXTRA = {1: [5], 2: [5, 0], 3: [1, 0, 4]}  # further texts per rank
 
@@ -143,7 +144,7 @@ def measure(gather: str) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {2}))
 @pytest.mark.parametrize("gather", ["all", "ring"])
 def test_ranks_are_one_process(pool: RankPool, gather: str, world_size: int) -> None:
     results, problems = pool.run(world_size, measure, gather), []

@@ -22,6 +22,7 @@ from tests.counting import CountCollectives
 from tests.losses.cases import both_views
 from tests.losses.harness import Case, check, compare, on_ranks, splits_by_turns
 from tests.rank_pool import RankPool
+from tests.slow_parameters import slow_parameters
 
 TEMPERATURE = 0.5
 
@@ -58,7 +59,7 @@ def measure() -> dict[str, dict[str, dict[str, Tensor]]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {2}))
 def test_every_loss_inside_is_one_process(pool: RankPool, world_size: int) -> None:
     results = pool.run(world_size, measure)
     problems = [problem for name in CASES if (problem := judged(name, results, world_size))]
