@@ -24,7 +24,7 @@ from tests.losses.harness import SPLITS, Case
 from tests.losses.torch_cases import TORCH
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import Job, fit
+from tests.strategies.jobs import TASK, Job, fit
 
 ROWS = ["ContrastiveLoss", "MultiSimilarityLoss", "NTXentLoss", "SupConLoss", "TripletMarginLoss", "SelfSupervisedLoss"]
 ELEMENTS = [
@@ -141,7 +141,7 @@ def test_siglip(pool: RankPool) -> None:
 class WrongAtTheEnd(Job):
     """Its last batch has a label that no class has, on rank 1; ``wrong_at`` is the batch."""
 
-    wrong_at = 4
+    wrong_at = TASK.steps - 1
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor | None:
         wrong = (index == self.wrong_at) * dist.get_rank() * 100
@@ -160,5 +160,5 @@ def fit_with_wrong_labels() -> str:
 def test_labels_of_the_last_step_end_the_fit(pool: RankPool) -> None:
     first, second = pool.run(2, fit_with_wrong_labels)
     assert first == second
-    assert "labels of call 5" in first
+    assert f"labels of call {TASK.steps}" in first
     assert "got 1" in first
