@@ -24,7 +24,7 @@ from lightning_ddp_losses import ModelParallelLossStrategy, differentiable, glob
 from lightning_ddp_losses.errors import ConfigurationError
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
-from tests.oracle import assert_close, batches
+from tests.oracle import Task, assert_close, batches
 from tests.rank_pool import RankPool
 from tests.strategies.fsdp_jobs import Towers, fit_sharded_model, make_job, shard, whole_state
 from tests.strategies.jobs import TASK, Job, fit_alone, loader
@@ -156,7 +156,7 @@ def names_asked_for(strategy_losses: str | list[str]) -> int:
         for name in NAMES:
             stack.enter_context(mock.patch.object(nn.Module, name, counting(getattr(nn.Module, name))))
         trainer = make_trainer(ModelParallelLossStrategy(strategy_losses))
-        trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+        trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), task=Task(steps=5)))
     return sum(count[index] for index in (2, 3))
 
 

@@ -23,7 +23,7 @@ from tests.rank_pool import RankPool
 from tests.strategies.jobs import TASK, Job
 from tests.strategies.sharded_jobs import Sharded, whole_state
 
-AT = 2
+AT = 1  # the step of the signal; what is saved then is not the end of the epoch
 
 
 class SlurmRanks(SLURMEnvironment, RankEnvironment):
