@@ -174,19 +174,21 @@ class LocalTargets:
         """Return the targets that lie in a chunk."""
         if stop - start == self.number:
             return self.targets
-        chunks, columns = self._places
+        is_inside, columns = self._places
         if stop - start < self.classes.chunk:  # the last chunk, where those of others may lie beyond
             columns = columns.clamp_max(stop - start - 1)
-        return Targets(chunks == start // self.classes.chunk, columns)
+        return Targets(is_inside[start // self.classes.chunk], columns)
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor]:
-        """In which chunk each row's target is, (G,), -1 for none; and where in it, (G, 1)."""
-        labels, is_inside = self.classes.labels, self.targets.is_inside
+        """Tell for each chunk whether a row's target is in it, (chunks, G); and where, (G, 1)."""
+        labels, are_here = self.classes.labels, self.targets.is_inside
         chunks = labels.div(self.classes.chunk, rounding_mode="floor")
-        if is_inside is not None:
-            chunks = torch.where(is_inside, chunks, -1)
-        return chunks, labels.remainder(self.classes.chunk).unsqueeze(1)
+        if are_here is not None:
+            chunks = torch.where(are_here, chunks, -1)
+        number = -(-self.number // self.classes.chunk)
+        is_inside = chunks == torch.arange(number, device=chunks.device).unsqueeze(1)
+        return is_inside, labels.remainder(self.classes.chunk).unsqueeze(1)
 
     def weight_rows(self) -> Tensor:
         """Return the index (n * K,) of the weight rows of these targets' classes."""

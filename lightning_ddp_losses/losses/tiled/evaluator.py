@@ -209,7 +209,7 @@ class TiledEvaluator:
             pair_loss = self._new_pair_loss(3, like, run)
             column_labels = torch.tensor([0, 1, 0, 1, 1], device=rows.device).to(labels.dtype)
             first = 0 if has_ids else None
-            keys = MaskedPairs(column_labels[:3], column_labels, first, compiled=True).keys(slice(0, 3))
+            keys = MaskedPairs(column_labels[:3], column_labels, first, like, compiled=True).keys(slice(0, 3))
             tile = MaskedTile(like, slice(0, 3), slice(0, 5), keys)
             if pair_loss.masked_grad_in_forward:
                 pair_loss.masked_numbers_with_grads(tile, None)
@@ -582,7 +582,8 @@ class TiledEvaluator:
         first = None
         if reference_labels is call.arguments["labels"]:
             first = call.bound[0] - (columns.start or 0)
-        return MaskedPairs(labels, reference_labels[columns], first, compiled=self._compiler is not None)
+        compiled = self._compiler is not None
+        return MaskedPairs(labels, reference_labels[columns], first, self._rows, compiled=compiled)
 
     def _named_or_labelled_pairs(self, columns: int) -> Pairs:
         """Makes the pairs of this rank's rows and all columns: those of a miner, else those of the labels."""

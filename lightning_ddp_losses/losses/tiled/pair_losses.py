@@ -30,7 +30,7 @@ from lightning_ddp_losses.losses.tiled.tile_functions import (
     multi_similarity_rows,
     ntxent_grad,
     ntxent_negatives,
-    ntxent_pair,
+    ntxent_pair_,
     ntxent_positives,
     ntxent_rows,
     supcon_grad,
@@ -190,10 +190,12 @@ class PairLoss:
     def prepare_masked_backward(
         self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]
     ) -> None:
-        """Takes in what ``masked_grad`` needs; arguments as of ``prepare_backward``."""
+        """Takes in what ``masked_grad`` needs; arguments as of ``prepare_backward``, on one rank the same tensor twice."""
         self.factor = factors[0]
         self._of_rows = self._masked_terms(row_stats)
-        self._of_columns = None if column_stats is None else self._masked_terms(column_stats)
+        self._of_columns: Numbers | None = self._of_rows
+        if column_stats is not row_stats:
+            self._of_columns = None if column_stats is None else self._masked_terms(column_stats)
 
     def _masked_terms(self, stats: Tensor) -> Numbers:
         """Makes what ``masked_grad`` needs of rows or columns, (n,) each, of their (n, k) statistics."""
@@ -263,6 +265,7 @@ class NTXent(SoftmaxPairLoss):
         self._pairs = PairSums(reductions[0])
         self._tiny = self._tiny_that_counts()
         self._uniform = reductions[0].weights is None and not reductions[0].per_anchor
+        self._lse: Tensor | None = None  # of the negatives, where masked tiles have found it
 
     def allocate_(self) -> None:
         self._negatives = RunningLogSumExp.empty(self.rows, self.like)
@@ -275,7 +278,7 @@ class NTXent(SoftmaxPairLoss):
 
     def accumulate_positives_(self, rows: slice, positives: PairList, entries: Tensor) -> None:
         lse = self._negatives.finalize(rows)[positives.rows]
-        losses, grads = ntxent_pair(entries, lse, self._tiny)
+        losses, grads = ntxent_pair_(lse - entries, self._tiny)
         passing = self._pairs.accumulate_listed_(rows, positives.rows, losses)
         # each positive compares itself with all negatives of its row
         self._softmax_weight[rows].index_add_(0, positives.rows, grads.mul_(passing))
@@ -287,11 +290,11 @@ class NTXent(SoftmaxPairLoss):
             counts = torch.ones_like(softmax_weight)
         else:
             softmax_weight = softmax_weight * counts
-        return [total], torch.stack([self._negatives.finalize(), softmax_weight, counts], 1)
+        lse = self._negatives.finalize() if self._lse is None else self._lse
+        return [total], torch.stack([lse, softmax_weight, counts], 1)
 
     def take_numbers(self, numbers: Numbers) -> None:
-        maximum, sum_exp, total, number, self._softmax_weight = numbers
-        self._negatives = RunningLogSumExp(maximum, sum_exp)
+        self._lse, total, number, self._softmax_weight = numbers
         self._pairs.take(total, number)
 
     def masked_numbers(self, tile: MaskedTile, before: Numbers | None, *, complete: bool) -> Numbers:
@@ -300,9 +303,9 @@ class NTXent(SoftmaxPairLoss):
         return self.run(ntxent_negatives, tile.matrix, tile.keys, before)  # type: ignore[no-any-return]
 
     def masked_second_numbers(self, tile: MaskedTile, before: Numbers) -> Numbers:
-        negatives, sums = before[:2], before[2:] or None
-        options = (self._pairs.limits, self._tiny)
-        return (*negatives, *self.run(ntxent_positives, tile.matrix, tile.keys, negatives, sums, *options))
+        lse, *sums = before
+        options = (tuple(sums) or None, self._pairs.limits, self._tiny)
+        return (lse, *self.run(ntxent_positives, tile.matrix, tile.keys, lse, *options))
 
     def _masked_terms(self, stats: Tensor) -> Numbers:
         lse, weight, count = stats.unbind(1)
@@ -325,7 +328,7 @@ class NTXent(SoftmaxPairLoss):
         entries = tile.positive_entries()
 
         def positive_grad(lse: Tensor, _: Tensor, count: Tensor) -> Tensor:
-            losses, grads = ntxent_pair(entries, lse, self._tiny)
+            losses, grads = ntxent_pair_(lse - entries, self._tiny)
             return self._pairs.passing_weights(losses, grads).mul(-count)
 
         # negatives: the softmax over the row's negatives, times the row's weight
@@ -438,9 +441,9 @@ class MultiSimilarity(SoftmaxPairLoss):
         return [total], torch.stack([maximum + above, counts, positive_lse], 1)
 
     def take_numbers(self, numbers: Numbers) -> None:
-        maximum, sum_exp, minimum, total = numbers
-        self._negatives = RunningLogSumExp(maximum, sum_exp)
-        self._positives = RunningLogSumExp(self._exponents_(minimum), total)
+        maximum, peak, highest, positive_peak = numbers
+        self._negatives = RunningLogSumExp(maximum, peak.reciprocal())
+        self._positives = RunningLogSumExp(highest, positive_peak.reciprocal())
 
     def masked_numbers(self, tile: MaskedTile, before: Numbers | None, *, complete: bool) -> Numbers:
         function = multi_similarity_rows

@@ -10,13 +10,15 @@ Every ``*_grad`` returns the gradient of the tile's entries, (T, C), of the tran
 ``of_rows`` are of the tile's rows, (T,) each, of its columns, (C,) each.
 
 Each operator on a tile is a launch, and a pass over it: what does not count is overwritten once, with a number whose exponential is 0,
-and not weighed; both softmaxes of an entry, of its row and of its column, are one exponential.
+and not weighed; both softmaxes of an entry, of its row and of its column, are one exponential. A softmax is one launch: what it makes of a
+row's largest entry is 1 over the sum of exponentials.
 
 Legend: ``T`` rows of a tile, ``C`` columns, ``k`` statistics of a row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -51,6 +53,7 @@ class PairMasks:
         column_labels: (C,).
         itself: Rows and columns of the tile whose diagonal is the rows with themselves; None: ``ids`` tell them.
         ids: (T,) and (C,), numbers of the samples; None in place of both: rows and columns are different samples.
+        lowest: Returns the lowest number of the tile's dtype, 0-dim, which to make anew would be a launch; None: nobody has it.
     """
 
     def __init__(
@@ -59,9 +62,10 @@ class PairMasks:
         column_labels: Tensor,
         itself: tuple[slice, slice] | None,
         ids: tuple[Tensor, Tensor] | None = None,
+        lowest: Callable[[], Tensor] | None = None,
     ) -> None:
         self._row_labels, self._column_labels = row_labels.unsqueeze(1), column_labels
-        self._itself, self._ids = itself, ids
+        self._itself, self._ids, self._lowest = itself, ids, lowest
         self._same: Tensor | None = None
         self._differ: Tensor | None = None
         self._positives: Tensor | None = None
@@ -87,10 +91,21 @@ class PairMasks:
 
     @property
     def positives(self) -> Tensor:
-        """Entries of the same label, but for rows with themselves."""
+        """Entries of the same label, but for rows with themselves; in the memory of ``same``, which is made anew if it is wanted again."""
         if self._positives is None:
-            self._positives = self.fill_itself(self._row_labels == self._column_labels, False)
+            self._positives, self._same = self.fill_itself(self.same, False), None
         return self._positives
+
+    @property
+    def alike(self) -> Tensor:
+        """``same`` or ``positives``, whichever there is: for whoever overwrites what is of rows with themselves."""
+        return self.same if self._positives is None else self._positives
+
+    def lowest_but(self, mask: Tensor, values: Tensor) -> Tensor:
+        """Copies (T, C) values with the lowest number where a mask is not."""
+        if self._lowest is None:
+            return torch.where(mask, values, _lowest(values))
+        return torch.where(mask, values, self._lowest())
 
     def fill_itself(self, values: Tensor, fill: float) -> Tensor:
         """Returns (T, C) values with ``fill`` for rows with themselves: in their memory, or (of ids) in new memory."""
@@ -125,21 +140,26 @@ def _lowest(matrix: Tensor) -> float:
 # ---------------------------------------------------------------------- running sums
 
 
-def _log_sum_exp_(values: Tensor, before: Numbers | None) -> Numbers:
-    """Computes the maximum and the sum of ``exp(entry - maximum)`` of rows, (T,) each; overwrites the values.
+def _peaks(values: Tensor, before: Numbers | None) -> Numbers:
+    """Computes the maximum of rows and its softmax, (T,) each, which is 1 over the sum of ``exp(entry - maximum)``.
 
     Args:
-        values: (T, C), the lowest number for what does not count: the sum of a row without entries means nothing, and counts nothing
+        values: (T, C), the lowest number for what does not count: the softmax of a row without entries means nothing, and counts nothing
             beside a higher maximum.
         before: Both of the entries before.
     """
-    maximum = values.amax(1)
-    if before is not None:
-        maximum = torch.maximum(maximum, before[0])
-    sum_exp = values.sub_(maximum.unsqueeze(1)).exp_().sum(1)
-    if before is not None:
-        sum_exp = sum_exp + before[1] * (before[0] - maximum).exp()
-    return maximum, sum_exp
+    maximum, peak = values.amax(1), values.softmax(1).amax(1)
+    if before is None:
+        return maximum, peak
+    highest = torch.maximum(maximum, before[0])
+    sum_exp = (maximum - highest).exp() / peak + (before[0] - highest).exp() / before[1]
+    return highest, sum_exp.reciprocal()
+
+
+def _log_sum_exp(values: Tensor, before: Numbers | None) -> Tensor:
+    """Computes (T,), the log-sum-exp of rows; values and what is before as for ``_peaks``, but for one number."""
+    lse = values.amax(1) - values.log_softmax(1).amax(1)
+    return lse if before is None else torch.logaddexp(lse, before[0])
 
 
 def _passing(losses: Tensor, mask: Tensor, limits: Limits | None) -> Tensor:
@@ -205,46 +225,50 @@ def supcon_grad(matrix: Tensor, keys: Keys, of_rows: Numbers, of_columns: Number
         of_columns: Likewise.
     """
     masks = _masks(keys)
-    matrix = masks.fill_itself(matrix, _lowest(matrix))
     offsets, shares = _each(of_columns, 2)
     grad = _exponents(matrix, of_rows[0], offsets).exp_()
-    return grad.addcmul_(_of_both(of_rows[1], shares), masks.positives, value=-1)
+    return masks.fill_itself(grad.addcmul_(_of_both(of_rows[1], shares), masks.alike, value=-1), 0)
 
 
 # ---------------------------------------------------------------------- NT-Xent
 
 
 def ntxent_negatives(matrix: Tensor, keys: Keys, before: Numbers | None) -> Numbers:
-    """Computes maximum and sum of exponentials of the negatives."""
-    return _log_sum_exp_(_negatives(matrix, _masks(keys)), before)
+    """Computes the log-sum-exp of the negatives."""
+    return (_log_sum_exp(_negatives(matrix, _masks(keys).same), before),)
 
 
 def ntxent_positives(
-    matrix: Tensor, keys: Keys, negatives: Numbers, before: Numbers | None, limits: Limits | None, tiny: float
+    matrix: Tensor, keys: Keys, lse: Tensor, before: Numbers | None, limits: Limits | None, tiny: float
 ) -> Numbers:
     """Computes sums of the positives: losses that pass, their number, what they give to the negatives' gradient.
 
     Args:
         matrix: (T, C).
         keys: Of the tile.
-        negatives: Maximum and sum of exponentials of the rows' negatives.
+        lse: (T,), of the rows' negatives.
         before: Sums of the columns before.
         limits: What passes.
         tiny: What PML adds to a ratio.
     """
-    maximum, sum_exp = negatives
-    losses, pulls = ntxent_pair(matrix, (maximum + sum_exp.log()).unsqueeze(1), tiny)
-    passing = _passing(losses, _masks(keys).positives, limits)
+    masks = _masks(keys)
+    positives = masks.positives
+    # so far below an entry that is no positive, that it has no loss and gives nothing
+    below = masks.lowest_but(positives, lse.unsqueeze(1) - matrix)
+    losses, pulls = ntxent_pair_(below, tiny)
+    passing = _passing(losses, positives, limits)
+    if limits is not None:
+        losses, pulls = losses.mul_(passing), pulls.mul_(passing)
     number = passing.sum(1, dtype=matrix.dtype)
     # each positive compares itself with all negatives of its row
-    return _added((losses.mul_(passing).sum(1), number, pulls.mul_(passing).sum(1)), before)
+    return _added((losses.sum(1), number, pulls.sum(1)), before)
 
 
 def ntxent_rows(matrix: Tensor, keys: Keys, limits: Limits | None, tiny: float) -> Numbers:
     """Computes both, where the tile has all columns."""
     masks = _masks(keys)
-    negatives = _log_sum_exp_(_negatives(matrix, masks), None)
-    return (*negatives, *ntxent_positives(matrix, masks, negatives, None, limits, tiny))
+    lse = _log_sum_exp(_negatives(matrix, masks.same), None)
+    return (lse, *ntxent_positives(matrix, masks, lse, None, limits, tiny))
 
 
 def ntxent_grad(
@@ -263,50 +287,46 @@ def ntxent_grad(
     """
     masks = _masks(keys)
     offsets = None if of_columns is None else of_columns[0]
-    grad = _exponents(_negatives(matrix, masks), of_rows[0], offsets).exp_()
+    grad = _exponents(_negatives(matrix, masks.alike), of_rows[0], offsets).exp_()
     total: Tensor | None = None
     for numbers, dim in ((of_rows, 1), (of_columns, 0)):
         if numbers is None:
             continue
         _, lse, *counts = (number.unsqueeze(dim) for number in numbers)
-        losses, pulls = ntxent_pair(matrix, lse, tiny, wants_loss=limits is not None)
+        losses, pulls = ntxent_pair_(lse - matrix, tiny, wants_loss=limits is not None)
         if limits is not None:
-            pulls.mul_(_passing(losses, masks.positives, limits))
+            pulls.mul_(_passing(losses, masks.alike, limits))
         for count in counts:
             pulls.mul_(count)
         total = pulls if total is None else total.add_(pulls)
     assert total is not None
-    return grad.addcmul_(total, masks.positives, value=-1)
+    return masks.fill_itself(grad.addcmul_(total, masks.alike, value=-1), 0)
 
 
-def _negatives(matrix: Tensor, masks: PairMasks) -> Tensor:
-    """Copies a matrix with the lowest number for what is no negative."""
-    lowest = _lowest(matrix)
-    return masks.fill_itself(matrix, lowest).masked_fill(masks.positives, lowest)
+def _negatives(matrix: Tensor, others: Tensor) -> Tensor:
+    """Copies a matrix with the lowest number for what is no negative, by the mask of that."""
+    return matrix.masked_fill(others, _lowest(matrix))
 
 
-def ntxent_pair(entries: Tensor, lse: Tensor, tiny: float, *, wants_loss: bool = True) -> tuple[Tensor, Tensor]:
+def ntxent_pair_(below: Tensor, tiny: float, *, wants_loss: bool = True) -> tuple[Tensor, Tensor]:
     """Computes the loss of each pair (rubbish unless it is wanted), and minus its derivative by s_ip.
 
     Args:
-        entries: s_ip.
-        lse: l_i.
+        below: l_i - s_ip; overwritten.
         tiny: What PML adds to r_ip; 0 where no ratio is so small that it counts.
         wants_loss: Else only the derivative is.
     """
     if not tiny:
         # r = sigmoid(-below), the loss -log(r), its derivative 1 - r
-        below = lse - entries
         losses = below
         if wants_loss:
             losses = torch.nn.functional.softplus(below, threshold=_LINEAR_FROM)
         return losses, below.sigmoid_()
-    above = entries - lse
-    # r = sigmoid(above); not torch.sigmoid: it ends where exp(-x) overflows, before r + tiny is tiny
-    ratio = torch.nn.functional.logsigmoid(above).exp_()
+    # r = sigmoid(-below); not torch.sigmoid: it ends where exp(-x) overflows, before r + tiny is tiny
+    ratio = torch.nn.functional.logsigmoid(-below).exp_()
     lifted = ratio + tiny
     # the loss is -log(r + tiny), its derivative (1 - r) r / (r + tiny)
-    pulls = above.neg_().sigmoid_().mul_(ratio).div_(lifted)
+    pulls = below.sigmoid_().mul_(ratio).div_(lifted)
     return lifted.log_().neg_(), pulls
 
 
@@ -317,26 +337,19 @@ _LINEAR_FROM = 50.0  # where exp(-x) is nothing beside 1, in float64 too
 
 
 def multi_similarity_rows(matrix: Tensor, keys: Keys, before: Numbers | None, base: float, ratio: float) -> Numbers:
-    """Computes maximum and sum of exponentials of the negatives, minimum and sum of ``exp((entry - minimum) ratio)`` of the positives."""
+    """Computes the maximum of the negatives and its softmax, and those of the positives' exponents, ``(entry - base) ratio``."""
     masks = _masks(keys)
-    # the 1 of the formula is a first entry, exp(0), at s = base: in the place of the row with itself, where there is one
-    matrix = masks.fill_itself(matrix, base)
-    of_negatives, of_positives = (None, None) if before is None else (before[:2], before[2:])
-    maximum, sum_exp = _log_sum_exp_(matrix.masked_fill(masks.positives, _lowest(matrix)), of_negatives)
-    positives = matrix.masked_fill(masks.differ, torch.finfo(matrix.dtype).max)
-    minimum = positives.amin(1)
-    if of_positives is not None:
-        minimum = torch.minimum(minimum, of_positives[0])
-    total = positives.sub_(minimum.unsqueeze(1)).mul_(ratio).exp_().sum(1)
-    if of_positives is not None:
-        total = total + of_positives[1] * ((of_positives[0] - minimum) * ratio).exp()
-    if masks.are_one_batch:
-        return maximum, sum_exp, minimum, total
-    # else beside the others: there is one block of columns
-    highest, lowest = maximum.clamp_min(base), minimum.clamp_max(base)
-    sum_exp = sum_exp * (maximum - highest).exp() + (base - highest).exp()
-    total = total * ((minimum - lowest) * ratio).exp() + ((base - lowest) * ratio).exp()
-    return highest, sum_exp, lowest, total
+    # the 1 of the formula is a first entry, exp(0), at s = base: in the place of the row with itself, else before all others
+    of_negatives = of_positives = None
+    if before is not None:
+        of_negatives, of_positives = before[:2], before[2:]
+    elif not masks.are_one_batch:
+        one = matrix.new_ones(len(matrix))
+        of_negatives, of_positives = (one * base, one), (one * 0, one)
+    negatives = masks.fill_itself(_negatives(matrix, masks.same), base)
+    exponents = (matrix - base).mul_(ratio)
+    exponents = masks.fill_itself(masks.lowest_but(masks.same, exponents), 0)
+    return (*_peaks(negatives, of_negatives), *_peaks(exponents, of_positives))
 
 
 def multi_similarity_grad(
@@ -478,9 +491,8 @@ def triplet_grad(matrix: Tensor, keys: Keys, row_counts: Tensor, margin: float) 
 
 def _triplet_entries(matrix: Tensor, masks: PairMasks, margin: float) -> tuple[Tensor, Tensor]:
     """Makes the negatives' entries, inf elsewhere, and the positives' plus the margin, the lowest number elsewhere."""
-    lowest = _lowest(matrix)
-    thresholds = (matrix + margin).masked_fill_(masks.differ, lowest)
-    return matrix.masked_fill(masks.same, torch.inf), masks.fill_itself(thresholds, lowest)
+    thresholds = masks.fill_itself(masks.lowest_but(masks.same, matrix + margin), _lowest(matrix))
+    return matrix.masked_fill(masks.same, torch.inf), thresholds
 
 
 def _triplets(

@@ -10,6 +10,7 @@ Legend: ``T`` rows of a tile, ``C`` columns, ``B`` rows on this rank, ``n`` posi
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, Protocol
 
 import torch
@@ -137,14 +138,19 @@ class MaskedPairs:
         column_labels: (C,).
         first: Where this rank's first row would be among the columns, if they went on both ways, where rows and columns are the same
             samples (a row is not its own partner); None where they are not.
+        like: Gives the tiles' dtype and device.
         compiled: Keys go to a compiled function.
     """
 
     row_order: Tensor | None = None
     column_order: Tensor | None = None
 
-    def __init__(self, labels: Tensor, column_labels: Tensor, first: int | None, *, compiled: bool) -> None:
+    def __init__(
+        self, labels: Tensor, column_labels: Tensor, first: int | None, like: Tensor, *, compiled: bool
+    ) -> None:
         self._labels, self._column_labels, self._first, self._compiled = labels, column_labels, first, compiled
+        # by the first tile that needs it, for all of them
+        self._lowest = functools.cache(lambda: like.new_full((), torch.finfo(like.dtype).min))
 
     def keys(self, rows: slice) -> Keys:
         """Takes those of some rows."""
@@ -156,7 +162,7 @@ class MaskedPairs:
                 low = max(rows.start + first, 0)
                 high = max(low, min(rows.stop + first, len(column_labels)))
                 itself = (slice(low - first - rows.start, high - first - rows.start), slice(low, high))
-            return PairMasks(labels, column_labels, itself)
+            return PairMasks(labels, column_labels, itself, lowest=self._lowest)
         row_ids = column_ids = None
         if first is not None:
             column_ids = torch.arange(len(column_labels), device=labels.device)
