@@ -15,7 +15,6 @@ import argparse
 import cProfile
 import ctypes
 import gc
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.interleave import Fit, Round, SizedBatches, timed_rounds
 from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
-from benchmarks.records import Row
+from benchmarks.records import Row, machine
 from benchmarks.strategy_overhead import Collectives, Embedder, Job, StepMemory, batches, judge, median_interval
 from lightning_ddp_losses import DDPLossStrategy, ModelParallelLossStrategy
 from tests.lightning_ranks import make_trainer
@@ -232,7 +231,7 @@ def time_table(worlds: Sequence[int], rounds: float) -> list[Row]:
     rows = []
     for world in worlds:
         run_ranks(assert_equal_results, Job("arcface", 16), world_size=world)
-        shared_by = world / (os.cpu_count() or 1)
+        shared_by = world / machine()["cores"]
         longer = [(100.0 * shared_by, 80, 1.03)] if shared_by > 1 else []
         for target_ms, number, limit in ((10.0, 300, 1.15), (100.0, 80, 1.03), *longer):
             answers = run_ranks(time_side_by_side, target_ms, max(8, round(number * rounds)), world_size=world)

@@ -30,10 +30,12 @@ def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def with_masks(names: list[str], tile_bytes: int | None, options: dict[str, Any]) -> dict[str, Any]:
+def with_masks(
+    names: list[str], tile_bytes: int | None, options: dict[str, Any], sizes: list[int] | None = None
+) -> dict[str, Any]:
     calls = mock.Mock(side_effect=as_it_is)
     with mock.patch.object(tile_compiler, "compiled", calls):
-        found = on_ranks(names, tile_bytes, {"compile_tiles": True, **options})
+        found = on_ranks(names, tile_bytes, {"compile_tiles": True, **options}, sizes)
     assert calls.call_count >= len(names)  # of each loss two functions or more, but for smooth triplets
     return found
 
@@ -52,6 +54,15 @@ def test_masks_in_a_ring_are_one_process(pool: RankPool, world_size: int) -> Non
     results = pool.run(world_size, with_masks, RING, None, {"gather": "ring"})
     problems = [p for name in RING if (p := judged(name, results, truth_of(name), statistics=False))]
     assert not problems, f"{len(problems)} of {len(RING)}\n" + "\n".join(problems)
+
+
+@pytest.mark.parametrize("gather", ["all", "ring"])
+@pytest.mark.parametrize("sizes", slow_parameters([[31, 0, 29], [1, 59]], [[1, 59]]), ids=str)
+def test_masks_of_a_rank_with_one_row_or_none(pool: RankPool, sizes: list[int], gather: str) -> None:
+    names = RING if gather == "ring" else WITH_MASKS[::3]
+    results = pool.run(len(sizes), with_masks, names, TILE_BYTES, {"gather": gather}, sizes)
+    problems = [p for name in names if (p := judged(name, results, truth_of(name), statistics=False))]
+    assert not problems, f"{len(problems)} of {len(names)}\n" + "\n".join(problems)
 
 
 def with_a_compiler_that_fails(failing_rank: int) -> dict[str, Any]:

@@ -441,9 +441,9 @@ class MultiSimilarity(SoftmaxPairLoss):
         return [total], torch.stack([maximum + above, counts, positive_lse], 1)
 
     def take_numbers(self, numbers: Numbers) -> None:
-        maximum, peak, highest, positive_peak = numbers
-        self._negatives = RunningLogSumExp(maximum, peak.reciprocal())
-        self._positives = RunningLogSumExp(highest, positive_peak.reciprocal())
+        maximum, softmax, highest, positive_softmax = numbers
+        self._negatives = RunningLogSumExp(maximum, softmax.reciprocal())
+        self._positives = RunningLogSumExp(highest, positive_softmax.reciprocal())
 
     def masked_numbers(self, tile: MaskedTile, before: Numbers | None, *, complete: bool) -> Numbers:
         function = multi_similarity_rows

@@ -140,7 +140,7 @@ def _lowest(matrix: Tensor) -> float:
 # ---------------------------------------------------------------------- running sums
 
 
-def _peaks(values: Tensor, before: Numbers | None) -> Numbers:
+def _maximum_and_softmax(values: Tensor, before: Numbers | None) -> Numbers:
     """Computes the maximum of rows and its softmax, (T,) each, which is 1 over the sum of ``exp(entry - maximum)``.
 
     Args:
@@ -148,16 +148,16 @@ def _peaks(values: Tensor, before: Numbers | None) -> Numbers:
             beside a higher maximum.
         before: Both of the entries before.
     """
-    maximum, peak = values.amax(1), values.softmax(1).amax(1)
+    maximum, softmax = values.amax(1), values.softmax(1).amax(1)
     if before is None:
-        return maximum, peak
+        return maximum, softmax
     highest = torch.maximum(maximum, before[0])
-    sum_exp = (maximum - highest).exp() / peak + (before[0] - highest).exp() / before[1]
+    sum_exp = (maximum - highest).exp() / softmax + (before[0] - highest).exp() / before[1]
     return highest, sum_exp.reciprocal()
 
 
 def _log_sum_exp(values: Tensor, before: Numbers | None) -> Tensor:
-    """Computes (T,), the log-sum-exp of rows; values and what is before as for ``_peaks``, but for one number."""
+    """Computes (T,), the log-sum-exp of rows; values and what is before as for ``_maximum_and_softmax``, but for one number."""
     lse = values.amax(1) - values.log_softmax(1).amax(1)
     return lse if before is None else torch.logaddexp(lse, before[0])
 
@@ -349,7 +349,7 @@ def multi_similarity_rows(matrix: Tensor, keys: Keys, before: Numbers | None, ba
     negatives = masks.fill_itself(_negatives(matrix, masks.same), base)
     exponents = (matrix - base).mul_(ratio)
     exponents = masks.fill_itself(masks.lowest_but(masks.same, exponents), 0)
-    return (*_peaks(negatives, of_negatives), *_peaks(exponents, of_positives))
+    return (*_maximum_and_softmax(negatives, of_negatives), *_maximum_and_softmax(exponents, of_positives))
 
 
 def multi_similarity_grad(
