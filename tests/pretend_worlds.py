@@ -20,13 +20,15 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from pytorch_metric_learning import losses as pml
-from pytorch_metric_learning import reducers
+from pytorch_metric_learning import miners, reducers
 from torch import Tensor, nn
 
 from lightning_ddp_losses import (
     ClassShardedLoss,
     ClipLoss,
     GlobalBatchLoss,
+    GlobalBatchMiner,
+    InputError,
     SigLipLoss,
     SyncBatchNorm,
     accumulation_window,
@@ -41,6 +43,7 @@ from tests.pretend_runs import (
     WIDTH,
     Bound,
     Found,
+    Mined,
     by_rows,
     classes_of_rows,
     measure,
@@ -106,6 +109,20 @@ def class_sharded() -> nn.Module:
     return ClassShardedLoss(pml.ArcFaceLoss(256, WIDTH))
 
 
+def proxy_nca() -> nn.Module:
+    return ClassShardedLoss(pml.ProxyNCALoss(256, WIDTH))
+
+
+def mined(loss: Callable[[], nn.Module], *, over_all_ranks: bool = False) -> Callable[[], nn.Module]:
+    """Makes a loss of what a miner names, over the rows of all ranks or of its own."""
+
+    def make() -> nn.Module:
+        miner = miners.MultiSimilarityMiner()
+        return Mined(loss(), GlobalBatchMiner(miner) if over_all_ranks else miner)
+
+    return make
+
+
 def arcface() -> nn.Module:
     return pml.ArcFaceLoss(256, WIDTH)
 
@@ -127,9 +144,10 @@ def contrastive(**options: bool) -> nn.Module:
 
 
 # At 256 rows x 32 on each of two ranks, from the third call on: as NCCL, and the waits over gloo, through which all travels by the host.
-# A window is two micro-batches with their backward. Our waits as NCCL: Circle's list of pairs (a list's length is known to the host),
-# once a micro-batch how many targets a cross entropy counts, which the host divides by, and what `collect_stats` records, which is numbers
-# of the host. All others are PML's and torchmetrics' own.
+# A window is two micro-batches with their backward. Our waits as NCCL: Circle's list of pairs (a list's length is known to the host); what
+# a miner names, of which this rank's positives, its negatives and each row's are counted, tuples of one rank are looked at, and in row
+# tiles whether all ranks have enough; once a micro-batch how many targets a cross entropy counts, which the host divides by; and what
+# `collect_stats` records, which is numbers of the host. All others are PML's and torchmetrics' own.
 WORLDS: dict[str, tuple[Bound, int]] = {
     "SupCon, tiles": (Bound(by_rows(pml.SupConLoss), pairs_of_rows, 71, 0, 0), 4),
     "NTXent, tiles": (Bound(by_rows(pml.NTXentLoss), pairs_of_rows, 89, 0, 0), 4),
@@ -137,6 +155,23 @@ WORLDS: dict[str, tuple[Bound, int]] = {
     "Contrastive, tiles": (Bound(by_rows(pml.ContrastiveLoss), pairs_of_rows, 85, 0, 0), 4),
     "Triplet, tiles": (Bound(by_rows(pml.TripletMarginLoss), classes_of_rows, 94, 0, 0), 4),
     "Circle, row tiles": (Bound(by_rows(pml.CircleLoss), pairs_of_rows, 168, 12, 0, own_waits=1), 15),
+    "MultiSimilarity, mined over all ranks": (
+        Bound(mined(by_rows(pml.MultiSimilarityLoss), over_all_ranks=True), classes_of_rows, 207, 7, 0, own_waits=3),
+        11,
+    ),
+    "MultiSimilarity, mined on each rank": (
+        Bound(mined(by_rows(pml.MultiSimilarityLoss)), classes_of_rows, 249, 8, 1, own_waits=4),
+        11,
+    ),
+    "Circle, row tiles, mined on each rank": (
+        Bound(mined(by_rows(pml.CircleLoss)), classes_of_rows, 253, 20, 2, own_waits=5),
+        23,
+    ),
+    "ArcFace, class-sharded, mined on each rank": (
+        Bound(mined(class_sharded), classes_of_rows, 165, 5, 0, own_waits=1),
+        8,
+    ),
+    "ProxyNCA, class-sharded": (Bound(proxy_nca, pairs_of_rows, 123, 0, 0), 3),
     # two ranks' rows are two tiles, each of them taken two and three times
     "SupCon, ring": (Bound(ring(pml.SupConLoss), pairs_of_rows, 144, 0, 0), 8),
     "NTXent, ring": (Bound(ring(pml.NTXentLoss), pairs_of_rows, 208, 0, 0), 9),
@@ -176,13 +211,25 @@ def _measured(device: Device, name: str) -> Found:
     return measure(device, bound.make, map_tensors(own_part, bound.inputs()), calls=3)
 
 
+def _refusal(device: Device) -> str:
+    """Gives a loss tuples of other rows than this rank's; returns what it says."""
+    embeddings, labels = (device.to_device(tensor[: ROWS // WORLD]) for tensor in classes_of_rows())
+    anchors, others = labels.new_tensor([0, 1]), labels.new_tensor([1, ROWS // WORLD])
+    try:
+        by_rows(pml.MultiSimilarityLoss)()(embeddings, labels, (anchors, others, anchors, others))
+    except InputError as error:
+        return str(error)
+    return "nothing"
+
+
 def _as_rank(device: Device, rank: int, folder: Path, *, carries: bool) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     pretend_collectives.carry(carries=carries)
     store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    found = {name: asdict(_measured(device, name)) for name in WORLDS}
+    found: dict[str, Any] = {name: asdict(_measured(device, name)) for name in WORLDS}
+    found["refusal"] = _refusal(device)
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 

@@ -39,7 +39,8 @@ def anchor_tuples(
     """
     start, stop = bounds
     if mined is not None:
-        return _of_anchors(mined, start, stop)
+        # to select them would wait for their number
+        return mined if bounds == (0, len(labels)) else _of_anchors(mined, start, stop)
     # (n, G') which references have an anchor's label
     matches = labels[start:stop].unsqueeze(1) == ref_labels.unsqueeze(0)
     differ = ~matches
@@ -71,7 +72,7 @@ def are_ordinary(
         same: Anchors and references are the same rows.
     """
     if mined is not None:
-        return all(_shortest(_of_anchors(mined, start, stop)) > 1 for start, stop in bounds_by_rank)
+        return _fewest_of_a_rank(mined, bounds_by_rank) > 1
     assert matching is not None
     for start, stop in bounds_by_rank:
         positives = matching[start:stop] - int(same)
@@ -146,8 +147,25 @@ def _triplets(
     return anchors[owners], positives[owners], negatives[first_of_anchor + within]
 
 
-def _shortest(tuples: Indices) -> int:
-    return min(len(index) for index in tuples)
+def named_anchors(mined: Indices) -> Indices:
+    """Return the anchors of pairs, of positives and of negatives, or of triplets."""
+    return mined[0::2] if len(mined) == 4 else mined[:1]
+
+
+def count_indices(index: Tensor, rows: int) -> Tensor:
+    """Return, (rows,) of int64, how often each row is named; as ``torch.bincount``, for which the host waits."""
+    counts = torch.zeros(rows, dtype=torch.int64, device=index.device)
+    return counts.index_add_(0, index, torch.ones_like(index, dtype=torch.int64))
+
+
+def _fewest_of_a_rank(mined: Indices, bounds_by_rank: list[Bounds]) -> int:
+    """Return how many positives, negatives or triplets the rank with the fewest has; an accelerator is waited for once."""
+    ends = torch.tensor([stop for _, stop in bounds_by_rank]).to(mined[0].device, non_blocking=True)
+    counts = []
+    for anchors in named_anchors(mined):
+        ranks = torch.bucketize(anchors, ends, right=True)
+        counts.append(count_indices(ranks, len(ends)))
+    return int(torch.stack(counts).min())
 
 
 def _of_anchors(mined: Indices, start: int, stop: int) -> Indices:
@@ -159,5 +177,5 @@ def _of_anchors(mined: Indices, start: int, stop: int) -> Indices:
 
 def _select(tuples: Indices, start: int, stop: int) -> Indices:
     anchors, *others = tuples
-    local = (anchors >= start) & (anchors < stop)
+    local = ((anchors >= start) & (anchors < stop)).nonzero().squeeze(1)
     return (anchors[local] - start, *(other[local] for other in others))

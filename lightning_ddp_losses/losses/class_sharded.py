@@ -14,6 +14,7 @@ on this rank, ``K`` weight rows per class (sub-centers).
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -49,8 +50,9 @@ from lightning_ddp_losses.losses.gathered_call import GlobalTuples, miner_counts
 from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
 from lightning_ddp_losses.losses.partial_sums import global_loss, partial_sums_of, stats_of_one
-from lightning_ddp_losses.losses.pml_registry import is_separable
+from lightning_ddp_losses.losses.pml_registry import can_split, is_separable, reduction_of
 from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form
+from lightning_ddp_losses.losses.recorded_stats import collects_counts
 from lightning_ddp_losses.losses.sharded_softmax import RowLosses, ShardedSoftmax
 from lightning_ddp_losses.losses.sharded_weight import ShardedWeight, empty_loss, full_weight, refuse_joint_draws
 from lightning_ddp_losses.losses.tile_budget import tile_budget
@@ -419,25 +421,37 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     def _reduce(self, losses: Tensor, found: RowLosses, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Apply PML's own reducer to the losses of all rows, which every rank knows, and add its regularisers."""
-        index = torch.arange(len(losses), device=losses.device)
+        of_rows: dict[str, Any] = {
+            "losses": losses,
+            "indices": torch.arange(len(losses), device=losses.device),
+            "reduction_type": "element",
+        }
+        in_window = current_window() is not None and is_separable(self.loss, "elements")
+        by_sums = in_window
         if self._head.drops_improbable_rows:
             kept = torch.exp(-losses.detach()) != 0
-            losses, index = losses[kept], index[kept]
-        sub_losses: dict[str, Any] = {"loss": {"losses": losses, "indices": index, "reduction_type": "element"}}
+            if losses.device.type != "cpu" and can_split(self.loss.reducer) and not collects_counts(self.loss):
+                # to select them would wait for their number
+                of_rows["kept"], by_sums = kept, True
+            else:
+                of_rows |= {"losses": losses[kept], "indices": of_rows["indices"][kept]}
+        sub_losses = {"loss": of_rows}
         if self._penalty is not None and found.penalty is not None and found.penalty_divisor is not None:
             value = self._penalty.value(found.penalty, found.penalty_divisor)
             sub_losses["weight_reg_loss"] = {"losses": value, "indices": None, "reduction_type": "already_reduced"}
         self.loss.add_embedding_regularization_to_loss_dict(sub_losses, embeddings)
-        if current_window() is not None and is_separable(self.loss, "elements"):
-            return self._reduce_in_window(sub_losses, embeddings, labels)
-        reduced: Tensor = self.loss.reducer(sub_losses, embeddings, labels)
-        return reduced
-
-    def _reduce_in_window(self, sub_losses: dict[str, Any], embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Reduce as part of an accumulation window: every rank has all rows, as if there were one rank."""
+        if not by_sums:
+            reduced: Tensor = self.loss.reducer(sub_losses, embeddings, labels)
+            return reduced
+        # the same by sums and divisors, which an accumulation window adds up: every rank has all rows, as if there were one rank
         partials = partial_sums_of(self.loss.reducer, sub_losses, embeddings, labels, 1)
         stats = stats_of_one(partials, embeddings)
-        return global_loss(partials, stats, window_source=(self, self._title))
+        if in_window:
+            return global_loss(partials, stats, window_source=(self, self._title))
+        reduction = reduction_of(self.loss.reducer)
+        assert reduction is not None
+        # PML's mean over no rows is not a number, of a reducer that selects it is 0
+        return global_loss(partials, stats, empty=0.0 if reduction.selects else math.nan)
 
     # ------------------------------------------------------------------ what is refused on all ranks
 

@@ -23,7 +23,13 @@ from lightning_ddp_losses.core.counted_draws import CountedDraws
 from lightning_ddp_losses.core.random_state import preserve_random_state, torch_generators
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses.anchor_tuples import anchor_tuples, are_ordinary, same_label_counts
+from lightning_ddp_losses.losses.anchor_tuples import (
+    anchor_tuples,
+    are_ordinary,
+    count_indices,
+    named_anchors,
+    same_label_counts,
+)
 from lightning_ddp_losses.losses.pml_registry import facts_of, may_draw, takes_class_labels
 from lightning_ddp_losses.losses.two_views import TWO_VIEWS, by_view, fix_for_views, identities_of
 
@@ -279,17 +285,14 @@ class PMLCall:
         return matching - self_pairs, len(labels) * len(ref_labels) - matching
 
     def local_pair_counts(self) -> tuple[Tensor, Tensor]:
-        """Return, (B,) each, the numbers of positives and negatives of this rank's anchors; on the host, but a miner's."""
+        """Return, (B,) each, the numbers of positives and negatives of this rank's anchors, on the host."""
         labels, ref_labels = self._all_labels()
         mined, (start, stop) = self.arguments.get("indices_tuple"), self.bound
         if mined is not None:
-            # the anchors of pairs come twice, those of triplets once
-            of_positives, of_negatives = mined[0], mined[0]
-            if len(mined) == 4:
-                of_negatives = mined[2]
-            positives = torch.bincount(of_positives, minlength=len(labels))
-            negatives = torch.bincount(of_negatives, minlength=len(labels))
-            return positives[start:stop], negatives[start:stop]
+            counts = torch.stack([count_indices(anchors, len(labels)) for anchors in named_anchors(mined)])
+            on_host = counts[:, start:stop].cpu()
+            # those of pairs are two kinds, a triplet has both
+            return on_host[0], on_host[-1]
         # a row has its own label, but is no partner of itself
         matching = self._matching()[start:stop]
         return matching - int(ref_labels is labels), len(ref_labels) - matching
@@ -374,19 +377,25 @@ class PMLCall:
         """Return local tuples of all ranks as global ones: anchors count rows, the others count references."""
         references = "ref_emb" if "ref_emb" in self.counts else "embeddings"
         names = _indexed_rows(len(indices), references)
-        renumbered = []
-        for position, (index, of) in enumerate(zip(indices, names, strict=True)):
-            counts = self.counts[f"index {position}"]
-            self._refuse_indices(torch.split(index, counts), of)
-            # each rank's indices move to where its rows begin
-            starts = torch.tensor([start for start, _ in self.bounds(of)], device=index.device)
-            renumbered.append(index + starts.repeat_interleave(torch.tensor(counts, device=index.device)))
+        # of each rank: where its rows begin, their number, and that of its indices
+        starts = [[start for start, _ in self.bounds(of)] for of in names]
+        rows = [self.counts[of] for of in names]
+        counts = [self.counts[f"index {position}"] for position in range(len(indices))]
+        table = torch.tensor([starts, rows, counts]).to(indices[0].device, non_blocking=True)
+        renumbered, are_of_others = [], []
+        for index, *numbers, times in zip(indices, *table.unbind(), strict=True):
+            # those of the rank that each index comes from
+            start, limit = (number.repeat_interleave(times, output_size=len(index)) for number in numbers)
+            are_of_others.append(((index < 0) | (index >= limit)).any())
+            renumbered.append(index + start)
+        # indices of rows that a rank has not would be other ranks': an accelerator is waited for once, as its miner did
+        if not facts_of(self._inner).own_references and bool(torch.stack(are_of_others).any()):
+            for position, (index, of) in enumerate(zip(indices, names, strict=True)):
+                self._refuse_indices(torch.split(index.cpu(), counts[position]), of)
         return renumbered
 
     def _refuse_indices(self, by_rank: Sequence[Tensor], of: str) -> None:
-        """Refuse tuples of rows that a rank has not: it mined something else. On an accelerator, to look would wait for it."""
-        if by_rank[0].device.type != "cpu" or facts_of(self._inner).own_references:
-            return
+        """Refuse tuples of rows that a rank has not: it mined something else."""
         ranges, rows_by_rank = [_range_of(index) for index in by_rank], self.counts[of]
         if all(low >= 0 and high < rows for (low, high), rows in zip(ranges, rows_by_rank, strict=True)):
             return
@@ -569,14 +578,17 @@ def miner_counts(indices_tuple: Sequence[Tensor], rows: int, *, only_anchors: bo
     if only_anchors:
         counted = indices_tuple[0::2] if len(indices_tuple) == 4 else indices_tuple[:1]
     index = torch.cat([part.reshape(-1) for part in counted])
-    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= rows):
-        raise InputError(
-            f"{title}: indices_tuple",
-            expected=f"0 to {rows - 1}, the rows of this call",
-            got=f"{int(index.min())} to {int(index.max())}",
-            fix="Mine the embeddings that the loss gets.",
-        )
-    return torch.bincount(index.to(torch.int64), minlength=rows)
+    # ours are rows of its own call; to look at others an accelerator is waited for once, as their miner did
+    if index.numel() and not isinstance(indices_tuple, GlobalTuples):
+        low, high = torch.stack(torch.aminmax(index)).tolist()
+        if low < 0 or high >= rows:
+            raise InputError(
+                f"{title}: indices_tuple",
+                expected=f"0 to {rows - 1}, the rows of this call",
+                got=f"{low} to {high}",
+                fix="Mine the embeddings that the loss gets.",
+            )
+    return count_indices(index, rows)
 
 
 def miner_weights(counts: Tensor, dtype: torch.dtype) -> Tensor:

@@ -105,9 +105,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         gather of labels, and one (Contrastive) to three times W - 1 messages; in backward one handshake more. Rows of bfloat16 and
         float16 travel as they are, gradients as float32. Few bytes on the CPU
         (``handshake.inline_capacity``) need no gather and no exchange: they travel in the handshake from the second call on. On
-        an accelerator sums and statistics do not: one gather more (two where symmetric). Nothing waits for it, but a matrix
-        of pairs over 64 MiB, a miner's tuples, smooth triplets and row tiles, once a call, to learn how many positives there are (a
-        list's length is known to the host), and ``collect_stats``, whose numbers are the host's.
+        an accelerator sums and statistics do not: one gather more (two where symmetric). Nothing waits for it, but where pairs are
+        listed (a list's length is known to the host): a matrix of them over 64 MiB (SupCon: at no size), smooth triplets and row tiles,
+        once a call, a miner's tuples up to five times; and ``collect_stats``, whose numbers are the host's.
 
     Raises:
         ConfigurationError: a mode that is not exact for the loss; a reduction that cannot be made global.

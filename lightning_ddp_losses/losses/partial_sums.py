@@ -222,7 +222,9 @@ def stats_of_one(partials: Sequence[PartialSum], like: Tensor) -> GlobalStats:
     if like.device.type == "cpu":
         return unpack_partials([pack_partials(partials)])
     table = device_table([(partial.total, partial.divisor) for partial in partials], like).unsqueeze(0)
-    counted = tuple(_numbers_on_host([partial.divisor for partial in partials]))
+    counted = None
+    if current_window() is not None:
+        counted = tuple(_numbers_on_host([partial.divisor for partial in partials]))
     return DeviceStats(table, tuple(partial.full for partial in partials), counted=counted)
 
 
@@ -285,7 +287,8 @@ def partial_sums_of(
 
     Args:
         reducer: The loss's reducer, which ``pml_registry.can_split``.
-        loss_dict: Element losses by sub-loss, as PML's ``compute_loss`` returns them.
+        loss_dict: Element losses by sub-loss, as PML's ``compute_loss`` returns them; under ``kept`` a mask of those that there are,
+            where to select them would wait for an accelerator.
         embeddings: (B, D), the rows that they are of.
         labels: (B,), their labels.
         parts: In how many parts the global batch is computed: the number of ranks, times the chunks of each.
@@ -324,7 +327,7 @@ def _partial_sum(
         losses = losses * reduction.weights.to(device=losses.device, dtype=losses.dtype)[labels[anchors]]
     if reduction.low is not None and reducer_chain(reducer, name)[-1].collect_stats:
         above_low = number_of((losses > reduction.low).sum())
-    losses, divisor = _what_passes(reduction, losses)
+    losses, divisor = _what_passes(reduction, losses, info.get("kept"))
     # what the sum is to be divided by
     if reduction.plain_sum:
         divisor = undivided(parts)
@@ -349,11 +352,14 @@ def _no_loss(embeddings: Tensor) -> Tensor:
     return torch.sum(embeddings * 0)
 
 
-def _what_passes(reduction: Reduction, losses: Tensor) -> tuple[Tensor, Number]:
-    """Return the losses that pass, and how many they are."""
-    if not reduction.selects:
+def _what_passes(reduction: Reduction, losses: Tensor, kept: Tensor | None) -> tuple[Tensor, Number]:
+    """Return the losses that are there and pass, and how many they are."""
+    if not reduction.selects and kept is None:
         return losses, float(losses.numel())
-    passes = reduction.passes(losses)
+    passes = kept
+    if reduction.selects:
+        passes = reduction.passes(losses) if kept is None else reduction.passes(losses) & kept
+    assert passes is not None
     if losses.device.type == "cpu":
         selected = losses[passes]
         return selected, float(selected.numel())

@@ -20,7 +20,19 @@ from tests.losses.harness import SPLITS, Net, own_rows
 from tests.losses.harness import global_rows as harness_rows
 from tests.oracle import CLASS_LOSSES
 
-__all__ = ["CASES", "CLASSES", "DIM", "Case", "global_rows", "hard", "judge", "make", "measure", "whole"]
+__all__ = [
+    "CASES",
+    "CLASSES",
+    "DIM",
+    "NOT_A_NUMBER",
+    "Case",
+    "global_rows",
+    "hard",
+    "judge",
+    "make",
+    "measure",
+    "whole",
+]
 
 CLASSES, DIM = 7, 6
 Rows = dict[str, Tensor]
@@ -79,6 +91,14 @@ CASES: dict[str, Case] = {
     "NormalizedSoftmaxLoss, Lp": Case("NormalizedSoftmaxLoss", {"distance": distances.LpDistance(p=2)}),
     "ProxyNCALoss, cosine": Case("ProxyNCALoss", {"distance": distances.CosineSimilarity(), "softmax_scale": 6}),
     "ProxyNCALoss, Lp": Case("ProxyNCALoss", {"distance": distances.LpDistance(p=2, normalize_embeddings=False)}),
+    # the probability of some rows rounds to zero: they have no loss
+    "ProxyNCALoss, improbable rows": Case("ProxyNCALoss", {"softmax_scale": 500}),
+    "ProxyNCALoss, improbable rows, threshold": Case(
+        "ProxyNCALoss", {"softmax_scale": 500, "reducer": reducers.ThresholdReducer(low=100.0)}
+    ),
+    "ProxyNCALoss, improbable rows, class weights": Case(
+        "ProxyNCALoss", {"softmax_scale": 500, "reducer": reducers.ClassWeightedReducer(_WEIGHTS)}
+    ),
     "SubCenterArcFaceLoss, 2": Case("SubCenterArcFaceLoss", {"sub_centers": 2}),
     "SoftTripleLoss, 1 center": Case("SoftTripleLoss", {"centers_per_class": 1}),
     "SoftTripleLoss, sparse centers": Case(
@@ -103,6 +123,8 @@ CASES: dict[str, Case] = {
     "ProxyNCALoss, mined": Case("ProxyNCALoss", mine=pairs),
     "ArcFaceLoss, hard triplets": Case("ArcFaceLoss", mine=hard),
 }
+# the probability of all rows does: their mean is none
+NOT_A_NUMBER: dict[str, Case] = {"ProxyNCALoss, all rows improbable": Case("ProxyNCALoss", {"softmax_scale": 1e5})}
 
 
 def make(case: Case) -> Any:

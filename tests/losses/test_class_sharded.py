@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import pytest
@@ -14,7 +15,19 @@ from pytorch_metric_learning import reducers
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, SigLipLoss
 from tests.counting import CountCollectives, nothing_rides
 from tests.losses.harness import SPLITS
-from tests.losses.sharded_cases import CASES, CLASSES, DIM, Case, global_rows, judge, make, measure, net, whole
+from tests.losses.sharded_cases import (
+    CASES,
+    CLASSES,
+    DIM,
+    NOT_A_NUMBER,
+    Case,
+    global_rows,
+    judge,
+    make,
+    measure,
+    net,
+    whole,
+)
 from tests.oracle import CLASS_LOSSES, assert_close
 from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
@@ -38,6 +51,17 @@ def test_ranks_are_one_process(pool: RankPool, world_size: int) -> None:
             except AssertionError as error:
                 problems.append(f"{key}: {error}")
     assert not problems, "\n".join(problems)
+
+
+def value_of(case: Case) -> float:
+    rows = global_rows([5, 7], dist.get_rank())
+    return ClassShardedLoss(make(case), **case.sharded)(net()(rows["features"]), rows["labels"]).item()
+
+
+def test_a_mean_over_no_rows_is_none_as_in_one_process(pool: RankPool) -> None:
+    for case in NOT_A_NUMBER.values():
+        assert judge(case, [12])["value"].isnan()
+        assert all(math.isnan(value) for value in pool.run(2, value_of, case))
 
 
 def collectives(name: str, rides: bool) -> tuple[list[str], list[str], int]:

@@ -511,8 +511,10 @@ class TiledEvaluator:
         rows = self._call.given["embeddings"]
         if not len(rows) or not self._may_mask():
             return False
+        if self._compiler is not None or not self._on_device:
+            return self._compiler is not None
         matrix_bytes = len(rows) * self._total_columns() * rows.element_size()
-        return self._compiler is not None or (self._on_device and matrix_bytes <= MASKED_BYTES)
+        return self._plan.pair_loss.masks_any_size or matrix_bytes <= MASKED_BYTES
 
     def _prepared_rows(self, columns: Prepared | None) -> Prepared:
         """Prepares this rank's rows; where they are among the columns, they are those.
@@ -606,7 +608,7 @@ class TiledEvaluator:
         if len(tuples) == 3 and facts_of(self._loss).compares_triplets:
             return TripletTuples(tuples, labels.shape[0])
         pairs = TuplePairs(tuples, labels.shape[0], columns, self._rows.dtype, once=once)
-        if once and pairs.contradict():
+        if pairs.contradict:
             raise InputError(
                 f"{type(self._loss).__name__}: indices_tuple",
                 expected="each pair to be either positive or negative",
@@ -638,12 +640,13 @@ class TiledEvaluator:
         out = self._buffer(0, torch.Size((part.stop - part.start, width)))
         matrix = self._distance.matrix(self._kept_rows[part], columns, self._pair_loss.scale, out)
         owners, positives = pairs.positives(part)
-        positives = positives - start
         # rows with themselves, as places in the flattened tile
         self_pairs = pairs.self_pairs(part)
         if self_pairs is not None:
-            row_starts = torch.arange(0, len(self_pairs) * width, width, device=self_pairs.device)
-            self_pairs = row_starts.add_(self_pairs - start)
+            row_starts = torch.arange(-start, len(self_pairs) * width - start, width, device=self_pairs.device)
+            self_pairs = row_starts.add_(self_pairs)
+        if start:
+            positives = positives - start
         positive_columns = pairs.positive_columns(part)
         return Tile(
             matrix,
@@ -655,6 +658,7 @@ class TiledEvaluator:
             slice(positive_columns.start - start, positive_columns.stop - start),
             pairs.triplets(part),
             pairs.most_positives(part),
+            pairs.repeats_negatives,
         )
 
     def _masked_tile(self, block: Block, part: slice) -> MaskedTile:

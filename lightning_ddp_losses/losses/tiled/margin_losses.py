@@ -285,8 +285,7 @@ class Triplets(PairLoss):
 
     def _by_sorting(self, tile: Tile, positives: Tensor) -> bool:
         """Tells whether rows are sorted: where that is exact and the cheaper way."""
-        counted_once = tile.negative_counts is None or bool((tile.negative_counts <= 1).all())
-        return self._can_sort and positives.shape[1] >= _SORT_FROM and counted_once
+        return self._can_sort and positives.shape[1] >= _SORT_FROM and not tile.repeats_negatives
 
     def _sorted_sums(self, tile: Tile, positives: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Computes (T,) each: sum, number of violated and number of all triplets."""
@@ -321,11 +320,7 @@ def _can_sort(loss: Any, reductions: Sequence[Reduction]) -> bool:
 
 def _positives_by_row(tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
     """Makes (T, K) each: entries of the positives, their weights (0 where a row has fewer); (n,) places in there of the tile's list."""
-    owners, rows = tile.positives.rows, tile.matrix.shape[0]
-    width = tile.most_positives
-    if width is None:
-        number = torch.bincount(owners, minlength=rows)
-        width = int(number.max()) if rows else 0
+    owners, rows, width = tile.positives.rows, tile.matrix.shape[0], tile.most_positives
     # each row's begin where they are listed, in ascending order of rows
     starts = torch.searchsorted(owners, torch.arange(rows, device=owners.device))
     places = owners * width + torch.arange(len(owners), device=owners.device) - starts[owners]

@@ -63,6 +63,7 @@ class PairLoss:
         symmetric: Gradients of transposed entries follow from the statistics.
         needs_both_kinds: PML returns a zero where there are no positives, or no negatives.
         counts_pairs_once: A pair counts once, however often a miner names it.
+        masks_any_size: Pairs are masks on an accelerator however large the matrix is (``tile_budget.MASKED_BYTES``).
         grad_in_forward: A tile's gradient follows from the tile alone, but for one factor per sub-loss; it can be had in forward.
         masked_grad_in_forward: A masked tile's, likewise.
         grad_signs: What each sub-loss's gradient is still to be multiplied with, where it is had in forward.
@@ -75,6 +76,7 @@ class PairLoss:
     symmetric: ClassVar[bool] = True
     needs_both_kinds: ClassVar[bool] = False
     counts_pairs_once: ClassVar[bool] = False
+    masks_any_size: ClassVar[bool] = False
     grad_in_forward: bool = False
     masked_grad_in_forward: bool = False
     grad_signs: tuple[float, ...] = (1.0,)
@@ -236,18 +238,23 @@ class SoftmaxPairLoss(PairLoss):
 
     @classmethod
     def supports_masks(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
-        # the logarithm is taken of how much a row counts
-        return all(reduction.weights is None or not bool((reduction.weights < 0).any()) for reduction in reductions)
+        return _have_logarithms(reductions)
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]) -> None:
         factor = as_row(self._stat_factors(factors[0]), row_stats)
         self._row_stats = row_stats * factor
         self._column_stats = None if column_stats is None else column_stats * factor
-        self._softmax_grad = SoftmaxGrad(self._row_stats, self._column_stats)
+        have_logarithms = _have_logarithms(self.reductions)
+        self._softmax_grad = SoftmaxGrad(self._row_stats, self._column_stats, have_logarithms=have_logarithms)
 
     def _stat_factors(self, factor: Number) -> list[Number]:
         """Lists what each statistic is multiplied with: those that are weights, by the factor of the sum."""
         return [1.0, factor, factor]
+
+
+def _have_logarithms(reductions: Sequence[Reduction]) -> bool:
+    """Tells whether how much rows count has a logarithm: none counts less than nothing."""
+    return all(reduction.weights is None or not bool((reduction.weights < 0).any()) for reduction in reductions)
 
 
 class NTXent(SoftmaxPairLoss):
@@ -348,6 +355,7 @@ class SupCon(SoftmaxPairLoss):
 
     counts_pairs_once = True
     needs_both_kinds = True
+    masks_any_size = True
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any) -> None:
         super().__init__(loss, reductions, *args)
@@ -500,22 +508,32 @@ class SoftmaxGrad:
     Args:
         row_stats: (B, 2 or more), l and c of the rows; where c is 0 or l is -inf (no entries), the term is 0.
         column_stats: (G, 2 or more), of the columns; None: the rows' own term only.
+        have_logarithms: No c is less than 0.
     """
 
-    def __init__(self, row_stats: Tensor, column_stats: Tensor | None) -> None:
+    def __init__(self, row_stats: Tensor, column_stats: Tensor | None, *, have_logarithms: bool) -> None:
         lse, count = row_stats[:, 0], row_stats[:, 1]
         self._row_lse, self._row_count = _without_silent_rows(lse, count), count
         self._column_lse: Tensor | None = None
         self._buffer: Tensor | None = None
         self._shift: float | None = None
+        self._row_offset: Tensor | None = None
+        on_device = lse.device.type != "cpu"
+        # One exponential instead of two. On an accelerator exp(m - shift + log(exp(log c_i + shift - l_i) + exp(log c_j + shift - l_j))):
+        # fewer passes over memory, which are what costs there; smaller numbers round less.
+        if on_device and have_logarithms:
+            self._offset_shift = torch.where(lse.isfinite(), lse, 0).amax() if len(lse) else 0.0
+            self._row_offset = count.log() + (self._offset_shift - self._row_lse)
         if column_stats is None:
             return
         column_lse, column_count = column_stats[:, 0], column_stats[:, 1]
         self._column_lse, self._column_count = _without_silent_rows(column_lse, column_count), column_count
-        # One exponential instead of two, exp(m - shift) (c_i exp(shift - l_i) + c_j exp(shift - l_j)), where the log-sum-exps lie close
-        # enough for it. No entry is larger than the log-sum-exps of its row and of its column.
+        if self._row_offset is not None:
+            self._column_offset = column_count.log() + (self._offset_shift - self._column_lse)
+        # On the CPU exp(m - shift) (c_i exp(shift - l_i) + c_j exp(shift - l_j)), where the log-sum-exps lie close enough for it: fewer
+        # exponentials. No entry is larger than the log-sum-exps of its row and of its column.
         # (To know that an accelerator would have to be waited for.)
-        if lse.device.type != "cpu":
+        if on_device:
             return
         extremes = torch.cat([lse, column_lse, self._row_lse.neg(), self._column_lse.neg()])
         if not extremes.numel():
@@ -530,7 +548,12 @@ class SoftmaxGrad:
     def apply_(self, tile: Tile) -> None:
         """Overwrites the tile's matrix with its gradient; -inf becomes 0."""
         matrix, rows, columns = tile.matrix, tile.rows, tile.columns
-        if self._column_lse is None:
+        if self._row_offset is not None:
+            offset = self._row_offset[rows, None]
+            if self._column_lse is not None:
+                offset = torch.logaddexp(offset, self._column_offset[columns], out=self._buffer_like(matrix))
+            matrix.sub_(self._offset_shift).add_(offset).exp_()
+        elif self._column_lse is None:
             matrix.sub_(self._row_lse[rows, None]).exp_().mul_(self._row_count[rows, None])
         elif self._shift is not None:
             buffer = self._buffer_like(matrix)

@@ -11,6 +11,7 @@ Legend: ``T`` rows of a tile, ``C`` columns, ``B`` rows on this rank, ``n`` posi
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple, Protocol
 
 import torch
@@ -48,7 +49,8 @@ class Tile(NamedTuple):
         negative_counts: (T, C) how often each entry counts as a negative; None: see above.
         positive_columns: The columns that may have positives, counted in the tile.
         triplets: (anchor, positive, negative) where a miner names them: anchors count the tile's rows; all else then means nothing.
-        most_positives: How many positives the row with the most has; None: not known on the host.
+        most_positives: How many positives the row with the most has.
+        repeats_negatives: Whether some entry counts as a negative more than once.
     """
 
     matrix: Tensor
@@ -59,7 +61,8 @@ class Tile(NamedTuple):
     negative_counts: Tensor | None
     positive_columns: slice
     triplets: tuple[Tensor, Tensor, Tensor] | None = None
-    most_positives: int | None = None
+    most_positives: int = 0
+    repeats_negatives: bool = False
 
     def positive_entries(self) -> Tensor:
         """Copies the entries of the positives, (n,)."""
@@ -183,6 +186,11 @@ class Pairs(Protocol):
         """(C,), in which order columns lie; None: as they are."""
         ...
 
+    @property
+    def repeats_negatives(self) -> bool:
+        """Whether some pair counts as a negative more than once."""
+        ...
+
     def positive_columns(self, rows: slice) -> slice:
         """Tells the columns among which all positives are."""
         ...
@@ -191,8 +199,8 @@ class Pairs(Protocol):
         """Lists (n,) each: row, counted from the first and ascending, and column of each positive, as often as it counts."""
         ...
 
-    def most_positives(self, rows: slice) -> int | None:
-        """Counts the positives of the row with the most; None: they would have to be looked at."""
+    def most_positives(self, rows: slice) -> int:
+        """Counts the positives of the row with the most."""
         ...
 
     def self_pairs(self, rows: slice) -> Tensor | None:
@@ -222,6 +230,8 @@ class LabelPairs:
         matching: How many of all ranks' rows and columns have the same label, each with itself too.
     """
 
+    repeats_negatives = False
+
     def __init__(
         self, labels: Tensor, column_labels: Tensor, first: int | None, all_labels: Tensor | None = None
     ) -> None:
@@ -240,22 +250,24 @@ class LabelPairs:
             places[self.column_order] = torch.arange(len(places), device=places.device)
             self._own_columns = places[first : first + len(labels)][self.row_order]
         self._number = stops - self._starts - int(first is not None)
+        # of all positives listed row by row, the column of the k-th is k and what its row adds
+        listed = self._number.cumsum(0)
+        self._to_column = self._starts - listed + self._number
         matching = torch.searchsorted(columns, all_labels, right=True) - torch.searchsorted(columns, all_labels)
         # the sizes of all lists to come: what the host has to know, in one transfer
-        on_host: list[int] = torch.cat([self._starts, stops, matching.sum().view(1)]).tolist()
-        self._begin, self._end = on_host[: len(labels)], on_host[len(labels) : -1]
-        self.matching = on_host[-1]
+        on_host: list[int] = torch.cat([self._starts, stops, listed, matching.sum().view(1)]).tolist()
+        rows = len(labels)
+        self._begin, self._end = on_host[:rows], on_host[rows : 2 * rows]
+        self._listed_before, self.matching = [0, *on_host[2 * rows : -1]], on_host[-1]
 
     def positive_columns(self, rows: slice) -> slice:
         return slice(self._begin[rows.start], self._end[rows.stop - 1])
 
     def positives(self, rows: slice) -> tuple[Tensor, Tensor]:
-        number, device = self._number[rows], self._number.device
-        # its size is known on the host: a GPU need not be waited for
-        total = sum(self._end[rows]) - sum(self._begin[rows]) - (self._own_columns is not None) * len(number)
-        owners = torch.arange(len(number), device=device).repeat_interleave(number, output_size=total)
-        first = self._starts[rows] - number.cumsum(0) + number
-        columns = torch.arange(total, device=device).add_(first[owners])
+        # how many there are before them, and of them: a GPU need not be waited for
+        start, stop = self._listed_before[rows.start], self._listed_before[rows.stop]
+        owners = torch.repeat_interleave(self._number[rows], output_size=stop - start)
+        columns = torch.arange(start, stop, device=owners.device).add_(self._to_column[rows][owners])
         if self._own_columns is not None:  # leave it out
             columns += columns >= self._own_columns[rows][owners]
         return owners, columns
@@ -284,6 +296,9 @@ class TuplePairs:
         columns: C.
         dtype: Of the numbers of negatives.
         once: A pair counts once, however often it is named.
+
+    Attributes:
+        contradict: Whether a pair is named as a positive and as a negative, where each counts once; else this is not looked at.
     """
 
     row_order: Tensor | None = None
@@ -297,10 +312,15 @@ class TuplePairs:
         pairs = ((anchors, positives), (negative_anchors, negatives))
         places = [torch.sort(own * columns + others).values for own, others in pairs]
         if once:
-            places = [place[place.diff(prepend=place[:1] - 1) != 0] for place in places]
-        # where each row's begin, and where the last one's end
+            places = [_without_repeats(place, rows * columns) for place in places]
+        # where each row's begin, and where the last one's end; with both flags in one transfer to the host
         ends = torch.arange(rows + 1, device=anchors.device) * columns
-        self._starts: list[list[int]] = [torch.searchsorted(place, ends).tolist() for place in places]
+        starts = [torch.searchsorted(place, ends) for place in places]
+        repeats = (places[1].diff() == 0).any().view(1)
+        contradict = _have_common(places[0], places[1], rows * columns).view(1) if once else torch.zeros_like(repeats)
+        on_host: list[int] = torch.cat([*starts, repeats, contradict]).tolist()
+        self._starts = on_host[: rows + 1], on_host[rows + 1 : -2]
+        self.repeats_negatives, self.contradict = bool(on_host[-2]) and not once, bool(on_host[-1])
         self._places = places
 
     def positive_columns(self, rows: slice) -> slice:
@@ -310,8 +330,9 @@ class TuplePairs:
         places = self._places_in(rows, 0)
         return places // self._columns, places % self._columns
 
-    def most_positives(self, rows: slice) -> None:
-        return None
+    def most_positives(self, rows: slice) -> int:
+        starts = self._starts[0][rows.start : rows.stop + 1]
+        return max(stop - start for start, stop in itertools.pairwise(starts))
 
     def self_pairs(self, rows: slice) -> None:
         return None
@@ -326,15 +347,28 @@ class TuplePairs:
     def triplets(self, rows: slice) -> None:
         return None
 
-    def contradict(self) -> bool:
-        """Tells whether a pair is named as a positive and as a negative."""
-        return bool(torch.isin(*self._places).any())
-
     def _places_in(self, rows: slice, kind: int) -> Tensor:
         """Lists the places of positives (0) or negatives (1) in the flattened tile of some rows."""
         places, starts = self._places[kind], self._starts[kind]
         found: Tensor = places[starts[rows.start] : starts[rows.stop]] - rows.start * self._columns
         return found
+
+
+def _without_repeats(places: Tensor, beyond: int) -> Tensor:
+    """Takes ascending places once each; those that would be there again may be ``beyond`` in their place, at the end."""
+    repeats = places.diff(prepend=places[:1] - 1) == 0
+    if places.device.type == "cpu":
+        return places[~repeats]
+    # to select them would wait for their number
+    return places.masked_fill(repeats, beyond).sort().values
+
+
+def _have_common(places: Tensor, others: Tensor, beyond: int) -> Tensor:
+    """Tells whether two ascending lists have a place in common that is not ``beyond``; 0-dim."""
+    if not len(others):
+        return torch.zeros((), dtype=torch.bool, device=places.device)
+    found = others[torch.searchsorted(others, places).clamp_max(len(others) - 1)] == places
+    return (found & (places < beyond)).any()
 
 
 class TripletTuples:
@@ -347,6 +381,7 @@ class TripletTuples:
 
     row_order: Tensor | None = None
     column_order: Tensor | None = None
+    repeats_negatives = False
 
     def __init__(self, tuples: tuple[Tensor, ...], rows: int) -> None:
         self._anchors, order = torch.sort(tuples[0], stable=True)
@@ -361,8 +396,8 @@ class TripletTuples:
     def positives(self, rows: slice) -> tuple[Tensor, Tensor]:
         return self._anchors[:0], self._anchors[:0]
 
-    def most_positives(self, rows: slice) -> None:
-        return None
+    def most_positives(self, rows: slice) -> int:
+        return 0
 
     def self_pairs(self, rows: slice) -> None:
         return None
