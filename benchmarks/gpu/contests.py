@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytorch_metric_learning.losses as pml
 import torch
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
+from lightning_ddp_losses.losses.tiled import evaluator, pair_losses
 
-__all__ = ["ArcFace", "Clip", "Contest", "SigLip", "SupCon"]
+__all__ = ["ArcFace", "Clip", "Contest", "SigLip", "TwoOfEachClass"]
 
 _BLOCK_ENTRIES = 1 << 27  # of a matrix in float64: 1 GiB
-_TEMPERATURE = 0.1  # SupCon's
+_TEMPERATURE = 0.1  # SupCon's and NTXent's
 _MARGIN, _SCALE = math.radians(28.6), 64.0  # ArcFace's
 
 
@@ -145,18 +147,23 @@ class SigLip(_Towers):
         return {name: leaf.grad for name, leaf in zip(self.leaves, (images, texts, log_scale), strict=True)}
 
 
-class SupCon(Contest):
-    """SupCon of float32 rows, two of each class: row i's positive is row i ^ 1."""
+class TwoOfEachClass(Contest):
+    """SupCon or NTXent of float32 rows, two of each class: row i's positive is row i ^ 1, and both losses are one."""
 
-    def __init__(self, rows: int, width: int, device: str) -> None:
+    def __init__(self, loss_class: type[nn.Module], rows: int, width: int, device: str) -> None:
         torch.manual_seed(0)
         centers = torch.randn(rows // 2, width, device=device).repeat_interleave(2, 0)
         self.embeddings = (centers + torch.randn(rows, width, device=device)).requires_grad_()
         self.labels = torch.arange(rows, device=device) // 2
-        loss = GlobalBatchLoss(pml.SupConLoss(temperature=_TEMPERATURE), mode="rows").to(device)
+        loss = GlobalBatchLoss(loss_class(temperature=_TEMPERATURE), mode="rows").to(device)
         self.leaves = {"embeddings": self.embeddings}
         self.loss: Any = loss
-        self.ours = {"ours": lambda: self._ours("float32"), "ours, products='tf32'": lambda: self._ours("tf32")}
+        self.ours = {
+            "ours": lambda: self._ours("float32"),
+            "ours, pairs as masks": lambda: self._with_pairs(masked=True),
+            "ours, pairs as lists": lambda: self._with_pairs(masked=False),
+            "ours, products='tf32'": lambda: self._ours("tf32"),
+        }
         self.plain = {"torch, float32": self._plain}
         self.tolerance = {"ours": 1e-4, "torch": 1e-4}
 
@@ -164,6 +171,15 @@ class SupCon(Contest):
         self.loss.products = products
         value: Tensor = self.loss(self.embeddings, self.labels)
         return value
+
+    def _with_pairs(self, *, masked: bool) -> Tensor:
+        """Compute with masks or lists of pairs whatever the size of their matrix, which chooses (``tile_budget``)."""
+        most = 1 << 62 if masked else 0
+        with (
+            mock.patch.object(pair_losses.SupCon, "masks_any_size", masked),
+            mock.patch.object(evaluator, "MASKED_BYTES", most),
+        ):
+            return self._ours("float32")
 
     def _plain(self) -> Tensor:
         unit = functional.normalize(self.embeddings, dim=1)
