@@ -4,7 +4,8 @@
 tuples. ``TensorCall`` is one of any other loss, every tensor of which is a batch. With them come the random numbers that are the same
 on every rank (``SeedCounter``, ``shared_seed``, ``same_draws``), and a miner's tuples as weights of rows (``miner_weights``).
 
-Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` rows over all ranks.
+Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` rows over all ranks, ``G'`` references over all ranks (the rows themselves where there
+are no others).
 """
 
 from __future__ import annotations
@@ -93,15 +94,17 @@ class GlobalTuples(tuple[Tensor, ...]):
 
     Attributes:
         rows_of_ranks: How many rows those are, by global rank, in their order.
+        references: How many rows positives and negatives count: the same ones, or others that the miner was given.
     """
 
     rows_of_ranks: dict[int, int]
+    references: int
 
     @classmethod
-    def of(cls, tuples: Iterable[Tensor], rows_of_ranks: dict[int, int]) -> GlobalTuples:
-        """Make them from tuples that count the rows of some ranks, in this order."""
+    def of(cls, tuples: Iterable[Tensor], rows_of_ranks: dict[int, int], references: int) -> GlobalTuples:
+        """Make them from tuples that count the rows of some ranks, in this order, and their references."""
         made = cls(tuples)
-        made.rows_of_ranks = rows_of_ranks
+        made.rows_of_ranks, made.references = rows_of_ranks, references
         return made
 
     @property
@@ -134,8 +137,13 @@ class GlobalTuples(tuple[Tensor, ...]):
         by_rank = dict(zip(self.rows_of_ranks, parts, strict=True))
         return torch.cat([by_rank[rank] for rank in rows_of_ranks])
 
-    def check(self, title: str, rows: int) -> None:
+    def check(self, title: str, rows: int, references: int | None) -> None:
         """Refuse tuples of another batch, or of another group's.
+
+        Args:
+            title: For the message.
+            rows: That the loss gets, over its ranks.
+            references: Likewise; None: it has some of its own.
 
         Raises:
             InputError: naming both numbers of rows.
@@ -146,6 +154,13 @@ class GlobalTuples(tuple[Tensor, ...]):
                 expected=f"of the {rows} rows that the loss gets",
                 got=f"of {self.rows} rows",
                 fix="Mine the embeddings that the loss gets, over the same process group.",
+            )
+        if references is not None and self.references > references:
+            raise InputError(
+                f"{title}: indices_tuple of GlobalBatchMiner",
+                expected=f"of the {references} references that the loss gets",
+                got=f"of {self.references} references",
+                fix="Give the loss the ref_emb that the miner got.",
             )
 
 
@@ -200,7 +215,8 @@ class PMLCall:
         # every rank sees every rank's numbers of rows
         self._refuse_lengths()
         if isinstance(tuples, GlobalTuples):
-            tuples.check(type(inner).__name__, self.total_rows)
+            references = None if facts_of(inner).own_references else self.total_references
+            tuples.check(type(inner).__name__, self.total_rows, references)
         # what the loss gets: rows of all ranks, with tuples that count them
         arguments: dict[str, Any] = dict(zip(names, gathered.tensors, strict=True))
         if indices:
@@ -240,6 +256,11 @@ class PMLCall:
     def total_rows(self) -> int:
         """G."""
         return sum(self.counts["embeddings"])
+
+    @property
+    def total_references(self) -> int:
+        """G'."""
+        return sum(self.counts.get("ref_emb", self.counts["embeddings"]))
 
     @property
     def bound(self) -> tuple[int, int]:
@@ -578,8 +599,9 @@ def miner_counts(indices_tuple: Sequence[Tensor], rows: int, *, only_anchors: bo
     if only_anchors:
         counted = indices_tuple[0::2] if len(indices_tuple) == 4 else indices_tuple[:1]
     index = torch.cat([part.reshape(-1) for part in counted])
-    # ours are rows of its own call; to look at others an accelerator is waited for once, as their miner did
-    if index.numel() and not isinstance(indices_tuple, GlobalTuples):
+    # ours are in range; to look at others an accelerator is waited for once, as their miner did
+    are_in_range = isinstance(indices_tuple, GlobalTuples) and (only_anchors or indices_tuple.references <= rows)
+    if index.numel() and not are_in_range:
         low, high = torch.stack(torch.aminmax(index)).tolist()
         if low < 0 or high >= rows:
             raise InputError(

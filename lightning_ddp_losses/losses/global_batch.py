@@ -494,4 +494,5 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         with same_draws(self.miner, call.seed, call.batches):
             tuples = self.miner(**call.arguments)
         ranks = process_groups.members(self._group)
-        return GlobalTuples.of(tuples, dict(zip(ranks, call.counts["embeddings"], strict=True)))
+        rows_of_ranks = dict(zip(ranks, call.counts["embeddings"], strict=True))
+        return GlobalTuples.of(tuples, rows_of_ranks, call.total_references)

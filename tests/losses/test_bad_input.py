@@ -360,6 +360,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "of the 4 rows.*of 2 rows",
     ),
+    "tuples of other references": (
+        lambda: ask(
+            pml.ContrastiveLoss(),
+            rows(),
+            LABELS,
+            GlobalBatchMiner(miners.BatchHardMiner())(rows(), LABELS, rows(count=6), torch.arange(6) // 3),
+            mode="rows",
+        ),
+        "of the 4 references.*of 6 references",
+    ),
     "no miner": (lambda: GlobalBatchMiner(nn.Identity()), "miner"),
 }
 

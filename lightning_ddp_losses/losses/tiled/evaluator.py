@@ -501,10 +501,7 @@ class TiledEvaluator:
         if collects_counts(self._loss):
             return False
         # of two rows or so PML makes a zero, which depends on their labels
-        return call.total_rows * self._total_columns() > _FEWEST_PAIRS
-
-    def _total_columns(self) -> int:
-        return sum(self._call.counts.get("ref_emb", self._call.counts["embeddings"]))
+        return call.total_rows * call.total_references > _FEWEST_PAIRS
 
     def _fits_masks(self) -> bool:
         """Tells whether pairs are masks: where to list them would wait for the device and cost more, or masks are compiled."""
@@ -513,7 +510,7 @@ class TiledEvaluator:
             return False
         if self._compiler is not None or not self._on_device:
             return self._compiler is not None
-        matrix_bytes = len(rows) * self._total_columns() * rows.element_size()
+        matrix_bytes = len(rows) * self._call.total_references * rows.element_size()
         return self._plan.pair_loss.masks_any_size or matrix_bytes <= MASKED_BYTES
 
     def _prepared_rows(self, columns: Prepared | None) -> Prepared:
