@@ -51,15 +51,19 @@ __all__ = [
     "CLASS_SHARDED",
     "LOSSES",
     "MINERS",
+    "SHARDED",
     "SLOPES",
     "TILED",
     "TOWERS",
     "Bound",
     "Found",
     "Mined",
+    "TwoTowers",
     "bounded_run",
+    "case_of",
     "join_world_of_one",
     "main",
+    "measure",
     "metric_cases",
     "runs_of",
 ]
@@ -371,8 +375,8 @@ LOSSES = [f"loss; {name}; {mode}" for name, case in {**PML, **TORCH}.items() for
 MINERS = [f"miner; {name}" for name in variants.MINERS]
 # (those of other distances differ in what the CPU tests already)
 TILED = [f"tiles; {name}" for name in test_tiled.CASES if not any(word in name for word in test_tiled.DISTANCES)]
-_SHARDED = {**sharded_cases.CASES, **sharded_cases.NOT_A_NUMBER}
-CLASS_SHARDED = [f"class-sharded; {name}" for name in _SHARDED]
+SHARDED = {**sharded_cases.CASES, **sharded_cases.NOT_A_NUMBER}
+CLASS_SHARDED = [f"class-sharded; {name}" for name in SHARDED]
 TOWERS = [f"two towers; {name}" for name in TOWER_CASES]
 _RANDOM_MINERS = ("miner; DistanceWeightedMiner", "miner; UniformHistogramMiner")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool)
@@ -391,7 +395,7 @@ def runs_of(device: Device) -> dict[str, Callable[[], Found]]:
     metrics = metric_cases()
     runs: dict[str, Callable[[], Found]] = {}
     for name in LOSSES:
-        if device.draws_as_the_host or not _case_of(name).random:
+        if device.draws_as_the_host or not case_of(name).random:
             runs[name] = partial(_loss, device, name)
     for name in MINERS:
         if device.draws_as_the_host or name not in _RANDOM_MINERS:
@@ -423,13 +427,13 @@ def _fingerprint(device: Device, dtype: torch.dtype) -> Found:
     return Found(error="" if own == same != changed else f"{own}, {same}, {changed}")
 
 
-def _case_of(name: str) -> harness.Case:
+def case_of(name: str) -> harness.Case:
     return {**PML, **TORCH}[name.split("; ")[1]]
 
 
 def _loss(device: Device, name: str) -> Found:
     """Runs a loss in one mode on the small batch, beside the plain loss."""
-    case, mode = _case_of(name), name.split("; ")[2]
+    case, mode = case_of(name), name.split("; ")[2]
     net, _ = harness.fresh(case)
     args, kwargs = case.give(net, harness.global_rows())
     options: Any = {**case.options, "mode": mode}
@@ -455,7 +459,7 @@ def _tiled(device: Device, name: str) -> Found:
 
 def _class_sharded(device: Device, name: str) -> Found:
     """Runs a class-sharded loss on the small batch, beside PML's with the same weight."""
-    case, batch = _SHARDED[name.removeprefix("class-sharded; ")], sharded_cases.global_rows()
+    case, batch = SHARDED[name.removeprefix("class-sharded; ")], sharded_cases.global_rows()
     embeddings = sharded_cases.net()(batch["features"])
     args = [embeddings, batch["labels"]]
     if case.mine is not None:
@@ -469,12 +473,12 @@ def _class_sharded(device: Device, name: str) -> Found:
     return measure(device, lambda: ClassShardedLoss(sharded_cases.make(case), **case.sharded), tuple(args), naive=naive)
 
 
-class _TwoTowers(nn.Module):
+class TwoTowers(nn.Module):
     """Two encoders and a loss, called on the features of both."""
 
-    def __init__(self, case: Any) -> None:
+    def __init__(self, case: Any, gather: str = "all") -> None:
         super().__init__()
-        self.towers = Towers(case)
+        self.towers = Towers(case, gather)
 
     def forward(self, images: Tensor, texts: Tensor, extra: Tensor | None, queue: Tensor | None) -> Tensor:
         towers = self.towers
@@ -493,7 +497,7 @@ def _two_towers(device: Device, name: str) -> Found:
         extra = None if extra is None else towers.text(extra)
         return textbook(case, towers, towers.image(images), towers.text(texts), extra, queue)
 
-    return measure(device, lambda: _TwoTowers(case), (batch["features"], batch["views"], extra, queue), naive=naive)
+    return measure(device, lambda: TwoTowers(case), (batch["features"], batch["views"], extra, queue), naive=naive)
 
 
 def _batch_norm(device: Device) -> Found:

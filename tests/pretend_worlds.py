@@ -13,6 +13,8 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ from tests.pretend_runs import (
     two_towers,
 )
 
-__all__ = ["BACKENDS", "WORLDS", "main"]
+__all__ = ["BACKENDS", "WORLDS", "main", "on_forked_ranks"]
 
 BACKENDS = {"as NCCL": True, "gloo": False}  # and whether it carries the device's tensors
 WORLD = 2
@@ -171,7 +173,7 @@ WORLDS: dict[str, tuple[Bound, int]] = {
         Bound(mined(class_sharded), classes_of_rows, 165, 5, 0, own_waits=1),
         8,
     ),
-    "ProxyNCA, class-sharded": (Bound(proxy_nca, pairs_of_rows, 123, 0, 0), 3),
+    "ProxyNCA, class-sharded": (Bound(proxy_nca, pairs_of_rows, 124, 0, 0), 3),
     # two ranks' rows are two tiles, each of them taken two and three times
     "SupCon, ring": (Bound(ring(pml.SupConLoss), pairs_of_rows, 144, 0, 0), 8),
     "NTXent, ring": (Bound(ring(pml.NTXentLoss), pairs_of_rows, 208, 0, 0), 9),
@@ -222,15 +224,44 @@ def _refusal(device: Device) -> str:
     return "nothing"
 
 
-def _as_rank(device: Device, rank: int, folder: Path, *, carries: bool) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    pretend_collectives.carry(carries=carries)
-    store = dist.FileStore(str(folder / "store"), WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+def _as_rank(device: Device, rank: int) -> dict[str, Any]:
+    """Returns by name what this rank found."""
     found: dict[str, Any] = {name: asdict(_measured(device, name)) for name in WORLDS}
     found["refusal"] = _refusal(device)
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+    return found
+
+
+def on_forked_ranks(job: Callable[[int], Any], world_size: int, folder: Path, *, carries: bool) -> list[Any]:
+    """Runs a job on ranks that are forks of this process, which has the device; returns what each returned.
+
+    Args:
+        job: Of a rank -> something that JSON can carry.
+        world_size: Number of ranks.
+        folder: An empty one.
+        carries: Whether collectives carry the device's tensors.
+    """
+    children = []
+    for rank in range(world_size):
+        child = os.fork()
+        if child == 0:
+            try:
+                warnings.simplefilter("ignore")
+                torch.set_num_threads(1)
+                pretend_collectives.carry(carries=carries)
+                store = dist.FileStore(str(folder / "store"), world_size)
+                dist.init_process_group(
+                    "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+                )
+                (folder / f"{rank}.json").write_text(json.dumps(job(rank)))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
 def main(device: Device, path: Path) -> None:
@@ -239,19 +270,5 @@ def main(device: Device, path: Path) -> None:
     for backend, carries in BACKENDS.items():
         folder = path.parent / backend.replace(" ", "_")
         folder.mkdir()
-        children = []
-        for rank in range(WORLD):
-            child = os.fork()
-            if child == 0:
-                try:
-                    _as_rank(device, rank, folder, carries=carries)
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    sys.stderr.flush()
-                    os._exit(0)
-            children.append(child)
-        for child in children:
-            os.waitpid(child, 0)
-        results[backend] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+        results[backend] = on_forked_ranks(partial(_as_rank, device), WORLD, folder, carries=carries)
     path.write_text(json.dumps(results))

@@ -122,6 +122,21 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.slow
+def test_three_ranks(tmp_path: Path) -> None:
+    """Every case of the losses on uneven ranks, and with a rank that has no rows, whose collectives carry the device's tensors."""
+    program = "from tests import pretend_collectives\npretend_collectives.install()\n"
+    program += "from tests.pretend_parity import main\nmain(device, Path(sys.argv[1]))"
+    ranks = found_by(program, tmp_path)
+    problems = []
+    for rank, found in enumerate(ranks):
+        assert len(found) > 900
+        for name, (difference, error) in found.items():
+            if error or not difference < EXACT:
+                problems.append(f"{name}, rank {rank}: {error or difference}")
+    assert not problems, "\n".join(problems)
+
+
 def beyond(found: dict[str, Any], bound: pretend_runs.Bound, rounded: float) -> str:
     """In what a run went beyond its bound, in words."""
     if found["error"]:
