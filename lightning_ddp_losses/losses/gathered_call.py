@@ -31,7 +31,7 @@ from lightning_ddp_losses.losses.anchor_tuples import (
     named_anchors,
     same_label_counts,
 )
-from lightning_ddp_losses.losses.pml_registry import facts_of, may_draw, takes_class_labels
+from lightning_ddp_losses.losses.pml_registry import compares_named_rows, facts_of, may_draw, takes_class_labels
 from lightning_ddp_losses.losses.two_views import TWO_VIEWS, by_view, fix_for_views, identities_of
 
 _SEED = struct.Struct("<QQ")
@@ -205,6 +205,8 @@ class PMLCall:
         aliases = {name: own for name, own in _REFERENCES if _is_same_tensor(given, name, own)}
         batches = {name: v for name, v in given.items() if isinstance(v, Tensor) and name not in aliases}
         tuples = given.get("indices_tuple")
+        if compares_named_rows(inner):
+            refuse_malformed_tuples(f"{type(inner).__name__}: indices_tuple", _own_tuples(tuples))
         rows = given.get("embeddings")
         indices = {f"index {i}": _on_device_of(rows, index) for i, index in enumerate(_own_tuples(tuples))}
         gathered = gather(batches | indices)
@@ -438,6 +440,29 @@ class PMLCall:
 
 def _is_same_tensor(given: Mapping[str, Any], name: str, other: str) -> bool:
     return isinstance(given.get(name), Tensor) and given[name] is given.get(other)
+
+
+def refuse_malformed_tuples(what: str, tuples: Sequence[Tensor]) -> None:
+    """Refuse a miner's tuples that name no rows, or that torch would match with each other by broadcasting or as masks.
+
+    Raises:
+        InputError: saying what they are.
+    """
+    if not len(tuples):
+        return
+    expected, fix = "3 or 4 tensors of row numbers (torch.int64), (n,) each", "Pass what a miner returns."
+    if not all(isinstance(index, Tensor) for index in tuples):
+        raise InputError(what, expected=expected, got=", ".join(type(index).__name__ for index in tuples), fix=fix)
+    # bool and uint8 are masks
+    are_numbers = all(index.dtype in (torch.int64, torch.int32, torch.int16) for index in tuples)
+    if len(tuples) not in (3, 4) or not are_numbers or any(index.ndim != 1 for index in tuples):
+        got = ", ".join(f"{index.dtype} {tuple(index.shape)}" for index in tuples)
+        raise InputError(what, expected=expected, got=f"{len(tuples)}: {got}", fix=fix)
+    lengths = [len(index) for index in tuples]
+    matched = [lengths[:2], lengths[2:]] if len(tuples) == 4 else [lengths]
+    if any(len(set(each)) > 1 for each in matched):
+        expected = "as many anchors as positives, and as negatives"
+        raise InputError(what, expected=expected, got=f"lengths {', '.join(map(str, lengths))}", fix=fix)
 
 
 def _own_tuples(tuples: Any) -> Sequence[Tensor]:

@@ -200,6 +200,12 @@ def takes_class_labels(inner: nn.Module) -> bool:
     )
 
 
+def compares_named_rows(inner: nn.Module) -> bool:
+    """Say whether tuples of a loss name rows that it compares; else they may be anything, or how often each row counts."""
+    mode = facts_of(inner).mode
+    return mode == "rows" or (mode != "elements" and takes_class_labels(inner))
+
+
 def compares_rows(loss: object) -> bool:
     """Say whether a loss is known to compare the rows of a batch with each other, and not with class weights of its own."""
     if not isinstance(loss, pml.BaseMetricLossFunction) or next(loss.parameters(), None) is not None:

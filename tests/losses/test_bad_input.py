@@ -151,6 +151,12 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
         lambda r: ask(pml.NTXentLoss(), rows(), LABELS, tuple(torch.tensor([0, 3 + (r == 1)]) for _ in range(4))),
         ("indices_tuple", "0 to 4 for 4 rows", "GlobalBatchMiner returns"),
     ),
+    "tuples of unequal lengths, one rank": (
+        lambda r: ask(
+            pml.NTXentLoss(), rows(), LABELS, tuple(torch.arange(2)[: 1 + (r != 1 or i != 1)] for i in range(4))
+        ),
+        ("indices_tuple", "lengths 2, 1, 2, 2"),
+    ),
     "a column beside a row of targets": (
         lambda r: ask(nn.PoissonNLLLoss(), rows(1, 4 + r), torch.zeros(4 + r).double()),
         ("(4, 1), (4,)", "unsqueeze"),
@@ -359,6 +365,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
             pml.NTXentLoss(), rows(), LABELS, GlobalBatchMiner(miners.BatchHardMiner())(rows(count=2), LABELS[1:3])
         ),
         "of the 4 rows.*of 2 rows",
+    ),
+    "tuples that are masks": (
+        lambda: ask(pml.TripletMarginLoss(), rows(), LABELS, (LABELS > 0, LABELS > 0, LABELS < 1), mode="rows"),
+        "3 or 4 tensors of row numbers.*torch.bool",
+    ),
+    "pairs without negatives": (
+        lambda: ask(pml.ContrastiveLoss(), rows(), LABELS, (LABELS, LABELS)),
+        "3 or 4 tensors of row numbers.*got 2",
+    ),
+    "tuples that are lists": (
+        lambda: ask(pml.ContrastiveLoss(), rows(), LABELS, ([0], [1], [2])),
+        "3 or 4 tensors of row numbers.*got list, list, list",
     ),
     "tuples of other references": (
         lambda: ask(
