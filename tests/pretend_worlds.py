@@ -166,7 +166,7 @@ WORLDS: dict[str, tuple[Bound, int]] = {
         11,
     ),
     "Circle, row tiles, mined on each rank": (
-        Bound(mined(by_rows(pml.CircleLoss)), classes_of_rows, 253, 20, 2, own_waits=5),
+        Bound(mined(by_rows(pml.CircleLoss)), classes_of_rows, 256, 20, 2, own_waits=5),
         23,
     ),
     "ArcFace, class-sharded, mined on each rank": (

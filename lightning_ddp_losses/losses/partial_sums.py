@@ -309,7 +309,7 @@ def _partial_sum(
     assert reduction is not None
     if not torch.is_tensor(losses):  # PML's zero loss is the number 0
         share = undivided(parts) if reduction.plain_sum else 0.0
-        return PartialSum(_no_loss(embeddings), share, name=name, is_sum=reduction.plain_sum)
+        return PartialSum(no_loss(embeddings), share, name=name, is_sum=reduction.plain_sum)
     if kind == "already_reduced":
         return PartialSum(_sum_over(losses, embeddings), 1.0, full=True, name=name, counts=ONE_ELEMENT)
     # pairs are averaged within their anchor first, if at all
@@ -335,7 +335,11 @@ def _partial_sum(
         given = info["divisor"]
         divisor = number_of(given) if isinstance(given, Tensor) else float(given)
     counts = ElementCounts(elements, divisor, above_low, pairs)
-    return PartialSum(_sum_over(losses, embeddings), divisor, name=name, counts=counts, is_sum=reduction.plain_sum)
+    total = _sum_over(losses, embeddings)
+    # a NaN passes no limit: where nothing passes it would be lost
+    if reduction.selects and (isinstance(divisor, Tensor) or not divisor):
+        total = total + no_loss(embeddings.detach())
+    return PartialSum(total, divisor, name=name, counts=counts, is_sum=reduction.plain_sum)
 
 
 def _sum_over(losses: Tensor, embeddings: Tensor) -> Tensor:
@@ -344,11 +348,11 @@ def _sum_over(losses: Tensor, embeddings: Tensor) -> Tensor:
     # what depends on them anyway is spared three passes over them, there and back
     if not embeddings.requires_grad or autograd_graph.depends_on(total, embeddings):
         return total
-    return total + _no_loss(embeddings)
+    return total + no_loss(embeddings)
 
 
-def _no_loss(embeddings: Tensor) -> Tensor:
-    """Return 0, with the embeddings in its graph."""
+def no_loss(embeddings: Tensor) -> Tensor:
+    """Return 0, with the embeddings in its graph; as PML's loss of nothing NaN, where they hold anything that is no finite number."""
     return torch.sum(embeddings * 0)
 
 
@@ -489,7 +493,7 @@ def scale_factors(stats_by_rank: GlobalStats, empty: float = 0.0) -> tuple[Numbe
             value += total / divisor
             factors.append(world / divisor)
         else:
-            value += empty
+            value += empty + 0 * total
             factors.append(0.0)
     return value, factors
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import reducers
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import GlobalBatchLoss
 from tests.losses.cases import PML
-from tests.losses.harness import CLASSES, SPLITS, Case, alone, compare, mean_over_ranks, on_ranks
+from tests.losses.harness import CLASSES, DIM, SPLITS, Case, alone, compare, mean_over_ranks, on_ranks
 from tests.rank_pool import RankPool
 
 REDUCERS: dict[str, Callable[[], nn.Module]] = {
@@ -104,3 +106,37 @@ def test_every_reducer_is_tried() -> None:
 def test_a_reducer_that_reduces_nothing_is_refused_by_name(make: Callable[[Any], nn.Module]) -> None:
     with pytest.raises(ConfigurationError, match="DoNothingReducer"):
         GlobalBatchLoss(make(reducers.DoNothingReducer()))
+
+
+WITH_A_NAN: dict[str, Callable[[], nn.Module]] = {
+    "SupConLoss, rows": pml.SupConLoss,
+    "ContrastiveLoss, rows": pml.ContrastiveLoss,
+    "TripletMarginLoss, rows": pml.TripletMarginLoss,
+    "CircleLoss, rows": pml.CircleLoss,
+    "NTXentLoss, rows": pml.NTXentLoss,
+    "SupConLoss, replicated": pml.SupConLoss,
+    "ArcFaceLoss, elements": lambda: PML["ArcFaceLoss"].make(reducer=reducers.AvgNonZeroReducer()),
+}
+
+
+def values_of_nan(gather: str) -> dict[str, float]:
+    """Embeddings that are NaN on both ranks, of which rank 0 has one row: too few to be compared."""
+    rank, found = dist.get_rank(), {}
+    for name, make in WITH_A_NAN.items():
+        mode = name.split(", ")[1]
+        if gather == "ring" and name.split(", ")[0] not in ("SupConLoss", "ContrastiveLoss", "NTXentLoss"):
+            continue
+        embeddings = torch.full((1 + 6 * rank, DIM), torch.nan, requires_grad=True)
+        options: Any = {"mode": mode, "gather": gather if mode == "rows" else "all"}
+        found[name] = GlobalBatchLoss(make(), **options)(embeddings, torch.arange(1 + 6 * rank) % 3).item()
+    return found
+
+
+@pytest.mark.parametrize("gather", ["all", "ring"])
+def test_a_nan_is_not_lost_where_nothing_passes_a_limit(pool: RankPool, gather: str) -> None:
+    """As in one process: PML's loss of nothing is the sum of the embeddings times 0."""
+    for name, make in WITH_A_NAN.items():
+        embeddings, labels = torch.full((8, DIM), torch.nan), torch.tensor([0, 0, 1, 2, 0, 1, 2, 0])
+        assert make()(embeddings, labels).isnan(), name
+    for found in pool.run(2, values_of_nan, gather):
+        assert all(math.isnan(value) for value in found.values()), found

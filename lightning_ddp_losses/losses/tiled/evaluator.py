@@ -30,6 +30,8 @@ from lightning_ddp_losses.losses.partial_sums import (
     PartialStats,
     cast_number,
     device_table,
+    no_loss,
+    number_of,
     pack_stats,
     scale_factors,
     undivided,
@@ -680,15 +682,21 @@ class TiledEvaluator:
         """Lists this rank's sub-losses."""
         counts_on_device = self._masked and self._on_device
         if not counts_on_device and self._is_zero_loss():
-            return [PartialStats(0.0, 0.0, False, ElementCounts())] * len(self._totals)
+            return [PartialStats(self._no_loss(), 0.0, False, ElementCounts())] * len(self._totals)
         found = []
-        for total in self._totals:
-            divisor = total.divisor
+        for each in self._totals:
+            total, divisor = each.total, each.divisor
             if divisor is None:
                 divisor = undivided(self._world)
-            counts = ElementCounts(total.elements, total.passed, total.above_low, total.pairs)
-            found.append(PartialStats(total.total, divisor, False, counts))
+            # a NaN passes no limit of a list: where nothing passes it would be lost
+            elif not self._masked and (isinstance(divisor, Tensor) or not divisor):
+                total = total + self._no_loss()
+            counts = ElementCounts(each.elements, each.passed, each.above_low, each.pairs)
+            found.append(PartialStats(total, divisor, False, counts))
         return found
+
+    def _no_loss(self) -> Number:
+        return number_of(no_loss(self._embeddings.detach()))
 
     def _is_zero_loss(self) -> bool:
         """Tells whether PML returns a zero at once, for want of pairs; the same on all ranks."""
