@@ -31,12 +31,19 @@ from lightning_ddp_losses.losses.anchor_tuples import (
     named_anchors,
     same_label_counts,
 )
-from lightning_ddp_losses.losses.pml_registry import compares_named_rows, facts_of, may_draw, takes_class_labels
+from lightning_ddp_losses.losses.pml_registry import (
+    compares_named_rows,
+    facts_of,
+    is_of_pml,
+    may_draw,
+    takes_class_labels,
+)
 from lightning_ddp_losses.losses.two_views import TWO_VIEWS, by_view, fix_for_views, identities_of
 
 _SEED = struct.Struct("<QQ")
 # PML asks whether the references are the very same tensors as the rows
 _REFERENCES = (("ref_emb", "embeddings"), ("ref_labels", "labels"))
+_SHAPES = (("embeddings", "(n, D)", 2), ("labels", "(n,)", 1), ("ref_emb", "(n, D)", 2), ("ref_labels", "(n,)", 1))
 
 
 def by_name(
@@ -52,7 +59,8 @@ def by_name(
         kwargs: By name.
 
     Raises:
-        InputError: for more positional arguments than names, for one that is given twice, and for labels that are no classes.
+        InputError: for more positional arguments than names, for one that is given twice, for labels that are no classes, and for
+            embeddings that are not (n, D).
     """
     twice = [name for name in names[: len(args)] if name in kwargs]
     if len(args) > len(names) or twice:
@@ -66,8 +74,12 @@ def by_name(
             )
         raise InputError(f"{title}: arguments", expected=f"{', '.join(names)}, each once", got=got, fix=fix)
     given = dict(zip(names, args, strict=False)) | kwargs
-    _refuse_float_labels(title, inner, given)
-    return {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
+    if takes_class_labels(inner):
+        _refuse_float_labels(title, inner, given)
+    if is_of_pml(inner):
+        _refuse_odd_shapes(title, given)
+    return given
 
 
 def _refuse_float_labels(title: str, inner: nn.Module, given: Mapping[str, Any]) -> None:
@@ -75,8 +87,6 @@ def _refuse_float_labels(title: str, inner: nn.Module, given: Mapping[str, Any])
     for name in ("labels", "ref_labels"):
         labels = given.get(name)
         if not isinstance(labels, Tensor) or not (labels.is_floating_point() or labels.is_complex()):
-            continue
-        if not takes_class_labels(inner):
             continue
         fix = "Pass class indices: labels.long()."
         if labels.ndim > 1:
@@ -87,6 +97,16 @@ def _refuse_float_labels(title: str, inner: nn.Module, given: Mapping[str, Any])
             got=f"a floating dtype of shape {tuple(labels.shape)}",
             fix=fix,
         )
+
+
+def _refuse_odd_shapes(title: str, given: Mapping[str, Any]) -> None:
+    """Refuse embeddings and labels of other shapes than PML's."""
+    for name, shape, dimensions in _SHAPES:
+        value = given.get(name)
+        if value is None or (isinstance(value, Tensor) and value.ndim == dimensions):
+            continue
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"{title}: {name}", expected=f"a tensor of shape {shape}", got=got)
 
 
 class GlobalTuples(tuple[Tensor, ...]):

@@ -194,10 +194,12 @@ def is_pml_loss(loss: object) -> bool:
 def takes_class_labels(inner: nn.Module) -> bool:
     """Say whether a loss or miner, or one inside it, is PML's own and compares labels for equality; a user's may read them as numbers."""
     own = (pml.BaseMetricLossFunction, miners.BaseMiner)
-    return any(
-        isinstance(module, own) and type(module).__module__.startswith("pytorch_metric_learning.")
-        for module in inner.modules()
-    )
+    return any(isinstance(module, own) and is_of_pml(module) for module in inner.modules())
+
+
+def is_of_pml(module: object) -> bool:
+    """Say whether a module's class is PML's own, and not one that a user has made of it."""
+    return type(module).__module__.startswith("pytorch_metric_learning.")
 
 
 def compares_named_rows(inner: nn.Module) -> bool:

@@ -370,6 +370,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ask(pml.TripletMarginLoss(), rows(), LABELS, (LABELS > 0, LABELS > 0, LABELS < 1), mode="rows"),
         "3 or 4 tensors of row numbers.*torch.bool",
     ),
+    "labels of two dimensions": (lambda: ask(pml.SupConLoss(), rows(), LABELS[:, None]), "labels.*shape \\(4, 1\\)"),
+    "labels in a list": (lambda: ask(pml.SupConLoss(), rows(), LABELS.tolist()), "labels.*shape \\(n,\\), got list"),
+    "embeddings of three dimensions": (
+        lambda: ask(pml.SupConLoss(), rows()[:, None], LABELS, mode="rows"),
+        "embeddings.*shape \\(n, D\\), got shape \\(4, 1, 6\\)",
+    ),
     "pairs without negatives": (
         lambda: ask(pml.ContrastiveLoss(), rows(), LABELS, (LABELS, LABELS)),
         "3 or 4 tensors of row numbers.*got 2",
