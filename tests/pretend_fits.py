@@ -9,12 +9,10 @@ Each fit on the device ends after its first epoch, saves, and is resumed; that o
 from __future__ import annotations
 
 import json
-import os
-import sys
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +38,9 @@ from lightning_ddp_losses import (
     differentiable,
 )
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
-from tests import pretend_collectives
 from tests.devices import HOST, Device
 from tests.lightning_ranks import QUIET, RankEnvironment
+from tests.pretend_forks import on_forked_ranks
 from tests.pretend_runs import Bound, Found
 
 __all__ = ["FITS", "PretendAccelerator", "PretendStrategy", "main"]
@@ -238,20 +236,15 @@ FITS: dict[str, Bound] = {
 _RANKS = {"fit, 1 rank": 1, "fit, 2 ranks over gloo": 2, "fit, 2 ranks": 2}
 
 
-def _as_rank(device: Device, name: str, rank: int, folder: Path) -> None:
-    """Runs a fit as one rank of its world; rank 0 writes what it found."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    pretend_collectives.carry(carries="gloo" not in name)
-    store = dist.FileStore(str(folder / "store"), _RANKS[name])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS[name])
+def _as_rank(device: Device, name: str, folder: Path, rank: int) -> dict[str, Any]:
+    """Runs a fit as one rank of its world; returns what it found."""
     try:
         found = fit(device, folder)
         if _RANKS[name] == 1:
             (folder / "late.json").write_text(json.dumps(late_error(device, folder, BATCHES - 1)))
     except Exception:
         found = Found(error=traceback.format_exc()[-3000:])
-    (folder / f"{rank}.json").write_text(json.dumps(vars(found)))
+    return vars(found)
 
 
 def main(device: Device, path: Path) -> None:
@@ -260,19 +253,7 @@ def main(device: Device, path: Path) -> None:
     for number, (name, world) in enumerate(_RANKS.items()):
         folder = path.parent / f"fit_{number}"
         folder.mkdir()
-        children = []
-        for rank in range(world):
-            child = os.fork()
-            if child == 0:
-                try:
-                    _as_rank(device, name, rank, folder)
-                finally:
-                    sys.stdout.flush()
-                    os._exit(0)
-            children.append(child)
-        for child in children:
-            os.waitpid(child, 0)
-        found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+        found = on_forked_ranks(partial(_as_rank, device, name, folder), world, folder, carries="gloo" not in name)
         results[name] = found[0] | {"error": "\n".join(each["error"] for each in found).strip()}
         results[name]["difference"] = max(each["difference"] for each in found)
     results["late"] = json.loads((path.parent / "fit_0" / "late.json").read_text())

@@ -11,17 +11,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss
+from lightning_ddp_losses.losses.tiled import evaluator, pair_losses
 from tests.devices import Device
 from tests.losses import harness, sharded_cases, test_tiled
 from tests.losses.test_two_towers import CASES as TOWER_CASES
 from tests.losses.test_two_towers import EXTRA, further
+from tests.pretend_forks import on_forked_ranks
 from tests.pretend_runs import LOSSES, SHARDED, Found, TwoTowers, case_of, measure
-from tests.pretend_worlds import on_forked_ranks
 
 __all__ = ["main"]
 
@@ -60,6 +62,14 @@ def _tiled(device: Device, name: str, sizes: list[int], rank: int, *, gather: st
     return measure(device, lambda: GlobalBatchLoss(make().double(), **options), (), kwargs=given)
 
 
+def _listed(run: Callable[[], Found]) -> Found:
+    with (
+        mock.patch.object(evaluator, "MASKED_BYTES", 0),
+        mock.patch.object(pair_losses.SupCon, "masks_any_size", False),
+    ):
+        return run()
+
+
 def _two_towers(device: Device, name: str, sizes: list[int], rank: int, *, gather: str) -> Found:
     rows, case = harness.own_rows(sizes, rank), TOWER_CASES[name]
     extra, queue = further(case)
@@ -88,6 +98,10 @@ def _runs(device: Device, rank: int) -> Runs:
         for gather, names in (("all", list(test_tiled.CASES)), ("ring", test_tiled.RING)):
             for name in names:
                 yield f"tiles, {gather}; {name}; {sizes}", partial(_tiled, device, name, sizes, rank, gather=gather)
+            # pairs as lists, as in large matrices
+            for name in test_tiled.RING:
+                run = partial(_tiled, device, name, sizes, rank, gather=gather)
+                yield f"lists, {gather}; {name}; {sizes}", partial(_listed, run)
 
 
 def _as_rank(device: Device, rank: int) -> dict[str, tuple[float, str]]:

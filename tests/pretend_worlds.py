@@ -7,18 +7,12 @@ as NCCL does, where no line of ours waits. Each rank is a fork of one process wi
 from __future__ import annotations
 
 import json
-import os
-import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torchmetrics
 from pytorch_metric_learning import losses as pml
@@ -38,8 +32,9 @@ from lightning_ddp_losses import (
     global_mean,
 )
 from lightning_ddp_losses.core.nests import map_tensors
-from tests import pretend_collectives, pretend_device, pretend_ranks
+from tests import pretend_device, pretend_ranks
 from tests.devices import Device
+from tests.pretend_forks import on_forked_ranks
 from tests.pretend_runs import (
     ROWS,
     WIDTH,
@@ -55,7 +50,7 @@ from tests.pretend_runs import (
     two_towers,
 )
 
-__all__ = ["BACKENDS", "WORLDS", "main", "on_forked_ranks"]
+__all__ = ["BACKENDS", "WORLDS", "main"]
 
 BACKENDS = {"as NCCL": True, "gloo": False}  # and whether it carries the device's tensors
 WORLD = 2
@@ -111,8 +106,8 @@ def class_sharded() -> nn.Module:
     return ClassShardedLoss(pml.ArcFaceLoss(256, WIDTH))
 
 
-def proxy_nca() -> nn.Module:
-    return ClassShardedLoss(pml.ProxyNCALoss(256, WIDTH))
+def proxy_nca(**options: float) -> nn.Module:
+    return ClassShardedLoss(pml.ProxyNCALoss(256, WIDTH, **options))
 
 
 def mined(loss: Callable[[], nn.Module], *, over_all_ranks: bool = False) -> Callable[[], nn.Module]:
@@ -195,6 +190,10 @@ WORLDS: dict[str, tuple[Bound, int]] = {
         2,
     ),
     "window, class-sharded": (Bound(lambda: Window(class_sharded()), pairs_of_rows, 290, 0, 0), 6),
+    "window, class-sharded, rows without a loss": (
+        Bound(lambda: Window(proxy_nca(softmax_scale=100)), pairs_of_rows, 300, 2, 0, own_waits=2),
+        8,
+    ),
     "window, global_mean": (Bound(lambda: Window(mean_of_squares), pairs_of_rows, 49, 0, 0), 2),
     "stats, mean": (Bound(with_stats(ntxent), pairs_of_rows, 157, 3, 1, own_waits=3), 4),
     "stats, average of the non-zero": (Bound(with_stats(contrastive), pairs_of_rows, 153, 3, 0, own_waits=3), 4),
@@ -229,39 +228,6 @@ def _as_rank(device: Device, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: asdict(_measured(device, name)) for name in WORLDS}
     found["refusal"] = _refusal(device)
     return found
-
-
-def on_forked_ranks(job: Callable[[int], Any], world_size: int, folder: Path, *, carries: bool) -> list[Any]:
-    """Runs a job on ranks that are forks of this process, which has the device; returns what each returned.
-
-    Args:
-        job: Of a rank -> something that JSON can carry.
-        world_size: Number of ranks.
-        folder: An empty one.
-        carries: Whether collectives carry the device's tensors.
-    """
-    children = []
-    for rank in range(world_size):
-        child = os.fork()
-        if child == 0:
-            try:
-                warnings.simplefilter("ignore")
-                torch.set_num_threads(1)
-                pretend_collectives.carry(carries=carries)
-                store = dist.FileStore(str(folder / "store"), world_size)
-                dist.init_process_group(
-                    "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-                )
-                (folder / f"{rank}.json").write_text(json.dumps(job(rank)))
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(0)
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
 def main(device: Device, path: Path) -> None:

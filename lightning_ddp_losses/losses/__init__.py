@@ -24,7 +24,8 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``global_batch_options``, ``queue_position`` | options that they refuse; where a cross-batch memory stands |
 | ``evaluations`` | `Elements`, `Rows`, `Tiled`, `Replicated`: how a call is evaluated |
 | ``pml_registry`` | pytorch-metric-learning (PML) by class: losses, reducers, distances |
-| ``gathered_call`` | a call's arguments over all ranks, its shared seed, a miner's weights |
+| ``gathered_call`` | a call's arguments over all ranks, its shared seed |
+| ``miner_tuples`` | what a miner returns: over all ranks' rows, malformed, as weights of rows |
 | ``two_views`` | two views without labels, as rows with identities |
 | ``anchor_tuples`` | pairs and triplets of some anchors |
 | ``partial_sums`` | numerators, divisors, the factor W, a number with a gradient of its own |

@@ -46,8 +46,8 @@ from lightning_ddp_losses.losses.class_sharded_options import (
 )
 from lightning_ddp_losses.losses.class_sharded_pickles import parts_of_release_0_1
 from lightning_ddp_losses.losses.class_targets import LocalClasses, only_local, positions_in
-from lightning_ddp_losses.losses.gathered_call import GlobalTuples, miner_counts, miner_weights
 from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
+from lightning_ddp_losses.losses.miner_tuples import GlobalTuples, miner_counts, miner_weights
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
 from lightning_ddp_losses.losses.partial_sums import global_loss, partial_sums_of, stats_of_one
 from lightning_ddp_losses.losses.pml_registry import can_split, is_separable, reduction_of

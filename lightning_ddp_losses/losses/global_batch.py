@@ -32,7 +32,6 @@ from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
 from lightning_ddp_losses.losses.evaluations import Elements, LocalCall, Replicated, Rows, StatsExchange, Tiled
 from lightning_ddp_losses.losses.gathered_call import (
-    GlobalTuples,
     PMLCall,
     SeedCounter,
     TensorCall,
@@ -46,6 +45,7 @@ from lightning_ddp_losses.losses.global_batch_options import (
     refuse_tiles,
     refuse_unfit,
 )
+from lightning_ddp_losses.losses.miner_tuples import GlobalTuples
 from lightning_ddp_losses.losses.pml_registry import (
     PML_NAMES,
     Mode,

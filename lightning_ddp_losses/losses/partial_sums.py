@@ -352,18 +352,18 @@ def _sum_over(losses: Tensor, embeddings: Tensor) -> Tensor:
 
 
 def no_loss(embeddings: Tensor) -> Tensor:
-    """Return 0, with the embeddings in its graph; as PML's loss of nothing NaN, where they hold anything that is no finite number."""
+    """Return 0, with the embeddings in its graph; as PML's own zero loss, NaN where they hold NaN or an infinity."""
     return torch.sum(embeddings * 0)
 
 
 def _what_passes(reduction: Reduction, losses: Tensor, kept: Tensor | None) -> tuple[Tensor, Number]:
     """Return the losses that are there and pass, and how many they are."""
-    if not reduction.selects and kept is None:
-        return losses, float(losses.numel())
-    passes = kept
-    if reduction.selects:
-        passes = reduction.passes(losses) if kept is None else reduction.passes(losses) & kept
-    assert passes is not None
+    if kept is None:
+        if not reduction.selects:
+            return losses, float(losses.numel())
+        passes = reduction.passes(losses)
+    else:
+        passes = reduction.passes(losses) & kept if reduction.selects else kept
     if losses.device.type == "cpu":
         selected = losses[passes]
         return selected, float(selected.numel())

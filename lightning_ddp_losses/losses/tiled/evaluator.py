@@ -510,8 +510,10 @@ class TiledEvaluator:
         rows = self._call.given["embeddings"]
         if not len(rows) or not self._may_mask():
             return False
-        if self._compiler is not None or not self._on_device:
-            return self._compiler is not None
+        if self._compiler is not None:
+            return True
+        if not self._on_device:
+            return False
         matrix_bytes = len(rows) * self._call.total_references * rows.element_size()
         return self._plan.pair_loss.masks_any_size or matrix_bytes <= MASKED_BYTES
 
