@@ -67,7 +67,6 @@ from lightning_ddp_losses.callbacks import (
     ParameterSyncCheck,
     RankCheck,
 )
-from lightning_ddp_losses.core import former_paths
 from lightning_ddp_losses.distributed.accumulation_loop import accumulation_window
 from lightning_ddp_losses.errors import (
     AuditError,
@@ -141,10 +140,9 @@ __all__ = [
     "microbatched",
 ]
 
-# a pickle or a config names a public class by where it is documented, so that its file may move
+# a config or a message names a public class by where it is documented, so that its file may move
 for _name in __all__:
     globals()[_name].__module__ = __name__
-former_paths.install()
 
 # losses, layers and strategies are siblings; here, above them, they are introduced to each other
 register_loss_type(GlobalBatchLoss)

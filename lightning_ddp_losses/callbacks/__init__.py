@@ -62,9 +62,6 @@ from lightning_ddp_losses.callbacks.optimizer_check import OptimizerCheck
 from lightning_ddp_losses.callbacks.parameter_sync import ParameterSyncCheck
 from lightning_ddp_losses.core.faults import FAULTS
 
-Moment = CheckStage
-"""The name of ``CheckStage`` in the first release, which checks of users import."""
-
 __all__ = [
     "FAULTS",
     "BatchCheck",
@@ -77,7 +74,6 @@ __all__ = [
     "Finding",
     "GradientFlowCheck",
     "LossCheck",
-    "Moment",
     "OptimizerCheck",
     "ParameterSyncCheck",
     "RankCheck",

@@ -175,11 +175,11 @@ class RankCheck(CheckCallback):
             (``{"error": "warn"}``; ``raise``, ``warn`` or ``log``).
 
     Attributes:
-        stages: When it measures and judges. (``moments`` is its former name and works as well.)
+        stages: When it measures and judges.
         late_stages: At which of them ``measure`` may return a ``LateRow``, so that an accelerator is not waited for.
         faults: Ids of the faults that it covers.
         needs_peers: Whether it has nothing to say in a world of one.
-        runner: While a fit runs, what runs its checks. (``session`` is its former name and works as well.)
+        runner: While a fit runs, what runs its checks.
 
     Communication: none by itself; its row travels in the shared gather.
 
@@ -200,7 +200,6 @@ class RankCheck(CheckCallback):
     """
 
     stages: ClassVar[tuple[CheckStage, ...]] = ()
-    moments: ClassVar[tuple[CheckStage, ...]] = ()
     late_stages: ClassVar[tuple[CheckStage, ...]] = ()
     faults: ClassVar[tuple[str, ...]] = ()
     needs_peers: ClassVar[bool] = True
@@ -208,12 +207,6 @@ class RankCheck(CheckCallback):
     def __init_subclass__(cls, *, default: bool = False, **kwargs: Any) -> None:
         """Take in a subclass; one with ``default=True`` is among those that ``DDPChecks()`` runs."""
         super().__init_subclass__(**kwargs)
-        # checks written for the first release define these under their former names
-        if "moments" in vars(cls):
-            cls.stages = cls.moments
-        cls.moments = cls.stages
-        if "rehearse" in vars(cls):
-            cls.dry_run = cls.rehearse  # type: ignore[attr-defined,method-assign]
         if default:
             DEFAULT_CHECKS.append(cls)
 
@@ -263,8 +256,7 @@ class RankCheck(CheckCallback):
     def dry_run(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
         """Try out the first batch before its step, on all ranks together.
 
-        Here alone a check may communicate by itself; it must come to the same findings everywhere. (``rehearse`` is its former name
-        and works as well.)
+        Here alone a check may communicate by itself; it must come to the same findings everywhere.
         """
         return []
 
@@ -308,11 +300,6 @@ class RankCheck(CheckCallback):
         """The runner of the fit."""
         assert self._joined is not None
         return self._joined
-
-    @property
-    def session(self) -> CheckRunner:
-        """The runner, under the name that checks of the first release use."""
-        return self.runner
 
     @property
     def is_built_in(self) -> bool:

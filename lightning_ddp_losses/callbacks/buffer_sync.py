@@ -29,7 +29,6 @@ from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings, Loca
 from lightning_ddp_losses.callbacks.late_row import LateRow
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.host_copy import HostNumbers
-from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed.fingerprint import hash_text, start_fingerprints
 
 _NOISE = 0.5  # standard deviations times the root of the rows
@@ -102,7 +101,6 @@ class BufferSyncCheck(LocalCheck, default=True):
     late_stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
     faults = ("F26", "F41", "F49", "F51", "F52", "F59", "F60", "F64")
 
-    @warn_positional_options("tolerance")
     def __init__(
         self, *, tolerance: float = 0.1, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None
     ) -> None:

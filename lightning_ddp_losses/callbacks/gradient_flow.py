@@ -36,7 +36,6 @@ from lightning_ddp_losses.callbacks.replicated_parameters import (
 from lightning_ddp_losses.core.autograd_graph import UnusedParameterFinder
 from lightning_ddp_losses.core.faults import UNREDUCED_AFTER_WRAP
 from lightning_ddp_losses.core.host_copy import HostNumbers
-from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed.fingerprint import (
     StartedFingerprint,
     combine,
@@ -120,7 +119,6 @@ class GradientFlowCheck(RankCheck, default=True):
     )
     needs_peers = False
 
-    @warn_positional_options("parts", "full_every_n_steps", "probe_scale")
     def __init__(
         self,
         *,

@@ -29,7 +29,6 @@ from lightning_ddp_losses.callbacks.loss_observations import local_contrastive_l
 from lightning_ddp_losses.callbacks.micro_batches import MicroBatches, uneven_micro_batches
 from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME, MOST_RANKS_ONE_BY_ONE
 from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers
-from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import counts_nothing
 from lightning_ddp_losses.errors import DDPLossError
@@ -126,7 +125,6 @@ class LossCheck(RankCheck, default=True):
     faults = ("F30", "F31", "F35", "F46", "F55", "F56", "F79", "F82")
     needs_peers = False
 
-    @warn_positional_options("zero_steps", "bias", "file")
     def __init__(
         self,
         *,

@@ -39,7 +39,6 @@ from lightning_ddp_losses.callbacks.replicated_parameters import (
     replicated_parameters,
 )
 from lightning_ddp_losses.core.host_copy import HostNumbers
-from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed.fingerprint import combine, hash_lines, start_fingerprints
 from lightning_ddp_losses.distributed.shard import ClassShard, first_holders
 
@@ -146,7 +145,6 @@ class ParameterSyncCheck(RankCheck, default=True):
     late_stages = (CheckStage.AFTER_STEP,)
     faults = ("F04", "F05", "F06", "F07", "F08", "F09", "F10", "F11", "F12", "F14", "F15", "F16", "F17", "SYNC")
 
-    @warn_positional_options("parts", "full_every_n_steps")
     def __init__(
         self,
         *,

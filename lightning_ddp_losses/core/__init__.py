@@ -11,5 +11,4 @@
 * ``safe_payload``: values of other processes as bytes, read without running what is in them
 * ``faults``: the one table of known faults; a new fault is one row there, and the check that finds it
 * ``compat``: every read of a private name of torch, Lightning, torchmetrics and pytorch-metric-learning
-* ``former_paths``: where objects that earlier releases pickled find their classes; who moves or renames one adds a row
 """

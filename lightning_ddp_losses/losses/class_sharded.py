@@ -44,7 +44,6 @@ from lightning_ddp_losses.losses.class_sharded_options import (
     refuse_products_with,
     refuse_with_replicas,
 )
-from lightning_ddp_losses.losses.class_sharded_pickles import parts_of_release_0_1
 from lightning_ddp_losses.losses.class_targets import LocalClasses, only_local, positions_in
 from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
 from lightning_ddp_losses.losses.miner_tuples import GlobalTuples, miner_counts, miner_weights
@@ -265,11 +264,6 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     def extra_repr(self) -> str:
         """Return this rank's classes."""
         return f"classes {self.shard.start} to {self.shard.stop} of {self.num_classes}, products={self.products}"
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_whole_shape" in state:
-            state = parts_of_release_0_1(state)
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClassShardedLoss:
         # a move that makes a new parameter: without its tag it would be averaged away

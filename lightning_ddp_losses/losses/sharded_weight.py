@@ -154,10 +154,6 @@ class ShardedWeight:
         # what is on its way from a device cannot be pickled
         return {**vars(self), "_late_row": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # pickles of before have no such field
-        self.__dict__ = {"_late_row": None, **state}
-
     def _shard_of_rank(self, rank: int, world_size: int) -> ClassShard:
         like = self.shard
         return ClassShard.of_rank(self.num_classes, world_size, rank, dim=like.dim, per_class=like.per_class)

@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.compat import attached_trainer
-from lightning_ddp_losses.core.positional_options import warn_positional_options
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.strategies import checkpoint_files, ddp_setup, fsdp_checkpoints, same_setup
 from lightning_ddp_losses.strategies.launcher import WholeStateLauncher
@@ -110,9 +109,6 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
 
     strategy_name = "ddp_losses"
 
-    @warn_positional_options(
-        "adopt", "check_calls", "loss_reduce_dtype", "global_batch", "sharded_checkpoints", after=1
-    )
     def __init__(
         self,
         losses: str | Sequence[str] = "auto",

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, LossCheck, ParameterSyncCheck, RankCheck
-from lightning_ddp_losses.callbacks import CheckStage, Finding, Moment, odd_ranks
+from lightning_ddp_losses.callbacks import CheckStage, Finding, odd_ranks
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.errors import ConfigurationError, PeerError
 from tests.callbacks.harness import Subject, slices
@@ -444,38 +444,38 @@ def test_odd_ranks() -> None:
 # ---------------------------------------------------------------------- checks of users
 
 
-class FirstRelease(RankCheck):
-    """Written for the first release: attributes have their names of then."""
+class OwnCheck(RankCheck):
+    """Uses everything that a check may define."""
 
-    moments = (Moment.BEFORE_BACKWARD, Moment.AFTER_STEP)
+    stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
     faults = ("F44",)
     needs_peers = True
 
     def __init__(self) -> None:
         super().__init__()
-        self._rehearsed, self._batches = 0, 0
+        self._dry_runs, self._batches = 0, 0
 
-    def rehearse(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> list[Finding]:
-        self._rehearsed += 1
+    def dry_run(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> list[Finding]:
+        self._dry_runs += 1
         return []
 
     def see_batch(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self._batches += 1
 
-    def measure(self, trainer: Any, module: Any, moment: Moment) -> list[int]:
-        session = self.session
-        assert session.checkpoint is None
-        assert session.synchronising
-        assert session.shared(Shared) is session.shared(Shared)
-        stepping = len(session.stepping) * (moment == Moment.AFTER_STEP)
-        return [session.step, session.backwards, stepping, self._rehearsed, self._batches, dist.get_rank()]
+    def measure(self, trainer: Any, module: Any, stage: CheckStage) -> list[int]:
+        runner = self.runner
+        assert runner.checkpoint is None
+        assert runner.synchronising
+        assert runner.shared(Shared) is runner.shared(Shared)
+        stepping = len(runner.stepping) * (stage == CheckStage.AFTER_STEP)
+        return [runner.step, runner.backwards, stepping, self._dry_runs, self._batches, dist.get_rank()]
 
-    def judge(self, table: Any, trainer: Any, module: Any, moment: Moment) -> list[Finding]:
-        step, backwards, stepping, rehearsed, batches, _ = table[0]
+    def judge(self, table: Any, trainer: Any, module: Any, stage: CheckStage) -> list[Finding]:
+        step, backwards, stepping, dry_runs, batches, _ = table[0]
         ranks = [row[-1] for row in table]
-        if moment != Moment.AFTER_STEP or step < 2:
+        if stage != CheckStage.AFTER_STEP or step < 2:
             return []
-        assert (backwards, stepping, rehearsed, batches) == (1, 1, 1, step + 1)
+        assert (backwards, stepping, dry_runs, batches) == (1, 1, 1, step + 1)
         return [Finding("F44", "ranks", "equal", odd_ranks(ranks), "rank", tuple(ranks))]
 
     def describe(self, finding: Finding, trainer: Any, module: Any) -> str | None:
@@ -494,27 +494,24 @@ class FirstRelease(RankCheck):
 class Shared:
     """What checks of one fit share."""
 
-    def __init__(self, session: Any) -> None:
-        assert session.step >= 0
+    def __init__(self, runner: Any) -> None:
+        assert runner.step >= 0
 
     def batch_end(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-def first_release() -> list[Callback]:
-    return [DDPChecks([FirstRelease()], summary=False)]
+def own_check() -> list[Callback]:
+    return [DDPChecks([OwnCheck()], summary=False)]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
-def test_a_check_written_for_the_first_release_works(pool: RankPool, strategy: str) -> None:
-    assert FirstRelease.stages == FirstRelease.moments
-    assert ParameterSyncCheck.moments == ParameterSyncCheck.stages
-    assert Moment is CheckStage
-    errors = pool.errors(2, fit, first_release, Subject, strategy)
+def test_a_check_of_a_user_sees_all_that_a_check_may(pool: RankPool, strategy: str) -> None:
+    errors = pool.errors(2, fit, own_check, Subject, strategy)
     assert len({e.message for e in errors}) == 1
     for words in (
-        "FirstRelease, F44",
+        "OwnCheck, F44",
         "rank 0 at after the optimizer step; rank 1 at",
         "max difference 0.5",
         "of step 2",
