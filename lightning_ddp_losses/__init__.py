@@ -67,7 +67,7 @@ from lightning_ddp_losses.callbacks import (
     ParameterSyncCheck,
     RankCheck,
 )
-from lightning_ddp_losses.distributed.accumulation_loop import accumulation_window
+from lightning_ddp_losses.distributed.accumulation import accumulation_window
 from lightning_ddp_losses.errors import (
     AuditError,
     ConfigurationError,

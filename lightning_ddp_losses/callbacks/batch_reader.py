@@ -20,8 +20,14 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.host_copy import HostCopy
-from lightning_ddp_losses.distributed.fingerprint import combine, hash_text
-from lightning_ddp_losses.distributed.row_hashes import MAX_ROWS, batch_leaves, hash_tables, row_tables
+from lightning_ddp_losses.distributed.fingerprint import (
+    MAX_ROWS,
+    batch_leaves,
+    combine,
+    hash_tables,
+    hash_text,
+    row_tables,
+)
 
 SKETCH = 64  # smallest hashes of an epoch's rows
 BUCKETS = 16  # of labels

@@ -18,8 +18,7 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.core.module_search import unregistered_modules
-from lightning_ddp_losses.distributed.fingerprint import start_fingerprints
-from lightning_ddp_losses.distributed.row_hashes import hash_tables, row_tables
+from lightning_ddp_losses.distributed.fingerprint import hash_tables, row_tables, start_fingerprints
 
 _QUEUE_WORDS = ("queue", "memory", "bank")
 _QUEUE_ROWS = 1024  # of a larger queue its first rows are compared, and as many others

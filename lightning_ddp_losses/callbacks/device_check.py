@@ -15,7 +15,7 @@ from lightning_ddp_losses.callbacks.buffers import metrics_of
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings, LocalRow
 from lightning_ddp_losses.callbacks.report import MOST_RANKS_ONE_BY_ONE
-from lightning_ddp_losses.core.host_memory import anonymous_bytes
+from lightning_ddp_losses.core.host_copy import anonymous_bytes
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.rendezvous import device_identity

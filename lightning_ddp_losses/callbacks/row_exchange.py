@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.raw_collectives import gather
-from lightning_ddp_losses.distributed.waiting import awake_seconds
+from lightning_ddp_losses.distributed.raw_collectives import awake_seconds, gather
 from lightning_ddp_losses.errors import InputError
 
 Measured: TypeAlias = "Tensor | list[int] | list[float]"

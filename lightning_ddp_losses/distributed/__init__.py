@@ -1,16 +1,13 @@
 """What the ranks do together, over public ``torch.distributed``: groups, handshakes, collectives, shards, fingerprints (torch only).
 
 * ``process_groups``: ranks and world size of a group, and the process groups of our own
-* ``rendezvous``: how a world starts (``roll_call``: how its ranks agree before they have a group). ``liveness``: which rank is gone
+* ``rendezvous``: how a world starts, and how its ranks agree before they have a group. ``liveness``: which rank is gone
 * ``handshake``: ``all_gather`` of one header and a few bytes per rank before anything else, and errors that all ranks raise together
-* ``header``: the header's form on the wire, and the error for headers that disagree
-* ``waiting``: how a rank waits for the others on the CPU, awake or asleep
 * ``raw_collectives``: plain collectives on tensors of known shapes, and rows that pass round a ring
 * ``collectives``: the differentiable ones, each with the gradient that it gives
 * ``backward_exchange``: exchanges in backward, each opened by a handshake that names its forward
 * ``gathered_batch``: several tensors in one gather, with their gradients
-* ``accumulation``: windows of several micro-batches, divided by what all of them count;
-  ``accumulation_loop``: theirs in a loop without Lightning
+* ``accumulation``: windows of several micro-batches, divided by what all of them count; ``accumulation_window`` for hand-written loops
 * ``upstream_grad``: whether a global value is back-propagated alike on all ranks
 * ``shard``: the tag on a parameter that is sharded
 * ``fingerprint``: 64-bit hashes of tensors and texts, to compare between ranks

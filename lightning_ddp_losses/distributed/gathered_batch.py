@@ -19,9 +19,8 @@ from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.collectives import Backward, once_differentiable_strict
-from lightning_ddp_losses.distributed.narrow_rows import NARROW_DTYPES, NarrowRows
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, host_bytes
+from lightning_ddp_losses.distributed.raw_collectives import NARROW_DTYPES, NarrowRows, gather, group_for, host_bytes
 
 BackwardChoice: TypeAlias = Callable[[dict[str, list[int]]], Backward]
 """Rows of each rank, by tensor -> which gradient to give; the same on every rank."""

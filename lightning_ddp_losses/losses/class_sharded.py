@@ -26,15 +26,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.configuration import configuration_digest
-from lightning_ddp_losses.core.forward_patch import eager_recursive
-from lightning_ddp_losses.core.graph_capture import refuse_capture
+from lightning_ddp_losses.core.forward_patch import eager_recursive, refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.accumulation import current_window, micro_batch_to_match, name_value
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
-from lightning_ddp_losses.distributed.narrow_rows import NarrowRows
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
-from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard, tags_kept
-from lightning_ddp_losses.distributed.shard_as_dtensor import as_dtensor, mesh_of_shards
+from lightning_ddp_losses.distributed.raw_collectives import NarrowRows
+from lightning_ddp_losses.distributed.shard import ClassShard, as_dtensor, mesh_of_shards, tag_shard, tags_kept
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses.class_heads import head_of, penalty_of

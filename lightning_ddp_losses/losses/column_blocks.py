@@ -18,9 +18,14 @@ from torch import Tensor
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.gathered_batch import aligned
-from lightning_ddp_losses.distributed.narrow_rows import NarrowRows, RowsOfARing
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import as_bytes, ring_round_trip, ring_rows
+from lightning_ddp_losses.distributed.raw_collectives import (
+    NarrowRows,
+    RowsOfARing,
+    as_bytes,
+    ring_round_trip,
+    ring_rows,
+)
 from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, as_slope_, product, scaled
 
 

@@ -25,9 +25,10 @@ from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
-from lightning_ddp_losses.distributed.narrow_rows import NarrowRows, RowsOfARing
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import (
+    NarrowRows,
+    RowsOfARing,
     all_gather_rows,
     gather_stacked,
     travels_on_device,

@@ -20,8 +20,7 @@ from pytorch_metric_learning.utils import common_functions as c_f
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import nests
-from lightning_ddp_losses.core.counted_draws import CountedDraws
-from lightning_ddp_losses.core.random_state import preserve_random_state, torch_generators
+from lightning_ddp_losses.core.random_state import CountedDraws, preserve_random_state, torch_generators
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.losses.anchor_tuples import (

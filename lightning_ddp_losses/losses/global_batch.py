@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core import autograd_graph, inputs, nests, precision
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.configuration import configuration_digest
-from lightning_ddp_losses.core.forward_patch import eager_recursive
-from lightning_ddp_losses.core.graph_capture import refuse_capture
+from lightning_ddp_losses.core.forward_patch import eager_recursive, refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match, name_value
 from lightning_ddp_losses.distributed.collectives import Backward
 from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, GatheredBatch, gather_batch
-from lightning_ddp_losses.distributed.narrow_rows import narrow_batches
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
+from lightning_ddp_losses.distributed.raw_collectives import narrow_batches
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
 from lightning_ddp_losses.losses.evaluations import Elements, LocalCall, Replicated, Rows, StatsExchange, Tiled

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.counted_draws import CountedDraws
+from lightning_ddp_losses.core.random_state import CountedDraws
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.sharded_weight import rows_of_classes

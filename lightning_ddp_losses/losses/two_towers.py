@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
-from lightning_ddp_losses.core.forward_patch import eager_recursive
-from lightning_ddp_losses.core.graph_capture import refuse_capture
+from lightning_ddp_losses.core.forward_patch import eager_recursive, refuse_capture
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.accumulation import name_value
 from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
-from lightning_ddp_losses.distributed.narrow_rows import NarrowRows
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
+from lightning_ddp_losses.distributed.raw_collectives import NarrowRows
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses.column_blocks import (

@@ -14,7 +14,7 @@ import torch
 from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_ddp_losses.core import autograd_graph, nests
-from lightning_ddp_losses.core.graph_capture import refuse_capture
+from lightning_ddp_losses.core.forward_patch import refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match
 from lightning_ddp_losses.errors import InputError

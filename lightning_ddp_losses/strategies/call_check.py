@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.header import read_sized, sized
+from lightning_ddp_losses.distributed.handshake import read_sized, sized
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradRecorder
 from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss

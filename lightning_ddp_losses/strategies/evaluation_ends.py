@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.header import read_sized, sized
+from lightning_ddp_losses.distributed.handshake import read_sized, sized
 from lightning_ddp_losses.samplers.predictions import current_loaders
 from lightning_ddp_losses.strategies.undivided_data import UndividedData
 

@@ -27,11 +27,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.counted_draws import read_draw_counts, write_draw_counts_
-from lightning_ddp_losses.core.saved_random_state import (
+from lightning_ddp_losses.core.random_state import (
     derived_seed,
+    read_draw_counts,
     read_random_states,
     seed_generators_,
+    write_draw_counts_,
     write_random_states_,
 )
 from lightning_ddp_losses.distributed import handshake, process_groups

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.distributed.fingerprint import combine
-from lightning_ddp_losses.distributed.row_hashes import MAX_ROWS, batch_leaves, row_hashes
+from lightning_ddp_losses.distributed.fingerprint import MAX_ROWS, batch_leaves, combine, row_hashes
 from lightning_ddp_losses.errors import InputError
 
 FIX = "An iterable dataset must give each rank its own part: use torch.distributed's rank and world size in __iter__."

@@ -19,7 +19,7 @@ from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, SKETCH, BatchRe
 from lightning_ddp_losses.callbacks.buffer_sync import NormRow
 from lightning_ddp_losses.callbacks.parameter_sync import ParameterRow, ShardRow
 from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
-from lightning_ddp_losses.distributed.row_hashes import row_hashes
+from lightning_ddp_losses.distributed.fingerprint import row_hashes
 from lightning_ddp_losses.errors import InputError
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]

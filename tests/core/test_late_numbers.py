@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ddp_losses.core import host_memory
+from lightning_ddp_losses.core import host_copy
 from lightning_ddp_losses.core.host_copy import LateNumber
 
 
@@ -22,6 +22,6 @@ def test_products_and_quotients_are_those_of_numbers_that_are_there() -> None:
 
 
 def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert host_memory.anonymous_bytes() > 0
-    monkeypatch.setattr(host_memory, "_STATM", tmp_path / "absent")
-    assert host_memory.anonymous_bytes() == 0
+    assert host_copy.anonymous_bytes() > 0
+    monkeypatch.setattr(host_copy, "_STATM", tmp_path / "absent")
+    assert host_copy.anonymous_bytes() == 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ddp_losses.core.saved_random_state import (
+from lightning_ddp_losses.core.random_state import (
     derived_seed,
     read_random_states,
     seed_generators_,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_ddp_losses.distributed import roll_call
-from lightning_ddp_losses.distributed.roll_call import hold_roll_call
+from lightning_ddp_losses.distributed import rendezvous
+from lightning_ddp_losses.distributed.rendezvous import hold_roll_call
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, PeerError
 
 PATIENT, BRIEF = timedelta(seconds=60), timedelta(seconds=1)
@@ -68,10 +68,10 @@ def test_ranks_that_reach_the_store_by_tcp_get_one_token(connect_by_tcp: Connect
 
 
 def test_words_and_answers_of_dead_ranks_count_for_nothing(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = dist.PrefixStore(f"{roll_call._PREFIX}/world", connect())
+    left = dist.PrefixStore(f"{rendezvous._PREFIX}/world", connect())
     for rank in range(4):
-        left.set(roll_call._here(rank), json.dumps([f"dead {rank}", {"rank": "dead"}]))
-        left.set(roll_call._answer_to(f"dead {rank}"), "dead token")
+        left.set(rendezvous._here(rank), json.dumps([f"dead {rank}", {"rank": "dead"}]))
+        left.set(rendezvous._answer_to(f"dead {rank}"), "dead token")
     seen: list[Any] = []
 
     def judge(reports: Sequence[Any]) -> None:
@@ -80,7 +80,7 @@ def test_words_and_answers_of_dead_ranks_count_for_nothing(connect: Connect, mon
     with ThreadPoolExecutor(1) as threads:
         # rank 0 comes first, finds a word of every rank, and waits for the living
         rank_0 = threads.submit(meet, connect, [0], 4, judge=judge)
-        while not left.check([roll_call._answer_to("dead 3")]):
+        while not left.check([rendezvous._answer_to("dead 3")]):
             pass
         others = meet(connect, [3, 1, 2], 4)
     assert {*rank_0.result(), *others} == {others[0]}
@@ -92,7 +92,7 @@ def test_words_and_answers_of_dead_ranks_count_for_nothing(connect: Connect, mon
 def test_every_rank_that_came_names_those_that_did_not(
     connect: Connect, came: list[int], missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(roll_call, "_VERDICT_SECONDS", 3.0 if 0 in came else 0.0)
+    monkeypatch.setattr(rendezvous, "_VERDICT_SECONDS", 3.0 if 0 in came else 0.0)
     errors = meet(connect, came, 4, BRIEF)
     assert {type(error) for error in errors} == {PeerError}
     (text,) = {str(error) for error in errors}
@@ -139,7 +139,7 @@ def test_the_calls_of_rank_0_do_not_grow_with_the_world(connect: Connect, monkey
 
     for name in ("set", "multi_set", "multi_get"):
         monkeypatch.setattr(dist.PrefixStore, name, counted(name))
-    monkeypatch.setattr(roll_call, "_POLL_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "_POLL_SECONDS", 0.2)
     meet(connect, range(24), 24)
     # of each other rank: its word, that it has the token, that it has read the verdict; of rank 0: its word and the verdict
     assert calls.count("set") == 3 * 23 + 2

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from lightning_ddp_losses.distributed.waiting import wait
+from lightning_ddp_losses.distributed.raw_collectives import wait
 from tests.rank_pool import RankPool
 
 

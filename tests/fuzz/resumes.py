@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss, GlobalBatchSampler, SyncBatchNorm
-from lightning_ddp_losses.core.saved_random_state import derived_seed
+from lightning_ddp_losses.core.random_state import derived_seed
 from lightning_ddp_losses.sharding import ClassShard
 from tests.fuzz.class_shards import SAMPLED, classes_drawn
 from tests.fuzz.data import options

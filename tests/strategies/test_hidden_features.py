@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_ddp_losses import CommunicationMonitor, DDPChecks, GlobalBatchLoss
 from lightning_ddp_losses.cli import doctor
 from lightning_ddp_losses.core import compat, random_state
-from lightning_ddp_losses.distributed import raw_collectives, rendezvous, waiting
+from lightning_ddp_losses.distributed import raw_collectives, rendezvous
 from lightning_ddp_losses.losses import products
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
@@ -45,7 +45,7 @@ def sleep_nothing() -> None:
 HIDDEN: dict[str, tuple[Any, str, Callable[[], Any]]] = {
     "all_gather_single": (raw_collectives, "_gather_into", lambda: dist.all_gather_into_tensor),
     "reduce_scatter_single": (raw_collectives, "_reduce_scatter_into", lambda: dist.reduce_scatter_tensor),
-    "sched_yield": (waiting, "_give_way", lambda: sleep_nothing),
+    "sched_yield": (raw_collectives, "_give_way", lambda: sleep_nothing),
     "hooks on saved tensors": (
         compat,
         "torch",

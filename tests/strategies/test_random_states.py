@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from lightning_ddp_losses import DDPLossStrategy
-from lightning_ddp_losses.core.saved_random_state import derived_seed, read_random_states, seed_generators_
+from lightning_ddp_losses.core.random_state import derived_seed, read_random_states, seed_generators_
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.strategies.random_states import RANDOM_STATES
 from tests.lightning_ranks import make_trainer, said_on_rank_zero
