@@ -235,3 +235,43 @@ def format_error(
     if fix:
         lines.append(fix)
     return "\n".join(lines)
+
+
+def expect(
+    holds: object,
+    what: str,
+    *,
+    expected: object | None = None,
+    got: object | None = None,
+    fix: str | None = None,
+    error: type[DDPLossError] = ConfigurationError,
+) -> None:
+    """Raise an error unless a condition holds; the arguments are those of ``format_error``.
+
+    Example:
+        >>> expect(0.1 <= 1, "sample_rate", expected="at most 1", got=0.1)
+    """
+    if not holds:
+        raise error(what, expected=expected, got=got, fix=fix)
+
+
+def expect_option(what: str, value: object, allowed: Iterable[object]) -> None:
+    """Raise a ``ConfigurationError`` unless an option is one of the allowed values; a ``bool`` is no number here.
+
+    Example:
+        >>> expect_option("mode", "rows", ("auto", "rows"))
+    """
+    allowed = tuple(allowed)
+    found = any(type(value) is type(each) and value == each for each in allowed)
+    expect(found, what, expected=f"one of {', '.join(map(repr, allowed))}", got=repr(value))
+
+
+def expect_count(what: str, value: object, *, at_least: int = 1) -> None:
+    """Raise a ``ConfigurationError`` unless an option is an integer that is large enough.
+
+    Example:
+        >>> expect_count("every_n_steps", 2)
+    """
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    sufficient = isinstance(value, int) and value >= at_least
+    expect(is_integer and sufficient, what, expected=f"an integer, {at_least} or more", got=repr(value))
