@@ -1,0 +1,170 @@
+"""`FitPart`: one feature of a strategy, as the hooks of a fit that it needs; and `Fit`, which all parts share.
+
+``LossParallelism`` has a list of parts and calls them in order; ``teardown`` goes through the list backwards. A feature that is switched
+off is not in the list, and a hook that a part does not override costs a step nothing. ``losses=[]`` has no parts.
+
+| hook | when |
+|---|---|
+| ``setup_environment`` | the ranks exist; the user's ``setup`` hooks and the loaders come later |
+| ``setup`` | every run (fit, validate, ...), before Lightning sets up the model |
+| ``on_model_ready`` | model and optimizers are there, and the losses are known |
+| ``process_dataloader`` | Lightning hands over a loader, of training or evaluation |
+| ``on_train_start`` | the checkpoint is loaded, the iterators are made |
+| ``on_train_batch_start`` | a training batch is there |
+| ``before_step`` | before each ``training_step``, on every rank |
+| ``before_backward`` | before each backward, with the value that is back-propagated |
+| ``after_backward`` | gradients are reduced (synchronising backward only) |
+| ``evaluation_step`` | around each step of validation, test and prediction |
+| ``state_dict``, ``load_state_dict`` | a checkpoint of the fit is saved or loaded |
+| ``on_train_end``, ``teardown`` | the end of a healthy fit, and of any run |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
+from lightning_ddp_losses.strategies.options import LossOptions
+
+
+class HostStrategy(Protocol):
+    """The properties that losses need of the strategy that parallelises the model."""
+
+    @property
+    def lightning_module(self) -> pl.LightningModule | None:
+        """The module as the user sees it."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's precision plugin."""
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of the fit."""
+
+    @property
+    def wrapped_model(self) -> Any:
+        """The model's DDP; None without one."""
+
+    @property
+    def exchanges_in_forward(self) -> bool:
+        """Whether each forward of the model, in evaluation too, waits for all ranks."""
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether a rank holds parts of the model only."""
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the next backward reduces gradients."""
+
+
+class Fit(Protocol):
+    """Describes the fit to its parts.
+
+    Attributes:
+        options: Options of the strategy.
+        strategy: Parallelises the model.
+        found: Losses of this fit; known in ``on_model_ready``.
+        lacks_rows: Whether some rank has no rows in this step; then all ranks meet before its backward.
+    """
+
+    options: LossOptions
+    strategy: HostStrategy
+    found: list[FoundLoss]
+    lacks_rows: bool
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The LightningModule."""
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The trainer of this run."""
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether this run trains, and does not only validate, test or predict."""
+
+    def attach_payload(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> bool:
+        """Let bytes travel in each call check, and return whether they will (``LossHooks.attach_payload``)."""
+
+    def raise_on_all_ranks(self, where: str) -> AbstractContextManager[None]:
+        """Raise on every rank any error that one of them has inside the block."""
+
+
+class FitPart:
+    """A feature of the strategy; each hook does nothing unless a part overrides it.
+
+    Args:
+        fit: The fit that it belongs to.
+    """
+
+    def __init__(self, fit: Fit) -> None:
+        self.fit = fit
+
+    def setup_environment(self) -> None:
+        """Install what the user's ``setup`` hooks and loaders must find."""
+
+    def setup(self) -> None:
+        """Install what Lightning's set-up of the model must find."""
+
+    def on_model_ready(self) -> None:
+        """Complete the set-up with model, optimizers and losses."""
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return a loader as this rank should have it."""
+        return dataloader
+
+    def on_train_start(self) -> None:
+        """Begin training."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Look at a training batch."""
+
+    def before_step(self) -> None:
+        """Prepare a training step."""
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Return the value that is back-propagated."""
+        return loss
+
+    def after_backward(self) -> None:
+        """Finish a synchronising backward; gradients are those of all ranks."""
+
+    def evaluation_step(self, args: tuple[Any, ...]) -> AbstractContextManager[None]:
+        """Return the context of a step of validation, test or prediction.
+
+        Args:
+            args: The batch, its index, and the index of its loader if there are several.
+        """
+        return nullcontext()
+
+    def state_dict(self, checkpoint: Mapping[str, Any], *, together: bool) -> Mapping[str, Any]:
+        """Return this part's entries of a checkpoint.
+
+        Args:
+            checkpoint: Checkpoint as Lightning collected it.
+            together: Whether every rank is here; not after an error or in a signal. Collectives only if so.
+        """
+        return {}
+
+    def load_state_dict(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Remember this part's entries of a loaded checkpoint, and return the checkpoint that Lightning restores."""
+        return checkpoint
+
+    def on_train_end(self) -> None:
+        """End a healthy fit."""
+
+    def teardown(self) -> None:
+        """Leave trainer and module as they came."""
