@@ -208,7 +208,7 @@ class Slope:
         make: Number of tiles -> the module.
         inputs: Its arguments, on the host.
         launches: Per tile.
-        is_large: As for a matrix over ``tile_budget.MASKED_BYTES``, whose pairs are lists but for SupCon.
+        is_large: As for a matrix over ``evaluator.MASKED_BYTES``, whose pairs are lists but for SupCon.
     """
 
     make: Callable[[int], nn.Module]

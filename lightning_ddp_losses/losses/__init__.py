@@ -29,12 +29,12 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``two_views`` | two views without labels, as rows with identities |
 | ``anchor_tuples`` | pairs and triplets of some anchors |
 | ``partial_sums`` | numerators, divisors, the factor W, a number with a gradient of its own |
-| ``products`` | rows times rows in float32, or on tensor cores (``products=``) |
+| ``products`` | rows times rows in float32 or on tensor cores (``products=``), rows of unit length |
 | ``row_chunks`` | PML's own formula, some anchors at a time |
 | ``tiled`` | the common losses in tiles of our own |
 | ``torch_losses``, ``separable``, ``recorded_stats`` | torch.nn's losses as sums; a check of such claims; PML's statistics |
 | ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; which are where; what a logit is |
-| ``sharded_softmax``, ``class_targets``, ``unit_rows`` | its cross entropy; where targets are among a rank's classes; rows of unit length |
+| ``sharded_softmax``, ``class_targets`` | its cross entropy; where targets are among a rank's classes |
 | ``class_logits``, ``partial_fc``, ``class_sharded_options`` | logits and best classes to evaluate; sampled classes; options refused |
 | ``clip``, ``siglip``, ``two_towers``, ``column_blocks`` | losses between two towers |
 | ``global_mean`` | `global_mean`: any hand-written sum over any count |

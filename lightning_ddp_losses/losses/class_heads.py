@@ -27,8 +27,7 @@ from lightning_ddp_losses.losses.pml_registry import (
     losses_with_head,
     reduction_of,
 )
-from lightning_ddp_losses.losses.products import lengths_of
-from lightning_ddp_losses.losses.unit_rows import unit_rows
+from lightning_ddp_losses.losses.products import lengths_of, unit_rows
 
 Scale: TypeAlias = Tensor | float
 """What multiplies logits: one number, or one of each row, (n, 1)."""

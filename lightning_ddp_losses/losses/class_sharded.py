@@ -48,11 +48,10 @@ from lightning_ddp_losses.losses.miner_tuples import GlobalTuples, miner_counts,
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
 from lightning_ddp_losses.losses.partial_sums import global_loss, partial_sums_of, stats_of_one
 from lightning_ddp_losses.losses.pml_registry import can_split, is_separable, reduction_of
-from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form
+from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form, tile_budget
 from lightning_ddp_losses.losses.recorded_stats import collects_counts
 from lightning_ddp_losses.losses.sharded_softmax import RowLosses, ShardedSoftmax
 from lightning_ddp_losses.losses.sharded_weight import ShardedWeight, empty_loss, full_weight, refuse_joint_draws
-from lightning_ddp_losses.losses.tile_budget import tile_budget
 
 _NAMED = "rows named by the miner"  # how often
 _HELD_CLASSES = "held classes"  # what a state dict notes of the weight
@@ -81,8 +80,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         products: How embeddings and weight are multiplied, where logits are one number times cosines (ArcFace, CosFace, NormalizedSoftmax
             with one center a class). ``"float32"``. ``"bf16"``: on tensor cores, into float32; embeddings and weight rows that are not
             bfloat16 are rounded by 2^-9, the targets' own logits are not. ``"auto"``: that where both are bfloat16, else float32.
-            ``"tf32"``: three such products, which round by 2^-17 whatever the dtype, and torch's own switch stays as it is. In all but
-            ``"float32"`` the gradient of a product is rounded by 2^-17; float64 stays float64. ``get_logits`` and ``predict`` are float32.
+            In all but ``"float32"`` the gradient of a product is rounded by 2^-17. float64 stays float64. ``get_logits`` and
+            ``predict`` are float32.
         group: Process group over which the classes are sharded; None is the world. Where it is a part (the ranks of a node), every part
             holds all classes, the loss is still that of the rows of all ranks, and the weight's gradient is averaged over its replicas.
 

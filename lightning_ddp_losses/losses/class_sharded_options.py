@@ -41,7 +41,7 @@ def refuse_products_with(title: str, head: Head, products: ProductChoice) -> Non
         ConfigurationError: naming what can be chosen.
     """
     refuse_products(title, products)
-    if products in ("bf16", "tf32") and not head.is_one_product:
+    if products == "bf16" and not head.is_one_product:
         raise ConfigurationError(
             f"{title}: products",
             expected="'float32' or 'auto', since the logits of this loss are not one number times cosines",

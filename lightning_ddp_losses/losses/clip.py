@@ -45,8 +45,7 @@ class ClipLoss(TwoTowerLoss):
             rank holds two ranks' texts at a time, and in backward the gradients of three.
         products: How rows are multiplied. ``"float32"``. ``"bf16"``: on tensor cores, into float32; exact but for the order of summation
             where the towers give bfloat16 (autocast), rows of float32 are rounded by 2^-9. ``"auto"``: that where both towers are
-            bfloat16, else float32. ``"tf32"``: three such products, which round by 2^-17 whatever the rows are, and torch's own switch
-            stays as it is. In all but ``"float32"`` the gradient of a product is rounded by 2^-17; float64 stays float64.
+            bfloat16, else float32. In all but ``"float32"`` the gradient of a product is rounded by 2^-17. float64 stays float64.
         group: Process group; None is the world.
 
     Returns:

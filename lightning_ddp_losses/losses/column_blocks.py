@@ -26,7 +26,7 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     ring_round_trip,
     ring_rows,
 )
-from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, as_slope_, product, scaled
+from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, product, product_grad_, scaled
 
 
 @dataclass(frozen=True)
@@ -180,18 +180,18 @@ class BlockProducts:
 
     def keep(self, tile: Tensor) -> bool:
         """Notes what forward made of a tile for backward, where it is all there is; tells whether it did: it is not overwritten then."""
-        return self.products.keep(tile, len(self.left.terms[0]))
+        return self.products.keep(tile, len(self.left.rows))
 
-    def add_grads_(self, slope: Tensor, tile: ProductTile, d_images: Tensor, d_columns: Tensor | None) -> None:
+    def add_grads_(self, grad: Tensor, tile: ProductTile, d_images: Tensor, d_columns: Tensor | None) -> None:
         """Adds what the gradient of a tile's logits gives back to both towers, but for the scale.
 
         Args:
-            slope: (rows, columns) of the tile; overwritten.
+            grad: (rows, columns) of the tile; overwritten.
             tile: Which rows and columns.
             d_images: (B, D).
             d_columns: (n, D) of the block; None: not wanted.
         """
-        parts = as_slope_(slope, self.left.part(tile.rows), self.right.part(tile.columns))
+        parts = product_grad_(grad, self.left.part(tile.rows), self.right.part(tile.columns))
         parts.add_to_left_(d_images[tile.rows])
         if d_columns is not None:
             parts.add_to_right_(d_columns[tile.columns])

@@ -89,7 +89,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         compile_tiles: In ``rows``, ``torch.compile`` fuses what is elementwise in a tile (not with a miner's tuples or smooth triplets).
             All ranks compile at the first call; where it fails on any, all compute eagerly, with a warning.
         products: How rows are multiplied in tiles whose distance is a product (cosine similarity, dot product), as in ``ClipLoss``:
-            ``"float32"``, ``"tf32"``, ``"bf16"`` or ``"auto"``. What is not evaluated in such tiles (few rows) is float32.
+            ``"float32"``, ``"bf16"`` or ``"auto"``. What is not evaluated in such tiles (few rows) is float32.
         group: Process group; None is the world. In a part of it, a rank that does not come is noticed after the group's own time-out.
 
     Returns:

@@ -26,8 +26,17 @@ from lightning_ddp_losses.losses.class_heads import Head, Scale
 from lightning_ddp_losses.losses.class_targets import LocalClasses, LocalTargets
 from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
 from lightning_ddp_losses.losses.partial_sums import Number, for_mean_over_ranks
-from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, as_slope_, lengths_of, product
-from lightning_ddp_losses.losses.unit_rows import UnitRows, divide_by_length, have_length
+from lightning_ddp_losses.losses.products import (
+    Operand,
+    ProductForm,
+    UnitRows,
+    as_operand,
+    divide_by_length,
+    have_length,
+    lengths_of,
+    product,
+    product_grad_,
+)
 
 Penalty = Callable[[Tensor], tuple[Tensor, Number]]
 
@@ -211,11 +220,8 @@ class ShardedSoftmax:
         return None if self.form == "float32" else as_operand(rows, self.form, self.lengths)
 
     def weight_operand(self, block: Tensor) -> Operand:
-        """Prepare a block of weight rows, likewise, as unit rows."""
-        lengths = lengths_of(block)
-        if self.form == "bf16":  # as they are, without the detour over unit rows
-            return Operand((block.to(torch.bfloat16),), lengths)
-        return as_operand(block / lengths.unsqueeze(1), self.form)
+        """Prepare a block of weight rows as unit rows: the rows as they are, with their lengths."""
+        return Operand(block.to(torch.bfloat16), lengths_of(block))
 
 
 class _WeightLengths:
@@ -435,11 +441,11 @@ class _Backward:
             # logits, softmax and the loss's gradient of the chunk
             weight_operand = self.call.weight_operand(block)
             share = self._softmax_(product(row_operand, weight_operand, scale), start, stop)
-            slope = as_slope_(share.mul_(self.grad.unsqueeze(1)).mul_(scale), row_operand, weight_operand)
+            found = product_grad_(share.mul_(self.grad.unsqueeze(1)).mul_(scale), row_operand, weight_operand)
             # to the rows, and to the weight's unit rows
-            slope.add_to_left_(grads.rows)
+            found.add_to_left_(grads.rows)
             grad_unit = torch.zeros_like(block)
-            slope.add_to_right_(grad_unit)
+            found.add_to_right_(grad_unit)
             # to the weight rows
             self._put_block_(grads, start, stop, block, divide_by_length(block).vjp(grad_unit, out=grad_unit))
 

@@ -39,7 +39,7 @@ class SigLipLoss(TwoTowerLoss):
         tile_bytes: Of products alive at a time; None: 2 MiB, on an accelerator 256 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``, as in the paper: ranks pass their texts on, so that beside
             its own rows a rank holds two ranks' texts at a time, and in backward the gradients of three.
-        products: How rows are multiplied, as in ``ClipLoss``: ``"float32"``, ``"tf32"``, ``"bf16"`` or ``"auto"``.
+        products: How rows are multiplied, as in ``ClipLoss``: ``"float32"``, ``"bf16"`` or ``"auto"``.
         group: Process group; None is the world.
 
     Returns:

@@ -32,9 +32,14 @@ from lightning_ddp_losses.losses.column_blocks import (
     RowForm,
 )
 from lightning_ddp_losses.losses.global_batch_options import refuse_gather
-from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form, refuse_products
-from lightning_ddp_losses.losses.tile_budget import tile_budget
-from lightning_ddp_losses.losses.unit_rows import unit_rows
+from lightning_ddp_losses.losses.products import (
+    ProductChoice,
+    ProductForm,
+    choose_form,
+    refuse_products,
+    tile_budget,
+    unit_rows,
+)
 
 _HOST_TILE_BYTES = 2 << 20
 

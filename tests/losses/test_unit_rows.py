@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_ddp_losses.losses.unit_rows import divide_by_length, unit_rows
+from lightning_ddp_losses.losses.products import divide_by_length, unit_rows
 
 
 def test_rows_and_gradient_are_those_of_torch() -> None:

@@ -13,8 +13,15 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import own_graph
 from lightning_ddp_losses.losses.pml_registry import DISTANCES
-from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, as_slope_, product
-from lightning_ddp_losses.losses.unit_rows import UnitRows, divide_by_length
+from lightning_ddp_losses.losses.products import (
+    Operand,
+    ProductForm,
+    UnitRows,
+    as_operand,
+    divide_by_length,
+    product,
+    product_grad_,
+)
 
 # torch.cdist subtracts row by row up to so many rows on either side, and multiplies matrices beyond (torch 2.13, measured 2026)
 _DIRECT_ROWS = 25
@@ -164,13 +171,11 @@ class TensorCoreProduct(TileDistance):
 
     Args:
         distance: The loss's distance.
-        form: How rows are multiplied.
     """
 
-    def __init__(self, distance: Any, form: ProductForm) -> None:
+    def __init__(self, distance: Any) -> None:
         super().__init__(distance)
-        self._form = form
-        self._has_lengths = form == "bf16" and bool(distance.normalize_embeddings)
+        self._has_lengths = bool(distance.normalize_embeddings)
 
     def prepare(self, embeddings: Tensor) -> Prepared:
         prepared = super().prepare(embeddings)
@@ -196,13 +201,13 @@ class TensorCoreProduct(TileDistance):
         row_sums: Tensor,
         column_sums: Tensor | None,
     ) -> None:
-        slope = as_slope_(matrix_grad.mul_(scale), self._operand(rows), self._operand(columns))
-        slope.add_to_left_(self._without_lengths(row_sums))
+        grad = product_grad_(matrix_grad.mul_(scale), self._operand(rows), self._operand(columns))
+        grad.add_to_left_(self._without_lengths(row_sums))
         if column_sums is not None:
-            slope.add_to_right_(self._without_lengths(column_sums))
+            grad.add_to_right_(self._without_lengths(column_sums))
 
     def _operand(self, rows: Tensor) -> Operand:
-        return as_operand(self._without_lengths(rows), self._form, rows[:, -1] if self._has_lengths else None)
+        return as_operand(self._without_lengths(rows), "bf16", rows[:, -1] if self._has_lengths else None)
 
     def _without_lengths(self, rows: Tensor) -> Tensor:
         return rows[:, :-1] if self._has_lengths else rows
@@ -275,7 +280,7 @@ def tile_distance(distance: Any, columns: int, products: ProductForm = "float32"
         products: How rows are multiplied where that is all there is to it.
     """
     if is_one_product(distance):
-        return DotProduct(distance) if products == "float32" else TensorCoreProduct(distance, products)
+        return DotProduct(distance) if products == "float32" else TensorCoreProduct(distance)
     is_norm = DISTANCES[type(distance)].form == "norm" and distance.power == 1
     if is_norm and distance.p == 2 and columns > _DIRECT_ROWS:
         return EuclideanDistance(distance)

@@ -39,9 +39,8 @@ from lightning_ddp_losses.losses.partial_sums import (
     value_with_grad,
 )
 from lightning_ddp_losses.losses.pml_registry import facts_of
-from lightning_ddp_losses.losses.products import ProductForm
+from lightning_ddp_losses.losses.products import ProductForm, tile_budget
 from lightning_ddp_losses.losses.recorded_stats import collects_counts
-from lightning_ddp_losses.losses.tile_budget import MASKED_BYTES, tile_budget
 from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal
 from lightning_ddp_losses.losses.tiled.distances import Prepared, tile_distance
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
@@ -61,6 +60,22 @@ from lightning_ddp_losses.losses.tiled.tiles import (
 
 # Few rows have few classes, hence few columns with positives; too few read the columns too often, and small tiles are all overhead.
 _FEWEST_ROWS, _HOST_BYTES = 64, 512 << 10
+MASKED_BYTES = 64 << 20
+"""Largest matrix of pairs that an accelerator computes with masks in place of lists of pairs; SupCon has no limit.
+
+A list has a length that the host waits for, which costs the launches of everything that could have been queued meanwhile, about a
+millisecond. Masks cost bytes. Bytes read and written by a tile's elements, in both directions, as multiples of the tile's own bytes; lists
+of one positive a row:
+
+| | SupCon | NTXent | MultiSimilarity | Contrastive |
+|---|---|---|---|---|
+| masks | 20 | 40 | 35 | 35 |
+| lists | 14 | 14 | 14 | 22 |
+
+The longer the lists, the more they cost: with ten classes as much as SupCon's masks. At 64 MiB and 3 TB/s 26 times the bytes are 0.6 ms,
+less than the wait. For larger matrices, in tiles of 256 MiB, neither the wait of a call nor the 65 launches of a listed tile bound the
+time. Triplets with masks are sorted twice. With few positives a row that is many times the cost of lists.
+"""
 _MOST_STATS = 3  # the largest k of any pair loss
 _FEWEST_PAIRS = 6  # from which on there are two of one kind, whatever the labels
 

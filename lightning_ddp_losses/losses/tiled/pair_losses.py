@@ -63,7 +63,7 @@ class PairLoss:
         symmetric: Gradients of transposed entries follow from the statistics.
         needs_both_kinds: PML returns a zero where there are no positives, or no negatives.
         counts_pairs_once: A pair counts once, however often a miner names it.
-        masks_any_size: Pairs are masks on an accelerator however large the matrix is (``tile_budget.MASKED_BYTES``).
+        masks_any_size: Pairs are masks on an accelerator however large the matrix is (``evaluator.MASKED_BYTES``).
         grad_in_forward: A tile's gradient follows from the tile alone, but for one factor per sub-loss; it can be had in forward.
         masked_grad_in_forward: A masked tile's, likewise.
         grad_signs: What each sub-loss's gradient is still to be multiplied with, where it is had in forward.
