@@ -42,7 +42,7 @@ To add a check:
    rank can find by itself it adds to the ``local`` findings of a ``LocalCheck``, which do all this.
 3. ``figures`` returns numbers for the logger and the summary.
 4. Export it here, and write one row, sick and healthy, in a file of ``tests/callbacks``. (A check of ours also has its line in
-   ``configs/checks_all.yaml``, and a new fault its row in ``core/faults.py``.)
+   ``configs/checks_all.yaml``, and a new fault its row in ``faults.yaml``.)
 
 What a check raises becomes a finding of that check on all ranks.
 """

@@ -20,6 +20,7 @@ from lightning_ddp_losses.callbacks.late_row import judges_late
 from lightning_ddp_losses.callbacks.replicated_parameters import TensorSlice
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core.autograd_graph import accumulation_node
+from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.fingerprint import (
     StartedFingerprint,
@@ -28,30 +29,8 @@ from lightning_ddp_losses.distributed.fingerprint import (
     start_fingerprint,
 )
 
-FIXES = {
-    "F02": "It is in an optimizer but not in module.parameters(): register the module it belongs to.",
-    "F05": "It appeared after the wrap: create it in __init__ or configure_model.",
-    "F06": "Another object stands in its place since the wrap: copy into the existing one (with torch.no_grad(): W.copy_(...)).",
-    "F07": "Its dtype or device changed after the wrap, if only for a moment, which took DDP's hook away: convert the module before "
-    "fit; in forward cast the inputs, not the parameter.",
-    "F08": "It was frozen when DDP was built: keep requires_grad=True with a learning rate of 0 until then.",
-    "F09": "The wrapper's forward did not run on this step: compute the loss inside training_step.",
-    "F10": "Call self.manual_backward(loss), not loss.backward().",
-    "F11": "The first step was not reduced: leave out static_graph, or upgrade Lightning.",
-    "F13": "Its own gradient was reduced; the clip factor differs, because another gradient was not: {others}.",
-    "F14": "Some ranks skipped the optimizer step: a gradient overflowed there that was not reduced.",
-    "F15": "The gradient scales differ: restore the scaler from one checkpoint on all ranks.",
-    "F17": "The optimizers' settings differ: log the value that the scheduler monitors with sync_dist=True.",
-    "SYNC": "Something changed it on some ranks only, outside the optimizer step.",
-    "clipped": "It was reduced, and equal on all ranks before the step; some ranks changed it then, in on_before_optimizer_step, "
-    "configure_gradient_clipping or the optimizer: clip on every rank alike.",
-    "changed": "It was reduced; some ranks changed it afterwards: a backward() of your own, or code in on_after_backward that does "
-    "not do the same on every rank.",
-    "reduce": "It was not reduced: look for a backward() of your own, comm hooks, no_sync.",
-    "unknown": "It was not reduced, or some ranks changed it afterwards: look for a backward() of your own, comm hooks, no_sync, code that "
-    "changes gradients per rank.",
-}
-_AT_START = "Register the module before the wrap (DDP broadcasts rank 0's values), or seed before building it."
+UNREDUCED_AFTER_WRAP = ("F05", "F06", "F07", "F08", "F09", "F10", "F11")
+"""Faults that leave each rank its own gradient: something came after the wrap, or a backward went past it."""
 AFTER_BACKWARD, BEFORE_STEP = "after backward", "before the step"
 """Where gradients are looked at on their way: as DDP leaves them, and before hooks and clipping, when every strategy has reduced them."""
 
@@ -304,11 +283,24 @@ class StepState:
 
 
 class DesyncCause(NamedTuple):
-    """A fault, the ranks' values that show it, and what to do."""
+    """Names the fault by which ranks went apart.
+
+    Attributes:
+        fault: Id of the fault.
+        values: Values of the ranks that show it.
+        case: Case of it in the table of faults.
+        others: Parameters that it comes from, for the text.
+    """
 
     fault: str
-    values: tuple[Any, ...]
-    fix: str
+    values: tuple[str, ...] = ()
+    case: str = "desync"
+    others: str = ""
+
+    @property
+    def fix(self) -> str:
+        """Text of the case."""
+        return FAULTS[self.fault].explain(self.case, others=self.others).fix
 
 
 def explain_gradient(name: str, states: Sequence[Mapping[str, Any]], differing: Sequence[str]) -> DesyncCause:
@@ -318,29 +310,27 @@ def explain_gradient(name: str, states: Sequence[Mapping[str, Any]], differing: 
         unreduced |= state["unreduced"]
     # DDP does not reduce it
     if name in unreduced:
-        return DesyncCause(unreduced[name], (), FIXES[unreduced[name]])
+        return DesyncCause(unreduced[name])
     # DDP does not reduce another one, and clipping spreads the difference
     others = [other for other in differing if other in unreduced]
     if others and any(state["clips"] for state in states):
         shown = ", ".join(f"`{other}`" for other in others[:_MAX_OTHERS])
-        return DesyncCause("F13", (), FIXES["F13"].format(others=shown))
-    fault, fix = _fault_on_the_way(name, states)
-    return DesyncCause(fault, (), FIXES[fix])
+        return DesyncCause("F13", case="spread", others=shown)
+    return _cause_on_the_way(name, states)
 
 
-def _fault_on_the_way(name: str, states: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the fault of a gradient that differs, and the key of its fix: it was changed after the reduction, or not reduced."""
+def _cause_on_the_way(name: str, states: Sequence[Mapping[str, Any]]) -> DesyncCause:
+    """Return the cause if a gradient was changed after the reduction, or not reduced."""
     before_step, after_backward = (_agree_on_their_way(states, place, name) for place in (BEFORE_STEP, AFTER_BACKWARD))
     if before_step:
-        return "F13", "clipped"
+        return DesyncCause("F13", case="clipped")
     if after_backward:
-        return "F09", "changed"
-    # not reduced, as far as anybody has looked
+        return DesyncCause("F09", case="changed")
     if any(state["static"] for state in states):
-        return "F11", "F11"
+        return DesyncCause("F11")
     if before_step is None:
-        return "F09", "unknown"
-    return "F09", "reduce"
+        return DesyncCause("F09", case="unknown")
+    return DesyncCause("F09", case="not_reduced")
 
 
 def _agree_on_their_way(states: Sequence[Mapping[str, Any]], place: str, name: str) -> bool | None:
@@ -354,12 +344,12 @@ def _agree_on_their_way(states: Sequence[Mapping[str, Any]], place: str, name: s
 def explain_desync(name: str, states: Sequence[Mapping[str, Any]], *, at_start: bool) -> DesyncCause:
     """Say why the parameter ``name`` differs: its gradient was not reduced, or the optimizers went apart."""
     if at_start:
-        return DesyncCause("F04", (), _AT_START)
+        return DesyncCause("F04")
     # a step that some ranks skipped, or scaled otherwise
     for key, fault in (("stepped", "F14"), ("scale", "F15")):
         values = tuple(state[key] for state in states)
         if len(set(values)) > 1:
-            return DesyncCause(fault, tuple(f"{key} {value}" for value in values), FIXES[fault])
+            return DesyncCause(fault, tuple(f"{key} {value}" for value in values))
     # a gradient that was not reduced
     differing = _differing_keys([state["gradients"] for state in states])
     if name in differing:
@@ -368,8 +358,8 @@ def explain_desync(name: str, states: Sequence[Mapping[str, Any]], *, at_start: 
     for groups in zip(*(state["settings"] for state in states), strict=False):
         keys = differing_settings(groups)
         if keys:
-            return DesyncCause("F17", settings_texts(groups, keys), FIXES["F17"])
-    return DesyncCause("SYNC", (), FIXES["SYNC"])
+            return DesyncCause("F17", settings_texts(groups, keys))
+    return DesyncCause("SYNC")
 
 
 def differing_settings(groups: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_ddp_losses.callbacks import ddp_state
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
-from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot, StepState
+from lightning_ddp_losses.callbacks.ddp_state import UNREDUCED_AFTER_WRAP, DDPSnapshot, StepState
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ranks, shown_names
 from lightning_ddp_losses.callbacks.gradient_scale import find_wrong_scales
 from lightning_ddp_losses.callbacks.late_row import LateRow, judges_late
@@ -34,7 +34,6 @@ from lightning_ddp_losses.callbacks.replicated_parameters import (
     is_replicated,
 )
 from lightning_ddp_losses.core.autograd_graph import UnusedParameterFinder
-from lightning_ddp_losses.core.faults import UNREDUCED_AFTER_WRAP
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.fingerprint import (
     StartedFingerprint,

@@ -31,6 +31,7 @@ from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange
 from lightning_ddp_losses.core import compat, nests, precision
 from lightning_ddp_losses.core.autograd_graph import walk_graph
+from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.core.random_state import global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.shard import shard_of
@@ -48,13 +49,6 @@ _MAX_NODES = 64  # of the graph next to the loss, where a factor is looked for
 _WITH_GRADIENT = ("lightning_ddp_losses.distributed.", "torch.distributed.")
 # operations between the loss and a factor on it
 _ARITHMETIC = ("Mul", "Div", "Add", "Sub", "Neg", "Sum", "Mean", "Clone", "View", "ToCopy")
-_FIXES = {
-    "F20": "Gather with autograd (lightning_ddp_losses.distributed.collectives.all_gather_with_grad), or wrap the loss in GlobalBatchLoss.",
-    "F21": "Leave the factor out: the gather's backward sums over ranks already.",
-    "F23": "Use lightning_ddp_losses.distributed.collectives.all_reduce_with_grad: an in-place all-reduce has no gradient.",
-    "F24": "The factor W mends the encoder and spoils the loss's own parameters: wrap the inner loss in GlobalBatchLoss.",
-    "F27": "A torchmetrics metric keeps the gradient of its own rank's rows only: make it lightning_ddp_losses.differentiable.",
-}
 
 
 @dataclass(frozen=True)
@@ -141,7 +135,7 @@ def _finding(fault: str, name: str, world: int, ratio: float) -> Finding:
     if ratio > 1:
         known = "W"
     what = f"gradient of `{name}` is {ratio:.4f} times the derivative of the loss, {known} for W = {world}"
-    return Finding(fault, what, expected="1", name=name, fix=_FIXES[fault])
+    return Finding(fault, what, expected="1", name=name, fix=FAULTS[fault].explain("scale").fix)
 
 
 def _is_metric(module: nn.Module) -> bool:

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.ddp_state import (
-    FIXES,
     OptimizerSettings,
     differing_settings,
     send_gradient_scale,
@@ -27,48 +26,15 @@ from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ran
 from lightning_ddp_losses.callbacks.late_row import LateRow
 from lightning_ddp_losses.callbacks.replicated_parameters import is_replicated, optimizer_parameters
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, hash_lines, start_fingerprints
 
 _MAX_DEPTH = 3  # lists inside lists that are searched for parameters
 
 
-class Problem(NamedTuple):
-    """A thing that can be wrong with a parameter on one rank: the fault, how it reads after the names, what to do."""
-
-    fault: str
-    text: str
-    fix: str
-
-
-_PROBLEMS = {
-    "F01": Problem(
-        "F01",
-        "gets a gradient and is in no optimizer",
-        "Add it to configure_optimizers, or freeze it with requires_grad_(False).",
-    ),
-    "F02": Problem(
-        "F02",
-        "is in an optimizer and not in module.parameters()",
-        "It is not synchronised, not moved and not saved: make its module an attribute (nn.ModuleList for several). If the model does not "
-        "use it (a copy, a layer that was replaced), build the optimizer from self.parameters().",
-    ),
-    "F03": Problem(
-        "F03",
-        "is in memory that the ranks share: they all step the same tensor",
-        "Register its module, or use strategy='ddp' in place of spawn.",
-    ),
-    "twice": Problem(
-        "TWICE",
-        "is in two optimizers or parameter groups",
-        "Leave it in one of them: it is stepped twice.",
-    ),
-    "F75": Problem(
-        "F75",
-        "trains and is not in the checkpoint",
-        "Register its module, so that state_dict holds it.",
-    ),
-}
+# faults whose findings name parameters, once they are explained
+_OF_PARAMETERS = ("F01", "F02", "F03", "TWICE", "F75")
 
 
 class OptimizerStartRow(NamedTuple):
@@ -201,7 +167,7 @@ class OptimizerCheck(RankCheck, default=True):
             row = OptimizerStartRow(
                 unregistered=len(self._named["F02"]),
                 in_shared_memory=len(self._named["F03"]),
-                twice=len(self._named["twice"]),
+                twice=len(self._named["TWICE"]),
                 settings=settings,
                 scale=scale,
                 state=state,
@@ -259,7 +225,7 @@ class OptimizerCheck(RankCheck, default=True):
             start = [OptimizerStartRow(*row) for row in table]
             found = _count_problems("F02", [row.unregistered for row in start])
             found += _count_problems("F03", [row.in_shared_memory for row in start])
-            found += _count_problems("twice", [row.twice for row in start])
+            found += _count_problems("TWICE", [row.twice for row in start])
             found += _compare_settings(start)
             states = [row.state for row in start]
             if len(set(states)) > 1:
@@ -279,7 +245,10 @@ class OptimizerCheck(RankCheck, default=True):
         if len(set(stepped)) > 1:
             values = tuple(f"{number} optimizer steps" for number in stepped)
             what = "the optimizer step was skipped on some ranks"
-            return [*found, Finding("F14", what, "", odd_ranks(stepped), "step", values, FIXES["F14"])]
+            return [
+                *found,
+                Finding("F14", what, "", odd_ranks(stepped), "step", values, FAULTS["F14"].explain("desync").fix),
+            ]
         return found + _compare_settings(step)
 
     def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
@@ -291,12 +260,12 @@ class OptimizerCheck(RankCheck, default=True):
         states = [json.loads(text) for text in texts]
         if finding.name == "settings":
             return [_name_settings(finding, [state["settings"] for state in states])]
-        if finding.name not in _PROBLEMS:
+        if finding.name not in _OF_PARAMETERS:
             return [finding]
         names: dict[str, None] = {}
         for state in states:
             names |= dict.fromkeys(state["named"].get(finding.name, ()))
-        what = f"{shown_names(list(names))} {_PROBLEMS[finding.name].text}"
+        what = f"{shown_names(list(names))} {FAULTS[finding.name].explain('optimizer').what}"
         return [replace(finding, what=what, name=", ".join(list(names)[:MOST_NAMES]))]
 
 
@@ -335,15 +304,15 @@ def _state_tensors(optimizer: Optimizer, parameter: Tensor) -> Iterator[Tensor]:
 # ---------------------------------------------------------------------- findings
 
 
-def _count_problems(key: str, counts: Sequence[int]) -> list[Finding]:
+def _count_problems(fault: str, counts: Sequence[int]) -> list[Finding]:
     """Report a problem that any rank has; the names follow when it is explained."""
     ranks = tuple(rank for rank, count in enumerate(counts) if count)
     if not ranks:
         return []
     if len(ranks) == len(counts):
         ranks = ()
-    problem = _PROBLEMS[key]
-    return [Finding(problem.fault, f"{max(counts)} parameters", "", ranks, key, fix=problem.fix)]
+    what = f"{max(counts)} parameters"
+    return [Finding(fault, what, "", ranks, fault, fix=FAULTS[fault].explain("optimizer").fix)]
 
 
 def _compare_settings(rows: Sequence[OptimizerStartRow] | Sequence[OptimizerStepRow]) -> list[Finding]:
@@ -352,7 +321,17 @@ def _compare_settings(rows: Sequence[OptimizerStartRow] | Sequence[OptimizerStep
     if len(set(scales)) > 1:
         values = tuple(map(_from_bits, scales))
         ranks = odd_ranks(scales)
-        found.append(Finding("F15", "gradient scale", "equal on all ranks", ranks, "scale", values, FIXES["F15"]))
+        found.append(
+            Finding(
+                "F15",
+                "gradient scale",
+                "equal on all ranks",
+                ranks,
+                "scale",
+                values,
+                FAULTS["F15"].explain("desync").fix,
+            )
+        )
     settings = [row.settings for row in rows]
     if len(set(settings)) > 1:
         ranks = odd_ranks(settings)
@@ -367,7 +346,9 @@ def _name_settings(finding: Finding, settings_by_rank: Sequence[list[dict[str, A
         if keys:
             what = f"{', '.join(keys)} of parameter group {index}"
             values = settings_texts(groups, keys)
-            return replace(finding, what=what, name=", ".join(keys), values=values, fix=FIXES["F17"])
+            return replace(
+                finding, what=what, name=", ".join(keys), values=values, fix=FAULTS["F17"].explain("desync").fix
+            )
     return replace(finding, values=tuple(f"{len(groups)} parameter groups" for groups in settings_by_rank))
 
 
@@ -396,7 +377,7 @@ def _misplaced(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, lis
     if unregistered:
         paths = {id(parameter): path for path, parameter in _hidden_parameters(module)}
     hidden = [paths.get(id(parameter), place) for place, parameter in unregistered]
-    return {"F02": hidden, "F03": in_shared_memory, "twice": twice}
+    return {"F02": hidden, "F03": in_shared_memory, "TWICE": twice}
 
 
 def _hidden_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

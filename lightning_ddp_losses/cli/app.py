@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, List, Optional, Union  # noqa: UP035 - read by jsonargparse at run time on every Python
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 from jsonargparse import Namespace
 from jsonargparse.typing import class_from_function
 from lightning.fabric.utilities.exceptions import MisconfigurationException

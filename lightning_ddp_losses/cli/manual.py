@@ -1,6 +1,6 @@
 """The manual's pages as Markdown: known faults, public names, the way from a peer's library to this one.
 
-One text of each page serves the terminal (``explain``), and the HTML manual (``nox -s docs``). Faults come from ``core/faults.py``,
+One text of each page serves the terminal (``explain``), and the HTML manual (``nox -s docs``). Faults come from ``faults.yaml``,
 names from their docstrings, recipes from the files in ``pages/``: a recipe is one file there, ``<peer>.md``, whose first line is its
 title.
 """

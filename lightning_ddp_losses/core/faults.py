@@ -1,44 +1,60 @@
-"""The known faults: ONE table says of each how it shows, what it does to training, who finds it, and what to do.
+"""Reads the table of known faults, ``faults.yaml``: symptom, effect on training, who finds it, what to do.
 
-It feeds ``ddp-losses explain F24``, the checks' messages, the audit's diagnoses and the manual. An *error* makes ranks train
-something else than one process would, or ends in a hang; a *warning* is likely a mistake and may be meant; a *note* is worth knowing.
-A healthy run has no error and no warning.
+It is the ONE table of explanations: ``ddp-losses explain F24``, the messages of checks, the diagnoses of the audit and the manual show
+its texts. An *error* makes ranks train something else than one process would, or ends in a hang. A *warning* is likely a mistake and may
+be meant. A *note* is worth knowing. A healthy run has no error and no warning.
+
+The file is read when the first fault is looked up, not on import. A check or a rule that finds a fault in its own way has a *case* in
+the fault's row: templates of texts with named fields, which ``Fault.explain`` fills in::
+
+    FAULTS["F13"].explain("spread", others="`loss.W`").fix
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
+RowT = TypeVar("RowT")
 Severity: TypeAlias = Literal["error", "warning", "note"]
+_FILE = Path(__file__).parents[1] / "faults.yaml"
+_GITHUB = "https://github.com"
 
-SYMPTOMS: dict[str, str] = {
-    "apart": "Ranks go apart: weights, losses or statistics differ between them",
-    "scale": "It trains, but not as one process: gradients of another size, results that depend on the number of ranks",
-    "stuck": "A loss or a weight does not move",
-    "hang": "It hangs, or ends in a time-out",
-    "stops": "It stops with an error, or a number is not finite",
-    "data": "Rows: the same ones everywhere, some never, batches of another kind",
-    "logged": "Logged or validated numbers are wrong",
-    "resumed": "Something is lost or different after saving, loading or resuming",
-    "cost": "It is slow, or devices are idle",
-}
-"""How a fault shows first, by the key that its row has; in the order in which they are listed."""
+
+class Explanation(NamedTuple):
+    """Texts about one finding or diagnosis of a fault.
+
+    Attributes:
+        what: Sentence or title that names it.
+        expected: Healthy state.
+        evidence: Measurements that show it.
+        fix: What to do, as a sentence.
+    """
+
+    what: str
+    expected: str
+    evidence: str
+    fix: str
 
 
 class Fault(NamedTuple):
     """Describes one known way to go wrong.
 
     Attributes:
-        severity: What a finding of it is worth.
-        seen_as: The group of symptoms that it belongs to, a key of ``SYMPTOMS``.
-        title: What it is, in a few words.
-        symptom: How it shows to somebody who does not know of it.
-        effect: What it does to training, and why.
-        found_by: Which part of this package finds it, and when; ``not detected: ...`` with the reason where none does.
+        severity: Severity of its findings.
+        seen_as: Group of symptoms that it belongs to, a key of ``SYMPTOMS``.
+        title: Name in a few words.
+        symptom: First sign of it for a user who does not know of it.
+        effect: Effect on training, and the reason.
+        found_by: Part of this package that finds it, and when; ``not detected: ...`` with the reason if none does.
         fix: What to do, as a sentence.
-        evidence: Reports of users, ``owner/repository#number`` on GitHub, and what was measured here (``measured: ...``).
-        before: Code that has the fault, where code says something.
-        after: The same code, mended.
+        evidence: Reports of users, ``owner/repository#number`` on GitHub, and measurements made here (``measured: ...``).
+        before: Code that has the fault, if code shows it.
+        after: The same code without it.
+        brings: Faults that follow from it later in a run.
+        cases: Templates of the texts of one way to find it, by the name of that way.
     """
 
     severity: Severity
@@ -51,1160 +67,72 @@ class Fault(NamedTuple):
     evidence: tuple[str, ...]
     before: str = ""
     after: str = ""
+    brings: tuple[str, ...] | None = None
+    cases: Mapping[str, Mapping[str, str]] = {}
+
+    def explain(self, case: str = "", **fields: object) -> Explanation:
+        """Return the texts of one case with its fields filled in; title and fix are the fault's own if the case has none.
+
+        Args:
+            case: Name of the case; empty: the fault itself.
+            **fields: Values of the fields that its templates name.
+        """
+        texts = {"what": self.title, "expected": "", "evidence": "", "fix": self.fix}
+        if case:
+            texts |= {name: template.format(**fields) for name, template in self.cases[case].items()}
+        return Explanation(**texts)
 
     def links(self) -> list[str]:
-        """Return the evidence with an address for each report; GitHub leads on where the number is that of a pull request."""
+        """Return the evidence with an address for each report; GitHub leads on if the number is that of a pull request."""
         found = []
         for each in self.evidence:
             repository, _, number = each.partition("#")
-            if number.isdigit():
-                found.append(f"https://github.com/{repository}/issues/{number}")
-            else:
-                found.append(each)
+            found.append(f"{_GITHUB}/{repository}/issues/{number}" if number.isdigit() else each)
         return found
 
 
-UNUSED = dict.fromkeys(
-    ("F19", "F48", "F58", "F74"),
-    "This number was left free between two chapters of the list, and never given to a fault.",
-)
+@functools.cache
+def _sections() -> dict[str, dict[str, Any]]:
+    """Return the content of the file."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, if PyYAML was built with it
+    sections: dict[str, dict[str, Any]] = yaml.load(_FILE.read_bytes(), loader)
+    return sections
+
+
+class _LazyTable(Mapping[str, RowT]):
+    """A mapping that is filled at its first use."""
+
+    def __init__(self, fill: Callable[[], dict[str, RowT]]) -> None:
+        self._fill = functools.cache(fill)
+
+    def __getitem__(self, key: str) -> RowT:
+        return self._fill()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fill())
+
+    def __len__(self) -> int:
+        return len(self._fill())
+
+
+def _read_faults() -> dict[str, Fault]:
+    faults = {}
+    for name, row in _sections()["faults"].items():
+        faults[name] = Fault(**row)._replace(evidence=tuple(row["evidence"]))
+    return faults
+
+
+def _read_following() -> dict[str, frozenset[str]]:
+    return {name: frozenset({name, *fault.brings}) for name, fault in FAULTS.items() if fault.brings is not None}
+
+
+SYMPTOMS: Mapping[str, str] = _LazyTable(lambda: _sections()["symptoms"])
+"""First signs of a fault, by the key that its row has, in the order in which they are listed."""
+UNUSED: Mapping[str, str] = _LazyTable(lambda: _sections()["unused"])
 """Numbers that no fault has, and why."""
-
-FAULTS: dict[str, Fault] = {
-    # ------------------------------------------------------------------ parameters
-    "F01": Fault(
-        "error",
-        "stuck",
-        "trainable parameters in no optimizer",
-        "The loss falls a little and stays there; accuracy stays low; the weight of the loss never changes.",
-        "The encoder adapts to class centres that are random for good: `configure_optimizers` hands over the encoder's parameters only.",
-        "`OptimizerCheck` at the start of a fit; `ddp-losses audit` as a note.",
-        "Give the loss's parameters to an optimizer (a group of their own where they need their own learning rate), or freeze them.",
-        (
-            "4uiiurz1/pytorch-adacos#10",
-            "KaiyangZhou/pytorch-center-loss#22",
-            "sung-yeon-kim/Proxy-Anchor-CVPR2020#25",
-            "huggingface/sentence-transformers#2872",
-        ),
-        "return torch.optim.Adam(self.encoder.parameters(), lr=1e-3)",
-        "return torch.optim.Adam(self.parameters(), lr=1e-3)  # of encoder and loss",
-    ),
-    "F02": Fault(
-        "error",
-        "apart",
-        "trainable parameters outside the LightningModule",
-        "Results get worse with every GPU; the weight of the loss is missing from the checkpoint; no error.",
-        "A loss in a list, dict, closure or callback is no submodule: DDP does not reduce it, nobody moves or saves it, and every rank "
-        "trains its own. pytorch-metric-learning hides the usual sign, an error about devices, by moving the weight itself.",
-        '`strategy="ddp_losses"` refuses it by path, or adopts it; `OptimizerCheck`; `GradientFlowCheck`; `ddp-losses audit`.',
-        "Make it an attribute of the module, or put several into `nn.ModuleList` or `nn.ModuleDict`.",
-        (
-            "Lightning-AI/pytorch-lightning#2468",
-            "Lightning-AI/pytorch-lightning#19662",
-            "measured: after a fit on two ranks the encoder is equal, the loss's weight is not, and it is in no checkpoint",
-        ),
-        "self.losses = [ArcFaceLoss(num_classes=10, embedding_size=32)]",
-        "self.losses = nn.ModuleList([ArcFaceLoss(num_classes=10, embedding_size=32)])",
-    ),
-    "F03": Fault(
-        "error",
-        "apart",
-        "parameters in memory that the ranks share",
-        "A test of synchronisation passes under spawn on the CPU; real training drifts.",
-        "`torch.multiprocessing.spawn` hands CPU tensors over as shared memory, and Lightning takes them apart again for registered "
-        "modules only: all ranks step the same tensor, at once.",
-        "`OptimizerCheck` at the start of a fit.",
-        'Register the module, or take strategy="ddp", which starts processes of their own.',
-        ("measured: the same unregistered loss is equal on both ranks under spawn and different under fork",),
-    ),
-    "F04": Fault(
-        "error",
-        "apart",
-        "parameters that start different per rank",
-        "Loss curves differ between ranks from step 0; accuracy falls with the number of GPUs.",
-        "Every rank drew its own initial weights and nobody broadcast rank 0's: the encoder gets the mean of gradients of different "
-        "objectives.",
-        "`ParameterSyncCheck` at the start of a fit; `ddp-losses audit`.",
-        "Register the loss before DDP wraps the module, which broadcasts rank 0's values, or seed all ranks alike before building it.",
-        (
-            "KevinMusgrave/pytorch-metric-learning#710",
-            "KevinMusgrave/pytorch-metric-learning#218",
-            "measured: ArcFace built under a seed per rank stays different through a fit",
-        ),
-        "torch.manual_seed(rank)\nself.proxies = [ProxyNCALoss(10, 32)]",
-        "seed_everything(0)\nself.proxies = ProxyNCALoss(10, 32)  # a submodule: DDP broadcasts it",
-    ),
-    "F05": Fault(
-        "error",
-        "apart",
-        "parameters created after the wrap",
-        "A loss that is built in `training_step` or `on_train_start` is saved, and still drifts apart.",
-        "DDP lists the parameters once, when it wraps the module; what comes later keeps each rank's own gradient.",
-        '`GradientFlowCheck` and `ParameterSyncCheck`; `ddp-losses audit`. Under `"ddp_losses"` a late loss is reduced, or an error.',
-        "Build it in `__init__` or in `configure_model`.",
-        ("iCog-Labs-Dev/PC-Transformers#135", "measured: a loss created in the first training_step differs after it"),
-        "def training_step(self, batch, batch_idx):\n    if self.loss is None:\n        self.loss = ArcFaceLoss(self.n_classes, 32)",
-        "def configure_model(self):\n    if self.loss is None:\n        self.loss = ArcFaceLoss(self.n_classes, 32)",
-    ),
-    "F06": Fault(
-        "error",
-        "apart",
-        "parameters replaced after the wrap",
-        "After classes were added or a weight was drawn anew, ranks drift apart; or an error about unused parameters.",
-        "DDP's hooks sit on the former Parameter. With `find_unused_parameters=True` nothing is said at all.",
-        '`GradientFlowCheck` and `ParameterSyncCheck`; `ddp-losses audit`. Under `"ddp_losses"` it is reduced, or an error.',
-        "Copy into the parameter that is there.",
-        ("pytorch/pytorch#12603", "measured: silent drift with unused detection, a misleading error without"),
-        "self.loss.W = nn.Parameter(new)",
-        "with torch.no_grad():\n    self.loss.W.copy_(new)",
-    ),
-    "F07": Fault(
-        "error",
-        "apart",
-        "a parameter that changed its dtype or device",
-        "With half-precision embeddings the weight of the loss drifts apart; or it is half precision from then on.",
-        "An assignment to `.data` with another dtype or device drops DDP's hook. pytorch-metric-learning assigns so by itself where "
-        "embeddings come in another dtype than the weight.",
-        '`GradientFlowCheck` and `ParameterSyncCheck`; `ddp-losses audit`. `"ddp_losses"` runs losses in float32.',
-        "Cast the embeddings to the weight's dtype, never the weight to theirs.",
-        (
-            "pytorch/pytorch#104336",
-            "KevinMusgrave/pytorch-metric-learning#309",
-            "measured: DDP(CosFaceLoss) reduces with float32 embeddings and no more with bfloat16 ones",
-        ),
-        "value = self.loss(self.encoder(images).bfloat16(), labels)",
-        "value = self.loss(self.encoder(images).float(), labels)",
-    ),
-    "F08": Fault(
-        "error",
-        "apart",
-        "parameters unfrozen after the wrap",
-        "After a backbone is unfrozen (`BackboneFinetuning`) ranks drift apart.",
-        "DDP takes the parameters that require a gradient when it wraps the module; those that were frozen then are never reduced.",
-        '`GradientFlowCheck` and `ParameterSyncCheck`; `ddp-losses audit`. Under `"ddp_losses"` it is reduced.',
-        "Leave `requires_grad=True` and give them a learning rate of 0 until then.",
-        (
-            "Lightning-AI/pytorch-lightning#20340",
-            "facebookresearch/detectron2#2486",
-            "measured: the unfrozen part differs between ranks, the rest does not",
-        ),
-        "self.backbone.requires_grad_(False)  # and True after epoch 5",
-        "groups = [{'params': self.backbone.parameters(), 'lr': 0.0}, ...]  # and a rate after epoch 5",
-    ),
-    "F09": Fault(
-        "error",
-        "apart",
-        "a backward without the wrapper's forward",
-        "No network traffic between ranks; W models train by themselves; no message.",
-        "DDP gets ready to reduce in its own forward. `model.module.loss(...)`, or a `backward()` of one's own in a hook, goes past it.",
-        "`GradientFlowCheck` and `ParameterSyncCheck`; `ddp-losses audit`.",
-        "Compute the loss in `training_step`; in a loop of your own call the wrapped model.",
-        (
-            "rosinality/swapping-autoencoder-pytorch#22",
-            "luca-medeiros/lightning-sam#1",
-            "measured: gradients of the two ranks differ",
-        ),
-        "value = model.module(rows).square().mean()",
-        "value = model(rows).square().mean()  # model = DistributedDataParallel(...)",
-    ),
-    "F10": Fault(
-        "error",
-        "apart",
-        "manual optimisation without manual_backward",
-        "Training looks perfect, and each rank has other weights.",
-        "Under manual optimisation Lightning switches DDP's reduction off around `training_step`; only `manual_backward` switches it on.",
-        "`GradientFlowCheck` and `ParameterSyncCheck`; `ddp-losses audit`.",
-        "Call `self.manual_backward(loss)`.",
-        (
-            "Lightning-AI/pytorch-lightning#9237",
-            "Lightning-AI/pytorch-lightning#4916",
-            "measured: weights differ after a step",
-        ),
-        "loss.backward()",
-        "self.manual_backward(loss)",
-    ),
-    "F11": Fault(
-        "error",
-        "apart",
-        "a first step that was not reduced",
-        "Ranks differ after step 1 and stay so, under `static_graph=True`.",
-        "Older Lightning with a static graph and manual optimisation lost the reduction of the first step.",
-        "`ParameterSyncCheck` and `GradientFlowCheck`, after the first step.",
-        "Leave `static_graph` out, or take Lightning 2.6 or newer.",
-        ("Lightning-AI/pytorch-lightning#18086", "Lightning-AI/pytorch-lightning#20704"),
-    ),
-    "F12": Fault(
-        "error",
-        "apart",
-        "parameters of another name, order, shape or dtype per rank",
-        "Some runs are bad at random; some ranks compute garbage; no error where shapes agree.",
-        "DDP broadcasts and reduces by position. Modules that are registered in the order of a set change places between ranks.",
-        '`ParameterSyncCheck`; `"ddp_losses"` before the first broadcast; `ddp-losses audit`.',
-        "Register modules in a fixed order.",
-        (
-            "huggingface/transformers#48162",
-            "measured: two layers of one shape change places, with gradients of 2 and 2 in place of 1 and 3",
-        ),
-        "for name in {'a', 'b'}:\n    self.add_module(name, nn.Linear(4, 4))",
-        "for name in sorted({'a', 'b'}):\n    self.add_module(name, nn.Linear(4, 4))",
-    ),
-    "F13": Fault(
-        "error",
-        "apart",
-        "gradients that clipping makes differ per rank",
-        "The encoder drifts too, although it is wrapped; only with gradient clipping.",
-        "The norm is that of all parameters. One gradient that is each rank's own makes the factor another one on each rank.",
-        "`GradientFlowCheck`, which names the culprit; `ddp-losses audit`.",
-        "Mend the parameter that is not reduced; clip on every rank alike.",
-        (
-            "measured: encoder gradients are equal before clipping and weights unequal after the step",
-            "modelscope/twinkle#290",
-        ),
-    ),
-    "F14": Fault(
-        "error",
-        "apart",
-        "an optimizer step skipped on some ranks",
-        "float16 only: ranks part after the first overflow; the scale differs between them.",
-        "An infinity in a gradient that is not reduced lets that rank alone skip its step.",
-        "`OptimizerCheck` and `ParameterSyncCheck`; `ddp-losses audit`.",
-        "Reduce all gradients: mend the parameter whose gradient is each rank's own.",
-        ("facebookresearch/fairscale#181", "measured: scales 2 and 4, weights unequal"),
-    ),
-    "F15": Fault(
-        "error",
-        "apart",
-        "gradient scales that differ per rank",
-        "float16 only: ranks differ from the first step on.",
-        "Gradients under different scales are averaged, and divided by each rank's own scale.",
-        "`OptimizerCheck` and `ParameterSyncCheck`; `ddp-losses audit`.",
-        "Restore the scaler of all ranks from one checkpoint.",
-        ("pytorch/pytorch#136009",),
-    ),
-    "F16": Fault(
-        "error",
-        "apart",
-        "class shards that do not tile the classes",
-        "Some classes are never right, with a weight that is divided over the ranks.",
-        "Shards are other values on each rank on purpose; what must fit are their ranges, and here classes are held twice or by nobody.",
-        "`ParameterSyncCheck`, which leaves shards out of the comparison and compares their ranges.",
-        "Build the loss after the process group exists, with the same number of classes on every rank.",
-        ("deepinsight/insightface#1430",),
-    ),
-    "F17": Fault(
-        "error",
-        "apart",
-        "optimizer settings that differ per rank",
-        "Gradients are equal, weights are not; the learning rate was lowered on one rank.",
-        "A scheduler that watches a value (`ReduceLROnPlateau`) sees each rank's own.",
-        "`OptimizerCheck` and `ParameterSyncCheck`; `ddp-losses audit`.",
-        "Log the monitored value with `sync_dist=True`.",
-        (
-            "lucidrains/DALLE-pytorch#268",
-            "rmchurch/disruptcnn#3",
-            "measured: learning rates 1e-4 and 2.5e-5, weights unequal, no message",
-        ),
-        'self.log("val_loss", loss)',
-        'self.log("val_loss", loss, sync_dist=True)',
-    ),
-    "F18": Fault(
-        "note",
-        "scale",
-        "what a batch and a learning rate mean",
-        "With more GPUs and the same script the model is worse after the same number of epochs.",
-        "A loader's batch size is that of one rank, and DDP takes the mean: W ranks make a batch W times as large and W times fewer steps.",
-        "`BatchCheck` and `ddp-losses audit` say the numbers, as a note.",
-        "Divide the batch size by the number of ranks, or raise the learning rate; a loss that is a sum has to be a mean.",
-        (
-            "Lightning-AI/pytorch-lightning#3706",
-            "Lightning-AI/pytorch-lightning#6789",
-            "Lightning-AI/pytorch-lightning#7233",
-        ),
-        "loader = DataLoader(data, batch_size=256)  # on 4 ranks: 1024 rows a step",
-        "loader = DataLoader(data, batch_size=256 // trainer.world_size)",
-    ),
-    # ------------------------------------------------------------------ gradients through collectives
-    "F20": Fault(
-        "error",
-        "scale",
-        "a gather without gradients",
-        "It runs; embeddings learn W times slower; somebody added an unexplained `* world_size`.",
-        "`dist.all_gather` has no gradient: each rank learns from its own rows only, and DDP's mean divides that by W.",
-        "`GradientFlowCheck` before the first step; `ddp-losses audit`.",
-        "Wrap the loss in `GlobalBatchLoss`, or gather with `all_gather_with_grad`.",
-        (
-            "huggingface/accelerate#1154",
-            "ShiqiYu/OpenGait#36",
-            "texttron/tevatron#30",
-            "measured: a gradient of 2.5 where 5.0 is right, on two ranks",
-        ),
-        "parts = [torch.empty_like(x) for _ in range(world_size)]\ndist.all_gather(parts, x)\nparts[rank] = x\n"
-        "value = loss(torch.cat(parts), labels)",
-        "value = GlobalBatchLoss(loss)(x, own_labels)",
-    ),
-    "F21": Fault(
-        "error",
-        "scale",
-        "a global loss multiplied by the world size",
-        "Gradients are W times too large; a learning rate that is right on one GPU diverges.",
-        "The backward of a gather with gradients sums over the ranks already; DDP's mean then gives the gradient of one process, and a "
-        "factor W on top of that is one too many.",
-        "`GradientFlowCheck` before the first step; `ddp-losses audit`.",
-        "Leave the factor out.",
-        (
-            "mlfoundations/open_clip#616",
-            "mlfoundations/open_clip#894",
-            "measured: torch.distributed.nn.all_gather and DDP's mean give 5.0, which is right",
-        ),
-        "value = world_size * loss(all_gather_with_grad(x), labels)",
-        "value = loss(all_gather_with_grad(x), labels)",
-    ),
-    "F22": Fault(
-        "error",
-        "scale",
-        "world size scaling where nothing was gathered",
-        "Gradients are W times too large for a loss of each rank's own rows.",
-        "The factor that mends a gather without gradients was applied where nothing is gathered.",
-        "not detected: a factor on the loss may be meant. `ddp-losses audit` finds it as F21, every gradient being W times too large.",
-        "Leave the factor out.",
-        ("lightonai/pylate#156", "texttron/tevatron#143"),
-    ),
-    "F23": Fault(
-        "error",
-        "scale",
-        "an in-place all-reduce inside a loss",
-        "The value is right, its gradient is 1/W of the right one.",
-        "`dist.all_reduce` changes the number and not the graph: backward sees this rank's part only.",
-        "`GradientFlowCheck` before the first step; `ddp-losses audit` (as F20, a collective without gradients).",
-        "Take `all_reduce_with_grad`, or `global_mean` for a mean.",
-        ("lightly-ai/lightly#1977", "measured: a gradient of 2.5 where 5.0 is right, on two ranks"),
-        "dist.all_reduce(total)\nvalue = total / count",
-        "value = global_mean(total, own_count)",
-    ),
-    "F24": Fault(
-        "error",
-        "scale",
-        "a loss parameter's gradient W times too large",
-        "The weight of ArcFace, CosFace or a proxy loss learns W times faster than on one GPU; nearly invisible under Adam, plain in "
-        "gradient clipping, weight decay and SGD.",
-        "pytorch-metric-learning's `DistributedLossWrapper` returns W times the loss. That mends its own gather, which gives the encoder "
-        "1/W of the gradient; the loss's weight sees all rows on every rank and needs no factor.",
-        "`GradientFlowCheck` before the first step; `ddp-losses audit`.",
-        "Wrap the inner loss in `GlobalBatchLoss` in place of the wrapper.",
-        (
-            "KevinMusgrave/pytorch-metric-learning#562",
-            "KevinMusgrave/pytorch-metric-learning#732",
-            "measured: on two ranks the encoder's gradient is 1.0 times one process's, the weight's 2.0 times",
-        ),
-        "loss = DistributedLossWrapper(ArcFaceLoss(10, 32))",
-        "loss = GlobalBatchLoss(ArcFaceLoss(10, 32))",
-    ),
-    "F25": Fault(
-        "error",
-        "stops",
-        "labels offset by rank where nothing was gathered",
-        "An index error on all ranks but the first; or rank 0 alone has a sensible loss.",
-        "Labels point into the rows of all ranks while the logits are of this rank's rows.",
-        "not detected: an index error, or a matter of what the loss means by its labels.",
-        "Take local labels for local logits; `ClipLoss` and `GlobalBatchLoss` place them by themselves.",
-        ("lightly-ai/lightly#1176",),
-        "labels = rank * len(x) + torch.arange(len(x))  # and logits = x @ y.T of this rank",
-        "labels = torch.arange(len(x))",
-    ),
-    "F26": Fault(
-        "error",
-        "apart",
-        "rank-dependent order of gathered rows",
-        "Memory queues and losses that draw samples differ between ranks, also under one seed.",
-        "A gather that puts each rank's own rows first (pytorch-metric-learning's does) hands every rank another batch.",
-        "`BufferSyncCheck`; `ddp-losses audit`.",
-        "Gather in the order of ranks, as `GlobalBatchLoss` does.",
-        (
-            "KevinMusgrave/pytorch-metric-learning#639",
-            "measured: triplets_per_anchor=1 gives 0.856 on one rank and 1.053 on the other",
-        ),
-        "rows = torch.cat([own, *others])",
-        "rows = all_gather_with_grad(own)  # the order of ranks",
-    ),
-    "F27": Fault(
-        "error",
-        "scale",
-        "a metric as a loss, with 1/W of its gradient",
-        "The value is right, and the model learns W times slower.",
-        "torchmetrics (`dist_sync_on_step=True`) keeps the graph of its own rank's state among those it gathers; DDP's mean divides by W.",
-        "`GradientFlowCheck` before the first step; `ddp-losses audit`.",
-        "Take `differentiable(metric)`.",
-        (
-            "Lightning-AI/torchmetrics#2745",
-            "Lightning-AI/torchmetrics#2754",
-            "measured: a gradient of 2.5 where 5.0 is right, for sum and cat states, on two ranks",
-        ),
-        "metric = PearsonCorrCoef(dist_sync_on_step=True)",
-        "metric = differentiable(PearsonCorrCoef())",
-    ),
-    "F28": Fault(
-        "error",
-        "hang",
-        "tensor sizes that differ in a collective",
-        "A hang with the GPU at 100%, garbage numbers, or an abort, often in the last batch of an epoch.",
-        "torch's gathers take equal sizes for granted. Lightning's `all_gather` and pytorch-metric-learning's wrapper do so too.",
-        "`BatchCheck` for pytorch-metric-learning's wrapper, from the loaders' sizes; our collectives raise on every rank. Not for a "
-        "hand-written gather, which ends the process before anyone can look.",
-        "Gather with `all_gather_with_grad` or use `GlobalBatchLoss`, which take any number of rows; or `drop_last=True`.",
-        (
-            "Lightning-AI/pytorch-lightning#7773",
-            "Lightning-AI/pytorch-lightning#17085",
-            "pytorch/pytorch#70037",
-            "measured: one rank aborts, the other returns garbage",
-        ),
-        "everyone = trainer.strategy.all_gather(x, sync_grads=True)",
-        "everyone = all_gather_with_grad(x)",
-    ),
-    "F29": Fault(
-        "note",
-        "scale",
-        "a contrastive loss that sees one rank's rows",
-        "A contrastive model gains nothing from more GPUs.",
-        "Nothing gathers the rows, so every anchor has the negatives of its own rank only.",
-        "`BatchCheck` as a note; `ddp-losses audit`.",
-        "Wrap it in `GlobalBatchLoss`.",
-        ("Lightning-Universe/lightning-bolts#179", "auniquesun/CrossPoint-DDP#6", "vturrisi/solo-learn#229"),
-        "self.loss = NTXentLoss()",
-        "self.loss = GlobalBatchLoss(NTXentLoss())",
-    ),
-    "F30": Fault(
-        "warning",
-        "scale",
-        "a mean of means over different counts",
-        "Several GPUs give other results than one; ranks with few valid tokens, boxes or targets weigh too much.",
-        "Each rank divides by its own count, and DDP (or accumulation) takes the plain mean of those means.",
-        "`LossCheck`, where elements weigh over 10% more on one rank in 3 of 20 steps, or (as a note) in one micro-batch of a "
-        'window; `"ddp_losses"` warns of uneven rows; `ddp-losses audit`.',
-        'Take `global_mean(total, count)` or `GlobalBatchLoss`, and `DDPLossStrategy(accumulation="window")` under accumulation.',
-        (
-            "huggingface/transformers#34242",
-            "pytorch/torchtitan#2206",
-            "measured: three valid items on one rank and one on the other, against the mean of all four",
-        ),
-        "loss = cross_entropy(logits, tokens, ignore_index=-100)",
-        'loss = global_mean(cross_entropy(logits, tokens, ignore_index=-100, reduction="sum"), (tokens != -100).sum())',
-    ),
-    "F31": Fault(
-        "warning",
-        "stuck",
-        "a loss of exactly zero, or no positive pair",
-        "`loss: 0.0, grad_norm: 0.0` on several ranks, fine on one.",
-        "No rank's own rows hold a pair of one class, where all rows together do.",
-        "`LossCheck` and `BatchCheck`; `ddp-losses audit`.",
-        "Draw M rows of each class for the global batch (`GlobalBatchSampler`), and take the loss of all rows (`GlobalBatchLoss`).",
-        (
-            "huggingface/sentence-transformers#3242",
-            "measured: zero on both ranks, a gradient that is not zero on the joined batch",
-        ),
-        "loader = DataLoader(data, batch_size=8)\nself.loss = TripletMarginLoss()",
-        "inner = MPerClassSampler(labels, m=4, batch_size=16, length_before_new_iter=len(labels))\n"
-        "loader = DataLoader(data, batch_sampler=GlobalBatchSampler.batches(inner, 16, seed=0))\n"
-        "self.loss = GlobalBatchLoss(TripletMarginLoss())",
-    ),
-    "F32": Fault(
-        "error",
-        "hang",
-        "a loss parameter out of the graph on some ranks",
-        "Backward hangs after a loss of zero; later a message about parameters that were not used.",
-        "A rank without a valid pair returns a zero that has no path to the loss's weight; the others wait for its gradient.",
-        "`GradientFlowCheck`, before backward.",
-        'Take strategy="ddp_losses", or add `0 * sum(p.sum() for p in loss.parameters())`.',
-        (
-            "Lightning-AI/pytorch-lightning#12190",
-            "measured: one rank's backward returns, the other's ends in a time-out",
-        ),
-        "return self.loss(embeddings, labels)",
-        "zero = 0 * sum(p.sum() for p in self.loss.parameters())\nreturn self.loss(embeddings, labels) + zero",
-    ),
-    "F33": Fault(
-        "note",
-        "scale",
-        "accumulation is not a larger contrastive batch",
-        "`accumulate_grad_batches=64` does not help a contrastive loss.",
-        "Each micro-batch is compared with itself: the negatives stay those of the small batch.",
-        "`BatchCheck` and `ddp-losses audit`, as a note.",
-        "Draw one large batch and run the encoder over it in pieces, `microbatched(encoder, 64)`, which needs a small batch's memory.",
-        ("huggingface/sentence-transformers#1822", "google-research/simclr#203", "mdiephuis/SimCLR#13"),
-        "trainer = Trainer(accumulate_grad_batches=16)  # batch_size=64",
-        "run = microbatched(self.encoder, 64)  # batch_size=1024\nvalue = GlobalBatchLoss(NTXentLoss())(run(images), labels)",
-    ),
-    "F34": Fault(
-        "note",
-        "apart",
-        "parameters used only while gradients accumulate",
-        "Reported for older torch: a parameter that only a micro-batch under `no_sync` used was not reduced.",
-        "None with torch 2.13: gradients come out equal.",
-        "not detected: it does not happen on the supported versions; gradients are compared all the same.",
-        "None is needed.",
-        ("pytorch/pytorch#69031", "measured: both ranks have 1.5 on torch 2.13"),
-    ),
-    # ------------------------------------------------------------------ control flow
-    "F35": Fault(
-        "error",
-        "hang",
-        "a step without a loss on some ranks",
-        "`training_step` returns None for a bad batch; an error on that rank, a hang on the others.",
-        "That rank makes no backward; the others wait for its gradients.",
-        "`LossCheck` on every rank; peers of the rank get a `PeerError`; `ddp-losses audit` where it could not run.",
-        "Return a zero that keeps the graph.",
-        (
-            "Lightning-AI/pytorch-lightning#5243",
-            "Lightning-AI/pytorch-lightning#19918",
-            "measured: Lightning 2.6 raises on one rank only",
-        ),
-        "if not valid.any():\n    return None",
-        "if not valid.any():\n    return 0 * self.encoder(images).sum()",
-    ),
-    "F36": Fault(
-        "error",
-        "hang",
-        "numbers of batches that differ",
-        "A hang near the end of the epoch (`96%`), on iterable data above all.",
-        "One rank has no batch left; the others wait in their gradients' reduction.",
-        "`BatchCheck` at the start of the epoch, or, of an iterable, at the first rank's last batch; `DDPLossStrategy` without checks too.",
-        "Give all ranks the same number of batches (`GlobalBatchSampler`, `drop_last=True`), or say how epochs end (`uneven=`).",
-        (
-            "Lightning-AI/pytorch-lightning#3325",
-            "Lightning-AI/pytorch-lightning#9851",
-            "Lightning-AI/pytorch-lightning#20404",
-        ),
-        'strategy = "ddp"',
-        'strategy = DDPLossStrategy(uneven="stop")  # or "join", where every loss is global',
-    ),
-    "F37": Fault(
-        "error",
-        "hang",
-        "a branch taken on some ranks",
-        "A hang, or an error one step later that does not say which rank did what.",
-        "A random or data-dependent branch calls a loss or a head on some ranks only; the others have no gradient to bring.",
-        '`GradientFlowCheck`, before backward; `"ddp_losses"` raises `LossCallError` on every rank with the loss and the ranks.',
-        "Take the branch on all ranks, or multiply the idle part by zero.",
-        (
-            "pytorch/pytorch#44957",
-            "NVIDIA-NeMo/Automodel#2468",
-            "measured: the first backward returns on both ranks, in a mixed state",
-        ),
-        "if random.random() < 0.5:\n    value = value + self.extra(x, labels)",
-        "draw = random.Random(self.global_step).random()  # the same on all ranks\n"
-        "value = value + (draw < 0.5) * self.extra(x, labels)",
-    ),
-    "F38": Fault(
-        "error",
-        "stops",
-        "a loss that is active on some steps",
-        '"Expected to have finished reduction", "parameters that were not used in producing the loss".',
-        "On some steps parameters get no gradient, and DDP waits for all of them.",
-        "`GradientFlowCheck` with names; `ddp-losses audit` where it could not run.",
-        'Use them times zero, take `find_unused_parameters=True`, or, for losses that alternate, strategy="ddp_losses", where idle losses '
-        "cost nothing.",
-        ("pytorch/pytorch#57776", "pytorch/pytorch#97030", "roboflow/rf-detr#1093"),
-        "loss = self.first if self.global_step % 2 else self.second\nreturn loss(x, labels)",
-        'trainer = Trainer(strategy="ddp_losses")',
-    ),
-    "F39": Fault(
-        "warning",
-        "cost",
-        "find_unused_parameters without need",
-        "A slow step; torch warns that no unused parameter was found.",
-        "Every step walks the graph for nothing, and F06 and F32 are hidden by it.",
-        "not detected: torch warns by itself.",
-        "Leave it off.",
-        ("speechbrain/speechbrain#713", "facebookresearch/VICRegL#10"),
-    ),
-    "F40": Fault(
-        "error",
-        "stops",
-        "a parameter marked ready twice",
-        '"Expected to mark a variable ready only once".',
-        "The wrapped model ran several times before one backward, with checkpointing that runs it again.",
-        "not detected: torch raises.",
-        "Make one forward for each backward, or `torch.utils.checkpoint` with `use_reentrant=False`.",
-        ("pytorch/pytorch#105723", "aqlaboratory/openfold#40"),
-    ),
-    "F41": Fault(
-        "error",
-        "scale",
-        "two forwards before backward while buffers differ",
-        'Older torch stops with "modified by an inplace operation"; newer torch says nothing and the gradient is wrong.',
-        "The second forward broadcasts rank 0's buffers over those that the first one used, and autograd does not notice.",
-        "`BufferSyncCheck`.",
-        "Set `broadcast_buffers=False`, or make one forward on the joined inputs.",
-        (
-            "pytorch/pytorch#22095",
-            "pytorch/pytorch#65907",
-            "measured: a gradient of 1.0 where 5.5 is right, without an error, on torch 2.13",
-        ),
-        "first, second = model(view1), model(view2)",
-        "first, second = model(torch.cat([view1, view2])).chunk(2)",
-    ),
-    "F42": Fault(
-        "error",
-        "hang",
-        "an exception on one rank",
-        "One rank stops with a traceback, the others hang until the time-out of their group (half an hour).",
-        "Nobody tells the others, which wait in the next collective.",
-        "`DDPChecks`: the others end within seconds with a `PeerError`, which holds the first one's message and step.",
-        "Read the message of the rank that failed first, and mend that.",
-        ("Lightning-AI/pytorch-lightning#8130",),
-    ),
-    "F43": Fault(
-        "error",
-        "hang",
-        "a signal handled on one rank",
-        "A job that is preempted hangs in place of saving.",
-        "One rank leaves at the signal, the others wait.",
-        "not detected: Lightning 2.5.2 and newer handle it.",
-        "Take a newer Lightning; in code of your own decide on all ranks together.",
-        ("Lightning-AI/pytorch-lightning#20806",),
-    ),
-    "F44": Fault(
-        "error",
-        "hang",
-        "one rank far behind",
-        "A collective ends in a time-out, on every rank but one.",
-        "One rank reads slowly, writes a checkpoint, or is somewhere else in the program.",
-        "`DDPChecks(stall_seconds=...)` says where each rank stands.",
-        "Mend that rank's data or disk, or do on all ranks what it does alone.",
-        ("Lightning-AI/pytorch-lightning#20832", "Lightning-AI/litData#340", "pytorch/pytorch#118369"),
-    ),
-    "F45": Fault(
-        "error",
-        "hang",
-        "a collective in rank-zero-only code",
-        "A hang on rank 0, while the others train on.",
-        "A function for rank 0 alone contains a collective; `trainer.log_dir` is one.",
-        "As F44: `DDPChecks(stall_seconds=...)` says where each rank stands.",
-        "Call it on all ranks, and use the result on rank 0.",
-        ("Lightning-AI/pytorch-lightning#18148", "Lightning-AI/pytorch-lightning#19604"),
-        "if trainer.is_global_zero:\n    save(trainer.log_dir)",
-        "folder = trainer.log_dir  # a broadcast\nif trainer.is_global_zero:\n    save(folder)",
-    ),
-    "F46": Fault(
-        "error",
-        "hang",
-        "log keys that differ per rank",
-        "A hang at the end of the epoch, or values that belong to another key.",
-        "Logged values are reduced one after the other, in the order of the keys that each rank has.",
-        "`LossCheck`, before the epoch's reduction; with `on_step` another number of keys hangs inside `log`, see F44.",
-        "Log the same keys on every rank, also where one has nothing to say.",
-        ("Lightning-AI/pytorch-lightning#19106", "huggingface/trl#7310"),
-        "if has_boxes:\n    self.log('box_loss', box_loss, sync_dist=True)",
-        "self.log('box_loss', box_loss if has_boxes else 0.0, sync_dist=True)",
-    ),
-    "F47": Fault(
-        "error",
-        "hang",
-        "collectives that pair up wrongly",
-        "A time-out, or numbers from another operation.",
-        "Ranks run different collectives, or the same in another order; one that fits by size is accepted without a word.",
-        "As F44; our own collectives compare names, shapes and dtypes first and raise `RankMismatchError` on every rank.",
-        "Run the same collectives in the same order on all ranks; `TORCH_DISTRIBUTED_DEBUG=DETAIL` lets torch compare them too.",
-        ("meta-pytorch/torchrec#4149", "measured: a time-out on gloo; another shape with as many elements is accepted"),
-    ),
-    # ------------------------------------------------------------------ metrics and logging
-    "F49": Fault(
-        "error",
-        "logged",
-        "metric state overwritten by the buffer broadcast",
-        "A metric or a counter of one's own counts rank 0's rows only.",
-        "DDP broadcasts rank 0's buffers before each forward, over what the other ranks had summed up in theirs.",
-        "`BufferSyncCheck`.",
-        "Gather before you add up, set `broadcast_buffers=False`, or make it a torchmetrics metric, whose states are no buffers.",
-        (
-            "Lightning-AI/pytorch-lightning#4482",
-            "pytorch/pytorch#63041",
-            "measured: a registered counter of rank 1 is replaced",
-        ),
-        "self.seen += len(batch)  # a buffer",
-        "self.seen += self.all_gather(torch.tensor(len(batch))).sum()",
-    ),
-    "F50": Fault(
-        "error",
-        "stops",
-        "a metric or loss on another device",
-        '"No backend type associated with device type cpu", at the end of the first epoch.',
-        "NCCL has no CPU tensors; a metric that is no submodule, or computes on the CPU, has only those.",
-        "`DeviceCheck` at the start of the fit.",
-        'Make it a submodule, or initialise the group with "cpu:gloo,cuda:nccl".',
-        ("Lightning-AI/torchmetrics#2477", "Lightning-AI/pytorch-lightning#18803"),
-        "strategy = DDPStrategy()",
-        'strategy = DDPStrategy(process_group_backend="cpu:gloo,cuda:nccl")',
-    ),
-    "F51": Fault(
-        "error",
-        "hang",
-        "different numbers of metric updates",
-        "`compute()` hangs, or one rank has a wrong value and another loses its connection.",
-        "torchmetrics gathers the elements of a list state one by one; a rank with fewer updates makes fewer gathers.",
-        "`BufferSyncCheck`, before the states are gathered.",
-        "Update on all ranks as often, or take `differentiable(metric)`, whose one exchange takes any number.",
-        (
-            "Lightning-AI/torchmetrics#3503",
-            "Lightning-AI/torchmetrics#626",
-            "measured: a wrong result on one rank, an abort on the other",
-        ),
-    ),
-    "F52": Fault(
-        "error",
-        "stops",
-        "a metric state of another shape or dtype per rank",
-        "An abort, a hang or garbage at `compute()`.",
-        "torchmetrics makes another number of gathers for each kind of difference.",
-        "`BufferSyncCheck`, before the states are gathered.",
-        "Update with one dtype and one number of dimensions on all ranks.",
-        ("roboflow/rf-detr#1085", "measured: float32 beside float64 aborts one rank and misleads the other"),
-    ),
-    "F53": Fault(
-        "error",
-        "hang",
-        "a metric computed on some ranks",
-        'A hang in `compute()`, or the warning "compute was called before update".',
-        "`compute()` is a collective; a rank that does not call it leaves the others waiting.",
-        "As F44: `DDPChecks(stall_seconds=...)` says where each rank stands; torchmetrics warns.",
-        "Compute on all ranks.",
-        ("Lightning-AI/pytorch-lightning#20223", "Lightning-AI/torchmetrics#813"),
-        "if self.global_rank == 0:\n    print(self.metric.compute())",
-        "value = self.metric.compute()\nif self.global_rank == 0:\n    print(value)",
-    ),
-    "F54": Fault(
-        "warning",
-        "logged",
-        "samples that validation counts twice",
-        "Validation on 2 ranks counts 22 images where there are 21.",
-        "`DistributedSampler` fills up the last batch with rows from the beginning. Lightning says so for `test`, not inside `fit`.",
-        "`BatchCheck` at the start of validation; `ddp-losses audit` as a note.",
-        'Take `DDPLossStrategy`, which gives each row to one rank and every rank as many batches (`evaluation="exact"`, its default).',
-        ("pytorch/pytorch#25162", "Lightning-AI/pytorch-lightning#2398", "roboflow/rf-detr#1507"),
-        'trainer = Trainer(strategy="ddp", devices=2)',
-        'trainer = Trainer(strategy="ddp_losses", devices=2)',
-    ),
-    "F55": Fault(
-        "error",
-        "logged",
-        "a monitored value that differs per rank",
-        "The best checkpoint is that of rank 0's rows; early stopping and checkpoints disagree with the curves.",
-        "The value was logged without `sync_dist=True`, so that each rank monitors its own.",
-        "`LossCheck` at the end of validation.",
-        "Log it with `sync_dist=True`.",
-        ("Lightning-AI/pytorch-lightning#19045", "Lightning-AI/pytorch-lightning#19072"),
-        'self.log("val_loss", loss)',
-        'self.log("val_loss", loss, sync_dist=True)',
-    ),
-    "F56": Fault(
-        "note",
-        "logged",
-        "what a printed loss stands for",
-        "All ranks print the same loss, or each another one, and one wonders which is right.",
-        "None: a global loss is one number, a local one is each rank's own, and Lightning prints rank 0's.",
-        "`LossCheck` says which it is, as a note.",
-        "Log a local loss with `sync_dist=True` to see the mean; a global one needs nothing.",
-        ("KevinMusgrave/pytorch-metric-learning#302", "KevinMusgrave/pytorch-metric-learning#712"),
-    ),
-    "F57": Fault(
-        "warning",
-        "cost",
-        "metric synchronisation that takes the time",
-        "Steps get slower with each metric.",
-        "torchmetrics makes one or several collectives for each state of each metric.",
-        "`CommunicationMonitor` shows calls, bytes and the share of the step.",
-        "Synchronise once an epoch, or put them into one `differentiable(MetricCollection([...]))`, one exchange for all.",
-        ("allenai/OLMo#279", "measured: 58 collectives for a collection of six, ours 1"),
-    ),
-    # ------------------------------------------------------------------ batch norm, buffers, queues
-    "F59": Fault(
-        "warning",
-        "apart",
-        "batch-norm statistics that differ per rank",
-        "Validation differs between ranks, and is below that of one GPU.",
-        "Each rank normalises by its own rows; rank 0's running statistics are the ones that are saved.",
-        "`BufferSyncCheck`, with rows per rank, learning rate and imbalance in its advice; `ddp-losses audit`.",
-        'Take `plugins=[SyncBatchNorm()]`, or `sync_batchnorm=True` under "ddp_losses".',
-        (
-            "huggingface/pytorch-image-models#110",
-            "facebookresearch/moco#41",
-            "measured: running means differ after one step",
-        ),
-        'trainer = Trainer(strategy="ddp")',
-        'trainer = Trainer(strategy="ddp", plugins=[SyncBatchNorm()])',
-    ),
-    "F60": Fault(
-        "error",
-        "scale",
-        "batch norm that was not converted",
-        "`sync_batchnorm=True`, and one batch norm is still each rank's own.",
-        "It was made after the conversion, or sits where the conversion does not look (F02).",
-        "`BufferSyncCheck`; `ddp-losses audit`.",
-        "Register it before the wrap.",
-        ("KevinMusgrave/pytorch-metric-learning#306", "torch's documentation of SyncBatchNorm: convert, then wrap"),
-        "model = DistributedDataParallel(model)\nmodel = nn.SyncBatchNorm.convert_sync_batchnorm(model)",
-        "model = nn.SyncBatchNorm.convert_sync_batchnorm(model)\nmodel = DistributedDataParallel(model)",
-    ),
-    "F61": Fault(
-        "error",
-        "hang",
-        "synchronised batch norm that a rank does not run",
-        "A hang in the forward of a synchronised batch norm.",
-        "Its forward is a collective; a rank that takes another branch does not come.",
-        "As F44: `DDPChecks(stall_seconds=...)` says where each rank stands. Our `SyncBatchNorm` raises on every rank.",
-        "Run the layer on all ranks, or take `lightning_ddp_losses.SyncBatchNorm`.",
-        ("pytorch/pytorch#44957", "horovod/horovod#2241"),
-    ),
-    "F62": Fault(
-        "error",
-        "stops",
-        "a batch of one sample under batch norm",
-        '"Expected more than 1 value per channel when training", in the last batch of the epoch, on one rank.',
-        "The rest of the data set leaves one row for a rank.",
-        "`BatchCheck` before the epoch.",
-        "`drop_last=True`, or our `SyncBatchNorm`, which needs two values over all ranks only.",
-        ("Lightning-AI/pytorch-lightning#13360", "open-mmlab/mmpretrain#761"),
-        "DataLoader(data, batch_size=32)",
-        "DataLoader(data, batch_size=32, drop_last=True)",
-    ),
-    "F63": Fault(
-        "error",
-        "scale",
-        "synchronised batch norm on uneven sizes",
-        "Reported for old torch: statistics that count each rank alike, whatever its rows.",
-        "None today: torch weighs ranks by their rows since 1.6.",
-        "not detected: torch weighs rows since 1.6.",
-        "None is needed.",
-        ("pytorch/pytorch#22192",),
-    ),
-    "F64": Fault(
-        "error",
-        "apart",
-        "a memory queue that differs per rank",
-        "`CrossBatchMemory`, MoCo's queue or NNCLR's support set holds one rank's rows; more GPUs do not help.",
-        "A queue in a buffer is overwritten by rank 0's at each forward; one outside is each rank's own.",
-        "`BufferSyncCheck`; `ddp-losses audit`.",
-        "Take `GlobalBatchLoss(CrossBatchMemory(...))`, whose queue is that of one process on every rank.",
-        (
-            "lightly-ai/lightly#1018",
-            "vturrisi/solo-learn#229",
-            "measured: rank 1's rows are replaced at its second forward",
-        ),
-        "self.loss = CrossBatchMemory(NTXentLoss(), 128, memory_size=4096)",
-        "self.loss = GlobalBatchLoss(CrossBatchMemory(NTXentLoss(), 128, memory_size=4096))",
-    ),
-    "F65": Fault(
-        "error",
-        "resumed",
-        "a memory queue without its position",
-        "After resuming, a memory is empty or starts to overwrite itself at 0.",
-        "pytorch-metric-learning saves the rows of `CrossBatchMemory` and not where they end.",
-        "`CheckpointCheck` at loading.",
-        "Take `GlobalBatchLoss(CrossBatchMemory(...))`, which saves the position too.",
-        ("measured: position 4 and full become 0 and not full after load_state_dict",),
-    ),
-    "F66": Fault(
-        "error",
-        "apart",
-        "a buffer assigned anew",
-        "Reported for old torch: DDP went on broadcasting the former buffer.",
-        "None today: torch reads the buffers again at each forward.",
-        "not detected: torch reads it again.",
-        "None is needed.",
-        ("pytorch/pytorch#63916",),
-    ),
-    # ------------------------------------------------------------------ data and randomness
-    "F67": Fault(
-        "error",
-        "data",
-        "the same batch on every rank",
-        "W GPUs learn exactly what one learns.",
-        "A `batch_sampler` of one's own, or `use_distributed_sampler=False`, gives all ranks the same rows.",
-        "`BatchCheck`, after two batches with 8 different rows; `ddp-losses audit`.",
-        "Take a distributed sampler, or `GlobalBatchSampler`.",
-        (
-            "Lightning-AI/pytorch-lightning#5145",
-            "Lightning-AI/pytorch-lightning#3455",
-            "openspeech-team/openspeech#149",
-            "measured: identical batches on both ranks, no warning",
-        ),
-        "DataLoader(data, batch_sampler=batches)",
-        "DataLoader(data, batch_sampler=GlobalBatchSampler.batches(batches, global_batch_size, seed=0))",
-    ),
-    "F68": Fault(
-        "error",
-        "data",
-        "a sampler that is reshuffled",
-        "Metric learning works on one GPU and stalls on two; few positive pairs in a batch.",
-        "Lightning wraps a sampler for training in one that shuffles its order, which takes M-per-class batches apart.",
-        '`BatchCheck`; `"ddp_losses"` warns; `ddp-losses audit`.',
-        "Take `GlobalBatchSampler` around it, which Lightning leaves alone.",
-        (
-            "Lightning-AI/pytorch-lightning#21447",
-            "Lightning-AI/pytorch-lightning#21131",
-            "measured: 1, 1, 2, 3, 4 and 5 rows of a class in a batch in place of 4, 4, 4, 4",
-        ),
-        "inner = MPerClassSampler(labels, m=4, batch_size=16)\nDataLoader(data, sampler=inner, batch_size=16)",
-        "inner = MPerClassSampler(labels, m=4, batch_size=32, length_before_new_iter=len(labels))\n"
-        "DataLoader(data, batch_sampler=GlobalBatchSampler.batches(inner, 32, seed=0))",
-    ),
-    "F69": Fault(
-        "error",
-        "data",
-        "another permutation on each rank",
-        "An epoch shows some rows twice and others never.",
-        "Each rank draws its own order and takes its share of that: random samplers draw from global generators.",
-        "`BatchCheck`: orders at once, rows at the end of the epoch (not where augmentation changes them).",
-        "Take `GlobalBatchSampler`, which draws on all ranks alike, or seed all ranks alike.",
-        (
-            "Lightning-AI/pytorch-lightning#12866",
-            "huggingface/accelerate#2865",
-            "measured: of 64 rows 11 came to both ranks and 15 to none",
-        ),
-        "DataLoader(data, sampler=WeightedRandomSampler(weights, n))",
-        "DataLoader(data, sampler=GlobalBatchSampler(WeightedRandomSampler(weights, n), rows_per_rank, seed=0), "
-        "batch_size=rows_per_rank)",
-    ),
-    "F70": Fault(
-        "warning",
-        "data",
-        "the same order in every epoch",
-        "Every epoch has the batches of the first.",
-        "Nobody calls `set_epoch` of a sampler that draws by it.",
-        "`BatchCheck` in the second epoch.",
-        "Call `sampler.set_epoch(epoch)`; Lightning does so for `sampler` and for `batch_sampler.sampler`.",
-        ("pytorch/pytorch#31771", "pytorch/pytorch#11324"),
-        "for epoch in range(10):\n    for batch in loader: ...",
-        "for epoch in range(10):\n    loader.sampler.set_epoch(epoch)\n    for batch in loader: ...",
-    ),
-    "F71": Fault(
-        "error",
-        "data",
-        "an iterable dataset that is not divided",
-        "W GPUs see the same stream.",
-        "Samplers divide indices; an iterable has none, and Lightning leaves it alone.",
-        "`BatchCheck`; `ddp-losses audit` (as F67).",
-        "Divide it by rank in `__iter__`.",
-        (
-            "Lightning-AI/pytorch-lightning#15734",
-            "huggingface/datasets#5360",
-            "measured: the same rows on both ranks, no warning",
-        ),
-        "def __iter__(self):\n    yield from self.rows",
-        "def __iter__(self):\n    rank, world_size = dist.get_rank(), dist.get_world_size()\n"
-        "    yield from itertools.islice(self.rows, rank, None, world_size)",
-    ),
-    "F72": Fault(
-        "note",
-        "data",
-        "the same random numbers on every rank",
-        "Noise, dropout masks or augmentations on the device are equal on all ranks.",
-        "`seed_everything` seeds all ranks alike: right for initial weights, wrong for noise.",
-        "`BatchCheck` as a note; `ddp-losses audit` where random numbers explain a difference.",
-        "Fold the rank into the seed once the model is built.",
-        (
-            "Lightning-AI/pytorch-lightning#16166",
-            "huggingface/transformers#37932",
-            "measured: equal draws on both ranks",
-        ),
-        "seed_everything(0)",
-        "seed_everything(0)\nmodel = Model()\ntorch.manual_seed(rank)  # for noise, after the weights",
-    ),
-    "F73": Fault(
-        "error",
-        "cost",
-        "DataParallel, or a device that ranks share",
-        "Only GPU 0 works, or is out of memory.",
-        "`nn.DataParallel` copies the module in every step and gathers outputs on one device; ranks that share a device share its memory.",
-        "`DeviceCheck` at the start of the fit.",
-        'Give each rank a device: strategy="ddp" or "ddp_losses" without `nn.DataParallel` (`ddp-losses explain migrate dataparallel`).',
-        ("KevinMusgrave/pytorch-metric-learning#218", "openai/CLIP#111"),
-        "model = nn.DataParallel(model)",
-        'trainer = Trainer(strategy="ddp_losses", devices=-1)',
-    ),
-    # ------------------------------------------------------------------ checkpoints, precision, compile
-    "F75": Fault(
-        "error",
-        "resumed",
-        "loss parameters missing from the checkpoint",
-        "A resumed run starts with a random loss; or keys begin with `module.` and do not load.",
-        "The loss is no submodule (F02), or was saved inside a wrapper.",
-        "`CheckpointCheck` and `OptimizerCheck` at saving.",
-        "Register the module; leave wrapped losses out of attributes.",
-        ("Lightning-AI/pytorch-lightning#17996", "pytorch/ignite#750", "NVIDIA/apex#647"),
-        "self.loss = DistributedDataParallel(ArcFaceLoss(10, 32))",
-        "self.loss = ArcFaceLoss(10, 32)  # the strategy wraps",
-    ),
-    "F76": Fault(
-        "warning",
-        "resumed",
-        "a checkpoint of another world size",
-        "After resuming on more GPUs the curves bend; or shards of a weight do not fit.",
-        "The global batch changed with the number of ranks, and with it what a learning rate means (F18).",
-        "`CheckpointCheck` at loading, where the global batch changed.",
-        "Keep the global batch and the learning rate; `ClassShardedLoss` loads at any number of ranks.",
-        ("deepinsight/insightface#1811", "deepinsight/insightface#2027"),
-    ),
-    "F77": Fault(
-        "error",
-        "resumed",
-        "values that differ after loading",
-        "After loading, ranks validate differently or drift.",
-        "One rank alone loaded the checkpoint, or another one.",
-        "`ParameterSyncCheck` at the start of training, as F04.",
-        "Load on all ranks, before DDP wraps the module.",
-        ("Lightning-AI/pytorch-lightning#17370", "Lightning-AI/pytorch-lightning#10947"),
-        "if rank == 0:\n    model.load_state_dict(state)",
-        "model.load_state_dict(state)",
-    ),
-    "F78": Fault(
-        "error",
-        "resumed",
-        "loss weights in half precision",
-        "A weight is float16 or bfloat16 after training; small updates are lost.",
-        "A loss casts its weight to the embeddings' dtype for good (F07).",
-        '`GradientFlowCheck` as F07; `ddp-losses audit`, also where a difference is rounding alone; `"ddp_losses"` keeps float32.',
-        "Keep parameters in float32 and cast the embeddings.",
-        ("KevinMusgrave/pytorch-metric-learning#309", "KevinMusgrave/pytorch-metric-learning#209"),
-    ),
-    "F79": Fault(
-        "error",
-        "stops",
-        "a loss or gradient that is not finite",
-        "The loss is NaN on all ranks, and nobody knows where it began.",
-        "One rank's infinity reaches all through the reduction.",
-        "`LossCheck` says which rank, `GradientFlowCheck` which parameter; `ddp-losses audit`.",
-        "Look at that rank's batch: a mean over nothing, a root or logarithm at zero; then clip, or lower the learning rate.",
-        (
-            "ecmwf/WeatherGenerator#2718",
-            "Lightning-AI/pytorch-lightning#5359",
-            "measured: one rank's loss is finite, its gradients are not",
-        ),
-        "loss = errors[mask].mean()  # NaN where the mask is empty",
-        "loss = global_mean(errors[mask].sum(), mask.sum())",
-    ),
-    "F80": Fault(
-        "error",
-        "stops",
-        "compiled collectives",
-        "`torch.compile` fails on a loss with collectives, or compiles another graph on each rank.",
-        "The compiler cuts the graph at collectives; ranks that cut at other places wait for each other.",
-        "not detected as such: parameters are compared.",
-        "Compile the encoder and leave the loss uncompiled.",
-        (
-            "pytorch/pytorch#168352",
-            "pytorch/pytorch#129942",
-            "measured: a compiled loss of PML under plain DDP drifts apart",
-        ),
-        "model = torch.compile(whole_module)",
-        "module.encoder = torch.compile(module.encoder)",
-    ),
-    "F81": Fault(
-        "error",
-        "stops",
-        "buffers of a dtype that cannot travel",
-        "NCCL refuses to broadcast a complex or exotic buffer.",
-        "DDP broadcasts all buffers, whatever their dtype.",
-        "not detected: torch raises.",
-        "Keep it as two real buffers, or out of the broadcast (`broadcast_buffers=False`).",
-        ("Lightning-AI/lit-llama#81",),
-    ),
-    "F82": Fault(
-        "warning",
-        "logged",
-        "a logged epoch mean over too few rows",
-        "The mean of an epoch in the log is too large; ranks have different numbers of rows.",
-        "`sync_dist=True` sums each rank's weighted mean and divides by the batch sizes of one rank.",
-        '`LossCheck`, after the epoch, with both values; `"ddp_losses"` mends it.',
-        'Take strategy="ddp_losses", or log a `torchmetrics.MeanMetric`.',
-        ("measured: Lightning 2.6 on two ranks with 1 and 3 rows, against the mean of all rows",),
-        'self.log("val_loss", loss, sync_dist=True, batch_size=len(rows))',
-        'self.mean_loss.update(loss, len(rows))  # torchmetrics.MeanMetric\nself.log("val_loss", self.mean_loss)',
-    ),
-    "F83": Fault(
-        "warning",
-        "resumed",
-        "a resumed epoch that repeats or skips rows",
-        "After a resume in the middle of an epoch the training loss drops at once, and other runs differ.",
-        "Lightning restores the number of batches and the sampler begins its epoch again: first rows come twice, and the last ones never. "
-        "Where loader and sampler both go on at their place, rows between come never.",
-        "`BatchCheck`, at the end of an epoch that was resumed in its middle, where batches come back as they were.",
-        "Take `GlobalBatchSampler`, or `DDPLossStrategy(use_global_sampler=True)`, which resume at their place; nothing else may skip too.",
-        ("Lightning-AI/pytorch-lightning#19764", "Lightning-AI/pytorch-lightning#18780"),
-    ),
-    # ------------------------------------------------------------------ without a number: what has several causes, or is no fault
-    "SYNC": Fault(
-        "error",
-        "apart",
-        "parameters or gradients that differ between ranks",
-        "Ranks differ, and none of the known causes fits.",
-        "Something changed a parameter or a gradient on some ranks only, outside the reduction and the optimizer's step.",
-        "`ParameterSyncCheck` and `GradientFlowCheck`, with names and places; `ddp-losses audit`.",
-        "Look for code that changes parameters or gradients per rank: hooks, communication hooks, `no_sync`, a `backward()` of your own.",
-        ("measured: every sabotage of the checks' tests that no numbered fault explains",),
-    ),
-    "STEP": Fault(
-        "error",
-        "stuck",
-        "an optimizer step that changes nothing",
-        "The loss stays where it was; two steps left every parameter as it was.",
-        "The optimizer holds other objects than the module, or its learning rate is zero.",
-        "`OptimizerCheck` after the second step.",
-        "Build the optimizer after the model, from `self.parameters()`.",
-        ("measured: an optimizer that was built from a copy of the module",),
-        "optimizer = Adam(copy.deepcopy(model).parameters())",
-        "optimizer = Adam(model.parameters())",
-    ),
-    "CHECK": Fault(
-        "error",
-        "stops",
-        "a check that failed by itself",
-        "A check ends with an error of its own.",
-        "None: training is as before. One of this package is switched off with a warning, one of your own raises on every rank.",
-        "`DDPChecks`.",
-        "Mend the check, or leave it out of `DDPChecks(checks=[...])`; please report one of ours.",
-        ("measured: each check is made to fail in the tests, on one rank and on all",),
-    ),
-    "IDLE": Fault(
-        "note",
-        "cost",
-        "devices left idle",
-        "Some of the machine's devices do nothing.",
-        "None on what is learnt.",
-        "`DeviceCheck` as a note.",
-        "Set `Trainer(devices=...)` where more were meant.",
-        ("measured: visible devices against those that ranks hold",),
-    ),
-    "TWICE": Fault(
-        "note",
-        "scale",
-        "a parameter in two optimizers",
-        "A parameter moves twice in each step.",
-        "Two optimizers or parameter groups hold it, each with its own learning rate and state.",
-        "`OptimizerCheck` as a note.",
-        "Leave it in one of them.",
-        ("measured: optimizers compared with the module's parameters",),
-    ),
-    "DETACHED": Fault(
-        "note",
-        "stuck",
-        "a module whose gradient is zero",
-        "A part of the model never changes.",
-        "Its output is unused, detached, multiplied by zero, or cut off by a rounding or an index: every gradient is zero on all ranks.",
-        "`GradientFlowCheck` as a note.",
-        "Look for `.detach()`, `no_grad` or a weight of zero between it and the loss; freeze it where that is meant.",
-        ("measured: gradients that are exactly zero on every rank",),
-    ),
-}
+FAULTS: Mapping[str, Fault] = _LazyTable(_read_faults)
 """The table, by id."""
-
-# gradients that stay each rank's own: something came after the wrap, or backward went past it
-UNREDUCED_AFTER_WRAP = ("F05", "F06", "F07", "F08", "F09", "F10", "F11")
-_UNREDUCED = ("F02", "F03", *UNREDUCED_AFTER_WRAP, "F12")
-# faults by which ranks go apart: of what comes after the first of them nobody can say that it has a cause of its own
-_SPREADING = (*_UNREDUCED, "F04", "F13", "F14", "F15", "F17", "SYNC")
-FOLLOWING: dict[str, frozenset[str]] = {
-    "F79": frozenset({"F79", "F14"}),
-    **{fault: frozenset({fault, "SYNC"}) for fault in _SPREADING},
-    **{fault: frozenset({fault, "F04", "F13", "F14", "SYNC"}) for fault in _UNREDUCED},
-}
+FOLLOWING: Mapping[str, frozenset[str]] = _LazyTable(_read_following)
 """By fault, the faults that it brings along, itself seen elsewhere among them."""

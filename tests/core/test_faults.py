@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from string import Formatter
 
 import pytest
 
@@ -12,6 +13,7 @@ import lightning_ddp_losses
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.core.faults import FAULTS, FOLLOWING, SYMPTOMS, UNUSED
 from lightning_ddp_losses.errors import DDPLossError
+from tests.processes import run_python
 
 ROOT = Path(lightning_ddp_losses.__file__).parent
 ID = re.compile(r"F\d\d")
@@ -50,6 +52,25 @@ def test_a_row_has_all_fields(fault: str) -> None:
     for text, link in zip(row.evidence, row.links(), strict=True):
         assert ("#" in text) == bool(ADDRESS.fullmatch(link)), link
         assert "#" in text or ": " in text, text
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_cases_of_a_row_can_be_filled_in(fault: str) -> None:
+    for case, templates in FAULTS[fault].cases.items():
+        assert templates
+        fields = {name: 1 for text in templates.values() for _, name, _, _ in Formatter().parse(text) if name}
+        explained = FAULTS[fault].explain(case, **fields)
+        assert explained.what
+        assert explained.fix
+        for name, text in templates.items():
+            assert getattr(explained, name) == text.format(**fields)
+
+
+@pytest.mark.slow
+def test_the_table_is_read_when_a_fault_is_looked_up() -> None:
+    read = "print(faults._sections.cache_info().currsize)"
+    code = f"import lightning_ddp_losses; from lightning_ddp_losses.core import faults; {read}; faults.FAULTS['F24']; {read}"
+    assert run_python("-c", code).stdout.split() == ["0", "1"]
 
 
 def test_the_numbers_have_no_gap_without_a_word() -> None:
