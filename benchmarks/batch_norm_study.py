@@ -26,10 +26,9 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 from benchmarks.ranks import run_ranks
 from benchmarks.records import RESULTS, Row
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchSampler, SyncBatchNorm
-from lightning_ddp_losses.cli import DigitsDataModule, EmbeddingModule
-from lightning_ddp_losses.cli.data import as_fetched
-from lightning_ddp_losses.cli.demo import DigitsEncoder
-from lightning_ddp_losses.cli.evaluation import retrieval_metrics
+from lightning_ddp_losses.cli import DigitsDataModule, DigitsEncoder, EmbeddingModule
+from lightning_ddp_losses.demo.data import as_fetched
+from lightning_ddp_losses.demo.evaluation import retrieval_metrics
 from tests.lightning_ranks import make_trainer
 
 __all__ = ["main"]

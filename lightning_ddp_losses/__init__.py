@@ -28,7 +28,8 @@ Layout; imports go down only (``tests/test_layers.py``):
 | ``microbatch`` | an encoder over a large batch in pieces |
 | ``callbacks`` | checks on every rank during a fit |
 | ``audit`` | N ranks against one process on the same batches, and why they differ |
-| ``cli`` | the ``ddp-losses`` command and what it trains |
+| ``demo`` | the modules, data and encoders that the shipped configs train |
+| ``cli`` | the ``ddp-losses`` command: training, audits, the manual, the doctor |
 
 The manual's pages: ``lightning_ddp_losses.cli.pages.faults``, the known faults, ``lightning_ddp_losses.cli.pages.recipes``, the way here
 from other libraries, ``lightning_ddp_losses.cli.pages.numbers``, times and memory with pictures, and

@@ -25,6 +25,7 @@ LAYERS: list[tuple[tuple[str, ...], set[str] | None]] = [
     (("samplers",), TORCH | {"lightning"}),
     (("losses", "metrics", "layers", "strategies", "microbatch"), TRAINING),
     (("callbacks", "audit"), REPORTING),
+    (("demo",), None),
     (("cli",), None),
     (("__init__", "__main__"), None),
 ]

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, List, Optional, Union  # noqa: UP035 - read by jsonargparse at run time on every Python
 
 import yaml
-from jsonargparse import Namespace
 from jsonargparse.typing import class_from_function
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
@@ -37,10 +36,10 @@ from rich.console import Console
 
 from lightning_ddp_losses.audit import AuditReport, audit
 from lightning_ddp_losses.cli.configs import run_configs, with_shipped_configs
-from lightning_ddp_losses.cli.data import BatchedArrayDataModule
 from lightning_ddp_losses.cli.doctor import run_doctor, version_line
 from lightning_ddp_losses.cli.explain import run_explain
 from lightning_ddp_losses.cli.report import RunReport
+from lightning_ddp_losses.demo.data import BatchedArrayDataModule
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
 
@@ -91,11 +90,6 @@ class LossCLI(LightningCLI):
     """
 
     def __init__(self, model_class: Any = None, datamodule_class: Any = None, *further: Any, **options: Any) -> None:
-        if isinstance(model_class, (list, dict, Namespace)):  # the first release had `args` and `run` here
-            warnings.warn("LossCLI: give the command line by name, LossCLI(args=...)", DeprecationWarning, stacklevel=2)
-            options["args"], model_class = model_class, None
-            if isinstance(datamodule_class, bool):
-                options["run"], datamodule_class = datamodule_class, None
         # LightningCLI's arguments by name, however they came
         signature = inspect.signature(LightningCLI.__init__)
         given = signature.bind(self, model_class, datamodule_class, *further, **options).arguments

@@ -1,6 +1,6 @@
-"""`ddp-losses doctor`: what a bug report needs, and whether the installation works: two ranks against one process, for a second.
+"""`ddp-losses doctor`: the facts that a bug report needs, and a short training of two ranks against one process.
 
-`ddp-losses --version` is one line of it.
+`ddp-losses --version` prints the versions in one line.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import importlib.metadata
 import logging
 import os
 import platform
+import re
 import socket
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.pytorch.strategies import StrategyRegistry
@@ -31,191 +29,91 @@ from lightning_ddp_losses import __version__
 from lightning_ddp_losses.distributed.process_groups import connections
 from lightning_ddp_losses.losses import GlobalBatchLoss
 
-_DISTRIBUTION = "lightning-ddp-losses"
-_ALSO = ("pytorch-lightning", "numpy", "matplotlib", "scikit-learn")  # whose version says something, if they are there
-# what changes how ranks find each other and what they say
-_VARIABLES = (
-    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK"),
-    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"),
-    *("TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"),
-    *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NNODES"),
-)
-_TIMEOUT = timedelta(seconds=60)
-_LARGEST_ERROR = 1e-9  # relative, in float64
-
-
-class ReportLine(NamedTuple):
-    """Holds one line of the report: what, its value, and whether that is a fault."""
-
-    what: str
-    value: str
-    is_fault: bool = False
-
-
-class TwoRanks(NamedTuple):
-    """Holds what two ranks found: the largest relative error of a gradient against one process, and the seconds it took them."""
-
-    error: float
-    seconds: float
+# the variables by which ranks find each other, by how they begin; none holds a secret
+_VARIABLES = re.compile("MASTER_|WORLD_SIZE|RANK|LOCAL_|NODE_RANK|GLOO_|NCCL_|TORCH_|CUDA_|OMP_|SLURM_JOB_ID|SLURM_N")
+ReportLine = tuple[str, str, bool]
+"""A line of the report: its name, its value, and whether that is a fault."""
 
 
 def run_doctor(arguments: Sequence[str], console: Console | None = None) -> int:
-    """Show the report; return the exit status: 1 where something does not work.
+    """Show the report. Return the exit status: 1 if something does not work.
 
     Args:
-        arguments: What follows ``ddp-losses doctor``.
-        console: Where it is shown; None: standard output.
+        arguments: Command line after ``ddp-losses doctor``.
+        console: Console of the report; None: standard output.
     """
-    parser = argparse.ArgumentParser(
-        prog="ddp-losses doctor", description="Versions, and two ranks against one process."
-    )
-    parser.parse_args(arguments)
-    variables = [
-        f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ
-    ]  # before our ranks set theirs
-    environment = ReportLine("environment", " ".join(variables) or "nothing that ranks read")
-    # the ranks first: what looks at a GPU may come after a fork only
-    ranks = two_ranks_entry()
-    entries = [*version_entries(), *machine_entries(), environment, ranks]
+    argparse.ArgumentParser(prog="ddp-losses doctor", description=__doc__).parse_args(arguments)
+    # the environment before our ranks change it; the ranks before the accelerator, which forbids a fork
+    variables = " ".join(f"{name}={value}" for name, value in os.environ.items() if _VARIABLES.match(name))
+    ranks = two_ranks()
+    lines = [*versions(), *machine(), ("environment", variables or "no variable that ranks read", False), ranks]
+    # the table, then one sentence
     table = Table(show_header=False)
-    for entry in entries:
-        table.add_row(entry.what, entry.value, style="red" if entry.is_fault else "")
-    console = console or Console()
-    console.print(table, highlight=False)
-    faults = [entry.what for entry in entries if entry.is_fault]
-    verdict = "Everything works."
-    if faults:
-        verdict = f"Look at: {', '.join(faults)}."
-    console.print(verdict, highlight=False)
+    for name, value, is_fault in lines:
+        table.add_row(name, value, style="red" if is_fault else "")
+    faults = [name for name, _, is_fault in lines if is_fault]
+    sentence = f"Look at: {', '.join(faults)}." if faults else "Everything works."
+    (console or Console()).print(table, sentence, highlight=False)
     return int(bool(faults))
 
 
 def version_line() -> str:
-    """Return our version and those of what we stand on, in one line."""
-    names = ("torch", "lightning", "torchmetrics", "pytorch-metric-learning")
-    others = ", ".join(f"{name} {_installed_version(name)}" for name in names)
-    return f"ddp-losses {__version__} ({others}, Python {platform.python_version()})"
+    """Return the versions of this package and of its requirements in one line."""
+    (name, version, _), *others = versions()
+    return f"{name} {version} ({', '.join(f'{other} {found}' for other, found, _ in others)})"
 
 
-def version_entries() -> list[ReportLine]:
-    """Return the versions of this package and of all that it asks for, with what it asks for where that is not met."""
-    entries = [
-        ReportLine("ddp-losses", __version__),
-        ReportLine("Python", f"{platform.python_version()}, {platform.platform()}"),
-    ]
-    for text in importlib.metadata.requires(_DISTRIBUTION) or ():
-        wanted = Requirement(text)
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
-            continue
-        version = _installed_version(wanted.name)
-        is_met = version != "" and wanted.specifier.contains(version, prereleases=True)
-        if is_met:
-            entries.append(ReportLine(wanted.name, version))
-        else:
-            entries.append(ReportLine(wanted.name, f"{version or 'missing'}, needs {wanted.specifier}", is_fault=True))
-    entries += [ReportLine(name, version) for name in _ALSO if (version := _installed_version(name))]
-    return entries
+def versions() -> Iterator[ReportLine]:
+    """Yield the versions of this package, of Python and of each requirement; one that is not met is a fault."""
+    yield "ddp-losses", __version__, False
+    yield "Python", f"{platform.python_version()}, {platform.platform()}", False
+    for wanted in map(Requirement, importlib.metadata.requires("lightning-ddp-losses") or ()):
+        if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+            version = next((found.version for found in importlib.metadata.distributions(name=wanted.name)), "")
+            is_met = bool(version) and wanted.specifier.contains(version, prereleases=True)
+            needs = "" if is_met else f", needs {wanted.specifier}"
+            yield wanted.name, (version or "missing") + needs, not is_met
 
 
-def _installed_version(distribution: str) -> str:
-    """Return the version of an installed distribution; empty where there is none."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def machine_entries() -> list[ReportLine]:
-    """Return devices, backends, how this host is called on the network, and the names of our strategies."""
-    backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
-    strategies = [name for name in StrategyRegistry if "ddp_losses" in name and "find" not in name]
-    return [
-        ReportLine("processor", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"),
-        ReportLine("accelerators", ", ".join(_accelerators()) or "none"),
-        ReportLine("backends", ", ".join(backends) or "none", is_fault=not backends),
-        ReportLine("network", _network()),
-        ReportLine("open files", _open_files()),
-        ReportLine("strategies", ", ".join(sorted(strategies))),
-    ]
-
-
-def _accelerators() -> list[str]:
-    """Return the name of each accelerator, of whatever kind."""
-    accelerator = getattr(torch, "accelerator", None)  # torch 2.6 or newer
-    if accelerator is None or not accelerator.is_available():
-        return []
-    kind = accelerator.current_accelerator().type
-    name_of = getattr(torch.get_device_module(kind), "get_device_name", None)
-    found = []
-    for index in range(accelerator.device_count()):
-        name = f"{kind}:{index}"
-        if name_of:
-            name += f" {name_of(index)}"
-        found.append(name)
-    return found
-
-
-def _network() -> str:
-    """Return the host's name and address, by which ranks of other hosts find it, and its interfaces."""
-    host = socket.gethostname()
-    try:
-        address = socket.gethostbyname(host)
-    except OSError:
-        address = "no address: set GLOO_SOCKET_IFNAME to an interface"
+def machine() -> Iterator[ReportLine]:
+    """Yield processor, accelerators, backends, network, limits and the names of our strategies."""
+    yield "processor", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch", False
+    yield "accelerators", f"{torch.accelerator.device_count()} ({torch.accelerator.current_accelerator()})", False
+    backends = filter(torch.distributed.is_backend_available, ("gloo", "nccl", "mpi", "ucc"))
+    yield "backends", ", ".join(backends), False
+    # ranks of other hosts find this one by its address
+    address = "no address: set GLOO_SOCKET_IFNAME to an interface"
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
     interfaces = ", ".join(name for _, name in socket.if_nameindex())
-    return f"{host} is {address}; interfaces {interfaces}"
+    yield "network", f"{socket.gethostname()} is {address}; interfaces {interfaces}", False
+    needs = ", ".join(f"{connections(world):,} at {world:,} ranks" for world in (64, 1024))
+    yield "open files", f"{os.sysconf('SC_OPEN_MAX'):,} per process; our groups keep at most {needs}", False
+    yield "strategies", ", ".join(sorted(name for name in StrategyRegistry if "ddp_losses" in name)), False
 
 
-def _open_files() -> str:
-    """Return how many files a process may open, and how many the connections of our groups are on large worlds."""
-    allowed = "no limit known"
-    with contextlib.suppress(ImportError):  # Windows
-        import resource
-
-        allowed = f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} per process"
-    needs = [f"{connections(world):,} at {world:,} ranks" for world in (64, 1024)]
-    return f"{allowed}; our groups keep at most {', '.join(needs)}"
-
-
-def two_ranks_entry() -> ReportLine:
-    """Start two ranks, and say whether their gradient is that of one process."""
+def two_ranks() -> ReportLine:
+    """Start two ranks under gloo, and compare their gradient with that of one process."""
+    logging.getLogger("lightning.fabric.utilities.rank_zero").setLevel(logging.WARNING)  # without its announcements
     try:
-        found = run_two_ranks()
-    except Exception as error:  # whatever the installation does not have
-        return ReportLine("two ranks", f"failed: {type(error).__name__}: {str(error).strip()[-400:]}", is_fault=True)
-    is_fault = not found.error <= _LARGEST_ERROR
-    verdict = "not the gradient of one process" if is_fault else "the gradient of one process"
-    return ReportLine(
-        "two ranks", f"{verdict}, error {found.error:.1e}, gloo, {found.seconds:.1f} s", is_fault=is_fault
-    )
+        strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", timeout=timedelta(seconds=60))
+        error = Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(largest_error)
+    except Exception as failure:  # anything that the installation lacks
+        return "two ranks", f"failed: {type(failure).__name__}: {str(failure).strip()[-400:]}", True
+    is_fault = not error <= 1e-9  # relative, in float64
+    return "two ranks", f"{'not ' * is_fault}the gradient of one process, error {error:.1e}, gloo", is_fault
 
 
-def run_two_ranks() -> TwoRanks:
-    """Start two processes under gloo and compare a loss over all rows with one process, in float64."""
-    start = time.monotonic()
-    logging.getLogger("lightning.fabric.utilities.rank_zero").setLevel(
-        logging.WARNING
-    )  # who has started, and what devices there are
-    strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", timeout=_TIMEOUT)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    error = fabric.launch(_largest_error)
-    return TwoRanks(float(error), time.monotonic() - start)
-
-
-def _largest_error(fabric: Fabric) -> float:
+def largest_error(fabric: Fabric) -> float:
     """Return the relative error of this rank's gradient, with three rows on one rank and five on the other."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(8, 6, generator=generator, dtype=torch.float64)
-    labels = torch.arange(8) % 3
-    encoder = torch.nn.Linear(6, 4).double()
+    torch.manual_seed(0)
+    rows, labels = torch.randn(8, 6, dtype=torch.float64), torch.arange(8) % 3
+    encoder = torch.nn.Linear(6, 4, dtype=torch.float64)
     # one process
-    torch.nn.init.orthogonal_(encoder.weight, generator=generator)
-    SupConLoss()(encoder(rows), labels).backward()
-    assert encoder.weight.grad is not None
-    expected = encoder.weight.grad.clone()
-    encoder.zero_grad()
+    (expected,) = torch.autograd.grad(SupConLoss()(encoder(rows), labels), encoder.weight)
     # this rank
-    own = slice(0, 3) if fabric.global_rank == 0 else slice(3, 8)
+    local = slice(0, 3) if fabric.global_rank == 0 else slice(3, 8)
     model = fabric.setup_module(encoder)
-    fabric.backward(GlobalBatchLoss(SupConLoss())(model(rows[own]), labels[own]))
+    fabric.backward(GlobalBatchLoss(SupConLoss())(model(rows[local]), labels[local]))
+    assert encoder.weight.grad is not None
     return float((encoder.weight.grad - expected).norm() / expected.norm())

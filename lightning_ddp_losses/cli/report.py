@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_ddp_losses.cli.data import BatchedArrayDataModule
-from lightning_ddp_losses.cli.evaluation import HeldOut, retrieval_metrics
+from lightning_ddp_losses.demo.data import BatchedArrayDataModule
+from lightning_ddp_losses.demo.evaluation import HeldOut, retrieval_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -207,8 +207,6 @@ def draw_embedding(embeddings: Tensor, labels: Tensor, path: Path, *, title: str
     Raises:
         ImportError: matplotlib or scikit-learn is not installed.
     """
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
     from sklearn.manifold import TSNE
 
     # a fixed sample, on the unit sphere: there squared Euclidean distance is twice the cosine distance
@@ -218,21 +216,19 @@ def draw_embedding(embeddings: Tensor, labels: Tensor, path: Path, *, title: str
     names = labels[chosen].numpy()
     perplexity = min(30.0, (len(rows) - 1) / 3)
     points = TSNE(perplexity=perplexity, init="random", random_state=0).fit_transform(rows)
-    # few classes get a colour each, many a scale
+    # few classes get a colour and a name each, many a scale
     classes = np.unique(names)
-    if len(classes) <= _MOST_CLASSES_IN_LEGEND:
+    is_named = len(classes) <= _MOST_CLASSES_IN_LEGEND
+    colors = np.searchsorted(classes, names) if is_named else names
+    palette = "turbo"
+    if is_named:
         palette = "tab10" if len(classes) <= 10 else "tab20"
-        for position, name in enumerate(classes):
-            x, y = points[names == name].T
-            axes.scatter(x, y, s=14, color=_color(palette, position), label=str(name), linewidths=0)
-        axes.legend(title="class", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    dots = axes.scatter(points[:, 0], points[:, 1], c=colors, cmap=palette, s=8, linewidths=0)
+    if is_named:
+        handles, _ = dots.legend_elements(num=list(range(len(classes))))
+        axes.legend(handles, classes, title="class", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     else:
-        # neighbouring classes, which often are alike, differ in brightness
-        colors = np.array([_color("turbo", name / max(classes[-1], 1)) for name in names])
-        colors[:, :3] *= np.array([1.0, 0.72, 0.48])[names % 3, None]
-        axes.scatter(points[:, 0], points[:, 1], c=colors, s=6, linewidths=0)
-        scale = ScalarMappable(Normalize(0, classes[-1]), "turbo")
-        axes.figure.colorbar(scale, ax=axes, label="class (brightness tells neighbours apart)")
+        axes.figure.colorbar(dots, ax=axes, label="class")
     axes.set(xlabel="t-SNE 1 (no unit)", ylabel="t-SNE 2 (no unit)", title=title, aspect="equal")
     _save(axes, path)
 
@@ -242,13 +238,6 @@ def _axes(path: Path, width: float = 6.4) -> Axes:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     return Figure(figsize=(width, 4.8), layout="compressed").subplots()
-
-
-def _color(palette: str, position: float) -> tuple[float, ...]:
-    from matplotlib import colormaps
-
-    color: tuple[float, ...] = colormaps[palette](position)
-    return color
 
 
 def _save(axes: Axes, path: Path) -> None:

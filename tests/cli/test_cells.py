@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ddp_losses.cli import CellsDataModule, CellsEncoder, cells
+from lightning_ddp_losses.cli import CellsDataModule, CellsEncoder
+from lightning_ddp_losses.demo import cells
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 from tests.cli.shipped_configs import fit_config, smaller
 from tests.processes import ROOT

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lightning.fabric import Fabric
 from rich.console import Console
 
 import lightning_ddp_losses
@@ -130,7 +131,7 @@ def test_the_doctor_finds_two_ranks_equal_to_one_process() -> None:
 
 
 def test_the_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "run_two_ranks", lambda: doctor.TwoRanks(0.5, 1.0))
+    monkeypatch.setattr(Fabric, "launch", lambda *arguments: 0.5)
     monkeypatch.setattr(
         importlib.metadata, "requires", lambda name: ["torch>=99", "absent>=1", "other>=2; extra == 'demo'"]
     )
@@ -147,11 +148,11 @@ def test_the_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_that_cannot_start_are_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> doctor.TwoRanks:
+    def fail(*arguments: object) -> float:
         raise OSError("no socket")
 
-    monkeypatch.setattr(doctor, "run_two_ranks", fail)
-    assert doctor.two_ranks_entry() == doctor.ReportLine("two ranks", "failed: OSError: no socket", is_fault=True)
+    monkeypatch.setattr(Fabric, "launch", fail)
+    assert doctor.two_ranks() == ("two ranks", "failed: OSError: no socket", True)
 
 
 def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

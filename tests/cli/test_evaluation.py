@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_losses.cli.evaluation import HeldOut, HeldOutRows, retrieval_metrics
+from lightning_ddp_losses.demo.evaluation import HeldOut, HeldOutRows, retrieval_metrics
 from lightning_ddp_losses.errors import InputError
 from tests.rank_pool import RankPool
 

@@ -138,12 +138,6 @@ def test_arguments_by_position_are_those_of_lightning() -> None:
         assert (each.trainer.max_epochs, each.config["seed_everything"], each.save_config_callback) == (3, 7, None)
 
 
-def test_the_command_line_in_the_first_place_still_works_and_warns() -> None:
-    with pytest.warns(DeprecationWarning, match=r"LossCLI\(args=...\)"):
-        cli = LossCLI({"model": {"class_path": "tests.cli.test_own_cli.Mine"}, "trainer": {"devices": 1}}, False)
-    assert isinstance(cli.model, Mine)
-
-
 class Sized(torch.nn.Module):
     """A loss whose number of classes may be left out."""
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_ddp_losses.cli import DigitsDataModule
-from lightning_ddp_losses.cli.data import HeldOutSlices, check_classes, check_cut, class_batches, stratified_split
+from lightning_ddp_losses.demo.data import HeldOutSlices, check_classes, check_cut, class_batches, stratified_split
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 from tests.rank_pool import RankPool
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad, all_reduce_with_grad
-from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.errors import InputError, expect
 
 _NAMES = {
     "precision_at_1": "precision_at_1",
@@ -75,9 +75,8 @@ class HeldOutRows:
 
         Communication: two gathers (three with indices) and one small all-reduce; no backward.
         """
-        if not self.embeddings:
-            fix = "Give every rank at least one held-out batch."
-            raise InputError("held-out rows of this rank", expected="one at least", got=0, fix=fix)
+        fix = "Give every rank at least one held-out batch."
+        expect(self.embeddings, "held-out rows of this rank", expected="one at least", got=0, fix=fix, error=InputError)
         # the rows of all ranks, by rank
         embeddings = all_gather_with_grad(torch.cat(self.embeddings))
         labels = all_gather_with_grad(torch.cat(self.labels))
@@ -118,14 +117,9 @@ def retrieval_metrics(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
     rows = torch.flatten(embeddings.detach(), 1)
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     bad = int((~torch.isfinite(rows)).any(1).sum())
-    if bad:
-        fix = "The training diverged, or the inputs hold NaN: lower the learning rate, or check the features."
-        raise InputError(
-            "embeddings of the held-out set",
-            expected="finite numbers",
-            got=f"{bad} rows of {len(rows)} with NaN or infinity",
-            fix=fix,
-        )
+    fix = "The training diverged, or the inputs hold NaN: lower the learning rate, or check the features."
+    got = f"{bad} rows of {len(rows)} with NaN or infinity"
+    expect(not bad, "embeddings of the held-out set", expected="finite numbers", got=got, fix=fix, error=InputError)
     rows = normalize(rows)
     search = CustomKNN(DotProductSimilarity(normalize_embeddings=False), batch_size=_QUERIES_AT_ONCE)
 

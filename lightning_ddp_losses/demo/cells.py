@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.cli.data import BatchedArrayDataModule, PathLike, open_array
-from lightning_ddp_losses.cli.demo import MLPEncoder
-from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.demo.data import BatchedArrayDataModule, PathLike, open_array
+from lightning_ddp_losses.demo.module import MLPEncoder
+from lightning_ddp_losses.errors import expect, expect_count
 
 _TYPES_OF_A_FAMILY = 10
 _BLOCK = 1_000  # cells drawn at a time, each block from a seed of its own
@@ -49,7 +49,7 @@ class CellsDataModule(BatchedArrayDataModule):
         batch_size: Cells of the GLOBAL batch, over all ranks.
         held_out_cells: Cells that are never trained on; their number does not grow with `cells`, as their embeddings are held in memory.
         seed: Fixes the counts, the split and, with the epoch, the order of training.
-        folder: Where the file lies.
+        folder: Folder of the file.
         num_workers: Processes that read ahead on each rank.
         m_per_class: Cells of each type in a training batch, for losses that compare rows; None: cells at random.
 
@@ -79,10 +79,8 @@ class CellsDataModule(BatchedArrayDataModule):
     ) -> None:
         super().__init__(batch_size, seed, num_workers, m_per_class)
         for name, value in (("genes", genes), ("types", types), ("held_out_cells", held_out_cells)):
-            if value < 1:
-                raise ConfigurationError(name, expected="1 or more", got=value)
-        if held_out_cells >= cells:
-            raise ConfigurationError("cells", expected=f"more than held_out_cells={held_out_cells}", got=cells)
+            expect_count(name, value)
+        expect(held_out_cells < cells, "cells", expected=f"more than held_out_cells={held_out_cells}", got=cells)
         self.cells, self.genes, self.types = cells, genes, types
         self.path = Path(folder) / f"counts_{cells}x{genes}_{types}types_seed{seed}.npy"
         self.labels = self.held_out_labels = draw_types(cells, types, seed)
@@ -174,11 +172,11 @@ def write_counts(path: Path, labels: np.ndarray, genes: int, types: int, seed: i
     """Write the counts of all cells, a block at a time.
 
     Args:
-        path: Of the ``.npy`` file; it appears when it is complete.
+        path: Path of the ``.npy`` file; it appears when it is complete.
         labels: Type of each cell, (N,).
-        genes: Of each cell.
+        genes: Number of genes of each cell.
         types: Number of types.
-        seed: Fixes everything; a block has a seed of its own, so that more cells begin with the same ones.
+        seed: Fixes everything. Each block has a separate seed, so more cells begin with the same ones.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     profiles = draw_profiles(genes, types, seed).astype(np.float32)

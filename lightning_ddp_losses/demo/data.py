@@ -1,15 +1,18 @@
-"""Cuts the rows of arrays into global batches, and these by rank; with a data module for the user's own arrays.
+"""Data modules over arrays: the user's own files, and scikit-learn's bundled digits.
 
-Training batches are ``(x, labels)``; held-out ones ``(x, labels, indices)``, the indices being positions in the held-out set:
-with them the ranks' results are put back into the order of one process, and no row counts twice.
+Training batches are ``(x, labels)``. Held-out batches are ``(x, labels, indices)``: the indices are positions in the held-out set. They
+put the results of the ranks back into the order of one process, and no row counts twice.
 
-Which rows go into which batch is the same for any number of ranks: `GlobalBatchSampler` deals training batches to them, and held-out
-rows have a cut of their own (`HeldOutSlices`). A user's `features.npy` and `labels.npy` are memory mapped, so that a file may be larger
-than memory; what can be wrong with them is found when the module is made, before a run writes anything.
+The rows of a batch are the same for any number of ranks: `GlobalBatchSampler` deals training batches to the ranks, and `HeldOutSlices`
+cuts held-out batches. A user's `features.npy` and `labels.npy` are memory mapped, so a file may be larger than memory. Mistakes in them
+are found when the module is made, before a run writes anything.
+
+The digits are 1,797 handwritten grey images of 8x8 pixels in 10 classes; they need no download.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Union
@@ -22,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 
 Array = np.ndarray[Any, Any]
@@ -141,26 +144,18 @@ class BatchedArrayDataModule(LightningDataModule):
         batches = GlobalBatchSampler.batches(source, self.batch_size, drop_last=True, seed=self.seed)
         return DataLoader(rows, batch_sampler=batches, collate_fn=as_fetched, **self._workers())
 
-    def _held_out_loader(self) -> DataLoader[tuple[Tensor, ...]]:
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Load this rank's slices of the held-out rows; each row is on one rank only."""
         self.check(process_groups.world_size())
         rows = self._rows(train=False)
         cut = HeldOutSlices(len(rows), self.batch_size)
         return DataLoader(rows, sampler=cut, batch_size=None, **self._workers())
 
+    # a separate data set for testing is another data module
+    test_dataloader = predict_dataloader = val_dataloader
+
     def _workers(self) -> dict[str, Any]:
         return {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Load this rank's slices of the held-out rows, each row on one rank only."""
-        return self._held_out_loader()
-
-    def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Load the held-out rows again: a data set of its own for testing is another data module."""
-        return self._held_out_loader()
-
-    def predict_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Load the held-out rows."""
-        return self._held_out_loader()
 
 
 # ---------------------------------------------------------------------- the user's own arrays
@@ -205,33 +200,35 @@ class ArrayDataModule(BatchedArrayDataModule):
         m_per_class: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, m_per_class)
-        if (val_features is None) != (val_labels is None):
-            raise ConfigurationError(
-                "held-out files",
-                expected="both val_features and val_labels, or neither",
-                got=f"val_features={val_features}, val_labels={val_labels}",
-            )
+        expect(
+            (val_features is None) == (val_labels is None),
+            "held-out files",
+            expected="both val_features and val_labels, or neither",
+            got=f"val_features={val_features}, val_labels={val_labels}",
+        )
         self.features, self.labels = _load_pair(features, labels)
         if val_features is None or val_labels is None:
             self.held_out_features, self.held_out_labels = self.features, self.labels
             self.train_rows, self.held_out_rows = stratified_split(self.labels, held_out, seed)
         else:
             self.held_out_features, self.held_out_labels = _load_pair(val_features, val_labels)
-            if self.held_out_features.shape[1:] != self.features.shape[1:]:
-                raise InputError(
-                    f"shape of {val_features}",
-                    expected=f"(N, {_sizes(self.features)}) like {features}",
-                    got=f"(N, {_sizes(self.held_out_features)})",
-                )
+            expect(
+                self.held_out_features.shape[1:] == self.features.shape[1:],
+                f"shape of {val_features}",
+                expected=f"(N, {_sizes(self.features)}) like {features}",
+                got=f"(N, {_sizes(self.held_out_features)})",
+                error=InputError,
+            )
             self.train_rows = np.arange(len(self.labels))
             self.held_out_rows = np.arange(len(self.held_out_labels))
-        if not len(self.held_out_rows):
-            raise InputError(
-                f"classes in {labels}",
-                expected="at least one of two rows, so that one can be held out",
-                got="one row for each label",
-                fix="Give val_features and val_labels.",
-            )
+        expect(
+            len(self.held_out_rows),
+            f"classes in {labels}",
+            expected="at least one of two rows, so that one can be held out",
+            got="one row for each label",
+            fix="Give val_features and val_labels.",
+            error=InputError,
+        )
 
 
 def _sizes(array: Array) -> str:
@@ -257,28 +254,89 @@ def open_array(path: PathLike, what: str) -> Array:
 def _load_pair(features_path: PathLike, labels_path: PathLike) -> tuple[Array, Array]:
     """Open features and labels and check one against the other."""
     features, labels = open_array(features_path, "features"), open_array(labels_path, "labels")
-    if features.ndim < 2 or 0 in features.shape:
-        shape = "(N, D) or (N, channels, height, width), nothing of length 0"
-        raise InputError(f"shape of {features_path}", expected=shape, got=features.shape)
-    if features.dtype.kind not in "fiu":
-        raise InputError(f"dtype of {features_path}", expected="floating or integer numbers", got=features.dtype)
-    if labels.ndim != 1:
-        raise InputError(f"shape of {labels_path}", expected=f"({len(features)},)", got=labels.shape)
-    if labels.dtype.kind not in "iu":
-        fix = "Number the classes from 0: numpy.unique(names, return_inverse=True)[1]."
-        raise InputError(f"dtype of {labels_path}", expected="integers", got=labels.dtype, fix=fix)
-    if len(labels) != len(features):
-        raise InputError(
-            f"rows of {labels_path}",
-            expected=f"{len(features)}, as in {features_path}",
-            got=len(labels),
-            fix="Write one label for each row of the features.",
-        )
+    expect_input = functools.partial(expect, error=InputError)
+    # the features
+    expected = "(N, D) or (N, channels, height, width), nothing of length 0"
+    is_filled = features.ndim > 1 and 0 not in features.shape
+    expect_input(is_filled, f"shape of {features_path}", expected=expected, got=features.shape)
+    is_number = features.dtype.kind in "fiu"
+    expect_input(is_number, f"dtype of {features_path}", expected="floating or integer numbers", got=features.dtype)
+    # the labels
+    expect_input(labels.ndim == 1, f"shape of {labels_path}", expected=f"({len(features)},)", got=labels.shape)
+    fix = "Number the classes from 0: numpy.unique(names, return_inverse=True)[1]."
+    expect_input(labels.dtype.kind in "iu", f"dtype of {labels_path}", expected="integers", got=labels.dtype, fix=fix)
+    rows, fix = f"{len(features)}, as in {features_path}", "Write one label for each row of the features."
+    expect_input(len(labels) == len(features), f"rows of {labels_path}", expected=rows, got=len(labels), fix=fix)
     labels = np.asarray(labels).astype(np.int64)
-    if labels.min() < 0:
-        fix = "Number the classes from 0."
-        raise InputError(f"labels in {labels_path}", expected="0 or more", got=labels.min(), fix=fix)
+    fix = "Number the classes from 0."
+    expect_input(labels.min() >= 0, f"labels in {labels_path}", expected="0 or more", got=labels.min(), fix=fix)
     return features, labels
+
+
+# ---------------------------------------------------------------------- images without a download
+
+
+class DigitsDataModule(BatchedArrayDataModule):
+    """The digits as (1, 8, 8) images in [0, 1], split by class into training and held-out images.
+
+    Args:
+        batch_size: Images of the GLOBAL batch, over all ranks.
+        held_out: Share of every class that is never trained on.
+        seed: Fixes the split and, with the epoch, the order of training.
+        num_workers: Processes that read ahead on each rank.
+        m_per_class: Rows of each class in a training batch, for losses that compare rows; None: rows at random.
+        missing_labels: Share of the training images whose label is taken away, for losses that leave such rows out. Held-out images
+            keep theirs.
+        ignore_index: Stands where a label is missing; that of the loss.
+
+    Raises:
+        ConfigurationError: scikit-learn is not installed; options that cannot work.
+
+    Example:
+        >>> data = DigitsDataModule(batch_size=64)
+        >>> data.batch_size
+        64
+    """
+
+    inputs_name = "raw pixels"
+
+    def __init__(
+        self,
+        batch_size: int = 128,
+        *,
+        held_out: float = 0.25,
+        seed: int = 0,
+        num_workers: int = 0,
+        m_per_class: int | None = None,
+        missing_labels: float = 0.0,
+        ignore_index: int = -100,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers, m_per_class)
+        share = "missing_labels (share of the training images)"
+        expect(0 <= missing_labels < 1, share, expected="0 or more, below 1", got=missing_labels)
+        expect(ignore_index < 0, "ignore_index", expected="below 0, as classes are not", got=ignore_index)
+        expected = "none beside missing_labels: an image without a label has no class to be drawn by"
+        expect(not missing_labels or m_per_class is None, "m_per_class", expected=expected, got=m_per_class)
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            raise ConfigurationError(
+                "DigitsDataModule",
+                expected="scikit-learn, which brings the images",
+                got="no such package",
+                fix="Run: pip install 'lightning-ddp-losses[demo]'",
+            ) from error
+        digits = load_digits()
+        # sixteenths are exact in every floating dtype
+        self.features = self.held_out_features = digits.images[:, None].astype(np.float32) / 16
+        self.labels = self.held_out_labels = digits.target.astype(np.int64)
+        self.train_rows, self.held_out_rows = stratified_split(self.labels, held_out, seed)
+        if missing_labels:
+            # a stream of its own: the split stays as it is without them
+            random = np.random.default_rng([seed, 1])
+            count = round(missing_labels * len(self.train_rows))
+            self.labels = self.labels.copy()
+            self.labels[random.choice(self.train_rows, count, replace=False)] = ignore_index
 
 
 # ---------------------------------------------------------------------- which rows go into which batch

@@ -1,0 +1,29 @@
+"""The modules, data and encoders that the shipped configs train; configs name them as ``lightning_ddp_losses.cli.<name>``.
+
+* ``data``: global batches over arrays, cut by rank; the user's own arrays and the digits.
+* ``cells``: counts of a hundred thousand cells, for large batches.
+* ``module``: ``EmbeddingModule``, ``RegressionModule`` and two encoders.
+* ``evaluation``: retrieval metrics of the whole held-out set.
+"""
+
+from lightning_ddp_losses.demo.cells import CellsDataModule, CellsEncoder
+from lightning_ddp_losses.demo.data import ArrayDataModule, DigitsDataModule
+from lightning_ddp_losses.demo.module import (
+    DigitsEncoder,
+    EmbeddingModule,
+    MLPEncoder,
+    RegressionModule,
+    slant,
+)
+
+__all__ = [
+    "ArrayDataModule",
+    "CellsDataModule",
+    "CellsEncoder",
+    "DigitsDataModule",
+    "DigitsEncoder",
+    "EmbeddingModule",
+    "MLPEncoder",
+    "RegressionModule",
+    "slant",
+]
