@@ -12,7 +12,6 @@ runner                     `CheckRunner`: a fit from start to end, one gather at
 check_evaluator            `CheckEvaluator`: rows to findings, the same on all ranks; a check that fails by itself is one too
 row_exchange               rows as bytes, and their way between ranks
 report                     where findings go: errors, warnings, a file, the logger, a table
-watchdog                   one rank fails or stands still, all learn of it
 batch_check                `BatchCheck`; what it reads is in batch_reader and loss_observations
 buffer_sync                `BufferSyncCheck`; what it reads is in buffers
 checkpoint_check           `CheckpointCheck`

@@ -14,13 +14,14 @@ import json
 import struct
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.liveness import Watch
 from lightning_ddp_losses.distributed.raw_collectives import awake_seconds, gather
 from lightning_ddp_losses.errors import InputError
 
@@ -130,15 +131,15 @@ class RowExchange:
     """Exchanges rows between the ranks of the world and counts what that takes.
 
     Args:
-        check_peers: Called while this rank waits; raises when a peer has failed.
+        watch: Watch of the run, which raises when a peer has failed; None: there is none.
 
     Attributes:
         gathers: Gathers of rows so far.
         bytes: Bytes that this rank sent in them.
     """
 
-    def __init__(self, check_peers: Callable[[], None]) -> None:
-        self._check_peers = check_peers
+    def __init__(self, watch: Watch | None) -> None:
+        self._watch = watch
         self.gathers = 0
         self.bytes = 0
 
@@ -166,7 +167,8 @@ class RowExchange:
             if waited < awake:
                 time.sleep(0)  # peers are usually here at once, and a nap takes longer than the gather
             else:
-                self._check_peers()
+                if self._watch is not None:
+                    self._watch.check_peers()
                 time.sleep(min(max(waited / 20, _FIRST_NAP_SECONDS), _NAP_SECONDS))
 
     def gather_json(self, place: str, value: object) -> list[Any]:

@@ -28,9 +28,8 @@ from lightning_ddp_losses.callbacks.late_row import judges_late
 from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
 from lightning_ddp_losses.callbacks.report import CheckSummary, Report, Settings, run_folder
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange
-from lightning_ddp_losses.callbacks.watchdog import Watchdog
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMismatchError
 
 _ERROR_TIMEOUT = timedelta(seconds=2)
@@ -86,8 +85,8 @@ class CheckRunner:
         self.checks = [check for check in checks if not (alone and check.needs_peers)]
         self.trainer, self.module, self.settings = trainer, module, settings
         # what a run needs of its own: news of peers, a way for rows, a place for findings
-        self.watchdog = Watchdog(settings.stall_seconds)
-        self.row_exchange = RowExchange(self.watchdog.check_peers)
+        self._watch = liveness.watch_run(process_groups.rank(), process_groups.world_size(), settings.stall_seconds)
+        self.row_exchange = RowExchange(self._watch)
         folder: Path | None = None
         if settings.file:
             folder = run_folder(trainer)
@@ -182,12 +181,16 @@ class CheckRunner:
     def batch_start(self, batch: Any, batch_idx: int) -> None:
         """Let the checks see a training batch; before the first step they may try it out."""
         self._parameters_of_batch = None
-        self.watchdog.enter(f"training_step of step {self.step}")
+        self._enter(f"training_step of step {self.step}")
         with self.own_time:
             self._observe("see_batch", batch, batch_idx)
             if not self._ran_dry:
                 self._ran_dry = True
                 self._dry_run(batch, batch_idx)
+
+    def _enter(self, place: str) -> None:
+        if self._watch is not None:
+            self._watch.enter(place)
 
     def _dry_run(self, batch: Any, batch_idx: int) -> None:
         if process_groups.world_size() == 1:
@@ -210,7 +213,7 @@ class CheckRunner:
 
     def before_backward(self, loss: Tensor) -> None:
         """Let the checks see a loss, and judge it unless that happened in the strategy's handshake."""
-        self.watchdog.enter(f"backward of step {self.step}")
+        self._enter(f"backward of step {self.step}")
         if self._row_was_sent:  # the loss was seen and judged there
             self._row_was_sent = False
             return
@@ -246,7 +249,7 @@ class CheckRunner:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Let the checks see the reduced gradients of an optimizer that is about to step."""
-        self.watchdog.enter(f"the optimizer of step {self.step}")
+        self._enter(f"the optimizer of step {self.step}")
         with self.own_time:
             self._watch_optimizer(
                 getattr(optimizer, "optimizer", optimizer)
@@ -267,7 +270,7 @@ class CheckRunner:
 
     def batch_end(self) -> None:
         """Judge a batch that made a step, and forget it."""
-        self.watchdog.enter(f"end of step {self.step}")
+        self._enter(f"end of step {self.step}")
         # a hook may leave a step out on some ranks: a backward that synchronises is one on all of them
         is_step_due = self._has_synchronised and self.module.automatic_optimization
         if self.stepping or self.stepped or is_step_due:
@@ -307,7 +310,7 @@ class CheckRunner:
             PeerError: in the exception's place, where a peer's failure is behind it.
         """
         # another rank's failure broke this rank's collective
-        peer_error = self.watchdog.report_failure(exception)
+        peer_error = None if self._watch is None else self._watch.report_failure(exception)
         if peer_error is not None:
             with contextlib.suppress(Exception):  # Lightning stops its clean-up where a hook raises
                 compat.teardown_trainer(self.trainer)
@@ -323,7 +326,8 @@ class CheckRunner:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.watchdog.stop()
+        if self._watch is not None:
+            self._watch.stop()
         self._observe("stop")
         for shared in self._shared.values():
             shared.close()
@@ -342,7 +346,7 @@ class CheckRunner:
         Communication: one gather; none where no check is due. More only where there is a new finding.
         """
         due = self.due(stage)
-        self.watchdog.enter(place_of(stage.value, self.step))
+        self._enter(place_of(stage.value, self.step))
         if due:
             with self.own_time:
                 row = self._evaluator.measure(due, stage, self.step)

@@ -1,7 +1,8 @@
 """What the ranks do together, over public ``torch.distributed``: groups, handshakes, collectives, shards, fingerprints (torch only).
 
 * ``process_groups``: ranks and world size of a group, and the process groups of our own
-* ``rendezvous``: how a world starts, and how its ranks agree before they have a group. ``liveness``: which rank is gone
+* ``rendezvous``: how a world starts, and how its ranks agree before they have a group
+* ``liveness``: ranks that fail, stand still or are gone
 * ``handshake``: ``all_gather`` of one header and a few bytes per rank before anything else, and errors that all ranks raise together
 * ``raw_collectives``: plain collectives on tensors of known shapes, and rows that pass round a ring
 * ``collectives``: the differentiable ones, each with the gradient that it gives

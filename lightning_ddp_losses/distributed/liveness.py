@@ -1,15 +1,17 @@
-"""Who is missing: a rank whose peers lose the connection, or wait in vain, learns which rank is gone, and on which host.
+"""The ranks of a run watch each other through a store: who has failed, who stands still, who is gone.
 
-gloo and NCCL say that a connection was closed or that time is over, not by whom. So each rank of a world that our strategy has started
-writes into the world's store which process it is (host, process id, when it started). At an incident every rank that is left looks which
-processes of its own host are no more, says in the store that it is here itself, and reads what the others say. What is named then is
+gloo and NCCL report that a connection was closed or that time is over, not by which rank. A store of torch.distributed knows more:
 
-* a rank that has failed and could say so, with its error,
-* a rank whose process has ended, as a rank of the same host has seen,
-* else the ranks that say nothing for some seconds: they stand still, or nothing reaches their host.
+* `Watch`: one run. A rank that fails writes its error there. A thread on each rank looks there twice a second. The main thread gets the
+  error as a `PeerError` when it comes by one of our hooks, or when its collective breaks. A main thread that stands in another
+  collective cannot be woken: after a short grace its process shows where it stands and ends. The same thread reports a rank that makes no
+  progress.
+* `World`: the processes of a world that our strategy has started (host, process id, start time). At an incident every rank that is left
+  looks which processes of its own host have ended, writes that it is here itself, and reads the entries of the others. It names
 
-The same store ends a rank that stands still (in a data set, in somebody else's collective) after another one has failed: a thread looks
-there twice a second, and ends its process where the main thread has not come to an end of its own some seconds later.
+  1. a failed rank that reported its error,
+  2. a rank whose process has ended, as a rank of the same host has seen,
+  3. else the ranks that are silent for some seconds: they stand still, or nothing reaches their host.
 
 Legend: ``W`` ranks.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import re
 import socket
@@ -27,36 +30,202 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from lightning_ddp_losses.errors import DDPLossError, PeerError
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.errors import DDPLossError, PeerError, format_error
 
-SILENCE_SECONDS = 3.0  # after which a rank that says nothing is called silent
+SILENCE_SECONDS = 3.0  # after which a rank without an entry is called silent
 GRACE_SECONDS = 5.0  # how long a rank may go on after another one has failed, before its process ends
 STORE_GRACE_SECONDS = 60.0  # and after the store has gone: rank 0 may have come to its end, and this rank be about to
-_HEARD_SECONDS = 2.0  # how long a rank that holds the store stays for the others to hear that it fails
+RECEIPT_SECONDS = 3.0  # how long a failed rank waits until its peers have read its error
+_HEARD_SECONDS = 2.0  # how long rank 0, whose process may hold the store, waits after any end
 _POLL_SECONDS = 0.05
-_PREFIX = "lightning_ddp_losses/liveness"
 _LISTEN_SECONDS = 0.5
+_PREFIX = "lightning_ddp_losses/liveness"
 _FILE_CLOCK_SECONDS = 1.0  # files are stamped by a coarser clock
 _SHOWN_RANKS = 8
+_log = logging.getLogger(__name__)
 
-# what an error says whose cause is a peer that has gone, or did not come
+# errors whose cause is a peer that has gone, or did not come
 _CONNECTION = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|socket|timed out|timeout|process group", re.IGNORECASE
 )
+T = TypeVar("T")
+
+
+class Failure(NamedTuple):
+    """The end of a rank's run, as the rank reported it.
+
+    Attributes:
+        rank: The rank.
+        place: Last place of its main thread.
+        text: Type and message of its error.
+    """
+
+    rank: int
+    place: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed, last seen at {self.place}:\n{self.text}"
+
+
+class Watch:
+    """Reports this rank's failure to its peers, and theirs to this rank, for one run.
+
+    Args:
+        store: Store of the run, with keys that no other run uses.
+        rank: Rank of this process.
+        world_size: W.
+
+    Attributes:
+        store: The same.
+        stall_seconds: A rank whose main thread stays at one place for longer is reported; None: no rank is.
+        is_over: Whether it has been stopped.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.store = store
+        self.stall_seconds: float | None = None
+        self._rank, self._world_size = rank, world_size
+        self._place, self._reported_stall = ("start", time.monotonic()), ("", 0.0)
+        self._peer_failure: Failure | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._listen, name="ddp-losses-liveness", daemon=True).start()
+
+    # ------------------------------------------------------------------ called by the main thread
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has come to its end on this rank."""
+        return self._ended.is_set()
+
+    def enter(self, place: str) -> None:
+        """Note where the main thread is now.
+
+        Raises:
+            PeerError: when another rank has failed.
+        """
+        self._place = place, time.monotonic()
+        self.check_peers()
+
+    def check_peers(self) -> None:
+        """Stop the main thread, which may be waiting, when another rank has failed.
+
+        Raises:
+            PeerError: when another rank has failed.
+        """
+        if self._peer_failure is not None:
+            raise PeerError(str(self._peer_failure), collective=True)
+
+    def report_failure(self, exception: BaseException) -> PeerError | None:
+        """Report that this rank ends with an exception, unless a peer ended first or all ranks raise the same.
+
+        Returns:
+            The failure of the peer that took this rank along, to be raised in place of the exception.
+        """
+        if not isinstance(exception, Exception):
+            return None
+        # a peer failed first: its failure is the cause of a broken connection
+        _within(RECEIPT_SECONDS, self._read_failure)
+        if self._peer_failure is not None:
+            if _CONNECTION.search(str(exception)):
+                return PeerError(str(self._peer_failure), collective=True)
+            return None
+        if not getattr(exception, "collective", False):
+            self.report(f"{type(exception).__name__}: {exception}", is_own=True, patience=RECEIPT_SECONDS)
+        return None
+
+    def report(self, text: str, *, is_own: bool, patience: float = 0.0) -> None:
+        """Report that this rank's run is over.
+
+        Args:
+            text: Type and message of the error.
+            is_own: Whether the failure is this rank's, which the others name, and not that of a peer.
+            patience: Seconds to wait until all ranks have read it.
+        """
+        if self._rank == 0:  # the store may go with this process
+            patience = max(patience, _HEARD_SECONDS)
+        _within(patience + SILENCE_SECONDS, lambda: self._report(text, is_own, patience))
+
+    def _report(self, text: str, is_own: bool, patience: float) -> None:
+        self.store.set(f"here/{self._rank}", "")
+        self.store.set(f"heard/{self._rank}", "")
+        is_first = False
+        for key in ("failure", "over") if is_own else ("over",):
+            if self.store.add(f"{key}/count", 1) == 1:  # the first to fail is the one to name
+                self.store.set(key, json.dumps(Failure(self._rank, self._place[0], text[:4000])))
+                is_first = True
+        end, heard = time.monotonic() + patience, [f"heard/{rank}" for rank in range(self._world_size)]
+        while (is_first or self._rank == 0) and time.monotonic() < end and not self.store.check(heard):
+            time.sleep(_POLL_SECONDS)
+
+    def stop(self) -> None:
+        """Stop watching: this rank has come to an end of its own."""
+        self._ended.set()
+
+    # ------------------------------------------------------------------ the listening thread
+
+    def _listen(self) -> None:
+        while not self._ended.wait(_LISTEN_SECONDS):
+            try:
+                over = self.read("over")
+                self._read_failure()
+                if over is None or over.rank == self._rank:
+                    self._report_stall()
+                    continue
+                self.store.set(f"heard/{self._rank}", "")
+                grace, reason = GRACE_SECONDS, str(self._peer_failure or over)
+            except Exception:  # rank 0, or its agent, has gone, and the store with it
+                grace, reason = STORE_GRACE_SECONDS, "the store of the world has gone, with rank 0 or its agent"
+            if not self._ended.wait(grace):
+                self._end_process(reason)
+
+    def read(self, key: str) -> Failure | None:
+        """Return the first ``failure``, or the first end (``over``) with or without one; None: there is none yet."""
+        return Failure(*json.loads(self.store.get(key))) if self.store.check([key]) else None
+
+    def _read_failure(self) -> None:
+        """Learn of a peer's failure, and acknowledge it."""
+        failure = self._peer_failure or self.read("failure")
+        if failure is not None and failure.rank != self._rank:
+            self.store.set(f"heard/{self._rank}", "")
+            self._peer_failure = failure
+
+    def _end_process(self, reason: str) -> None:
+        """End a process whose main thread stands somewhere although the run is over, and show where."""
+        with contextlib.suppress(Exception):
+            faulthandler.dump_traceback(file=2, all_threads=True)
+        print(f"rank {self._rank} stops, after it waited as shown above: {reason}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def _report_stall(self) -> None:
+        """Publish where this rank stands still; rank 0 logs where all ranks are, once for each stall."""
+        place, since = self._place
+        seconds = time.monotonic() - since
+        if self.stall_seconds is None or seconds < self.stall_seconds / 2 or place == "end":
+            return
+        self.store.set(f"place/{self._rank}", f"{place}, for {seconds:.0f} s")
+        if self._rank != 0 or seconds < self.stall_seconds or self._reported_stall == (place, since):
+            return
+        self._reported_stall = place, since
+        keys = [f"place/{rank}" for rank in range(self._world_size)]
+        ranks = [self.store.get(key).decode() if self.store.check([key]) else "somewhere else" for key in keys]
+        fix = "A rank that is behind the others is slow (data, disk), or runs a collective that they do not."
+        _log.warning(format_error(f"no progress for {seconds:.0f} s", ranks=ranks, fix=fix))
 
 
 class ProcessInfo(NamedTuple):
-    """Which process a rank is.
+    """The process of a rank.
 
     Attributes:
-        host: Its name.
-        machine: What tells machines, and containers with processes of their own, apart.
-        pid: Of the process, there.
-        started: When it began, in the kernel's words; tells it from a later process of the same id.
+        host: Name of its host.
+        machine: Name that tells machines, and containers with processes of their own, apart.
+        pid: Id of the process, there.
+        started: Start time in the kernel's words, which tells it from a later process of the same id.
     """
 
     host: str
@@ -70,7 +239,7 @@ class ProcessInfo(NamedTuple):
         return cls(socket.gethostname(), _machine(), os.getpid(), _state_of(os.getpid())[1])
 
     def has_ended(self) -> bool:
-        """Say whether the process, which must be of this machine, is no more."""
+        """Return whether the process, which must be of this machine, has ended."""
         state, started = _state_of(self.pid)
         return state in ("", "Z", "X") or started != self.started
 
@@ -79,8 +248,8 @@ class World:
     """The processes of one world, as its store knows them.
 
     Args:
-        store: Of the world.
-        rank: This process's.
+        store: Store of the world.
+        rank: Rank of this process.
         world_size: W.
     """
 
@@ -89,59 +258,28 @@ class World:
         self._store = PrefixStore(_PREFIX, store)
         self._processes: list[ProcessInfo] = []
         self._explanation: str | None = None
-        self._incident: Store = self._store
-        self._ended, self._runs = threading.Event(), 0
-        self._ended.set()
+        self._runs = 1
+        self.watch = self._new_watch()
         self._store.set(f"process/{rank}", json.dumps(ProcessInfo.own()))
 
+    def _new_watch(self) -> Watch:
+        return Watch(PrefixStore(f"run/{self._runs}", self._store), self.rank, self.world_size)
+
     def start(self) -> None:
-        """Read who the others are, once all are here, and begin to listen for the first failure. Communication: the store's."""
-        keys = [f"process/{rank}" for rank in range(self.world_size)]
-        values = self._store.multi_get(keys)
+        """Read the processes of all ranks, once all of them have written theirs. Communication: the store's."""
+        values = self._store.multi_get([f"process/{rank}" for rank in range(self.world_size)])
         self._processes = [ProcessInfo(*json.loads(value)) for value in values]
-        self.new_run()
 
     def new_run(self) -> None:
-        """Begin to listen, anew after a run that has failed: its failures are not this one's. Every rank comes here."""
-        if not self._ended.is_set():
-            return
-        self._ended, self._explanation = threading.Event(), None
-        self._runs += 1
-        arguments = PrefixStore(f"run/{self._runs}", self._store), self._ended
-        threading.Thread(target=self._listen, args=arguments, name="ddp-losses-liveness", daemon=True).start()
-        self._incident = arguments[0]
-
-    def stop(self) -> None:
-        """Stop ending this process for what happens to others: it has come to an end of its own."""
-        self._ended.set()
+        """Watch the run that begins; failures of a former one are not its own. Every rank calls this."""
+        if self.watch.is_over:
+            self._runs += 1
+            self.watch, self._explanation = self._new_watch(), None
 
     # ------------------------------------------------------------------ at an incident
 
-    def report(self, text: str, *, is_own: bool) -> None:
-        """Say in the store that this rank's run is over.
-
-        Args:
-            text: Why.
-            is_own: It is a failure of this rank, which the others shall name; not that of a peer.
-        """
-        _within(_HEARD_SECONDS + SILENCE_SECONDS, lambda: self._report(text, is_own))
-
-    def _report(self, text: str, is_own: bool) -> None:
-        self._say_here([])
-        self._incident.set(f"heard/{self.rank}", "")
-        for key in ("failure", "over") if is_own else ("over",):
-            if self._incident.add(f"{key}/count", 1) == 1:  # the first to fail is the one to name
-                self._incident.set(key, json.dumps([self.rank, text[:2000]]))
-        if self.rank == 0:  # the store may go with this process
-            self._wait_until_heard()
-
-    def _wait_until_heard(self) -> None:
-        end, keys = time.monotonic() + _HEARD_SECONDS, [f"heard/{rank}" for rank in range(self.world_size)]
-        while time.monotonic() < end and not self._incident.check(keys):
-            time.sleep(_POLL_SECONDS)
-
     def explain(self) -> str:
-        """Return which ranks are gone or silent, and why as far as anybody knows; waits some seconds for the others' word, once."""
+        """Return which ranks are gone or silent, and why if that is known; waits some seconds for the others, once."""
         if self._explanation is None:
             self._explanation = _within(2 * SILENCE_SECONDS, self._explain) or self._store_lost()
         return self._explanation
@@ -150,23 +288,23 @@ class World:
         return f"the store of the world, of {self._named([0])} or its agent, cannot be reached"
 
     def _explain(self) -> str:
-        end, silent = time.monotonic() + SILENCE_SECONDS, list(range(self.world_size))
+        store, ranks = self.watch.store, range(self.world_size)
         own_machine = self._processes[self.rank].machine
         neighbours = [r for r, p in enumerate(self._processes) if p.machine == own_machine and r != self.rank]
-        is_store_lost = False
+        end, silent, is_store_lost = time.monotonic() + SILENCE_SECONDS, list(ranks), False
         while True:
-            # 1. which processes of this machine are no more
+            # 1. processes of this machine that have ended
             ended = [rank for rank in neighbours if self._processes[rank].has_ended()]
-            # 2. tell the others, hear what they have seen
+            # 2. the same of other machines, as their ranks have seen
             try:
-                self._say_here(ended)
-                failure = self._failure()
-                if failure is not None and failure[0] != self.rank:
-                    return f"rank {failure[0]} ({self._place(failure[0])}) has failed:\n{failure[1]}"
-                ended = [r for r in range(self.world_size) if r in ended or self._incident.check([f"ended/{r}"])]
-                silent = [r for r in range(self.world_size) if not self._incident.check([f"here/{r}"])]
-                # who could say that it is here was left over, as this rank is, and may have come to its end since
-                ended = [r for r in ended if r in silent]
+                for key in (f"here/{self.rank}", *(f"ended/{rank}" for rank in ended)):
+                    store.set(key, "")
+                failure = self.watch.read("failure")
+                if failure is not None and failure.rank != self.rank:
+                    return f"rank {failure.rank} ({self._place(failure.rank)}) has failed:\n{failure.text}"
+                silent = [rank for rank in ranks if not store.check([f"here/{rank}"])]
+                # a rank that was here had lost its peers as this rank has, and may have come to its end since
+                ended = [rank for rank in silent if rank in ended or store.check([f"ended/{rank}"])]
             except RuntimeError:
                 is_store_lost = True
             if ended:
@@ -181,17 +319,6 @@ class World:
             return f"{self._named(silent)} {_has_or_have(silent)} said nothing for {SILENCE_SECONDS:g} s: standing still, or out of reach"
         return "all ranks say that they are here"
 
-    def _say_here(self, ended: list[int]) -> None:
-        self._incident.set(f"here/{self.rank}", "")
-        for rank in ended:
-            self._incident.set(f"ended/{rank}", "")
-
-    def _failure(self) -> tuple[int, str] | None:
-        if not self._incident.check(["failure"]):
-            return None
-        rank, text = json.loads(self._incident.get("failure"))
-        return rank, text
-
     def _place(self, rank: int) -> str:
         process = self._processes[rank]
         return f"process {process.pid} on {process.host}"
@@ -201,36 +328,13 @@ class World:
         more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
         return f"{', '.join(shown)}{more}"
 
-    # ------------------------------------------------------------------ the listening thread
 
-    def _listen(self, incident: Store, ended: threading.Event) -> None:
-        while not ended.wait(_LISTEN_SECONDS):
-            try:
-                if not incident.check(["over"]):
-                    continue
-                rank, text = json.loads(incident.get("over"))
-                incident.set(f"heard/{self.rank}", "")
-                grace, reason = GRACE_SECONDS, f"rank {rank} has ended with: {text}"
-            except Exception:  # rank 0, or its agent, has gone, and the store with it
-                grace, reason = STORE_GRACE_SECONDS, "the store of the world has gone, with rank 0 or its agent"
-            if not ended.wait(grace):
-                self._end_process(f"{grace:g} s after {reason}")
+def _within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """Return the answer of a store; None after some seconds, or if it fails: the store may have gone with the rank that holds it.
 
-    def _end_process(self, reason: str) -> None:
-        """End a process whose main thread stands somewhere although the run is over, and show where."""
-        with contextlib.suppress(Exception):
-            faulthandler.dump_traceback(file=2, all_threads=True)
-        said = f"rank {self.rank} stops where it stood (shown above), {reason}"
-        print(said, file=sys.stderr, flush=True)
-        os._exit(1)
-
-
-def _within(seconds: float, ask: Callable[[], str | None]) -> str | None:
-    """Return what comes of asking the store; None after some seconds, or where it fails: it may have gone with the rank that holds it.
-
-    Where a cable was pulled a question to the store has no end: nothing says that the connection is no more (torch 2.13).
+    After a cable was pulled, a question to the store has no end: nothing reports that the connection is lost (torch 2.13).
     """
-    answers: list[str | None] = []
+    answers: list[T] = []
 
     def answer() -> None:
         with contextlib.suppress(Exception):
@@ -242,62 +346,94 @@ def _within(seconds: float, ask: Callable[[], str | None]) -> str | None:
     return answers[0] if answers else None
 
 
+def _has_or_have(ranks: list[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+# ---------------------------------------------------------------------- the world and the run of this process
+
 _world: World | None = None
 
 
-def begin_world(store: Store, rank: int, world_size: int) -> World:
-    """Write down which process this rank is; ``World.start`` follows when all ranks are in the world."""
+def begin_world(store: Store, rank: int, world_size: int) -> None:
+    """Meet the processes of a world that has just been started. Every rank calls this."""
     global _world  # noqa: PLW0603 - one default process group per process
     _world = World(store, rank, world_size)
-    return _world
+    _world.start()
+
+
+def watch_run(rank: int, world_size: int, stall_seconds: float) -> Watch | None:
+    """Return the watch of the run that begins, in any world; None in a world of one, or if torch does not show its store.
+
+    Args:
+        rank: Rank of this process.
+        world_size: W.
+        stall_seconds: As ``Watch``.
+    """
+    if _world is not None:
+        _world.new_run()
+        watch = _world.watch
+    elif world_size > 1 and (store := _own_store(rank)) is not None:
+        watch = Watch(store, rank, world_size)
+    else:
+        return None
+    watch.stall_seconds = stall_seconds
+    return watch
+
+
+def _own_store(rank: int) -> Store | None:
+    """Return a part of the default store that only this run uses; None if torch does not show it."""
+    store = compat.default_store()
+    if store is None:
+        return None
+    with contextlib.suppress(Exception):
+        store = store.clone()  # so that a wait of the main thread does not block the watching one
+    # counted in the store, which lives as long as the group: the id of an object can come back, and not on every rank
+    run = store.add(f"{_PREFIX}/runs_of_rank/{rank}", 1)
+    return PrefixStore(f"{_PREFIX}/own/{run}", store)
 
 
 def stop() -> None:
     """Forget the world: it has ended."""
     global _world  # noqa: PLW0603 - as above
-    if _world is not None:
-        _world.stop()
+    end_run()
     _world = None
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Say whether an error looks like a peer that has gone or did not come, and nobody has said yet which."""
+    """Return whether an error looks like a peer that has gone or did not come, and does not name it yet."""
     return (
         isinstance(error, RuntimeError) and not isinstance(error, DDPLossError) and bool(_CONNECTION.search(str(error)))
     )
 
 
-def _has_or_have(ranks: list[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
-
-
 def explain() -> str | None:
-    """Return which ranks are gone or silent; None where nobody can know: the world is not of our strategy's making."""
+    """Return which ranks are gone or silent; None in a world that our strategy has not started."""
     return None if _world is None else _world.explain()
 
 
 def report(error: BaseException) -> None:
-    """Let the peers know that this rank's run is over, and why; it ends by itself from here on."""
+    """Report to the peers that this rank's run is over, and why; it ends by itself from here on."""
     if _world is not None:
         is_own = not isinstance(error, PeerError) and not getattr(error, "collective", False)
-        _world.report(f"{type(error).__name__}: {error}", is_own=is_own)
-        _world.stop()
+        _world.watch.report(f"{type(error).__name__}: {error}", is_own=is_own)
+        _world.watch.stop()
 
 
 def end_run() -> None:
-    """Stop listening: the run has come to its end."""
+    """Stop watching: the run has come to its end."""
     if _world is not None:
-        _world.stop()
+        _world.watch.stop()
 
 
 def new_run() -> None:
-    """Listen for failures in the run that begins. Every rank comes here."""
+    """Watch the run that begins. Every rank calls this."""
     if _world is not None:
         _world.new_run()
 
 
 def raise_lost_peer(error: Exception, where: str) -> None:
-    """Raise what an error amounts to that tells of a lost connection: with the rank that is gone, where that is known.
+    """Raise an error of a lost connection as one that names the rank that is gone, if that is known.
 
     Raises:
         PeerError: naming it, from the library's own error.

@@ -272,7 +272,6 @@ def start_world(
     report = {"problem": gloo_problem(), "device": nccl_device(backend, device)}
     token = hold_roll_call(store, rank, world_size, timeout=timeout, report=report, judge=_judge_reports)
     own_store = PrefixStore(token, store)
-    world = liveness.begin_world(own_store, rank, world_size)
     with interface_errors():
         dist.init_process_group(
             backend,
@@ -283,7 +282,7 @@ def start_world(
             device_id=device,
         )
     _started = dist.group.WORLD
-    world.start()
+    liveness.begin_world(own_store, rank, world_size)
 
 
 def is_started(world: dist.ProcessGroup | None) -> bool:

@@ -14,8 +14,8 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss
-from lightning_ddp_losses.callbacks import watchdog
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed import liveness
 from tests.callbacks.harness import Subject
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankFailure, RankPool
@@ -56,7 +56,7 @@ class Fails(Subject):
 
 
 def fit(make: Any, strategy: str, grace: float = 60.0, **options: Any) -> None:
-    watchdog.GRACE_SECONDS = grace
+    liveness.GRACE_SECONDS = grace
     checks = DDPChecks(summary=False, **options)
     make_trainer(strategy, callbacks=[checks]).fit(make())
 
@@ -129,7 +129,7 @@ def stall() -> list[str]:
                 assert store is not None
                 store.set("reported", "yes")
 
-    log = logging.getLogger("lightning_ddp_losses.callbacks.watchdog")
+    log = logging.getLogger("lightning_ddp_losses.distributed.liveness")
     log.addHandler(handler := Keep())
     try:
         fit(partial(Stands, True), "ddp", stall_seconds=2.0)
@@ -164,7 +164,7 @@ def test_an_error_on_every_rank_stays_what_it_is(pool: RankPool) -> None:
 
 def find_what_rank_0_wrote(objects: int) -> bool:
     _ = [object() for _ in range(objects)]  # so that a new group lies elsewhere in memory on some ranks
-    store = watchdog._own_store()
+    store = liveness._own_store(dist.get_rank())
     if dist.get_rank() == 0:
         store.set("failure", "its own")
     dist.barrier()

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from lightning_ddp_losses import PeerError
 from lightning_ddp_losses.distributed import liveness
-from lightning_ddp_losses.distributed.liveness import ProcessInfo, World
+from lightning_ddp_losses.distributed.liveness import ProcessInfo, Watch, World
 
 LOST = RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
 
@@ -23,7 +23,7 @@ LOST = RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error: Connection re
 @pytest.fixture
 def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[World]]:
     """Three ranks in this process, and as rank 0 this process itself; listening threads are off."""
-    monkeypatch.setattr(World, "_listen", lambda *args: None)
+    monkeypatch.setattr(Watch, "_listen", lambda *args: None)
     monkeypatch.setattr(liveness, "SILENCE_SECONDS", 0.3)
     store = HashStore()
     made = [World(store, rank, 3) for rank in range(3)]
@@ -32,7 +32,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[World]]:
     monkeypatch.setattr(liveness, "_world", made[0])
     yield made
     for world in made:
-        world.stop()
+        world.watch.stop()
 
 
 def test_a_process_that_is_no_more(worlds: list[World]) -> None:
@@ -54,30 +54,30 @@ def test_a_process_that_is_no_more(worlds: list[World]) -> None:
 def test_a_rank_that_was_left_over_and_has_ended_since_is_not_named(worlds: list[World]) -> None:
     gone = ProcessInfo.own()._replace(started="another one's")
     worlds[0]._processes[1:] = [gone, gone]
-    worlds[2].report("PeerError: rank 2 lost rank 1", is_own=False)
+    worlds[2].watch.report("PeerError: rank 2 lost rank 1", is_own=False)
     assert worlds[0].explain().startswith("rank 1 ")
     assert "rank 2" not in worlds[0].explain()
 
 
 def test_a_rank_that_could_say_why(worlds: list[World]) -> None:
-    worlds[1].report("ValueError: of rank 1", is_own=True)
-    worlds[2].report("PeerError: rank 2 lost rank 1", is_own=False)
+    worlds[1].watch.report("ValueError: of rank 1", is_own=True)
+    worlds[2].watch.report("PeerError: rank 2 lost rank 1", is_own=False)
     assert worlds[0].explain().endswith("has failed:\nValueError: of rank 1")
 
 
 def test_a_rank_that_says_nothing(worlds: list[World]) -> None:
-    worlds[1].report("PeerError: waited", is_own=False)
+    worlds[1].watch.report("PeerError: waited", is_own=False)
     assert worlds[0].explain() == (
         f"rank 2 (process {os.getpid()} on {ProcessInfo.own().host}) has said nothing for 0.3 s: standing still, or out of reach"
     )
 
 
 def test_the_next_run_has_failures_of_its_own(worlds: list[World]) -> None:
-    worlds[1].report("ValueError: of the first run", is_own=True)
+    worlds[1].watch.report("ValueError: of the first run", is_own=True)
     for world in worlds:
-        world.stop()
+        world.watch.stop()
         world.new_run()
-    worlds[1].report("ValueError: of the second run", is_own=True)
+    worlds[1].watch.report("ValueError: of the second run", is_own=True)
     assert "of the second run" in worlds[0].explain()
 
 
@@ -94,7 +94,7 @@ def test_torchs_flight_recorder_is_named_where_it_has_written(
 
 
 def test_a_lost_connection_becomes_an_error_with_a_name_and_others_stay(worlds: list[World]) -> None:
-    worlds[1].report("ValueError: of rank 1", is_own=True)
+    worlds[1].watch.report("ValueError: of rank 1", is_own=True)
     with pytest.raises(PeerError, match="rank 0 waited for its peers in backward") as raised:
         liveness.raise_lost_peer(LOST, "backward")
     assert raised.value.__cause__ is LOST
@@ -107,20 +107,20 @@ def test_a_rank_that_stands_still_is_ended(monkeypatch: pytest.MonkeyPatch) -> N
     said: list[str] = []
     over = threading.Event()
 
-    def end(world: World, reason: str) -> None:
+    def end(watch: Watch, reason: str) -> None:
         said.append(reason)
-        world.stop()
+        watch.stop()
         over.set()
 
-    monkeypatch.setattr(World, "_end_process", end)
+    monkeypatch.setattr(Watch, "_end_process", end)
     store = HashStore()
     stands, fails = World(store, 0, 2), World(store, 1, 2)
     stands.start()
     fails.start()
-    fails.report("ValueError: of rank 1", is_own=True)
-    fails.stop()
+    fails.watch.report("ValueError: of rank 1", is_own=True)
+    fails.watch.stop()
     assert over.wait(20)
-    assert said == ["0.05 s after rank 1 has ended with: ValueError: of rank 1"]
+    assert said == ["rank 1 failed, last seen at start:\nValueError: of rank 1"]
 
 
 def test_what_a_rank_writes_down_is_plain(worlds: list[World]) -> None:
