@@ -53,12 +53,12 @@ def _class_sharded(device: Device, name: str, sizes: list[int], rank: int) -> Fo
     return measure(device, lambda: ClassShardedLoss(sharded_cases.make(case), **case.sharded), tuple(args), calls=2)
 
 
-def _tiled(device: Device, name: str, sizes: list[int], rank: int, *, gather: str) -> Found:
+def _tiled(device: Device, name: str, sizes: list[int], rank: int) -> Found:
     make, give = test_tiled.CASES[name]
     part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
     rows = {each: tensor[part].clone() for each, tensor in test_tiled.batch().items()}
     given = give(rows["embeddings"].requires_grad_(), rows, rows["views"].requires_grad_(), True)
-    options: Any = {"mode": "rows", "gather": gather, "tile_bytes": test_tiled.TILE_BYTES}
+    options: Any = {"mode": "rows", "tile_bytes": test_tiled.TILE_BYTES}
     return measure(device, lambda: GlobalBatchLoss(make().double(), **options), (), kwargs=given)
 
 
@@ -95,13 +95,11 @@ def _runs(device: Device, rank: int) -> Runs:
                 found = partial(_two_towers, device, name, sizes, rank, gather=gather)
                 yield f"two towers, {gather}; {name}; {sizes}", found
     for sizes in TILED_SPLITS:
-        for gather, names in (("all", list(test_tiled.CASES)), ("ring", test_tiled.RING)):
-            for name in names:
-                yield f"tiles, {gather}; {name}; {sizes}", partial(_tiled, device, name, sizes, rank, gather=gather)
-            # pairs as lists, as in large matrices
-            for name in test_tiled.RING:
-                run = partial(_tiled, device, name, sizes, rank, gather=gather)
-                yield f"lists, {gather}; {name}; {sizes}", partial(_listed, run)
+        for name in test_tiled.CASES:
+            yield f"tiles; {name}; {sizes}", partial(_tiled, device, name, sizes, rank)
+        # pairs as lists, as in large matrices
+        for name in test_tiled.SYMMETRIC:
+            yield f"lists; {name}; {sizes}", partial(_listed, partial(_tiled, device, name, sizes, rank))
 
 
 def _as_rank(device: Device, rank: int) -> dict[str, tuple[float, str]]:

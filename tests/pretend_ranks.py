@@ -81,8 +81,7 @@ def reduced() -> nn.Module:
 
 JOBS: dict[str, Callable[[], nn.Module]] = {
     "tiles, symmetric": loss(lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows")),
-    "tiles, a ring": loss(lambda: GlobalBatchLoss(pml.NTXentLoss(), mode="rows", gather="ring")),
-    "tiles, a ring, one pass": loss(lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows", gather="ring")),
+    "tiles, two log-sum-exps": loss(lambda: GlobalBatchLoss(pml.NTXentLoss(), mode="rows")),
     "tiles, gradients travel": loss(lambda: GlobalBatchLoss(pml.TripletMarginLoss(), mode="rows")),
     "replicated": loss(lambda: GlobalBatchLoss(pml.NCALoss(), backward="sum")),
     "elements": loss(lambda: GlobalBatchLoss(pml.ArcFaceLoss(4, WIDTH))),

@@ -94,10 +94,6 @@ def batch_norm() -> nn.Module:
     return model
 
 
-def ring(loss: type[nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: GlobalBatchLoss(loss(), mode="rows", gather="ring")
-
-
 def elements(loss: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: GlobalBatchLoss(loss())
 
@@ -169,9 +165,6 @@ WORLDS: dict[str, tuple[Bound, int]] = {
         8,
     ),
     "ProxyNCA, class-sharded": (Bound(proxy_nca, pairs_of_rows, 124, 0, 0), 3),
-    # two ranks' rows are two tiles, each of them taken two and three times
-    "SupCon, ring": (Bound(ring(pml.SupConLoss), pairs_of_rows, 144, 0, 0), 8),
-    "NTXent, ring": (Bound(ring(pml.NTXentLoss), pairs_of_rows, 208, 0, 0), 9),
     "ArcFace, elements": (Bound(elements(arcface), pairs_of_rows, 115, 2, 1), 3),
     "cross entropy, elements": (Bound(elements(nn.CrossEntropyLoss), classes_of_rows, 23, 0, 0), 1),
     "NCA, replicated": (Bound(elements(pml.NCALoss), pairs_of_rows, 92, 4, 0), 5),

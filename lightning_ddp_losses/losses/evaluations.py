@@ -23,12 +23,9 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import (
-    NarrowRows,
-    RowsOfARing,
     all_gather_rows,
     gather_stacked,
     travels_on_device,
@@ -184,7 +181,6 @@ class Tiled:
         plan: Its tiled evaluation.
         symmetric: Whether ``plan.is_symmetric``; the gathered rows then get no gradient.
         tile_bytes: The most that a tile may take; None: a default.
-        ring: Rows are passed on from rank to rank; the gathered ones are empty.
         compiler: Compiles what is elementwise in a tile; None: nothing is compiled.
         products: How rows are multiplied.
     """
@@ -194,17 +190,12 @@ class Tiled:
     plan: TiledPlan
     symmetric: bool
     tile_bytes: int | None = None
-    ring: bool = False
     compiler: TileCompiler | None = None
     products: ProductForm = "float32"
 
     def run(self, call: PMLCall) -> Tensor:
         """Return the global loss."""
         exchange, rows = self.exchange, call.given["embeddings"]
-        pass_rows = open_backward = None
-        if self.ring:
-            open_backward = BackwardExchange(exchange.title, exchange.group).open
-            pass_rows = partial(self._pass_rows, call)
         on_device = exchange.stays_on_device(self.loss, rows)
         tiled = TiledEvaluator(
             self.loss,
@@ -213,8 +204,6 @@ class Tiled:
             symmetric=self.symmetric,
             world=exchange.world,
             tile_bytes=self.tile_bytes,
-            ring_rows=pass_rows,
-            open_backward=open_backward,
             on_device=on_device,
             compiler=self.compiler,
             products=self.products,
@@ -236,28 +225,13 @@ class Tiled:
             table, column_stats = tiled.unpack(payloads)
         graph, value = tiled.value(table, column_stats)
         record_counts(self.loss, self.plan.pair_loss.sub_losses, table)
-        if not self.ring:
-            record_norms(self.loss.distance, call.arguments["embeddings"], call.references)
+        record_norms(self.loss.distance, call.arguments["embeddings"], call.references)
         # the embedding regulariser, which every rank computes in full
         if not _regularizes_embeddings(self.loss):
             return graph
         regularizer = _embedding_term(self.loss, self._rows_with_grad(call))
         record_sub_loss(self.loss, "embedding_reg_loss", ONE_ELEMENT)
         return value_with_grad(value + number_of(regularizer.detach()), graph + regularizer)
-
-    def _pass_rows(
-        self, call: PMLCall, rows: Tensor, expand: Callable[[Tensor], Tensor]
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, its rows) in turn.
-
-        Args:
-            call: The call, in which rows stay where they are.
-            rows: (B, D), this rank's.
-            expand: Embeddings of any rank -> such rows.
-        """
-        narrow = NarrowRows(call.given["embeddings"].detach(), expand)
-        dtypes, counts = call.narrow_dtypes["embeddings"], call.counts["embeddings"]
-        return RowsOfARing(rows, narrow, dtypes, counts, self.exchange.group).visit()
 
     def _gather_on_device(self, tiled: TiledEvaluator, call: PMLCall) -> tuple[DeviceStats, Tensor | None]:
         """Return sums and statistics of all ranks. Communication: two gathers, one where no statistics are needed."""

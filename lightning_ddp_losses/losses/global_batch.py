@@ -38,7 +38,6 @@ from lightning_ddp_losses.losses.gathered_call import (
     same_draws,
 )
 from lightning_ddp_losses.losses.global_batch_options import (
-    no_ring,
     not_exact,
     refuse_tensor_cores,
     refuse_tiles,
@@ -84,8 +83,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             0), or None for a tensor that is no batch.
         tile_bytes: In ``rows``, the most that one tile of distances may take. None: what is fast on the device. Rows are evaluated
             in tiles and once more in backward, so memory grows with G, not with its square.
-        gather: ``"all"``: every rank holds all rows. ``"ring"``: in ``rows``, ranks pass their rows on, so that two ranks' rows are
-            held at a time; for Contrastive, MultiSimilarity, NTXent and SupCon between the rows of one labelled batch.
+        gather: ``"all"``: every rank holds all rows. The two-tower losses also know ``"ring"``.
         compile_tiles: In ``rows``, ``torch.compile`` fuses what is elementwise in a tile (not with a miner's tuples or smooth triplets).
             All ranks compile at the first call; where it fails on any, all compute eagerly, with a warning.
         products: How rows are multiplied in tiles whose distance is a product (cosine similarity, dot product), as in ``ClipLoss``:
@@ -100,8 +98,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     Communication:
         ``elements`` 1 handshake. ``replicated`` handshake + gather, none in backward. ``rows`` handshake + gather + handshake; in
-        backward none where ``evaluation`` is symmetric and the call has labels only, else handshake + exchange. A ring: 2 handshakes, a
-        gather of labels, and one (Contrastive) to three times W - 1 messages; in backward one handshake more. Rows of bfloat16 and
+        backward none where ``evaluation`` is symmetric and the call has labels only, else handshake + exchange. Rows of bfloat16 and
         float16 travel as they are, gradients as float32. Few bytes on the CPU
         (``handshake.inline_capacity``) need no gather and no exchange: they travel in the handshake from the second call on. On
         an accelerator sums and statistics do not: one gather more (two where symmetric). Nothing waits for it, but where pairs are
@@ -137,14 +134,14 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         backward: Backward = "own_slice",
         batch_dims: Mapping[int | str, int | None] | None = None,
         tile_bytes: int | None = None,
-        gather: Literal["all", "ring"] = "all",
+        gather: Literal["all"] = "all",
         compile_tiles: bool = False,
         products: ProductChoice = "float32",
         group: Group = None,
     ) -> None:
         super().__init__()
         refuse_unfit(loss, mode, backward)
-        refuse_tiles(loss, mode, tile_bytes, gather)
+        refuse_tiles(loss, tile_bytes, gather)
         refuse_tensor_cores(loss, mode, products)
         # how the loss is configured
         self.loss = loss
@@ -303,9 +300,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if mode == "rows" and not self._are_few(call.counts) and self._tuples_fit(given):
             plan = tiled_plan(loss)
             if plan is not None and call.ref_labels is not None:
-                symmetric, ring = plan.is_symmetric(given, two_views=two_views), self.gather == "ring"
-                compiler = self._tile_compiler
-                return Tiled(loss, self._exchange(), plan, symmetric, self.tile_bytes, ring, compiler, form), call
+                symmetric, compiler = plan.is_symmetric(given, two_views=two_views), self._tile_compiler
+                return Tiled(loss, self._exchange(), plan, symmetric, self.tile_bytes, compiler, form), call
             if call.rows_possible():
                 return Rows(loss, self._exchange(), self.tile_bytes), call
         # the full loss on every rank
@@ -326,27 +322,21 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         return facts.arguments
 
     def _gather_pml(self, mode: str, given: dict[str, Any]) -> PMLCall:
-        """Gather the rows of all ranks; in a ring their labels, and no more than the number of their rows."""
-        counted: Sequence[str] = ()
+        """Gather the rows of all ranks."""
         loss, two_views = labelled_loss(self.loss), stacks_views(self.loss)
-        if self.gather == "ring":
-            counted = ("embeddings",)
-            plan = tiled_plan(loss)
-            if plan is None or not plan.is_symmetric(given, two_views=two_views):
-                raise no_ring(self._title, "labels, and no references or tuples", sorted(given))
 
         def backward(counts: dict[str, list[int]]) -> Backward:
             # where each rank computes its own anchors, the gradients of a row come from all ranks
             return "sum" if mode == "rows" and not self._are_few(counts) else self.backward
 
         def gather(batches: dict[str, Tensor]) -> GatheredBatch:
-            return self._gather(batches, backward, counted)
+            return self._gather(batches, backward)
 
         return PMLCall(loss, given, gather, process_groups.rank(self._group), two_views=two_views)
 
     def _are_few(self, counts: dict[str, list[int]]) -> bool:
         """Say whether there are so few rows that every rank computes the full loss faster; the same answer on every rank."""
-        if self.mode == "rows" or self.gather == "ring":  # only what all ranks have agreed on; not tile_bytes
+        if self.mode == "rows":  # only what all ranks have agreed on; not tile_bytes
             return False
         return sum(counts.get("embeddings", ())) <= facts_of(labelled_loss(self.loss)).few_rows
 

@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
-from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.errors import ConfigurationError, expect
 from lightning_ddp_losses.losses.pml_registry import (
     MODES,
     allowed_modes,
     gathers_by_itself,
-    losses_in_tiles,
     returns_no_number,
 )
 from lightning_ddp_losses.losses.products import ProductChoice, refuse_products
 from lightning_ddp_losses.losses.tiled import tiled_plan
 from lightning_ddp_losses.losses.tiled.distances import is_one_product
-from lightning_ddp_losses.losses.two_views import compares_one_way, labelled_loss
+from lightning_ddp_losses.losses.two_views import labelled_loss
 
 
 def refuse_unfit(loss: nn.Module, mode: str, backward: str) -> None:
@@ -55,16 +54,6 @@ def refuse_unfit(loss: nn.Module, mode: str, backward: str) -> None:
         raise not_exact(title, mode, allowed)
 
 
-def refuse_gather(title: str, gather: str) -> None:
-    """Refuse a way for rows to travel that is not known.
-
-    Raises:
-        ConfigurationError: with what, expected and got.
-    """
-    if gather not in ("all", "ring"):
-        raise ConfigurationError(f"{title}: gather", expected="'all' or 'ring'", got=repr(gather))
-
-
 def _refuse_global_parts(loss: nn.Module) -> None:
     """Refuse parts that gather by themselves: rows gathered once more would count W times."""
     for name, module in loss.named_modules():
@@ -78,25 +67,21 @@ def _refuse_global_parts(loss: nn.Module) -> None:
             )
 
 
-def refuse_tiles(loss: nn.Module, mode: str, tile_bytes: int | None, gather: str) -> None:
-    """Refuse a tile of no size, and a ring that the loss cannot go round."""
+def refuse_tiles(loss: nn.Module, tile_bytes: int | None, gather: str) -> None:
+    """Refuse a tile of no size, and rows that travel in a ring, as those of the two-tower losses can."""
     title = f"GlobalBatchLoss({type(loss).__name__})"
     if tile_bytes is not None and (isinstance(tile_bytes, bool) or not isinstance(tile_bytes, int) or tile_bytes < 1):
         raise ConfigurationError(
             f"{title}: tile_bytes", expected="a positive number of bytes, or None", got=repr(tile_bytes)
         )
-    refuse_gather(title, gather)
-    if gather == "all":
-        return
-    plan, inner = None, labelled_loss(loss)
-    if mode in ("auto", "rows") and allowed_modes(inner)[0] == "rows" and not compares_one_way(loss):
-        plan = tiled_plan(inner)
-    if plan is None or not plan.symmetric or getattr(inner, "embedding_regularizer", None) is not None:
-        names = sorted(name for name, pair_loss in losses_in_tiles().items() if pair_loss.symmetric)
-        expected = (
-            f"one of {', '.join(names)}, mode 'rows', without regulariser; or SelfSupervisedLoss of one, both ways"
-        )
-        raise no_ring(title, expected, "another configuration")
+    expect(
+        gather == "all",
+        f"{title}: gather",
+        expected="'all'",
+        got=repr(gather),
+        fix="Leave it out: a rank holds the rows of all ranks, and `tile_bytes` bounds the distances between them. Only ClipLoss and "
+        "SigLipLoss pass rows round a ring.",
+    )
 
 
 def refuse_tensor_cores(loss: nn.Module, mode: str, products: ProductChoice) -> None:
@@ -113,11 +98,6 @@ def refuse_tensor_cores(loss: nn.Module, mode: str, products: ProductChoice) -> 
             expected="'float32' or 'auto' for a loss that is not evaluated in tiles of products (cosine similarity or dot product)",
             got=repr(products),
         )
-
-
-def no_ring(title: str, expected: object, got: object) -> ConfigurationError:
-    """Return the error for rows that cannot be passed on."""
-    return ConfigurationError(f"{title}: gather='ring'", expected=expected, got=got, fix="Use gather='all'.")
 
 
 def not_exact(title: str, mode: str, modes: Sequence[str]) -> ConfigurationError:

@@ -24,14 +24,13 @@ from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gathe
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import NarrowRows
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, expect_option
 from lightning_ddp_losses.losses.column_blocks import (
     ColumnBlocks,
     GatheredColumns,
     RingColumns,
     RowForm,
 )
-from lightning_ddp_losses.losses.global_batch_options import refuse_gather
 from lightning_ddp_losses.losses.products import (
     ProductChoice,
     ProductForm,
@@ -78,7 +77,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         if tile_bytes is not None and (not isinstance(tile_bytes, int) or tile_bytes < 64):
             expected = "at least 64, or None"
             raise ConfigurationError(f"{type(self).__name__}: tile_bytes", expected=expected, got=repr(tile_bytes))
-        refuse_gather(type(self).__name__, gather)
+        expect_option(f"{type(self).__name__}: gather", gather, ("all", "ring"))
         refuse_products(type(self).__name__, products)
         self.products = products
         self.normalize, self.tile_bytes, self.gather = normalize, tile_bytes, gather

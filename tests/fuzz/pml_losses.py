@@ -105,7 +105,6 @@ NO_REFERENCES = WITH_CLASSES | {
 }
 NO_TUPLES = {"InstanceLoss", "P2SGradLoss", "PNPLoss", "RankedListLoss", "VICRegLoss"}
 NOT_PER_ANCHOR = {"AngularLoss", "LiftedStructureLoss", "MarginLoss", "TripletMarginLoss", "TupletMarginLoss"}
-RING = {"ContrastiveLoss", "MultiSimilarityLoss", "NTXentLoss", "SupConLoss"}
 REDUCERS = ["", "", "", "Mean", "Sum", "AvgNonZero", "Threshold", "PerAnchor", "ClassWeighted", "Divisor"]
 DISTANCES = ["", "", "", "Cosine", "Dot", "L2", "L1", "squared", "SNR"]
 MINERS: dict[str, Callable[[], Any]] = {
@@ -129,7 +128,6 @@ CHOICES: dict[str, list[Any]] = {
     "weight_regularizer": WEIGHT_REGULARIZERS,
     "mode": [0, 0, 1, 2],
     "tile_bytes": [None, None, 300, 1000],
-    "gather": ["all", "all", "ring"],
     "references": ["none", "none", "none", "same labels", "other labels"],
     "way": WAYS,
     "dtype": ["float64", "float64", "float64", "float32"],
@@ -148,7 +146,6 @@ class Case:
     weight_regularizer: str
     mode: int
     tile_bytes: int | None
-    gather: str
     references: str
     way: str
     dtype: str
@@ -175,8 +172,6 @@ def draw_fields(draw: Any, name: str, most: int = 6) -> dict[str, Any]:
         pick["reducer"] = "AvgNonZero"
     if name == "VICRegLoss":
         pick["regularizer"], pick["reducer"] = "", ""
-    if name not in RING or pick["references"] != "none" or pick["miner"]:
-        pick["gather"] = "all"
     rows = draw(rows_strategy(most))
     if name == "TupletMarginLoss":  # the arc cosine of 1 has no digits: equal rows are off by 1e-8 in one process, too
         rows = replace(rows, duplicates=0, layout="plain" if rows.layout == "expanded" else rows.layout)
@@ -314,14 +309,12 @@ def alone(case: Case) -> dict[str, Any]:
 
 
 def make_global(case: Case, plain: nn.Module) -> GlobalBatchLoss:
-    """The drawn mode, tiles and way of gathering."""
+    """The drawn mode and tiles."""
     allowed = GlobalBatchLoss(plain).exact_modes()
     mode = allowed[case.mode % len(allowed)]
     more: dict[str, Any] = {}
     if mode == "rows" and case.tile_bytes is not None:
         more["tile_bytes"] = case.tile_bytes
-    if mode == "rows" and case.gather == "ring":
-        more["gather"] = "ring"
     return GlobalBatchLoss(plain, mode=mode, **more)
 
 

@@ -45,10 +45,6 @@ def cases(draw: Any) -> Case:
     fields.update(miner="", references="none", symmetric=draw(st.sampled_from([True, True, False])))
     if fields["reducer"] == "ClassWeighted":  # identities are no classes that could have weights
         fields["reducer"] = "Mean"
-    if not fields["symmetric"]:
-        fields["gather"] = "all"
-    elif name in pml_losses.RING and not fields["regularizer"]:
-        fields["gather"] = draw(st.sampled_from(["all", "ring"]))
     return Case(**fields, others=draw(st.sampled_from([1, 1, 1, 2])), frozen=draw(st.sampled_from([-1, -1, 0, 1])))
 
 

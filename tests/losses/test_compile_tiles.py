@@ -19,7 +19,7 @@ from pytorch_metric_learning import losses as pml
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
 from lightning_ddp_losses.losses.tiled import tile_compiler
-from tests.losses.test_tiled import CASES, RING, TILE_BYTES, judged, on_ranks, truth_of
+from tests.losses.test_tiled import CASES, TILE_BYTES, judged, on_ranks, truth_of
 from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
 
@@ -49,18 +49,10 @@ def test_masks_are_one_process(pool: RankPool, world_size: int) -> None:
     assert not problems, f"{len(problems)} of {len(names)}\n" + "\n".join(problems)
 
 
-@pytest.mark.parametrize("world_size", slow_parameters([2, 3], {3}))
-def test_masks_in_a_ring_are_one_process(pool: RankPool, world_size: int) -> None:
-    results = pool.run(world_size, with_masks, RING, None, {"gather": "ring"})
-    problems = [p for name in RING if (p := judged(name, results, truth_of(name), statistics=False))]
-    assert not problems, f"{len(problems)} of {len(RING)}\n" + "\n".join(problems)
-
-
-@pytest.mark.parametrize("gather", ["all", "ring"])
 @pytest.mark.parametrize("sizes", slow_parameters([[31, 0, 29], [1, 59]], [[1, 59]]), ids=str)
-def test_masks_of_a_rank_with_one_row_or_none(pool: RankPool, sizes: list[int], gather: str) -> None:
-    names = RING if gather == "ring" else WITH_MASKS[::3]
-    results = pool.run(len(sizes), with_masks, names, TILE_BYTES, {"gather": gather}, sizes)
+def test_masks_of_a_rank_with_one_row_or_none(pool: RankPool, sizes: list[int]) -> None:
+    names = WITH_MASKS[::3]
+    results = pool.run(len(sizes), with_masks, names, TILE_BYTES, {}, sizes)
     problems = [p for name in names if (p := judged(name, results, truth_of(name), statistics=False))]
     assert not problems, f"{len(problems)} of {len(names)}\n" + "\n".join(problems)
 

@@ -45,14 +45,11 @@ class Mined(nn.Module):
 MAKE: dict[str, Callable[[], nn.Module]] = {
     "tiles, symmetric": lambda: GlobalBatchLoss(pml.NTXentLoss(), mode="rows"),
     "tiles, gradients travel": lambda: GlobalBatchLoss(pml.TripletMarginLoss(), mode="rows"),
-    "tiles, ring": lambda: GlobalBatchLoss(pml.NTXentLoss(), mode="rows", gather="ring"),
-    "tiles on tensor cores, ring": lambda: GlobalBatchLoss(
-        pml.SupConLoss(), mode="rows", gather="ring", products="bf16"
+    "tiles on tensor cores": lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows", products="bf16"),
+    "rows as they came": lambda: GlobalBatchLoss(
+        pml.ContrastiveLoss(distance=LpDistance(normalize_embeddings=False)), mode="rows"
     ),
-    "rows as they came, ring": lambda: GlobalBatchLoss(
-        pml.ContrastiveLoss(distance=LpDistance(normalize_embeddings=False)), mode="rows", gather="ring"
-    ),
-    "two views, ring": lambda: GlobalBatchLoss(pml.SelfSupervisedLoss(pml.SupConLoss()), gather="ring"),
+    "two views": lambda: GlobalBatchLoss(pml.SelfSupervisedLoss(pml.SupConLoss()), mode="rows"),
     "row chunks": lambda: GlobalBatchLoss(pml.CircleLoss(), mode="rows"),
     "replicated": lambda: GlobalBatchLoss(pml.NCALoss()),
     "class-sharded": lambda: ClassShardedLoss(pml.ArcFaceLoss(CLASSES, WIDTH)),
@@ -104,8 +101,6 @@ def measure(name: str, dtypes: list[torch.dtype], narrow: torch.dtype) -> Result
         value = module(leaves[0], leaves[1] if "LIP" in name or "views" in name else labels)
         sent_in_forward = sent
         value.backward()
-    if "ring" in name and "LIP" not in name:
-        sent_in_forward = sent  # nothing but rows goes round in backward either
     assert gradients <= {torch.float32}
     found = [value.detach(), *(leaf.grad.to(narrow) for leaf in leaves if leaf.grad is not None)]
     return [*found, *(p.grad for p in module.parameters() if p.grad is not None)], sent_in_forward

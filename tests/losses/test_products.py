@@ -44,7 +44,6 @@ TILED: dict[str, Callable[[], nn.Module]] = {
 }
 LOSSES = [
     *TILED,
-    "SupCon, a ring",
     "CLIP",
     "CLIP, a ring",
     "CLIP, smoothing",
@@ -132,9 +131,8 @@ def on_a_rank(names: list[str]) -> dict[str, dict[str, Tensor]]:
                 value.backward()
                 own = {"images": images.grad, "weight": loss.weight.grad}
             elif name.partition(",")[0] in TILED:
-                gather: Any = "ring" if "ring" in name else "all"
                 inner = TILED[name.partition(",")[0]]()
-                loss = GlobalBatchLoss(inner, mode="rows", gather=gather, products=choice, tile_bytes=4096)
+                loss = GlobalBatchLoss(inner, mode="rows", products=choice, tile_bytes=4096)
                 value = loss(images, labels_of_all_ranks()[part])
                 value.backward()
                 own = {"images": images.grad}

@@ -119,24 +119,20 @@ WITH_A_NAN: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def values_of_nan(gather: str) -> dict[str, float]:
+def values_of_nan() -> dict[str, float]:
     """Embeddings that are NaN on both ranks, of which rank 0 has one row: too few to be compared."""
     rank, found = dist.get_rank(), {}
     for name, make in WITH_A_NAN.items():
         mode = name.split(", ")[1]
-        if gather == "ring" and name.split(", ")[0] not in ("SupConLoss", "ContrastiveLoss", "NTXentLoss"):
-            continue
         embeddings = torch.full((1 + 6 * rank, DIM), torch.nan, requires_grad=True)
-        options: Any = {"mode": mode, "gather": gather if mode == "rows" else "all"}
-        found[name] = GlobalBatchLoss(make(), **options)(embeddings, torch.arange(1 + 6 * rank) % 3).item()
+        found[name] = GlobalBatchLoss(make(), mode=mode)(embeddings, torch.arange(1 + 6 * rank) % 3).item()
     return found
 
 
-@pytest.mark.parametrize("gather", ["all", "ring"])
-def test_a_nan_is_not_lost_where_nothing_passes_a_limit(pool: RankPool, gather: str) -> None:
+def test_a_nan_is_not_lost_where_nothing_passes_a_limit(pool: RankPool) -> None:
     """As in one process: PML's loss of nothing is the sum of the embeddings times 0."""
     for name, make in WITH_A_NAN.items():
         embeddings, labels = torch.full((8, DIM), torch.nan), torch.tensor([0, 0, 1, 2, 0, 1, 2, 0])
         assert make()(embeddings, labels).isnan(), name
-    for found in pool.run(2, values_of_nan, gather):
+    for found in pool.run(2, values_of_nan):
         assert all(math.isnan(value) for value in found.values()), found

@@ -172,5 +172,5 @@ def test_what_travels(pool: RankPool, name: str, frozen: bool, world_size: int) 
 
 @pytest.mark.parametrize("loss", [ClipLoss, SigLipLoss])
 def test_an_unknown_way_to_gather(loss: Callable[..., nn.Module]) -> None:
-    with pytest.raises(ConfigurationError, match="'all' or 'ring'"):
+    with pytest.raises(ConfigurationError, match="one of 'all', 'ring'"):
         loss(gather="some")

@@ -32,7 +32,6 @@ def of(loss: nn.Module, **options: object) -> Call:
 REFUSED: dict[str, Callable[[], Call]] = {
     "replicated": lambda: of(pml.SupConLoss(), mode="replicated"),
     "symmetric tiles": lambda: of(pml.SupConLoss(), mode="rows"),
-    "a ring": lambda: of(pml.NTXentLoss(), gather="ring"),
     "tiles": lambda: of(pml.TripletMarginLoss(), mode="rows"),
     "row tiles": lambda: of(pml.AngularLoss(), mode="rows", tile_bytes=64),
     "ClipLoss": lambda: lambda e, f, _: ClipLoss().double()(e, f),

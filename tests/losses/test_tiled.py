@@ -294,22 +294,11 @@ def test_tiles_on_an_accelerator_are_few() -> None:
     assert -(-rows // loss._chunk(rows, 4, torch.device("cuda"))) == 64
 
 
-RING = [
+SYMMETRIC = [
     name
     for name, (make, give) in CASES.items()
     if give is plain and GlobalBatchLoss(make()).evaluation == "tiled, symmetric" and "Regularizer" not in name
 ]
-
-
-def test_a_ring_is_one_process(pool: RankPool) -> None:
-    """Each rank's rows come by in turn; only labels are gathered."""
-    assert len(RING) > 40
-    problems = []
-    for world_size in (1, 2, 3):
-        results = pool.run(world_size, on_ranks, RING, None, {"gather": "ring"})
-        found = [judged(name, results, truth_of(name), statistics=False) for name in RING]
-        problems += [f"{world_size} ranks, {problem}" for problem in found if problem]
-    assert not problems, f"{len(problems)} of {len(RING)}\n" + "\n".join(problems)
 
 
 BY_ROWS: dict[str, Make] = {
@@ -380,14 +369,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tile_bytes": -4}, "tile_bytes"),
     ({"tile_bytes": 1.5}, "tile_bytes"),
     ({"gather": "some"}, "gather"),
-    ({"gather": "ring", "loss": pml.TripletMarginLoss()}, "SupConLoss"),
-    ({"gather": "ring", "loss": pml.SupConLoss(distance=distances.SNRDistance())}, "ring"),
-    ({"gather": "ring", "mode": "replicated"}, "ring"),
+    ({"gather": "ring"}, "expected 'all', got 'ring'"),
+    ({"gather": "ring", "mode": "rows"}, "`tile_bytes` bounds the distances"),
 ]
 
 
 @pytest.mark.parametrize(("options", "word"), REFUSED)
-def test_tiles_and_rings_that_cannot_be_are_refused(options: dict[str, Any], word: str) -> None:
+def test_tiles_and_ways_to_gather_that_cannot_be_are_refused(options: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigurationError, match=word):
         GlobalBatchLoss(**{"loss": pml.SupConLoss(), **options})
 
@@ -396,13 +384,9 @@ def badly(kind: str) -> None:
     rank = dist.get_rank()
     leaf, labels = torch.randn(10, DIM + rank * (kind == "width")), torch.arange(10) % 3
     if kind == "width":
-        GlobalBatchLoss(pml.SupConLoss(), gather="ring")(leaf, labels)
-    elif kind == "small":  # on one rank only
+        GlobalBatchLoss(pml.SupConLoss(), mode="rows")(leaf, labels)
+    else:  # on one rank only
         GlobalBatchLoss(pml.SupConLoss(), mode="rows", tile_bytes=79 if rank == 1 else None)(leaf, labels)
-    elif kind == "gather":
-        GlobalBatchLoss(pml.SupConLoss(), gather="ring" if rank else "all")(leaf, labels)
-    else:
-        GlobalBatchLoss(pml.SupConLoss(), gather="ring")(leaf, labels, ref_emb=leaf.clone(), ref_labels=labels)
 
 
 @pytest.mark.parametrize(
@@ -410,8 +394,6 @@ def badly(kind: str) -> None:
     [
         ("width", ("rank 0", "rank 1", "6", "7")),
         ("small", ("tile_bytes", "80 bytes", "79")),
-        ("gather", ("gather", "rank 1")),
-        ("references", ("ring", "ref_emb")),
     ],
 )
 def test_ranks_that_disagree_get_one_error(pool: RankPool, kind: str, words: tuple[str, ...]) -> None:

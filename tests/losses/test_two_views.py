@@ -17,7 +17,6 @@ from pytorch_metric_learning import reducers, regularizers
 from torch import Tensor
 
 from lightning_ddp_losses import GlobalBatchLoss
-from lightning_ddp_losses.errors import ConfigurationError
 from tests.counting import CountCollectives
 from tests.losses.cases import both_views
 from tests.losses.harness import Case, check, compare, on_ranks, splits_by_turns
@@ -41,10 +40,6 @@ CASES: dict[str, Case] = {}
 for name, inside in INSIDE.items():
     CASES[f"{name}, both ways"] = Case(partial(views_of, inside, True), both_views)
     CASES[f"{name}, one way"] = Case(partial(views_of, inside, False), both_views)
-
-RING = ("ContrastiveLoss", "MultiSimilarityLoss", "NTXentLoss", "SupConLoss")
-for name in RING:
-    CASES[f"{name}, ring"] = Case(partial(views_of, INSIDE[name], True), both_views, options={"gather": "ring"})
 
 
 def measure() -> dict[str, dict[str, dict[str, Tensor]]]:
@@ -122,7 +117,7 @@ def of_ranks(sizes: list[int], options: dict[str, Any]) -> dict[str, Any]:
     return {"value": value.detach(), **grads, "collectives": (forward, backward)}
 
 
-@pytest.mark.parametrize("options", [{}, {"gather": "ring"}, {"mode": "replicated"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"mode": "replicated"}], ids=str)
 @pytest.mark.parametrize("sizes", [[24], [12, 12], [7, 17], [5, 0, 20]], ids=str)
 def test_nt_xent_of_two_views_is_simclr(pool: RankPool, sizes: list[int], options: dict[str, Any]) -> None:
     results = pool.run(len(sizes), of_ranks, sizes, options)
@@ -154,11 +149,6 @@ def test_a_view_without_gradient(pool: RankPool) -> None:
     truth = of_one_process(24)
     found = {"value": results[0]["value"], "first": torch.cat([result["first"] for result in results]) / 2}
     compare(found, {name: truth[name] for name in found})
-
-
-def test_a_ring_goes_both_ways_only() -> None:
-    with pytest.raises(ConfigurationError, match="both ways"):
-        GlobalBatchLoss(pml.SelfSupervisedLoss(pml.NTXentLoss(), symmetric=False), gather="ring")
 
 
 # ---------------------------------------------------------------------- pairs by place, and another number of references

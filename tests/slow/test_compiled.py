@@ -141,7 +141,7 @@ def collection() -> nn.Module:
 
 CASES: dict[str, tuple[type[Model], Callable[[], nn.Module]]] = {
     "tiles": (Model, lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows")),
-    "a ring": (Model, lambda: GlobalBatchLoss(pml.SupConLoss(), gather="ring")),
+    "a ring": (Towers, lambda: ClipLoss(gather="ring")),
     "tiles with an exchange in backward": (Model, lambda: GlobalBatchLoss(pml.TripletMarginLoss(), mode="rows")),
     "replicated": (Model, lambda: GlobalBatchLoss(pml.ProxyAnchorLoss(CLASSES, DIM))),
     "elements": (Model, lambda: GlobalBatchLoss(class_head())),

@@ -79,8 +79,6 @@ time. Triplets with masks are sorted twice. With few positives a row that is man
 _MOST_STATS = 3  # the largest k of any pair loss
 _FEWEST_PAIRS = 6  # from which on there are two of one kind, whatever the labels
 
-RingRows = Callable[[Tensor, Callable[[Tensor], Tensor]], Iterator[tuple[int, Tensor]]]
-
 
 @dataclass(frozen=True)
 class Block:
@@ -134,9 +132,6 @@ class TiledEvaluator:
         symmetric: Whether ``plan.is_symmetric``; the gathered rows then get no gradient.
         world: W.
         tile_bytes: The most that a tile may take; None: a default.
-        ring_rows: Passes this rank's rows on and yields (rank, its rows) in turn, where they are not gathered; only if ``symmetric``. It
-            gets these rows, and what makes such rows of any rank's embeddings.
-        open_backward: Meets the peers before a ring in backward.
         on_device: What ranks exchange stays on the device, which nobody waits for.
         compiler: Compiles what is elementwise; pairs are then masks on every device. None: nothing is compiled.
         products: How rows are multiplied, where the distance is a product.
@@ -151,15 +146,13 @@ class TiledEvaluator:
         symmetric: bool,
         world: int,
         tile_bytes: int | None,
-        ring_rows: RingRows | None,
-        open_backward: Callable[[], object] | None,
         on_device: bool,
         compiler: TileCompiler | None,
         products: ProductForm,
     ) -> None:
         self._products = products
         self._loss, self._plan, self._call, self._symmetric, self._world = loss, plan, call, symmetric, world
-        self._tile_bytes, self._ring_rows, self._open_backward = tile_bytes, ring_rows, open_backward
+        self._tile_bytes = tile_bytes
         self._on_device, self._compiler, self._masked = on_device, compiler, False
         self._references: Tensor | None = None  # with their graph, where they want a gradient
         self._prepared_references: Prepared | None = None
@@ -188,20 +181,14 @@ class TiledEvaluator:
         embeddings, references = call.given["embeddings"], call.references
         self._embeddings = match_requires_grad(embeddings, call.arguments["embeddings"].requires_grad)
         self._distance = tile_distance(loss.distance, references.shape[0], self._products)
-        columns = None
-        if self._ring_rows is None:
-            columns = self._distance.prepare(references)
+        columns = self._distance.prepare(references)
         self._masked = self._fits_masks()
         self._prepared = self._prepared_rows(columns)
         self._rows = self._prepared.rows
         self._pair_loss = self._new_pair_loss(embeddings.shape[0], self._rows)
         # in which order tiles take both
-        if self._ring_rows is not None:
-            self._set_ring_columns(self._ring_rows)
-        else:
-            assert columns is not None
-            self._set_gathered_columns(columns)
-            del columns  # sorted ones take their place
+        self._set_gathered_columns(columns)
+        del columns  # sorted ones take their place
         self._kept_rows = self._distance.kept_rows(_sorted(self._rows, self._row_order))
         # sums over each row's entries
         backward_comes = self._embeddings.requires_grad or self._references is not None
@@ -217,8 +204,8 @@ class TiledEvaluator:
             return
         rows, labels = call.given["embeddings"], call.local_labels
         assert labels is not None
-        has_ids, ring = call.ref_labels is call.arguments["labels"], self._ring_rows is not None
-        kind = (str(rows.dtype), rows.device.type, str(labels.dtype), self._symmetric, has_ids, ring)
+        has_ids = call.ref_labels is call.arguments["labels"]
+        kind = (str(rows.dtype), rows.device.type, str(labels.dtype), self._symmetric, has_ids)
 
         def rehearsal(run: Callable[..., Any]) -> None:
             # a tile of a few rows and columns, which takes the same branches
@@ -230,12 +217,7 @@ class TiledEvaluator:
             tile = MaskedTile(like, slice(0, 3), slice(0, 5), keys)
             if pair_loss.masked_grad_in_forward:
                 pair_loss.masked_numbers_with_grads(tile, None)
-            numbers = pair_loss.masked_numbers(tile, None, complete=not ring)
-            if ring:
-                numbers = pair_loss.masked_numbers(tile, numbers, complete=False)
-                if pair_loss.needs_second_pass:
-                    numbers = pair_loss.masked_second_numbers(tile, numbers)
-                    numbers = pair_loss.masked_second_numbers(tile, numbers)
+            numbers = pair_loss.masked_numbers(tile, None, complete=True)
             pair_loss.take_numbers(numbers)
             pair_loss.finalize(torch.zeros_like(column_labels[:3]))
             stats, column_stats = like.new_ones(3, pair_loss.width), None
@@ -287,8 +269,6 @@ class TiledEvaluator:
         value, factors = scale_factors(table)
 
         def vjp(wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-            if self._open_backward is not None:
-                self._open_backward()
             references, prepared, distance = self._references, self._prepared_references, self._distance
             wants_columns = wanted[-1] and references is not None
             rows_grad, columns_grad = self._backward_tiles(column_stats, factors, wants_columns=wants_columns)
@@ -532,14 +512,10 @@ class TiledEvaluator:
         matrix_bytes = len(rows) * self._call.total_references * rows.element_size()
         return self._plan.pair_loss.masks_any_size or matrix_bytes <= MASKED_BYTES
 
-    def _prepared_rows(self, columns: Prepared | None) -> Prepared:
-        """Prepares this rank's rows; where they are among the columns, they are those.
-
-        Args:
-            columns: All of them; None: they come in a ring.
-        """
+    def _prepared_rows(self, columns: Prepared) -> Prepared:
+        """Prepare this rank's rows; if they are among the columns, they are those."""
         call = self._call
-        if columns is None or call.references is not call.arguments["embeddings"]:
+        if call.references is not call.arguments["embeddings"]:
             return self._distance.prepare(self._embeddings)
         # lists take columns sorted: views would keep the unsorted ones alive
         return columns.part(*call.bound, copy=not self._masked)
@@ -558,37 +534,6 @@ class TiledEvaluator:
         blocks = [Block(columns, pairs, complete=True)] if len(columns) else []
         self._blocks: Callable[[], Iterator[Block]] = lambda: iter(blocks)
         self._parts = self._row_slices(len(columns))
-
-    def _set_ring_columns(self, ring_rows: RingRows) -> None:
-        """Takes each rank's rows as a block, one after the other."""
-        labels, local_labels = self._call.arguments["labels"], self._call.local_labels
-        assert local_labels is not None
-        bounds, own_bound, rows = self._call.bounds(), self._call.bound, self._rows
-        pairs: Sequence[LabelPairs | MaskedPairs]
-        if self._masked:
-            pairs = [self._masked_pairs(slice(start, stop)) for start, stop in bounds]
-            self._row_order = self._column_order = None
-        else:
-            listed = []
-            for start, stop in bounds:
-                first = 0 if (start, stop) == own_bound else None
-                listed.append(LabelPairs(local_labels, labels[start:stop], first))
-            self._row_order = listed[0].row_order
-            orders = [pair.column_order + start for pair, (start, _) in zip(listed, bounds, strict=True)]
-            self._column_order, pairs = torch.cat(orders), listed
-
-        def prepare(embeddings: Tensor) -> Tensor:
-            return self._distance.prepare(embeddings.to(rows.dtype)).rows
-
-        def blocks() -> Iterator[Block]:
-            for rank, columns in ring_rows(rows, prepare):
-                if len(columns):
-                    kept = self._distance.kept_columns(_sorted(columns, pairs[rank].column_order))
-                    yield Block(kept, pairs[rank], bounds[rank][0])
-
-        self._blocks = blocks
-        # tiles have the same rows in every block
-        self._parts = self._row_slices(max(stop - start for start, stop in bounds))
 
     def _masked_pairs(self, columns: slice = slice(None)) -> MaskedPairs:
         """Makes masks of this rank's rows and some columns."""
