@@ -2,7 +2,7 @@
 
 * ``global_batch``: ``GlobalBatchSampler``, in the two forms that Lightning leaves alone
 * ``seeded_draw``: the draw of an epoch, equal on all ranks, and what a sampler can be built from
-* ``shuffled_order``: a random order that is computed row by row, and its draw
+* ``shuffled_order``: a permutation of the rows that follows from the seed, and its draw
 * ``epoch_place``: where an epoch goes on that was left in the middle, and what a saved place is compared with
 * ``evaluation``: each row of an evaluation on one rank, and as many batches on every rank
 * ``predictions``: ``gather_predictions``, the way back: rows of all ranks in the order of the data set

@@ -1,4 +1,4 @@
-"""``GlobalBatchSampler.shuffled``: a permutation for every length, its epochs independent of ranks and of where they begin."""
+"""``GlobalBatchSampler.shuffled``: a permutation for every length; its epochs depend on no rank and no place."""
 
 from __future__ import annotations
 
@@ -11,43 +11,28 @@ import torch.distributed as dist
 
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
-from lightning_ddp_losses.samplers.shuffled_order import ShuffledOrder
+from lightning_ddp_losses.samplers.shuffled_order import LocalBatches, Permutation
 from tests.counting import CountCollectives
 from tests.rank_pool import RankPool
 from tests.samplers.test_global_batch import together
 
-ORDERS = [
-    [6, 5, 9, 0, 2, 4, 8, 7, 3, 1],
-    [492, 207, 58, 742, 218, 152],
-    [24162, 32938, 46432, 58061, 34206, 3127],
-]
 
-
-def order(length: int, key: int) -> list[int]:
-    return ShuffledOrder(length).at(torch.arange(length), key).tolist()
+def order(length: int, seed: int) -> list[int]:
+    return Permutation(length).order(seed).tolist()
 
 
 @pytest.mark.parametrize("lengths", [range(1, 40), [63, 64, 65, 127, 128, 129, 1000, 4097]])
 def test_every_length_is_permuted(lengths: Any) -> None:
     for length in lengths:
-        for key in (0, 1, 2**61 - 1):
-            assert sorted(order(length, key)) == list(range(length))
-
-
-def test_orders_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint names a place in an order: a release that draws another one resumes elsewhere, without a word."""
-    first = [order(10, 3), order(1000, 2**61 - 1)[:6], order(70_000, 12 << 29 | 1)[:6]]
-    assert first == ORDERS
-    # tables and what they are computed by are the same
-    monkeypatch.setattr("lightning_ddp_losses.samplers.shuffled_order._TABLE_BITS", 0)
-    assert [order(10, 3), order(1000, 2**61 - 1)[:6], order(70_000, 12 << 29 | 1)[:6]] == first
+        for seed in (0, 1, 2**32 - 1):
+            assert sorted(order(length, seed)) == list(range(length))
 
 
 def test_it_is_shuffled() -> None:
     # each of the 6 orders of 3 rows, about as often: 5 standard deviations
     counts: dict[tuple[int, ...], int] = {}
-    for key in range(1200):
-        drawn = tuple(order(3, key))
+    for seed in range(1200):
+        drawn = tuple(order(3, seed))
         counts[drawn] = counts.get(drawn, 0) + 1
     assert len(counts) == 6
     assert all(abs(count - 200) < 65 for count in counts.values())
@@ -58,16 +43,41 @@ def test_it_is_shuffled() -> None:
         assert abs(torch.corrcoef(torch.stack(pair))[0, 1].item()) < 0.035
 
 
-def test_a_place_in_the_middle_of_100_million_rows_costs_the_rows_asked_for() -> None:
-    sampler: Any = GlobalBatchSampler.shuffled(100_000_000, 4, seed=1)
-    state = sampler.state_dict() | {"epoch": 3, "rows": 60_000_000}
+def test_an_epoch_is_kept_in_four_bytes_a_row() -> None:
+    sampler: Any = GlobalBatchSampler.shuffled(1_000_000, 4, seed=1)
+    state = sampler.state_dict() | {"epoch": 3, "rows": 600_000}
     sampler.load_state_dict(state)
     first = next(iter(sampler))
-    assert len(sampler) == 25_000_000
-    key = sampler.sampler._offer() << 29 | 3
-    assert first == ShuffledOrder(100_000_000).at(torch.arange(60_000_000, 60_000_004), key).tolist()
-    # nothing but the rows of one piece is held
-    assert len(sampler.sampler._kept[2]._computed) * 4 <= 1 << 16
+    assert len(sampler) == 250_000
+    assert first == Permutation(1_000_000).order(1 + 3)[600_000:600_004].tolist()
+    batches = sampler.sampler._kept[2]
+    assert isinstance(batches, LocalBatches)
+    assert batches._order.nbytes == 4_000_000
+
+
+def test_another_order_inside_the_epoch_is_refused() -> None:
+    """A release that draws another order would resume elsewhere without a word."""
+    sampler: Any = GlobalBatchSampler.shuffled(53, 12, seed=9)
+    batches = iter(sampler)
+    next(batches)
+    state = sampler.state_dict()
+    resumed: Any = GlobalBatchSampler.shuffled(53, 12, seed=9)
+    resumed.load_state_dict(state | {"digest": "0" * 16})
+    with pytest.raises(InputError, match=f"got digest {state['digest'][:8]}"):
+        next(iter(resumed))
+
+
+def load_former_place(rows: int) -> int:
+    sampler: Any = GlobalBatchSampler.shuffled(53, 12, seed=9)
+    sampler.load_state_dict(sampler.state_dict() | {"sampler": "ShuffledOrder", "epoch": 2, "rows": rows})
+    return next(iter(sampler))[0]
+
+
+def test_a_place_in_an_order_of_before_is_refused_inside_an_epoch(pool: RankPool) -> None:
+    for error in pool.errors(2, load_former_place, 24):
+        assert error.type == "InputError"
+        assert "got row 24 of epoch 2 of ShuffledOrder" in error.message
+    assert pool.run(2, load_former_place, 0)[0] == order(53, 9 + 2)[0]
 
 
 def leg(batches: int, state: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any], int]:
@@ -117,7 +127,7 @@ def test_bad_input(pool: RankPool) -> None:
     sampler: Any = GlobalBatchSampler.shuffled(9, 3, seed=1)
     for change, text in [
         ({"length": 8}, "expected 8, as saved, got 9"),
-        ({"sampler": "RandomSampler"}, "ShuffledOrder"),
+        ({"sampler": "RandomSampler"}, "Permutation"),
     ]:
         with pytest.raises(InputError, match=text):
             sampler.load_state_dict(sampler.state_dict() | change)

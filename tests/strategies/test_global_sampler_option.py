@@ -151,7 +151,7 @@ OTHERS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
         ["expected 12, as saved, got 18 (3 ranks * batch_size 6)", "batch_size=4"],
     ),
     "seed": (2, {"seed": 6}, ["seed: expected 5, got 6", "seed_everything(5)"]),
-    "shuffle": (2, {"loader": {"shuffle": False}}, ["sampler: expected ShuffledOrder, as saved, got NaturalOrder"]),
+    "shuffle": (2, {"loader": {"shuffle": False}}, ["sampler: expected Permutation, as saved, got NaturalOrder"]),
 }
 
 
