@@ -6,13 +6,11 @@ W * dL/ds_r through its own state and nothing through the others', which are con
 (1/W) * sum_r W * dL/ds_r * ds_r/dtheta, then is the gradient of one process. It holds where the same factor comes back
 into L on every rank.
 
-* ``metric``: ``DifferentiableMetric``, with the forward that all of this is about.
+* ``metric``: ``DifferentiableMetric`` and its forward, alone or with other metrics in one exchange.
 * ``states``: a metric's states taken, put, sent and copied; the table of metrics that need the rows of all ranks.
-* ``exchange``: the states of all ranks in one exchange; ``travelling_state``: one of them, its kinds; ``buffer_plan``: where each
-  rank's bytes lie; ``state_mismatch``: ranks that hold different states.
-* ``coroutines``: a forward that pauses at its exchange, so that several metrics share one.
+* ``exchange``: the states of all ranks in one exchange: packets, the plan of the buffer, ranks that hold different states.
 * ``composites``: compositions, wrappers and collections.
-* ``conversion``: ``differentiable``, and the table of what has no gradient.
+* ``conversion``: ``differentiable``, and the table of metrics without a gradient.
 
 A metric of torchmetrics that looks at the whole batch gets a line in ``states._WHOLE_BATCH``; one without gradient in
 ``conversion.WITHOUT_GRADIENT``; a wrapper a class and a line in ``composites``. Each gets a row in ``tests/metrics/cases.py``.

@@ -1,8 +1,7 @@
 """Makes metrics that are made of metrics differentiable: compositions, wrappers and collections, whose members share one exchange.
 
-Each runs the coroutines of its members side by side (``together``) and does with their values what torchmetrics does. Its own
-members are differentiable themselves. A new wrapper of torchmetrics gets a subclass of ``Composite`` here and a line in
-``COMPOSITES``.
+A ``Composite`` names its members, cuts the inputs for them, and joins their values as torchmetrics does. Its members are differentiable
+themselves. A new wrapper of torchmetrics gets a subclass of ``Composite`` here and a line in ``COMPOSITES``.
 
 Measured (torchmetrics 1.9, 2026): the forward of its own ``MinMaxMetric`` cuts the graph; a wrapper's ``compute`` syncs its members
 one by one.
@@ -10,8 +9,8 @@ one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +21,21 @@ from torchmetrics.wrappers.transformations import MetricInputTransformer
 
 from lightning_ddp_losses.core import nests
 from lightning_ddp_losses.core.forward_patch import eager_recursive
-from lightning_ddp_losses.errors import ConfigurationError, InputError
-from lightning_ddp_losses.metrics.coroutines import Call, Coroutine, reply, run, together
-from lightning_ddp_losses.metrics.metric import DifferentiableMetric
+from lightning_ddp_losses.errors import InputError, expect
+from lightning_ddp_losses.metrics.exchange import exchange
+from lightning_ddp_losses.metrics.metric import DifferentiableMetric, ForwardCall, run_forward
 from lightning_ddp_losses.metrics.states import detached
 
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 _LONGEST_NAMES = 60  # characters of the members' names in a title
 
 
 class Composite:
-    """What all of them share: a forward as a coroutine, and one exchange before ``compute``."""
+    """What all of them share: one exchange for the forwards of all members, and one before ``compute``."""
 
     __jit_unused_properties__: ClassVar[list[str]] = [*Metric.__jit_unused_properties__, "_has_peers", "process_group"]
     sees_global_batch = True
+    _only_member = ""  # the attribute of a wrapper that holds its metric
     _members_first = True  # compute only calls the compute of its members, which may be synced before
 
     @property
@@ -54,7 +55,7 @@ class Composite:
     @torch.jit.unused
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the value of the global batch, with its gradient; accumulate this batch for ``compute``."""
-        return run(self, f"{self._title()}, forward", self._forward_coroutine, args, kwargs)
+        return run_forward(self, f"{self._title()}, forward", args, kwargs)
 
     @eager_recursive
     def compute(self) -> Any:
@@ -67,8 +68,27 @@ class Composite:
                 leaf._to_sync = leaf.sync_on_compute
                 leaf.unsync(should_unsync=leaf._is_synced)
 
-    def _forward_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
-        raise NotImplementedError
+    def _members(self) -> list[Any]:
+        """Return the metrics that the forward calls, in order."""
+        return [getattr(self, self._only_member)]
+
+    def _arguments(self, *args: Any, **kwargs: Any) -> list[Arguments]:
+        """Return the arguments of each member."""
+        return [(args, kwargs)] * len(self._members())
+
+    def _joined(self, values: list[Any]) -> Any:
+        """Return the value of the whole from those of the members."""
+        (value,) = values
+        return value
+
+    def _forward_calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ForwardCall]:
+        calls = []
+        for member, given in zip(self._members(), self._arguments(*args, **kwargs), strict=True):
+            calls += member._forward_calls(*given)
+        return calls
+
+    def _value_of(self, calls: Iterator[ForwardCall]) -> Any:
+        return self._joined([member._value_of(calls) for member in self._members()])
 
     def _leaves(self) -> list[DifferentiableMetric]:
         """Return the metrics that hold states, each once."""
@@ -93,8 +113,8 @@ class Composite:
         if len(waiting) < 2 or any(not part._members_first for part in self._parts()):
             return []
         waiting = [leaf for leaf in waiting if leaf._has_peers]
-        replies = reply(f"{self._title()}, compute", [leaf.request() for leaf in waiting])
-        for leaf, values in zip(waiting, replies, strict=True):
+        exchanged = exchange(f"{self._title()}, compute", [leaf.packet() for leaf in waiting])
+        for leaf, values in zip(waiting, exchanged, strict=True):
             leaf._cache = detached(leaf._states())
             leaf._receive(values)
             leaf._is_synced, leaf._to_sync = True, False
@@ -108,16 +128,17 @@ class _DifferentiableComposition(Composite):
         metric_a: Any
         metric_b: Any
 
-    def _forward_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
-        parts = [self.metric_a, self.metric_b]
-        indices = [index for index, part in enumerate(parts) if isinstance(part, Metric)]
-        values = yield from together([_call_of(parts[index], args, kwargs) for index in indices])
-        # numbers and tensors stay what they are
-        for index, value in zip(indices, values, strict=True):
-            parts[index] = value
-        if self.metric_b is None:
-            parts.pop()
-        value = self.op(*parts)  # type: ignore[attr-defined]
+    def _members(self) -> list[Any]:
+        return [part for part in (self.metric_a, self.metric_b) if isinstance(part, Metric)]
+
+    def _arguments(self, *args: Any, **kwargs: Any) -> list[Arguments]:
+        return [(args, member._filter_kwargs(**kwargs)) for member in self._members()]
+
+    def _joined(self, values: list[Any]) -> Any:
+        # numbers and tensors stay what they are; an operator of one operand has no second part
+        parts = [part for part in (self.metric_a, self.metric_b) if part is not None]
+        remaining = iter(values)
+        value = self.op(*(next(remaining) if isinstance(part, Metric) else part for part in parts))  # type: ignore[attr-defined]
         self._forward_cache = nests.map_tensors(Tensor.detach, value)
         return value
 
@@ -125,9 +146,10 @@ class _DifferentiableComposition(Composite):
 class _DifferentiableMinMax(Composite):
     """The value, and the smallest and largest that there was."""
 
-    def _forward_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
-        (value,) = yield from together([(self._base_metric, args, kwargs)])  # type: ignore[attr-defined]
-        return self._with_extremes(value)
+    _only_member = "_base_metric"
+
+    def _joined(self, values: list[Any]) -> Any:
+        return self._with_extremes(*values)
 
     def compute(self) -> Any:
         """Return the value of everything since ``reset``, with the smallest and largest value so far."""
@@ -148,12 +170,14 @@ class _DifferentiableMinMax(Composite):
 class _DifferentiableMultioutput(Composite):
     """A metric for each output."""
 
-    def _forward_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
+    def _members(self) -> list[Any]:
+        return list(self.metrics)  # type: ignore[attr-defined]
+
+    def _arguments(self, *args: Any, **kwargs: Any) -> list[Arguments]:
         by_output = self._get_args_kwargs_by_output(*args, **kwargs)  # type: ignore[attr-defined]
-        calls: list[Call] = []
-        for metric, (own_args, own_kwargs) in zip(self.metrics, by_output, strict=True):  # type: ignore[attr-defined]
-            calls.append((metric, tuple(own_args), dict(own_kwargs)))
-        values = yield from together(calls)
+        return [(tuple(own_args), dict(own_kwargs)) for own_args, own_kwargs in by_output]
+
+    def _joined(self, values: list[Any]) -> Any:
         value = torch.stack(values, 0)
         self._forward_cache = value.detach()
         return value
@@ -162,27 +186,27 @@ class _DifferentiableMultioutput(Composite):
 class _DifferentiableClasswise(Composite):
     """A value for each class, by name."""
 
+    _only_member = "metric"
+
     def __getattr__(self, name: str) -> Any:
         # torchmetrics asks the member for what the wrapper lacks; asked so for ``__deepcopy__``, it would copy the member alone
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
         return super().__getattr__(name)  # type: ignore[misc]
 
-    def _forward_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
-        (value,) = yield from together([(self.metric, args, kwargs)])
-        return self._convert_output(value)
+    def _joined(self, values: list[Any]) -> Any:
+        return self._convert_output(*values)
 
 
 class _DifferentiableRunning(Composite):
     """A window of batches; ``compute`` puts the window into its metric first, which then syncs it."""
 
+    _only_member = "base_metric"
     _members_first = False
 
-    def _forward_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
-        base = self.base_metric  # type: ignore[attr-defined]
-        (value,) = yield from together([(base, args, kwargs)])
-        self._move_into_window(base)
-        return value
+    def _joined(self, values: list[Any]) -> Any:
+        self._move_into_window(self.base_metric)  # type: ignore[attr-defined]
+        return super()._joined(values)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Update the metric and move its states into the window."""
@@ -201,42 +225,59 @@ class _DifferentiableRunning(Composite):
 class _DifferentiableMultitask(Composite):
     """A metric for each task."""
 
-    def _forward_coroutine(self, task_preds: dict[str, Any], task_targets: dict[str, Any]) -> Coroutine:
-        tasks = self.task_metrics  # type: ignore[attr-defined]
-        if not tasks.keys() == task_preds.keys() == task_targets.keys():
-            raise InputError(
-                f"{type(self).__name__}: tasks",
-                expected=f"predictions and targets of {sorted(tasks.keys())}",
-                got=f"predictions of {sorted(task_preds)} and targets of {sorted(task_targets)}",
-                fix="Give every task its predictions and targets in every call.",
-            )
-        calls: list[Call] = [(metric, (task_preds[n], task_targets[n]), {}) for n, metric in tasks.items()]
-        values = yield from together(calls)
-        return self._convert_output(dict(zip(tasks.keys(), values, strict=True)))  # type: ignore[attr-defined]
+    def _members(self) -> list[Any]:
+        return list(self.task_metrics.values())  # type: ignore[attr-defined]
+
+    def _arguments(self, task_preds: dict[str, Any], task_targets: dict[str, Any]) -> list[Arguments]:
+        tasks = self.task_metrics.keys()  # type: ignore[attr-defined]
+        expect(
+            tasks == task_preds.keys() == task_targets.keys(),
+            f"{type(self).__name__}: tasks",
+            expected=f"predictions and targets of {sorted(tasks)}",
+            got=f"predictions of {sorted(task_preds)} and targets of {sorted(task_targets)}",
+            fix="Give every task its predictions and targets in every call.",
+            error=InputError,
+        )
+        return [((task_preds[name], task_targets[name]), {}) for name in tasks]
+
+    def _joined(self, values: list[Any]) -> Any:
+        return self._convert_output(dict(zip(self.task_metrics, values, strict=True)))  # type: ignore[attr-defined]
 
 
 class _DifferentiableTransformed(Composite):
     """A metric of inputs that are changed first."""
 
-    def _forward_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
-        args = self._wrap_transform(*args)  # type: ignore[attr-defined]
-        (value,) = yield from together([(self.wrapped_metric, args, kwargs)])  # type: ignore[attr-defined]
-        return value
+    _only_member = "wrapped_metric"
+
+    def _arguments(self, *args: Any, **kwargs: Any) -> list[Arguments]:
+        return [(self._wrap_transform(*args), kwargs)]  # type: ignore[attr-defined]
 
 
 class DifferentiableCollection(Composite):
     """A collection: all states of all members in one exchange."""
 
-    def _forward_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
-        assert isinstance(self, MetricCollection)
-        members = dict(self.items(keep_base=True, copy_state=False))
-        self._refuse_plain(members)
-        values = yield from together([_call_of(member, args, kwargs) for member in members.values()])
-        return self._named_values(members, values)
+    def _members(self) -> list[Any]:
+        return list(self._by_name().values())
 
-    def _named_values(self, members: dict[str, Any], values: Sequence[Any]) -> dict[str, Any]:
+    def _by_name(self) -> dict[str, Any]:
+        assert isinstance(self, MetricCollection)
+        return dict(self.items(keep_base=True, copy_state=False))
+
+    def _arguments(self, *args: Any, **kwargs: Any) -> list[Arguments]:
+        for name, member in self._by_name().items():
+            expect(
+                isinstance(member, (DifferentiableMetric, Composite)),
+                f"{type(self).__name__}: `{name}`",
+                expected="a differentiable metric",
+                got=f"a plain {type(member).__name__}, added later",
+                fix="Add differentiable(metric).",
+            )
+        return [(args, member._filter_kwargs(**kwargs)) for member in self._members()]
+
+    def _joined(self, values: list[Any]) -> Any:
         """Return the values under torchmetrics' own names: it asks each member for its forward."""
         assert isinstance(self, MetricCollection)
+        members = self._by_name()
         plain = {name: member.__dict__.get("forward") for name, member in members.items()}
         try:
             for member, value in zip(members.values(), values, strict=True):
@@ -248,20 +289,6 @@ class DifferentiableCollection(Composite):
                     del member.__dict__["forward"]
                 else:
                     member.__dict__["forward"] = plain[name]
-
-    def _refuse_plain(self, members: dict[str, Any]) -> None:
-        for name, member in members.items():
-            if not isinstance(member, (DifferentiableMetric, Composite)):
-                raise ConfigurationError(
-                    f"{type(self).__name__}: `{name}`",
-                    expected="a differentiable metric",
-                    got=f"a plain {type(member).__name__}, added later",
-                    fix="Add differentiable(metric).",
-                )
-
-
-def _call_of(metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    return metric, args, metric._filter_kwargs(**kwargs)
 
 
 COMPOSITES: dict[type, type[Composite]] = {

@@ -1,30 +1,43 @@
-"""Exchanges the states of several metrics among all ranks at once: values from everywhere, gradient through this rank's own.
+"""Exchanges the states of several metrics among all ranks at once: values of all ranks, gradient through this rank's own states.
 
-Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum. A handshake carries this rank's bytes when they
-fit (*inline*); when a rank has more, the handshake carries the sizes only, and the bytes follow in one all-reduce, in place in the
-buffer in which they are then read. No barrier, and nothing in backward: every rank computes the same value from the same bytes, so
-its own slice gets its own gradient times W.
+Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum. Each metric packs its states into a ``Packet``. A
+state is of one of three kinds:
 
-What a state is stands in ``travelling_state``, where each rank's bytes lie in ``buffer_plan``, and what happens where ranks hold
-different states in ``state_mismatch``.
+| kind | of | gathered |
+|---|---|---|
+| ``stack`` | a tensor, equal in shape on all ranks | (W, ...) |
+| ``rows`` | a tensor or a list reduced by "cat": tensors (B, ...) | (G, ...), or no tensor if no rank has one |
+| ``list`` | any other list | the tensors of all ranks, each with its own shape |
+
+A handshake compares the metrics and their states, and carries the shapes of this rank's tensors, and their bytes when they fit (*inline*).
+When a rank has more, the bytes follow in one all-reduce, in place in the buffer in which they are then read. There is no barrier and no
+collective in backward: every rank computes the same value from the same bytes, so its own slice gets its own gradient times W.
+
+Each rank makes the same plan of the buffer from the shapes of all ranks. Tensors of a list are ordered as one process would have appended
+them: by update first, by rank second. A rank that has seen no data holds defaults, which some metrics widen at their first update: such a
+default takes the shape of the other ranks' state. Any other difference is an error, the same on every rank.
 
 Measured (torchmetrics 1.9, torch 2.13, 2026): its own sync is one gather with a barrier for each state, 5 collectives for one
-``MeanSquaredError`` and 58 for a collection of six; here it is one.
+``MeanSquaredError`` and 58 for a collection of six. Here it is one.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
+import json
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import (
@@ -33,112 +46,183 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     host_bytes,
     travels_on_device,
 )
-from lightning_ddp_losses.metrics.buffer_plan import BufferPlan, Entry, Region, pack_contents, plan_buffer
-from lightning_ddp_losses.metrics.state_mismatch import adapt_states
-from lightning_ddp_losses.metrics.travelling_state import Kind, State
+from lightning_ddp_losses.errors import RankMismatchError
 
-_HEAD = struct.Struct("<16s?I")  # digest of what must be equal, whether the bytes are inline, bytes of the contents
-_WEIGHT = struct.Struct("<d")  # a rank's rows, for a mean
+Kind = Literal["stack", "rows", "list"]
+Entry: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
+"""dtype and shape of a tensor."""
+
+_HEAD = struct.Struct("<?II")  # whether the tensors' bytes are inline, bytes of the contents, number of weights
+_ALIGN = 16  # bytes; a tensor of any dtype may start there
 
 
-def exchange_states(
-    title: str, states: Sequence[State], must_match: dict[str, object], configuration: str, *, group: Group = None
-) -> list[Any]:
-    """Exchange states and reduce them.
+# ---------------------------------------------------------------------- what a metric sends
+
+
+@dataclass(frozen=True)
+class State:
+    """A state on its way to the other ranks.
+
+    Attributes:
+        name: Names of the metric and the state, for messages.
+        value: A tensor, or a list of tensors.
+        device: Device of the metric; tensors of a list on other devices are moved there.
+        reduce: torchmetrics' reduction: a function of the stacked tensors or of the list; None: none.
+        weight: Number of this rank's rows; a mean over ranks is one over their rows.
+        untouched: Whether it is still the default.
+    """
+
+    name: str
+    value: Tensor | list[Tensor]
+    device: torch.device
+    reduce: Callable[..., Any] | None
+    weight: float = 1.0
+    untouched: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """How the state is gathered."""
+        if self.reduce is dim_zero_cat:
+            return "rows"
+        return "stack" if isinstance(self.value, Tensor) else "list"
+
+    def description(self) -> str:
+        """Return name, kind and reduction, to compare between ranks."""
+        return f"{self.name} ({self.kind}, {getattr(self.reduce, '__qualname__', 'none')})"
+
+    def tensors(self, device: torch.device) -> list[Tensor]:
+        """Return the tensors that are sent, on one device; rows have at least one dimension and one dtype."""
+        tensors = [self.value] if isinstance(self.value, Tensor) else list(self.value)
+        if self.kind == "rows":
+            tensors = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in tensors]
+            if len({tensor.dtype for tensor in tensors}) > 1:  # as torch.cat joins them
+                wide = tensors[0].dtype
+                for tensor in tensors:
+                    wide = torch.promote_types(wide, tensor.dtype)
+                tensors = [tensor.to(wide) for tensor in tensors]
+        return [tensor if tensor.device == device else tensor.to(device) for tensor in tensors]
+
+    def reduced(self, gathered: list[Tensor], rows: Sequence[float]) -> Any:
+        """Reduce the tensors of all ranks as torchmetrics does; the ``rows`` of each rank weigh a mean."""
+        if self.kind == "rows":
+            return gathered[0] if gathered else []
+        if self.kind == "list":
+            return gathered if self.reduce is None else self.reduce(gathered)
+        (stacked,) = gathered
+        if self.reduce is None:
+            return stacked
+        if self.reduce is dim_zero_mean and len(set(rows)) > 1 and stacked.is_floating_point():
+            ranks = [rank for rank, n in enumerate(rows) if n]  # the mean over no rows is not a number
+            shares = stacked.new_tensor([rows[rank] for rank in ranks]) / sum(rows)
+            return torch.tensordot(shares, stacked[ranks], 1)
+        return self.reduce(stacked)
+
+
+class Packet(NamedTuple):
+    """The states that one metric exchanges.
+
+    Attributes:
+        states: The states; the same names in the same order on every rank.
+        group: Process group; None is the world.
+        configuration: How the metric was made, as text.
+        upstream_grads: The factors that came back into its values in backward, as text.
+    """
+
+    states: Sequence[State]
+    group: Group = None
+    configuration: str = ""
+    upstream_grads: str = ""
+
+
+# ---------------------------------------------------------------------- the exchange
+
+
+def exchange(title: str, packets: Sequence[Packet]) -> list[list[Any]]:
+    """Exchange the states of several metrics and reduce them.
 
     Args:
-        title: The operation, for the handshake.
-        states: This rank's; the same names in the same order on every rank.
-        must_match: What must be equal on all ranks, short.
-        configuration: The same, of any length.
-        group: Process group; None is the world.
+        title: Name of the operation, for the handshake.
+        packets: One packet for each metric; the same metrics in the same order on every rank.
 
     Returns:
-        Each state as all ranks together have it, the same bits on every rank.
+        The states of each packet, reduced over all ranks; the same bits on every rank.
 
     Gradient: this rank's own states receive W times the gradient that comes back (which is the same on every rank).
 
     Communication:
-        One handshake; when the bytes of a rank do not fit in it, one all-reduce in place, on the device. One more gather at a size that
-        the handshakes have not grown to yet, and one more exchange where a rank without data holds a default of another shape.
+        For each process group and kind of device one handshake. When the bytes of a rank do not fit in it, one all-reduce in place, on the
+        device. One more gather at a size that the handshakes have not grown to yet.
 
     Raises:
         RankMismatchError: on every rank, naming the state, when ranks disagree in a way that has no right result.
     """
-    device = states[0].device if states else torch.device("cpu")
-    names: list[str] = []
-    kinds: list[Kind] = []
-    reductions: list[str] = []
-    stacks: list[Entry | None] = []  # what may not differ between ranks
-    tensors: list[list[Tensor]] = []
-    weights = b""
-    for state in states:
-        if state.device.type != device.type:
-            return _exchange_by_device(title, states, must_match, configuration, group)
-        # what this rank sends, and what must be equal for the ranks' tensors to fit together
-        kind, sent = state.kind, state.tensors(device)
-        names.append(state.name)
-        kinds.append(kind)
-        reductions.append(state.reduction)
-        stacks.append((sent[0].dtype, tuple(sent[0].shape)) if kind == "stack" else None)
-        tensors.append(sent)
-        if state.is_mean:
-            weights += _WEIGHT.pack(state.weight)
-    own = list(itertools.chain.from_iterable(tensors))
-    layout = tuple(names), tuple(kinds), tuple(stacks)
-    digest = _digest_of_layout(*layout, tuple(reductions), device.type, configuration)
+    by_ranks: dict[tuple[int, ...], list[int]] = {}
+    for index, packet in enumerate(packets):
+        by_ranks.setdefault(process_groups.members(packet.group), []).append(index)
+    found: list[list[Any]] = [[] for _ in packets]
+    for indices in by_ranks.values():
+        chosen = [packets[index] for index in indices]
+        try:
+            values = _exchange_in_group(title, chosen, chosen[0].group)
+        except Exception as error:  # what all ranks raise alike passes through
+            handshake.raise_on_all_ranks(error, title, group=chosen[0].group)
+        for index in indices:
+            found[index] = list(itertools.islice(values, len(packets[index].states)))
+    return found
 
-    # handshake: digest, sizes and row counts, and the bytes themselves where they fit
-    contents = pack_contents(kinds, tensors).encode()
-    own_bytes = sum(tensor.nbytes for tensor in own)
-    is_inline = _HEAD.size + len(contents) + len(weights) + own_bytes <= handshake.inline_capacity(group)
+
+def _exchange_in_group(title: str, packets: Sequence[Packet], group: Group) -> Iterator[Any]:
+    """Exchange the states of several metrics over one group, those on one kind of device together."""
+    must_match = {
+        "factor that came back in the last backward": ", ".join(packet.upstream_grads for packet in packets),
+        **micro_batch_to_match(),
+        "configuration": "; ".join(packet.configuration for packet in packets),
+    }
+    states = list(itertools.chain.from_iterable(packet.states for packet in packets))
+    by_device: dict[str, list[int]] = {}
+    for index, state in enumerate(states):
+        by_device.setdefault(state.device.type, []).append(index)
+    if len(by_device) <= 1:
+        return iter(_exchange_states(title, states, must_match, group))
+    found: dict[int, Any] = {}
+    for device, indices in by_device.items():
+        values = _exchange_states(f"{title}, on {device}", [states[index] for index in indices], must_match, group)
+        found.update(zip(indices, values, strict=True))
+    return (found[index] for index in range(len(states)))
+
+
+def _exchange_states(title: str, states: Sequence[State], must_match: dict[str, object], group: Group) -> list[Any]:
+    """Exchange states on one kind of device over one group, and reduce them."""
+    device = states[0].device if states else torch.device("cpu")
+    tensors = [state.tensors(device) for state in states]
+    own = list(itertools.chain.from_iterable(tensors))
+    # handshake: shapes and row counts, and the bytes themselves if they fit
+    weights = [state.weight for state in states if state.reduce is dim_zero_mean]
+    contents = pack_contents(states, tensors).encode()
+    payload = contents + struct.pack(f"<{len(weights)}d", *weights)
+    is_inline = _HEAD.size + len(payload) + sum(tensor.nbytes for tensor in own) <= handshake.inline_capacity(group)
     if own and travels_on_device(own[0], group):
         is_inline = False  # to bring them to the host would wait for the device
-    payload = _HEAD.pack(digest, is_inline, len(contents)) + contents + weights
+    payload = _HEAD.pack(is_inline, len(contents), len(weights)) + payload
     if is_inline:
         payload += _joined_bytes(own, device)
-    received = [_unpack(sent, len(weights)) for sent in handshake.all_gather(title, must_match, payload, group=group)]
+    described = ", ".join(state.description() for state in states)
+    must_match = {**must_match, "device": device.type, "states": described}
+    received = [_Message.unpack(sent) for sent in handshake.all_gather(title, must_match, payload, group=group)]
 
-    # ranks that hold something else: an error that says what, or a default in the others' shape and once more
-    if any(message.digest != digest for message in received):
-        adapted = adapt_states(title, states, configuration, device, group)
-        return exchange_states(title, adapted, must_match, configuration, group=group)
-
-    # gather: every rank's tensors in one buffer, in the order of one process
-    plan = plan_buffer(title, *layout, tuple(message.contents for message in received))
+    # gather: the tensors of all ranks in one buffer, in the order of one process
+    names, kinds = tuple(state.name for state in states), tuple(state.kind for state in states)
+    plan = plan_buffer(title, names, kinds, tuple(message.contents for message in received))
     if all(message.is_inline for message in received):
         buffer = _buffer_from_messages(plan, received).to(device)
     else:
         buffer = _gather_buffer(plan, own, device, group)
 
     # read: this rank's own slices with their graph, then reduce
-    gathered = _read_with_grad(plan, buffer, tensors, group)
-    rows_by_mean = iter(zip(*(message.weights for message in received), strict=True))
-    values = []
-    for state, found in zip(states, gathered, strict=True):
-        rows = next(rows_by_mean) if state.is_mean else None
-        values.append(state.reduced(found, rows))
-    return values
-
-
-def _exchange_by_device(
-    title: str, states: Sequence[State], must_match: dict[str, object], configuration: str, group: Group
-) -> list[Any]:
-    """Run one exchange for each device, in the order of the states."""
-    by_device: dict[str, list[int]] = {}
-    for index, state in enumerate(states):
-        by_device.setdefault(state.device.type, []).append(index)
-    found: dict[int, Any] = {}
-    for device, indices in by_device.items():
-        chosen = [states[index] for index in indices]
-        values = exchange_states(f"{title}, on {device}", chosen, must_match, configuration, group=group)
-        found.update(zip(indices, values, strict=True))
-    return [found[index] for index in range(len(states))]
-
-
-@lru_cache(maxsize=64)
-def _digest_of_layout(*must_match: object) -> bytes:
-    return hashlib.blake2b(repr(must_match).encode(), digest_size=16).digest()
+    gathered = _read_with_grad(plan, buffer, own, group)
+    by_rank = zip(*(message.weights for message in received), strict=True)
+    rows = [next(by_rank) if state.reduce is dim_zero_mean else () for state in states]
+    return [state.reduced(values, of_ranks) for state, values, of_ranks in zip(states, gathered, rows, strict=True)]
 
 
 def _joined_bytes(tensors: Sequence[Tensor], device: torch.device) -> bytes:
@@ -152,29 +236,229 @@ class _Message(NamedTuple):
     """What one rank sent in the handshake.
 
     Attributes:
-        digest: Of what must be equal on all ranks.
         is_inline: Whether its tensors' bytes are in it.
-        contents: Shapes and dtypes of what may differ.
-        weights: For each mean, its rows.
+        contents: Shapes and dtypes of its tensors.
+        weights: The number of its rows, for each mean.
         data: The bytes of its tensors, one after the other, if they are inline.
     """
 
-    digest: bytes
     is_inline: bool
     contents: str
     weights: tuple[float, ...]
     data: memoryview
 
+    @classmethod
+    def unpack(cls, payload: bytes) -> _Message:
+        """Read the payload of a handshake."""
+        is_inline, length, count = _HEAD.unpack_from(payload)
+        end = _HEAD.size + length
+        weights = struct.unpack_from(f"<{count}d", payload, end)
+        return cls(is_inline, payload[_HEAD.size : end].decode(), weights, memoryview(payload)[end + 8 * count :])
 
-def _unpack(payload: bytes, weight_bytes: int) -> _Message:
-    digest, is_inline, length = _HEAD.unpack_from(payload)
-    contents_end = _HEAD.size + length
-    weights_end = contents_end + weight_bytes
-    contents = payload[_HEAD.size : contents_end].decode()
-    weights: tuple[float, ...] = ()
-    if len(payload) >= weights_end:  # a rank that has other states may send fewer; they are not read then
-        weights = tuple(weight for (weight,) in _WEIGHT.iter_unpack(payload[contents_end:weights_end]))
-    return _Message(digest, is_inline, contents, weights, memoryview(payload)[weights_end:])
+
+# ---------------------------------------------------------------------- the plan of the buffer
+
+
+def pack_contents(states: Sequence[State], tensors: Sequence[Sequence[Tensor]]) -> str:
+    """Return as JSON: the number of tensors of each state, runs of equal dtypes and shapes, and the states that are defaults."""
+    counts = [len(sent) for sent in tensors]
+    entries = [[str(tensor.dtype)[6:], list(tensor.shape)] for tensor in itertools.chain.from_iterable(tensors)]
+    runs = [[len(list(run)), *entry] for entry, run in itertools.groupby(entries)]
+    defaults = [index for index, state in enumerate(states) if state.untouched]
+    return json.dumps([counts, runs, defaults], separators=(",", ":"))
+
+
+def _unpack_contents(contents: str) -> tuple[list[list[Entry]], list[int]]:
+    """Return dtype and shape of each tensor by state, and the states that are defaults."""
+    counts, runs, defaults = json.loads(contents)
+    entries: list[Entry] = []
+    for count, dtype, shape in runs:
+        entries += [(getattr(torch, dtype), tuple(shape))] * count
+    remaining = iter(entries)
+    return [list(itertools.islice(remaining, count)) for count in counts], defaults
+
+
+class Region(NamedTuple):
+    """A tensor inside the buffer.
+
+    Attributes:
+        start: Its first byte.
+        dtype: Its dtype.
+        shape: Its shape.
+    """
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """Return the tensor, in the buffer's memory; not a view to autograd, so that it may be changed in place."""
+        offset = self.start // self.dtype.itemsize
+        empty = torch.empty(0, dtype=self.dtype, device=buffer.device)
+        strides = [math.prod(max(size, 1) for size in self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        return empty.set_(buffer.untyped_storage(), offset, self.shape, strides)
+
+
+class Slot(NamedTuple):
+    """The place of one tensor of one rank.
+
+    Attributes:
+        start: Its first byte in the buffer.
+        length: Its number of bytes.
+        state: The index of its state.
+        tensor: The index of the tensor that is read for that state.
+        first_row: Its first row there; None: it is all of it.
+        rows: Its number of rows there.
+    """
+
+    start: int
+    length: int
+    state: int
+    tensor: int
+    first_row: int | None
+    rows: int
+
+
+@dataclass
+class BufferPlan:
+    """The buffer that holds the states of all ranks.
+
+    Attributes:
+        slots: For each rank, the places of its tensors, in the order in which it sends them.
+        regions: For each state the tensors to read: one, none, or one per tensor of a ``list``.
+        expanded: For each state whose defaults follow the other ranks, its dtype and shape.
+        size: Number of bytes.
+    """
+
+    slots: list[list[Slot]]
+    regions: list[list[Region]] = field(default_factory=list)
+    expanded: dict[int, Entry] = field(default_factory=dict)
+    size: int = 0
+
+    def add(self, kind: Kind, entries: Sequence[Sequence[Entry]], common: Entry) -> None:
+        """Place the tensors of one state.
+
+        Args:
+            kind: Kind of the state.
+            entries: For each rank, dtype and shape of its tensors.
+            common: dtype and shape of one row, or of a stacked tensor.
+        """
+        state, start, first_row = len(self.regions), self.size, 0
+        dtype, row_shape = common
+        placed: dict[tuple[int, int], Slot] = {}
+        regions: list[Region] = []
+        # by update, then by rank: the order in which one process would have appended them
+        longest = max(map(len, entries))
+        order = [(rank, k) for k in range(longest) for rank, of_rank in enumerate(entries) if k < len(of_rank)]
+        for rank, k in order:
+            own_dtype, shape = entries[rank][k]
+            if kind == "rows":  # one after the other, in one tensor
+                rows = shape[0] if shape[1:] == row_shape else 0  # a tensor of shape (0,) has none
+                length = _num_bytes(dtype, (rows, *row_shape))
+                placed[rank, k] = Slot(self.size, length, state, 0, first_row, rows)
+                first_row += rows
+                self.size += length
+                continue
+            length = _num_bytes(own_dtype, shape)
+            placed[rank, k] = Slot(self.size, length, state, len(regions), None, 0)
+            if kind == "stack":  # expanded after reading, then stacked
+                placed[rank, k] = Slot(self.size, length, state, 0, rank, 1)
+                self.expanded[state] = common
+            regions.append(Region(self.size, own_dtype, shape))
+            self.size = _aligned(self.size + length)
+        if kind == "rows" and placed:
+            regions = [Region(start, dtype, (first_row, *row_shape))]
+        self.regions.append(regions)
+        self.size = _aligned(self.size)
+        # each rank sends them in the order of its own list
+        for rank, k in sorted(placed):
+            self.slots[rank].append(placed[rank, k])
+
+    def read(self, buffer: Tensor) -> list[list[Tensor]]:
+        """Return the tensors of each state, in the buffer's memory."""
+        found = [[region.of(buffer) for region in regions] for regions in self.regions]
+        for state, (dtype, shape) in self.expanded.items():
+            found[state] = [torch.stack([tensor.to(dtype).expand(shape) for tensor in found[state]])]
+        return found
+
+
+@lru_cache(maxsize=64)
+def plan_buffer(title: str, names: tuple[str, ...], kinds: tuple[Kind, ...], contents: tuple[str, ...]) -> BufferPlan:
+    """Give every tensor of every rank its place.
+
+    Args:
+        title: Name of the operation, for messages.
+        names: Names of the states.
+        kinds: Kinds of the states.
+        contents: Shapes and dtypes of each rank, as ``pack_contents`` wrote them.
+
+    Raises:
+        RankMismatchError: if tensors of ranks do not fit together, naming the state.
+    """
+    by_rank = [_unpack_contents(text) for text in contents]
+    plan = BufferPlan([[] for _ in by_rank])
+    for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):
+        entries = [of_states[index] for of_states, _ in by_rank]
+        if kind == "list":
+            plan.add(kind, entries, (torch.float32, ()))
+        elif kind == "rows":
+            plan.add(kind, entries, _common_row(title, name, entries))
+        else:
+            common = _common_shape(title, name, entries, [index in defaults for _, defaults in by_rank])
+            if all(of_rank == [common] for of_rank in entries):  # each rank has one row of the stack
+                dtype, shape = common
+                plan.add("rows", [[(dtype, (1, *shape))]] * len(entries), common)
+            else:
+                plan.add(kind, entries, common)
+    return plan
+
+
+def _common_row(title: str, name: str, entries: Sequence[Sequence[Entry]]) -> Entry:
+    """Return the rows' dtype and the shape of one row; tensors of shape (0,) are ignored, as in torch.cat."""
+    known = list(itertools.chain.from_iterable(entries))
+    with_rows = [entry for entry in known if entry[1] != (0,)] or known
+    found = {(dtype, shape[1:]) for dtype, shape in with_rows}
+    if len(found) > 1:
+        by_rank = []
+        for of_rank in entries:
+            rows = [f"rows of shape {shape[1:]} {str(dtype)[6:]}" for dtype, shape in of_rank]
+            by_rank.append(", ".join(dict.fromkeys(rows)) or "no data")
+        fix = "Call update with inputs of the same number of dimensions, width and dtype on every rank."
+        expected = "rows of one shape and dtype on every rank"
+        raise RankMismatchError(f"{title}: state `{name}`", expected=expected, ranks=by_rank, fix=fix, collective=True)
+    return found.pop() if found else (torch.float32, ())
+
+
+def _common_shape(title: str, name: str, entries: Sequence[Sequence[Entry]], is_default: Sequence[bool]) -> Entry:
+    """Return dtype and shape that a state has on every rank; those that are still defaults follow the others."""
+    shapes = [entry for (entry,) in entries]
+    if len(set(shapes)) == 1:
+        return shapes[0]
+    described = [f"{shape} {str(dtype)[6:]}" for dtype, shape in shapes]
+    touched = {entry for entry, untouched in zip(shapes, is_default, strict=True) if not untouched}
+    expected = "one shape and dtype on every rank"
+    fix = "Call update with inputs of the same width, number of dimensions and dtype on every rank."
+    if len(touched) == 1:
+        ((dtype, wanted),) = touched
+        if all(_expands(shape, wanted) for _, shape in shapes):
+            return dtype, wanted
+        expected = f"a default that fits the shape {wanted} of the ranks with data"
+        fix = "Give every rank data before compute."
+    raise RankMismatchError(f"{title}: state `{name}`", expected=expected, ranks=described, fix=fix, collective=True)
+
+
+def _expands(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Return whether a tensor of one shape expands to another, as `Tensor.expand` does."""
+    ends = zip(reversed(shape), reversed(wanted), strict=False)
+    return len(shape) <= len(wanted) and all(size in (1, other) for size, other in ends)
+
+
+def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return dtype.itemsize * math.prod(shape)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
 
 
 # ---------------------------------------------------------------------- filling and reading the buffer
@@ -204,27 +488,18 @@ def _gather_buffer(plan: BufferPlan, own: Sequence[Tensor], device: torch.device
     return buffer
 
 
-def _read_with_grad(
-    plan: BufferPlan, buffer: Tensor, tensors: Sequence[Sequence[Tensor]], group: Group
-) -> list[list[Tensor]]:
+def _read_with_grad(plan: BufferPlan, buffer: Tensor, own: Sequence[Tensor], group: Group) -> list[list[Tensor]]:
     """Read the tensors of each state out of the buffer; those that hold a part of this rank's get its graph."""
-    read = [_tensors_at(regions, buffer) for regions in plan.regions]
-    if not torch.is_grad_enabled():
-        return read
-    own = (tensor for sent in tensors for tensor in sent)
+    read = plan.read(buffer)
     slots = plan.slots[process_groups.rank(group)]
-    with_graph = [(tensor, slot) for tensor, slot in zip(own, slots, strict=False) if tensor.requires_grad]
-    if not with_graph:
+    with_graph = [(tensor, slot) for tensor, slot in zip(own, slots, strict=True) if tensor.requires_grad]
+    if not torch.is_grad_enabled() or not with_graph:
         return read
     # one autograd node for all: several tensors of this rank may lie in one that is read
-    targets = list(dict.fromkeys((slot.state, slot.region) for _, slot in with_graph))
-    places = [(targets.index((slot.state, slot.region)), slot.first_row, slot.rows) for _, slot in with_graph]
-    whole = [read[state][region] for state, region in targets]
+    targets = list(dict.fromkeys((slot.state, slot.tensor) for _, slot in with_graph))
+    places = [(targets.index((slot.state, slot.tensor)), slot.first_row, slot.rows) for _, slot in with_graph]
+    whole = [read[state][tensor] for state, tensor in targets]
     joined = own_slices_with_grad(whole, [tensor for tensor, _ in with_graph], places, group=group)
-    for (state, region), tensor in zip(targets, joined, strict=True):
-        read[state][region] = tensor
+    for (state, index), tensor in zip(targets, joined, strict=True):
+        read[state][index] = tensor
     return read
-
-
-def _tensors_at(regions: Sequence[Region], buffer: Tensor) -> list[Tensor]:
-    return [region.of(buffer) for region in regions]

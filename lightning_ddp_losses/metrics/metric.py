@@ -1,27 +1,36 @@
-"""`DifferentiableMetric`: torchmetrics' base class, with a value over all ranks whose gradient is that of one process."""
+"""`DifferentiableMetric`: torchmetrics' base class, with a value over all ranks whose gradient is that of one process.
+
+A forward is a ``ForwardCall``: it updates on this batch alone, exchanges states, computes the value, and adds the batch to what was
+accumulated. The calls of several metrics (a collection, a composition, a wrapper) share one exchange: ``run_forward``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric
+from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from lightning_ddp_losses.core import autograd_graph, inputs, nests, precision
 from lightning_ddp_losses.core.configuration import configuration
-from lightning_ddp_losses.core.forward_patch import eager_recursive
-from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.core.forward_patch import eager_recursive, refuse_capture
+from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import WindowPart, current_window, name_value
-from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.metrics.coroutines import Coroutine, Request, gather_inputs, reply, run, wants_gradient
+from lightning_ddp_losses.errors import InputError, expect, expect_option
+from lightning_ddp_losses.metrics.exchange import Packet, State, exchange
 from lightning_ddp_losses.metrics.states import (
     Gather,
     MetricRecord,
     MetricStates,
+    Progress,
+    States,
     detached,
     has_no_rows,
     needs_whole_batch,
@@ -123,106 +132,13 @@ class DifferentiableMetric(MetricStates):
             raise TorchMetricsUserError(
                 "The Metric shouldn't be synced when performing ``forward``. HINT: Did you forget to call ``unsync`` ?."
             )
-        return run(self, self._title("forward"), self._forward_coroutine, args, kwargs)
+        return run_forward(self, self._title("forward"), args, kwargs)
 
-    def _forward_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
-        """Update on the batch alone, exchange, compute, and only then add the batch to what was there."""
-        record = self._record
-        given = nests.tensors_in((args, kwargs))
-        wanted = wants_gradient(given)
-        self._prepare(given)
+    def _forward_calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ForwardCall]:
+        return [ForwardCall(self, args, kwargs)]
 
-        # inputs of all ranks, for a metric whose update looks at the whole batch
-        has_peers = self._has_peers
-        if has_peers and record.gather == "inputs":
-            args, kwargs = yield from gather_inputs(self, self._title(), args, kwargs)
-
-        # put what is accumulated aside; it comes back if anything fails
-        states, count, update_ends = self._states(), self._update_count, dict(record.update_ends)
-        rows, rows_before = inputs.num_rows(args, kwargs), record.rows
-        grad_enabled = torch.is_grad_enabled()
-        may_skip = rows == 0 and self._may_skip(args, kwargs)
-        skipped_before = record.skipped_updates
-        record.in_forward = True
-        try:
-            # states that do not add up need a second update, on what is accumulated
-            accumulated = None if self._adds_up else self._states_after(args, kwargs, may_skip=may_skip)
-
-            # update from the defaults, on this batch alone
-            self._clear()
-            self._enable_grad = grad_enabled
-            is_skipped = not self._update_rows(args, kwargs, may_skip=may_skip)
-            batch = self._states()
-
-            # exchange: the states of all ranks, with this rank's graph
-            if has_peers and record.gather == "states":
-                (values,) = yield [Request(self, self._states_to_send(rows, skipped_updates=int(is_skipped)))]
-                reduced = self._receive(values)
-                if self.sync_on_compute:  # a rank's share of the rows may be another in every step
-                    batch |= {name: reduced[name] for name in self._means()}
-
-            # compute the value of the global batch
-            self._assign({"_to_sync": False, "_should_unsync": False})
-            value = self.compute()
-            if wanted:
-                value = self._count_in_window(value, given)
-
-            # add the batch to what was there
-            self._update_count = count + 1
-            if accumulated is None:
-                self._assign(detached(batch))
-                self._reduce_states(states)
-                accumulated = self._states()
-            states, count, rows_before = accumulated, count + 1, rows_before + rows
-            update_ends = self._ends_after_update(update_ends, states)
-            skipped_before += is_skipped
-        finally:
-            self._assign(states)
-            record.rows, record.update_ends, record.in_forward = rows_before, update_ends, False
-            record.skipped_updates = skipped_before
-            self._assign({"_update_count": count, "_to_sync": self.sync_on_compute, "_should_unsync": True})
-            self._assign({"_enable_grad": False, "_is_synced": False, "_computed": None})
-            self._drop_graphs()
-
-        if wanted and rows == 0 and record.expects_gradient:  # without rows, and in backward all the same, as its peers
-            value = autograd_graph.attach_zero_grad(value, [t for t in given if t.requires_grad], [])
-        if wanted:
-            self._check_gradient(value)
-        return self._shared_value(value, has_peers=has_peers)
-
-    def _count_in_window(self, value: Any, given: Sequence[Tensor]) -> Any:
-        """Return the value as a part of what the micro-batches of an accumulation window make, where it is a mean over rows."""
-        window = current_window()
-        if window is None or not isinstance(value, Tensor):
-            return value
-        title = self._title()
-        if isinstance(self, _WINDOW_METRICS) and getattr(self, "squared", True):
-            total = float(self.total)
-            if not total:  # a mean over nothing, whose gradient would be no number
-                return autograd_graph.attach_zero_grad(value.detach(), [t for t in given if t.requires_grad], [])
-            call = window.enter(self, title, [WindowPart("mean", total)])
-            return call.mark(value, *call.weights)
-        name_value(value, title)
-        return value
-
-    def _check_gradient(self, value: Any) -> None:
-        """Refuse a value without a graph where an input asks for a gradient."""
-        if self._record.expects_gradient and not any(t.requires_grad for t in nests.tensors_in(value)):
-            raise ConfigurationError(
-                f"{self._title()}: value",
-                expected="a gradient, as an input asks for one",
-                got="none, in one process either: it is computed from ranks, counts or decisions",
-                fix="Log it without gradient: differentiable(metric, without_gradient='keep').",
-            )
-
-    def _shared_value(self, value: Any, *, has_peers: bool) -> Any:
-        """Remember a value that is about to leave, and watch what comes back into it where other ranks have it too."""
-        self._forward_cache = nests.map_tensors(Tensor.detach, value)
-        if not has_peers:
-            return value
-        for tensor in nests.tensors_in(value):
-            autograd_graph.remember_global_value(tensor)
-        return self._record.upstream_grads.watch(value, group=self.process_group)
+    def _value_of(self, calls: Iterator[ForwardCall]) -> Any:
+        return next(calls).value
 
     # ------------------------------------------------------------------ update, compute, sync
 
@@ -234,17 +150,18 @@ class DifferentiableMetric(MetricStates):
             if self._record.in_forward:
                 plain(*args, **kwargs)
             else:
-                run(self, self._title("update"), self._update_coroutine, args, kwargs)
+                run(self, self._title("update"), self._update_own, args, kwargs)
 
         return eager_recursive(wrapped)
 
-    def _update_coroutine(self, *args: Any, **kwargs: Any) -> Coroutine:
-        """Add a batch to what was there; with a graph only where it is to be kept."""
+    def _update_own(self, *args: Any, **kwargs: Any) -> None:
+        """Add a batch to what was accumulated; with a graph only if it is kept."""
         record = self._record
         given = nests.tensors_in((args, kwargs))
         self._prepare(given)
         if record.gather == "inputs" and self._has_peers:
-            args, kwargs = yield from gather_inputs(self, self._title(), args, kwargs)
+            (rows_of_all,) = exchange(self._title("update"), [self._packet(_input_states(self, args, kwargs))])
+            args, kwargs = _with_rows(rows_of_all, args, kwargs)
         rows = inputs.num_rows(args, kwargs)
         may_skip = rows == 0 and self._may_skip(args, kwargs)
         self._enable_grad = record.keep_graph and torch.is_grad_enabled()
@@ -315,11 +232,8 @@ class DifferentiableMetric(MetricStates):
         self._is_synced = True
 
     def _sync_dist(self, dist_sync_fn: Callable[..., Any] | None = None, process_group: Any | None = None) -> None:
-        own, self.process_group = self.process_group, process_group or self.process_group
-        try:
-            (values,) = reply(self._title("compute"), [self.request()])
-        finally:
-            self.process_group = own
+        packet = self.packet()
+        (values,) = exchange(self._title("compute"), [packet._replace(group=process_group or packet.group)])
         self._receive(values)
 
     def reset(self) -> None:
@@ -352,29 +266,264 @@ class DifferentiableMetric(MetricStates):
         available = self.distributed_available_fn
         return bool(available is None or available()) and process_groups.world_size(self.process_group) > 1
 
-    def request(self) -> Request:
+    def packet(self) -> Packet:
         """Return the states of everything since ``reset``, to be exchanged."""
         record = self._record
-        return Request(self, self._states_to_send(record.rows, skipped_updates=record.skipped_updates))
+        return self._packet(self._states_to_send(record.rows, skipped_updates=record.skipped_updates))
+
+    def _packet(self, states: Sequence[State]) -> Packet:
+        record = self._record
+        record.configuration = record.configuration or configuration(self)
+        return Packet(states, self.process_group, record.configuration, record.upstream_grads.take())
 
     def _may_skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an update has no rows while other ranks may have some."""
         return self._has_peers and self._record.gather == "states" and has_no_rows(args, kwargs)
-
-    def take_upstream_grads(self) -> str:
-        """Return what came back into its values in backward since this was last asked, as text."""
-        return self._record.upstream_grads.take()
-
-    def description(self) -> str:
-        """Return its configuration as text, to compare between ranks."""
-        self._record.configuration = self._record.configuration or configuration(self)
-        return self._record.configuration
 
     def _title(self, where: str = "") -> str:
         title = f"metric {type(self).__name__}"
         if where:
             title += f", {where}"
         return title
+
+
+# ---------------------------------------------------------------------- a forward
+
+
+class ForwardCall:
+    """One forward of one metric: ``begin`` before the exchange, ``finish`` after it.
+
+    In between the metric holds this batch alone. ``end`` puts back what it had accumulated: with the batch after a forward that
+    succeeded, as it was after one that failed.
+
+    Args:
+        metric: The metric.
+        args: Arguments of its update.
+        kwargs: Keyword arguments of its update.
+
+    Attributes:
+        packet: The tensors to exchange; None without other ranks.
+        value: The value, after ``finish``.
+    """
+
+    def __init__(self, metric: DifferentiableMetric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.metric = metric
+        self.packet: Packet | None = None
+        self.value: Any = None
+        self._args, self._kwargs = args, kwargs
+        self._given = nests.tensors_in((args, kwargs))
+        self._wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._given)
+        self._aside: Progress | None = None
+        self._batch: States = {}
+        self._accumulated: States | None = None
+        self._rows, self._is_skipped = 0, False
+
+    def begin(self) -> None:
+        """Update on this batch alone; a metric that looks at the whole batch does so after the exchange of its inputs."""
+        metric = self.metric
+        metric._prepare(self._given)
+        if not metric._has_peers:
+            self._update()
+        elif metric._record.gather == "inputs":
+            self.packet = metric._packet(_input_states(metric, self._args, self._kwargs))
+        else:
+            self._update()
+            self.packet = metric._packet(metric._states_to_send(self._rows, skipped_updates=int(self._is_skipped)))
+
+    def _update(self) -> None:
+        """Put what is accumulated aside, and update from the defaults."""
+        metric, args, kwargs = self.metric, self._args, self._kwargs
+        self._rows = inputs.num_rows(args, kwargs)
+        may_skip = self._rows == 0 and metric._may_skip(args, kwargs)
+        grad_enabled = torch.is_grad_enabled()
+        self._aside = metric._progress()
+        metric._record.in_forward = True
+        # states that do not add up need a second update, on what is accumulated
+        if not metric._adds_up:
+            self._accumulated = metric._states_after(args, kwargs, may_skip=may_skip)
+        metric._clear()
+        metric._enable_grad = grad_enabled
+        self._is_skipped = not metric._update_rows(args, kwargs, may_skip=may_skip)
+        self._batch = metric._states()
+
+    def finish(self, exchanged: Sequence[Any]) -> None:
+        """Compute the value of the global batch, and add the batch to what was accumulated.
+
+        Args:
+            exchanged: The tensors of the packet as all ranks have them; none without a packet.
+        """
+        metric = self.metric
+        try:
+            # the rows or the states of all ranks, with this rank's graph
+            if self.packet is not None and metric._record.gather == "inputs":
+                self._args, self._kwargs = _with_rows(exchanged, self._args, self._kwargs)
+                self._update()
+            elif self.packet is not None:
+                reduced = metric._receive(exchanged)
+                if metric.sync_on_compute:  # a rank's share of the rows may be another in every step
+                    self._batch |= {name: reduced[name] for name in metric._means()}
+            # the value of the global batch
+            metric._assign({"_to_sync": False, "_should_unsync": False})
+            value = metric.compute()
+            if self._wants_gradient:
+                value = self._count_in_window(value)
+            self._accumulate()
+        finally:
+            self.end()
+        # its gradient
+        expects_gradient = metric._record.expects_gradient
+        if self._wants_gradient and self._rows == 0 and expects_gradient:  # in backward all the same, as its peers
+            value = self._with_zero_grad(value)
+        if self._wants_gradient and expects_gradient:
+            expect(
+                any(tensor.requires_grad for tensor in nests.tensors_in(value)),
+                f"{metric._title()}: value",
+                expected="a gradient, as an input asks for one",
+                got="none, in one process either: it is computed from ranks, counts or decisions",
+                fix="Log it without gradient: differentiable(metric, without_gradient='keep').",
+            )
+        # other ranks have the same value: watch the gradient that comes back into it
+        metric._forward_cache = nests.map_tensors(Tensor.detach, value)
+        if metric._has_peers:
+            for tensor in nests.tensors_in(value):
+                autograd_graph.remember_global_value(tensor)
+            value = metric._record.upstream_grads.watch(value, group=metric.process_group)
+        self.value = value
+
+    def _accumulate(self) -> None:
+        """Add the batch to what was put aside."""
+        metric, aside, states = self.metric, self._aside, self._accumulated
+        assert aside is not None  # by _update
+        metric._update_count = aside.update_count + 1
+        if states is None:
+            metric._assign(detached(self._batch))
+            metric._reduce_states(aside.states)
+            states = metric._states()
+        self._aside = Progress(
+            states,
+            update_count=aside.update_count + 1,
+            rows=aside.rows + self._rows,
+            update_ends=metric._ends_after_update(aside.update_ends, states),
+            skipped_updates=aside.skipped_updates + self._is_skipped,
+        )
+
+    def end(self) -> None:
+        """Put back what is accumulated; a second call does nothing."""
+        metric, aside, self._aside = self.metric, self._aside, None
+        if aside is None:
+            return
+        metric._put_back(aside)
+        metric._record.in_forward = False
+        metric._assign({"_to_sync": metric.sync_on_compute, "_should_unsync": True})
+        metric._assign({"_enable_grad": False, "_is_synced": False, "_computed": None})
+        metric._drop_graphs()
+
+    def _count_in_window(self, value: Any) -> Any:
+        """Return a mean over rows as one part of the value of an accumulation window's micro-batches."""
+        window, metric = current_window(), self.metric
+        if window is None or not isinstance(value, Tensor):
+            return value
+        title = metric._title()
+        if isinstance(metric, _WINDOW_METRICS) and getattr(metric, "squared", True):
+            total = float(metric.total)
+            if not total:  # a mean over nothing, whose gradient would be no number
+                return self._with_zero_grad(value.detach())
+            call = window.enter(metric, title, [WindowPart("mean", total)])
+            return call.mark(value, *call.weights)
+        name_value(value, title)
+        return value
+
+    def _with_zero_grad(self, value: Any) -> Any:
+        return autograd_graph.attach_zero_grad(value, [t for t in self._given if t.requires_grad], [])
+
+
+def run_forward(owner: Any, title: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the forward of a metric, or of all members of a composite in one exchange.
+
+    Args:
+        owner: The metric, composition or collection.
+        title: Name of the operation, for messages.
+        args: Arguments of the forward.
+        kwargs: Keyword arguments of the forward.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls = owner._forward_calls(args, kwargs)
+        for together in _rounds(calls):
+            with contextlib.ExitStack() as stack:  # every metric gets its states back, also if another one fails
+                for call in together:
+                    stack.callback(call.end)
+                    call.begin()
+                packets = [call.packet for call in together if call.packet is not None]
+                exchanged = iter(exchange(title, packets))
+                for call in together:
+                    call.finish(next(exchanged) if call.packet is not None else ())
+        return owner._value_of(iter(calls))
+
+    return run(owner, title, forward, args, kwargs)
+
+
+def _rounds(calls: Sequence[ForwardCall]) -> Iterable[list[ForwardCall]]:
+    """Return the calls that run together: a metric that several members share takes one call in each round."""
+    seen: Counter[int] = Counter()
+    rounds: dict[int, list[ForwardCall]] = defaultdict(list)
+    for call in calls:
+        rounds[seen[id(call.metric)]].append(call)
+        seen[id(call.metric)] += 1
+    return rounds.values()
+
+
+def run(owner: Any, title: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of a metric in full precision; an error on one rank is raised on all.
+
+    Args:
+        owner: The metric, composition or collection; its parameters and inputs fix the precision.
+        title: Name of the operation, for messages.
+        function: The function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        refuse_capture(title)
+        return function(*args, **kwargs)
+
+    try:
+        return autograd_graph.run_full_precision(owner, eager, args, kwargs)
+    except Exception as error:  # what all ranks raise alike passes through
+        if not owner._has_peers:
+            raise
+        handshake.raise_on_all_ranks(error, title, group=owner.process_group)
+
+
+def _input_states(metric: DifferentiableMetric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[State]:
+    """Return the rows of an update as states to gather; 0-dim tensors stay.
+
+    Raises:
+        InputError: for inputs that cannot be gathered.
+    """
+    for value in (*args, *kwargs.values()):
+        has_text = isinstance(value, (list, tuple)) and any(isinstance(item, str) for item in value)
+        expect(
+            not has_text,
+            f"{metric._title()}: inputs",
+            expected="tensors",
+            got="a list of str, which would stay on this rank",
+            fix="Use gather='states'.",
+            error=InputError,
+        )
+    batches = [tensor for tensor in nests.tensors_in((args, kwargs)) if tensor.ndim]
+    name = type(metric).__name__
+    return [State(f"{name}, input {i}", t, t.device, dim_zero_cat) for i, t in enumerate(batches)]
+
+
+def _with_rows(rows: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the arguments of an update with the rows of all ranks in place of this rank's."""
+    remaining = iter(rows)
+    return nests.map_tensors(lambda t: next(remaining) if t.ndim else t, (args, kwargs))
+
+
+# ---------------------------------------------------------------------- options
 
 
 def check_options(
@@ -386,31 +535,31 @@ def check_options(
         ConfigurationError: naming the option.
     """
     what = f"differentiable {type(metric).__name__}"
-    if gather not in ("auto", "states", "inputs"):
-        raise ConfigurationError(f"{what}: gather", expected="'auto', 'states' or 'inputs'", got=repr(gather))
+    expect_option(f"{what}: gather", gather, ("auto", "states", "inputs"))
     check_on_step(type(metric), on_step)
-    if metric.compute_on_cpu:
-        raise ConfigurationError(
-            f"{what}: compute_on_cpu",
-            expected="False, with dist_sync_on_step as a loss",
-            got="True, which takes the states of each step from their device",
-            fix="Leave it out, or call differentiable on a metric that is made without it.",
-        )
-    if metric.dist_sync_fn is not None or dist_sync_fn is not None:
-        raise ConfigurationError(
-            f"{what}: dist_sync_fn",
-            expected="None",
-            got=repr(metric.dist_sync_fn or dist_sync_fn),
-            fix="Leave it out: the states of all ranks travel in one exchange; process_group= says among whom.",
-        )
+    expect(
+        not metric.compute_on_cpu,
+        f"{what}: compute_on_cpu",
+        expected="False, with dist_sync_on_step as a loss",
+        got="True, which takes the states of each step from their device",
+        fix="Leave it out, or call differentiable on a metric that is made without it.",
+    )
+    dist_sync_fn = metric.dist_sync_fn or dist_sync_fn
+    expect(
+        dist_sync_fn is None,
+        f"{what}: dist_sync_fn",
+        expected="None",
+        got=repr(dist_sync_fn),
+        fix="Leave it out: the states of all ranks travel in one exchange; process_group= says among whom.",
+    )
     foreign = [cls for cls in type(metric).__mro__ if not cls.__module__.startswith(_KNOWN_SYNC)]
-    if any("_sync_dist" in vars(cls) for cls in foreign):
-        raise ConfigurationError(
-            f"{what}: _sync_dist",
-            expected="torchmetrics' own",
-            got="an override, whose exchange is not known here",
-            fix="Declare the states with add_state and a reduction.",
-        )
+    expect(
+        not any("_sync_dist" in vars(cls) for cls in foreign),
+        f"{what}: _sync_dist",
+        expected="torchmetrics' own",
+        got="an override, whose exchange is not known here",
+        fix="Declare the states with add_state and a reduction.",
+    )
 
 
 def check_on_step(cls: type, on_step: object) -> None:
@@ -419,12 +568,11 @@ def check_on_step(cls: type, on_step: object) -> None:
     Raises:
         ConfigurationError: quoting it.
     """
-    if on_step is True:
-        return
     got = repr(on_step)
     if on_step is False:
         got = "False, which gives the gradient of this rank's rows alone"
-    raise ConfigurationError(
+    expect(
+        on_step is True,
         f"differentiable {cls.__name__}: dist_sync_on_step",
         expected="True",
         got=got,

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 from lightning_ddp_losses.core import inputs, nests, precision
 from lightning_ddp_losses.core.configuration import configuration
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
-from lightning_ddp_losses.metrics.travelling_state import State
+from lightning_ddp_losses.metrics.exchange import State
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
@@ -58,6 +58,16 @@ class MetricRecord:
     inputs_without_rows: list[Tensor] = field(default_factory=list)
 
 
+class Progress(NamedTuple):
+    """Everything that a metric has accumulated since the last reset; the fields but for the states are those of ``MetricRecord``."""
+
+    states: States
+    update_count: int
+    rows: int
+    update_ends: dict[str, list[int]]
+    skipped_updates: int
+
+
 class MetricStates(Metric):
     """torchmetrics' base, with the handling of states that a differentiable metric needs."""
 
@@ -79,6 +89,18 @@ class MetricStates(Metric):
     def _assign(self, values: dict[str, Any]) -> None:
         """Set attributes, past torch.nn.Module, which takes ten times as long."""
         self.__dict__.update(values)
+
+    def _progress(self) -> Progress:
+        """Return all that is accumulated, to be put back later."""
+        record = self._record
+        ends = dict(record.update_ends)
+        return Progress(self._states(), self._update_count, record.rows, ends, record.skipped_updates)
+
+    def _put_back(self, progress: Progress) -> None:
+        record = self._record
+        self._assign({**progress.states, "_update_count": progress.update_count})
+        record.rows, record.update_ends = progress.rows, progress.update_ends
+        record.skipped_updates = progress.skipped_updates
 
     def _clear(self) -> None:
         """Reset, without emptying lists that others hold (members of a collection share theirs)."""
