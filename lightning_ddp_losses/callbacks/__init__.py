@@ -12,7 +12,7 @@ runner                     `CheckRunner`: a fit from start to end, one gather at
 check_evaluator            `CheckEvaluator`: rows to findings, the same on all ranks; a check that fails by itself is one too
 row_exchange               rows as bytes, and their way between ranks
 report                     where findings go: errors, warnings, a file, the logger, a table
-batch_check                `BatchCheck`; what it reads is in batch_reader and loss_observations
+batch_check                `BatchCheck`; batch_reader and loss_observations read for it
 buffer_sync                `BufferSyncCheck`; what it reads is in buffers
 checkpoint_check           `CheckpointCheck`
 communication_monitor      `CommunicationMonitor`

@@ -29,14 +29,12 @@ from lightning_ddp_losses.distributed.fingerprint import (
     row_tables,
 )
 
-SKETCH = 64  # smallest hashes of an epoch's rows
 BUCKETS = 16  # of labels
 _MAX_LABELS = 1024  # rows whose labels are counted
 _FIRST, _EVERY = 16, 50  # batches of an epoch that are read on an accelerator
 _COUNT_NAMES = ("num_graphs", "batch_size")
 _LABEL_NAMES = ("labels", "label", "targets", "target", "y")
 _MASK = (1 << 63) - 1
-_COUNT_BITS = 3  # the low bits of a hash hold how often it came
 _MAX_INDICES = 1 << 16  # of an order
 _MAX_DEPTH = 3  # samplers inside samplers
 _MAX_ATTRIBUTES = 64
@@ -61,18 +59,37 @@ class _LateBatch(NamedTuple):
     labels: HostCopy | None
 
 
+class EpochRecord(NamedTuple):
+    """Record of an epoch in a checkpoint, by which a resumed run sees that it draws the epoch from its start again.
+
+    Attributes:
+        epoch: The epoch.
+        first: Content of rank 0's first batch in it.
+        latest: Content of its latest batch; equal to ``first`` if batches do not change.
+    """
+
+    epoch: int
+    first: int
+    latest: int
+
+    @classmethod
+    def of_checkpoint(cls, saved: Mapping[str, Any] | None) -> EpochRecord | None:
+        """Return a record that was saved; None without one."""
+        if saved is None or "latest" not in saved:
+            return None
+        return cls(saved["epoch"], saved["first"], saved["latest"])
+
+
 class BatchReader:
     """Remembers what was read of the batches; one for all checks of a fit (``runner.shared(BatchReader)``).
 
     Attributes:
         rows: Rows of the latest batch: of its first tensor.
         samples: What it has of what the user counts: its rows, of graphs the graphs and not their nodes; 0 where that is not known.
-        content: A hash of it, on an accelerator of the one before; 0 where that was not read.
+        content: Hash of it, on an accelerator of the one before; 0 if that was not read.
         distinct: Different rows in that.
         read_step: Optimizer steps before that.
-        first: Of each epoch, the content of its first batch.
-        epoch: The epoch of the latest batch; -1 before the first.
-        seen: Rows read in this epoch.
+        first: Content of the first batch, by epoch.
         total_rows: Rows of the fit.
         number: Batches of the fit.
     """
@@ -83,15 +100,10 @@ class BatchReader:
         self.rows = self.samples = self.content = self.distinct = self.total_rows = self.number = 0
         self.read_step = 0
         self.first: dict[int, int] = {}
-        self.epoch = -1
+        self._epoch = -1
+        self._latest = 0  # content of the latest batch that was read
         self._late: _LateBatch | None = None
-        self._start_epoch()
-
-    def _start_epoch(self) -> None:
-        self.seen = 0
         self._counts = [0] * BUCKETS
-        self._smallest: dict[int, int] = {}
-        self._largest_kept = _MASK  # no larger hash is among the smallest
 
     def see(self, batch: Any, index: int) -> None:
         """Read a batch, once."""
@@ -101,9 +113,9 @@ class BatchReader:
         self._last = (epoch, index)
         self.content = self.distinct = 0
         self._read_late()
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self._start_epoch()
+        is_first = epoch != self._epoch
+        if is_first:
+            self._epoch, self._counts = epoch, [0] * BUCKETS
         # rows are those of the first tensor
         tensors = [leaf for leaf in batch_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         self.rows = 0
@@ -115,9 +127,9 @@ class BatchReader:
         self.total_rows += self.rows
         self.number += 1
         on_host = all(tensor.device.type == "cpu" for tensor in tensors)
-        if self.rows and (on_host or index < _FIRST or index % _EVERY == 0):
+        if self.rows and (on_host or is_first or index < _FIRST or index % _EVERY == 0):
             self._read(batch, tensors)
-            if on_host or index == 0:
+            if on_host or is_first:
                 self._read_late()
         self.first.setdefault(epoch, self.content)
 
@@ -141,16 +153,7 @@ class BatchReader:
         # a hash of each row, and one of all of them
         hashes = hash_tables([table.read() for table in late.tables], late.rows)
         self.distinct, self.read_step = len(set(hashes)), late.step
-        self.content = combine(hashes) & _MASK or 1
-        self.seen += len(hashes)
-        # the smallest hashes of the epoch, and how often each came
-        smallest = self._smallest
-        for value in [each & ~_COUNT_BITS for each in hashes if each <= self._largest_kept]:
-            smallest[value] = smallest.get(value, 0) + 1
-        if len(smallest) > SKETCH:
-            kept = sorted(smallest)[:SKETCH]
-            self._smallest = {value: smallest[value] for value in kept}
-            self._largest_kept = kept[-1] | _COUNT_BITS
+        self.content = self._latest = combine(hashes) & _MASK or 1
         # labels by bucket
         if late.labels is None:
             return
@@ -164,11 +167,12 @@ class BatchReader:
         self._read_late()
         return self._counts
 
-    def sketch(self) -> list[int]:
-        """Return the rows read in this epoch and their smallest hashes, each with how often it came (up to 3) in its low bits; padded."""
+    def epoch_record(self) -> EpochRecord | None:
+        """Return the record of this epoch; None before its first batch."""
         self._read_late()
-        hashes = [value | min(count, _COUNT_BITS) for value, count in sorted(self._smallest.items())]
-        return [self.seen, *hashes]
+        if self._epoch < 0:
+            return None
+        return EpochRecord(self._epoch, self.first[self._epoch], self._latest)
 
     def batch_end(self) -> None:
         """Do nothing: batches are counted as they come."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -214,9 +213,8 @@ class BufferSyncCheck(LocalCheck, default=True):
         self.local.found = []
         if not compat.has_layer_sync(trainer.strategy):
             return
-        fix = "Register the module (an attribute or nn.ModuleList) before the fit, or convert it before the wrap."
         for path in [*buffers.plain_norms(module), *buffers.hidden_norms(module)]:
-            self.local.add("F60", f"batch norm `{path}` was not converted", path, fix, "synchronised batch norm")
+            self.local.add("F60", name=path)
 
     # ------------------------------------------------------------------ judge
 
@@ -232,7 +230,7 @@ class BufferSyncCheck(LocalCheck, default=True):
             hashes = [tuple(row) for row in table]
             if len(set(hashes)) == 1:
                 return []
-            return [Finding("F64", "buffers of losses and metrics", "", odd_ranks(hashes), "buffers")]
+            return [Finding.of("F64", "unnamed", ranks=odd_ranks(hashes), name="buffers")]
         if stage in _METRIC_STAGES:
             return self._judge_states(table)
         return self._judge_norms([NormRow.unpack(row) for row in table], trainer)
@@ -244,7 +242,7 @@ class BufferSyncCheck(LocalCheck, default=True):
         found = []
         for name, column in zip(self._states, columns, strict=True):
             if len(set(column) - {0}) > 1:
-                found.append(Finding("F52", f"metric state `{name}`", "", odd_ranks(column), name))
+                found.append(Finding.of("F52", ranks=odd_ranks(column), name=name))
         return found
 
     def _judge_norms(self, rows: Sequence[NormRow], trainer: pl.Trainer) -> list[Finding]:
@@ -255,21 +253,25 @@ class BufferSyncCheck(LocalCheck, default=True):
         if max(distances) <= allowed:
             return []
         # advice: what normalising over all ranks would mean
-        largest, global_rows = max(local_rows), sum(local_rows)
-        rate = learning_rate(trainer)
-        scaled = rate * global_rows / max(largest, 1.0)
+        largest, global_rows, rate = max(local_rows), sum(local_rows), learning_rate(trainer)
         labels = [row.labels for row in rows]
         unlike = "unknown"
         if any(map(sum, labels)):
             unlike = f"{label_imbalance(labels):.0%} unlike those of all"
-        fix = (
-            f"Rows per rank {largest:.4g}, of all ranks {global_rows:.4g}; learning rate {rate:g}, by linear scaling {scaled:g}; "
-            f"labels between ranks {unlike}. Shuffle the data over the ranks, or normalise over all of them: "
-            "Trainer(sync_batchnorm=True)."
-        )
         values = tuple(f"{distance:.3g} standard deviations from the mean of all ranks" for distance in distances)
-        what = f"batch norm's running statistics are apart by more than {allowed:.2g}"
-        return [Finding("F59", what, "", (), "batch norm", values, fix)]
+        return [
+            Finding.of(
+                "F59",
+                name="batch norm",
+                values=values,
+                allowed=allowed,
+                largest=largest,
+                global_rows=global_rows,
+                rate=rate,
+                scaled=rate * global_rows / max(largest, 1.0),
+                unlike=unlike,
+            )
+        ]
 
     # ------------------------------------------------------------------ explain
 
@@ -310,9 +312,7 @@ def _two_forwards(rows: Sequence[ForwardRow]) -> list[Finding]:
     hashes = [row.buffers for row in rows]
     if min(row.forwards for row in rows) < 2 or len(set(hashes)) == 1:
         return []
-    what = "DDP ran forward twice before backward while buffers differed between ranks; the second broadcast overwrote what the first used"
-    fix = "Run one forward on the concatenated input, or set broadcast_buffers=False."
-    return [Finding("F41", what, "", odd_ranks(hashes), "DistributedDataParallel", fix=fix)]
+    return [Finding.of("F41", ranks=odd_ranks(hashes), name="DistributedDataParallel")]
 
 
 def _name_buffers(finding: Finding, fingerprints_by_rank: Sequence[Mapping[str, list[Any]]]) -> list[Finding]:
@@ -329,14 +329,10 @@ def _name_buffers(finding: Finding, fingerprints_by_rank: Sequence[Mapping[str, 
         is_queue = any(is_queue for _, _, is_queue in column)
         unordered = {rows for _, rows, _ in column}
         if is_queue and len(unordered) == 1:
-            fault, what = "F26", f"queue `{name}`: the same rows in another order"
-            fix = "Gather in rank order, the same on every rank (GlobalBatchLoss(CrossBatchMemory(...)) does)."
+            fault = "F26"
         elif is_queue:
-            fault, what = "F64", f"queue `{name}`: each rank remembers other rows"
-            fix = "Gather before rows are remembered (GlobalBatchLoss(CrossBatchMemory(...)) does); DDP's broadcast keeps rank 0's only."
+            fault = "F64"
         else:
             fault = "F49"
-            what = f"buffer `{name}` of a loss or metric differs; DDP's broadcast will replace it by rank 0's"
-            fix = "Reduce it over the ranks, or list it in _ddp_params_and_buffers_to_ignore of the LightningModule."
-        found.append(replace(finding, fault=fault, what=what, name=name, fix=fix, ranks=odd_ranks(column)))
+        found.append(finding.refine(fault, ranks=odd_ranks(column), name=name))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -260,26 +260,13 @@ def compare_states(finding: Finding, texts: Sequence[str]) -> Finding:
     kinds = [StateKind(*(json.loads(text) or [0])) for text in texts]
     numbers = [kind.tensors for kind in kinds]
     if len(set(numbers)) > 1:
-        return replace(
-            finding,
-            fault="F51",
-            what=f"metric state `{finding.name}`, a list that is gathered item by item",
-            expected="the same number of updates on every rank",
-            values=tuple(f"{number} updates" for number in numbers),
-            ranks=odd_ranks(numbers),
-            fix="Call update() equally often on every rank, or give the state dist_reduce_fx='cat'.",
-        )
+        updates = tuple(f"{number} updates" for number in numbers)
+        return finding.refine("F51", ranks=odd_ranks(numbers), name=finding.name, values=updates)
     values = []
     for kind in kinds:
         value = "empty"
         if kind.ndim is not None:
             value = f"{kind.ndim} dimensions, {kind.dtype}"
         values.append(value)
-    return replace(
-        finding,
-        what=f"metric state `{finding.name}`",
-        expected="the same dimensions and dtype on every rank",
-        values=tuple(values),
-        ranks=odd_ranks([(kind.ndim, kind.dtype) for kind in kinds]),
-        fix="Make the inputs of update() alike on every rank (dtype, and a dimension of size 1 where there is one row).",
-    )
+    ranks = odd_ranks([(kind.ndim, kind.dtype) for kind in kinds])
+    return finding.refine("F52", ranks=ranks, name=finding.name, values=tuple(values))

@@ -86,19 +86,13 @@ class CheckpointCheck(LocalCheck, default=True):
             name = names.get(id(parameter))
             is_kept = name in state or _memory_of(parameter) in stored
             if parameter.requires_grad and not is_kept and type(parameter.data) is Tensor:
-                shown = name or place
-                what = f"the checkpoint leaves out `{shown}`, which is trained"
-                self.local.add(
-                    "F75", what, shown, "Register its module on the LightningModule and keep it in state_dict."
-                )
+                self.local.add("F75", "left_out", name=name or place)
 
     def _find_prefixes(self, module: nn.Module) -> None:
         """Find wrapped modules, whose keys a plain module cannot load."""
         for name, inner in module.named_modules():
             if isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
-                what = f"`{name}` is wrapped, so its keys in the checkpoint are `{name}.module.*`, which a plain module cannot load"
-                fix = 'Keep the plain module as the attribute; strategy="ddp_losses" wraps losses beside it.'
-                self.local.add("F75", what, name, fix)
+                self.local.add("F75", "wrapped", name=name)
 
     # ------------------------------------------------------------------ at loading, and at the first step after it
 
@@ -109,17 +103,14 @@ class CheckpointCheck(LocalCheck, default=True):
             # the key as a plain module would write it
             plain = key.removeprefix("module.").replace(".module.", ".")
             if key not in own and plain in own and plain not in state:
-                what = f"`{key}` in the checkpoint was not loaded into `{plain}`"
-                self.local.add("F75", what, plain, "Rename the keys: the checkpoint was written by a wrapped module.")
+                self.local.add("F75", "not_loaded", name=plain, key=key)
                 return
 
     def _find_lost_positions(self, module: nn.Module) -> None:
         """Find queues that came back without their position."""
         for name, memory in cross_batch_memories(module).items():
             if has_lost_position(memory):
-                what = f"the queue of `{name}` came back without its position: its rows will be ignored and overwritten"
-                fix = "Use GlobalBatchLoss(CrossBatchMemory(...)), which saves it, or save queue_idx and has_been_filled yourself."
-                self.local.add("F65", what, name or type(memory).__name__, fix)
+                self.local.add("F65", name=name or type(memory).__name__)
 
     def _find_other_batch(self, trainer: pl.Trainer) -> None:
         """Compare, once, the rows of an optimizer step with those of the fit that wrote the checkpoint."""
@@ -130,14 +121,8 @@ class CheckpointCheck(LocalCheck, default=True):
         rows_before = math.prod(map(int, made_by.values()))
         rows_now = math.prod(map(int, now.values()))
         if made_by["world_size"] != now["world_size"] and abs(rows_before - rows_now) > _UNEVEN * rows_before:
-            self.local.add(
-                "F76",
-                f"resumed by {now['world_size']} ranks, saved by {made_by['world_size']}: "
-                f"an optimizer step sees {rows_now} rows, not {rows_before}",
-                "world size",
-                "Keep the global batch (rows per rank times ranks times accumulation), or scale the learning rate with it.",
-                "the same global batch",
-            )
+            ranks = {"ranks_now": now["world_size"], "ranks_before": made_by["world_size"]}
+            self.local.add("F76", name="world size", rows_now=rows_now, rows_before=rows_before, **ranks)
 
     def judge(
         self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage

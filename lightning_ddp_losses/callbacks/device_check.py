@@ -119,8 +119,7 @@ class DeviceCheck(LocalCheck, default=True):
         hidden = [(name, value) for name, value in vars(module).items() if isinstance(value, nn.Module)]
         for name, inner in [*module.named_modules(), *hidden]:
             if isinstance(inner, nn.DataParallel):
-                what = f"`{name}` is an nn.DataParallel: threads of one process, beside the ranks"
-                self.local.add("F73", what, name, "Remove it; the strategy divides the work.")
+                self.local.add("F73", "threads", name=name)
 
     def _find_elsewhere(self, module: pl.LightningModule, device: torch.device) -> None:
         """Find losses and metrics that are not where their inputs are."""
@@ -129,22 +128,17 @@ class DeviceCheck(LocalCheck, default=True):
             used |= {metric.device for metric in metrics_of(inner).values()}
             wrong = {str(other) for other in used if other.type != device.type or _has_other_index(other, device)}
             if wrong:
-                fix = f"Register it as an attribute or in nn.ModuleList, which moves it, or call .to({device})."
-                what = f"`{name}` is on {', '.join(sorted(wrong))}"
-                self.local.add("F50", what, name, fix, f"{device}, where its inputs are")
+                self.local.add("F50", name=name, wrong=", ".join(sorted(wrong)), device=device)
         for name, metric in metrics_of(module).items():
             if getattr(metric, "compute_on_cpu", False) and device.type != "cpu" and _has_only_nccl():
-                what = f"`{name}` keeps its states on the CPU, which the process group cannot gather"
-                fix = 'Initialise with backend "cpu:gloo,cuda:nccl", or set compute_on_cpu=False.'
-                self.local.add("F50", what, name, fix)
+                self.local.add("F50", "compute_on_cpu", name=name)
 
     def _find_idle_devices(self, trainer: pl.Trainer, device: torch.device) -> None:
         """Find accelerators that no rank uses."""
         visible = visible_devices()
         in_use = process_groups.world_size() // max(trainer.num_nodes, 1)
         if visible > in_use:
-            what = f"{visible} accelerators are visible, {in_use} of them in use"
-            self.local.add("IDLE", what, f"{device.type} devices", "Set Trainer(devices=...) where more were meant.")
+            self.local.add("IDLE", name=f"{device.type} devices", visible=visible, in_use=in_use)
 
     # ------------------------------------------------------------------ judge
 
@@ -161,8 +155,7 @@ class DeviceCheck(LocalCheck, default=True):
         identities = [row.identity for row in rows]
         shared = tuple(rank for rank, own in enumerate(identities) if own and identities.count(own) > 1)
         if shared:
-            fix = "Give each rank its own: devices=N in the Trainer, and no .to('cuda:0') or CUDA_VISIBLE_DEVICES of one device."
-            found.append(Finding("F73", "ranks share one device", "a device for each rank", shared, "devices", fix=fix))
+            found.append(Finding.of("F73", ranks=shared, name="devices"))
         return found
 
     def figures(self) -> dict[str, float]:

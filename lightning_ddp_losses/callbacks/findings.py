@@ -66,6 +66,40 @@ class Finding:
         if self.fault not in FAULTS:
             raise ConfigurationError("Finding.fault", expected="an id of FAULTS", got=repr(self.fault))
 
+    @classmethod
+    def of(
+        cls,
+        fault: str,
+        case: str = "check",
+        *,
+        ranks: tuple[int, ...] = (),
+        name: str = "",
+        values: tuple[Any, ...] = (),
+        **fields: Any,
+    ) -> Finding:
+        """Return a finding with the texts of a case in the table of faults.
+
+        Args:
+            fault: Id of the fault.
+            case: Name of the case in the fault's row.
+            ranks: Ranks it concerns.
+            name: Parameter, buffer, loss or option; also a field of the texts.
+            values: One entry per rank.
+            **fields: Other fields of the texts.
+        """
+        texts = FAULTS[fault].explain(case, name=name, **fields)
+        return cls(fault, texts.what, texts.expected, ranks, name, values, texts.fix)
+
+    def refine(self, fault: str, case: str = "check", **details: Any) -> Finding:
+        """Return the finding that ranks make of this one together: same check and place in the fit, other texts.
+
+        Args:
+            fault: Id of the fault.
+            case: Name of the case in the fault's row.
+            **details: Options and fields of ``Finding.of``.
+        """
+        return replace(Finding.of(fault, case, **details), check=self.check, step=self.step, moment=self.moment)
+
     @property
     def severity(self) -> Severity:
         """Look the severity up in the one table of faults."""
@@ -197,9 +231,9 @@ class LocalFindings:
         self._faults = tuple(faults)
         self.found: list[Finding] = []
 
-    def add(self, fault: str, what: str, name: str, fix: str, expected: str = "") -> None:
-        """Add a finding of this rank."""
-        self.found.append(Finding(fault, what, expected, name=name, fix=fix))
+    def add(self, fault: str, case: str = "check", *, name: str, **fields: Any) -> None:
+        """Add a finding of this rank, as ``Finding.of`` makes it."""
+        self.found.append(Finding.of(fault, case, name=name, **fields))
 
     def row(self) -> LocalRow:
         """Return what travels in the check's row."""

@@ -18,11 +18,10 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import MAX_ROWS, batch_leaves, combine, row_hashes
 from lightning_ddp_losses.errors import InputError
-
-FIX = "An iterable dataset must give each rank its own part: use torch.distributed's rank and world size in __iter__."
 
 _FAULT = "F71"
 _MIN_SAME_BATCHES, _MIN_SAME_ROWS = 2, 8
@@ -125,7 +124,7 @@ class UndividedData:
                     f"batches of {self._name} in {self._stage} ({_FAULT})",
                     expected="rows of its own for each rank",
                     got=f"the same on {whose}, which count them so many times",
-                    fix=FIX,
+                    fix=FAULTS[_FAULT].cases["check"]["fix"],
                     collective=True,
                 )
 

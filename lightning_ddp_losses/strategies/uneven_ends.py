@@ -31,16 +31,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_ddp_losses.core import compat, safe_payload
+from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError, PeerError
 from lightning_ddp_losses.strategies import empty_batches
 
-WHAT = "training batches of this epoch"
-EXPECTED = "the same number on every rank, else the others wait for ever"
-FIX = (
-    "Give ranks equal parts of the data (drop_last=True, a DistributedSampler), set limit_train_batches or max_steps, or let "
-    "DDPLossStrategy(uneven='stop') stop with the first rank that runs out, or uneven='join' go on to the last."
-)
 MODES = ("error", "join", "stop")
 N = TypeVar("N", int, float)
 _REMEMBERED = 8  # batches: more than Lightning fetches ahead
@@ -227,7 +222,8 @@ class UnevenEnds:
         return trained - trained % self._trainer.accumulate_grad_batches + batches_until_max_steps(self._trainer)
 
     def _refuse(self, ranks: Sequence[str]) -> None:
-        raise InputError(WHAT, expected=EXPECTED, ranks=ranks, fix=FIX, collective=True)
+        texts = FAULTS["F36"].explain("check")
+        raise InputError(texts.what, expected=texts.expected, ranks=ranks, fix=texts.fix, collective=True)
 
     def say_lengths(self, lengths: Sequence[int], common: int) -> None:
         """Say what each rank leaves out of an epoch of so many batches."""

@@ -25,7 +25,7 @@ from torch.utils.data import (
 from lightning_ddp_losses import GlobalBatchSampler
 from tests.callbacks.harness import CLASSES, WIDTH, Case, Subject
 
-__all__ = ["CASES"]
+__all__ = ["CASES", "HEALTHY", "Lonely"]
 
 
 def dataset(rows: int) -> TensorDataset:
@@ -106,20 +106,6 @@ class ShortLoader(Loaded):
         features, labels = dataset(48).tensors
         data = TensorDataset(features[:first] + rank, labels[:first])
         return DataLoader(list(zip(data.tensors[0].split(4), data.tensors[1].split(4), strict=True)), batch_size=None)
-
-
-class OwnOrder(Loaded):
-    """Each rank draws a permutation of everything by itself."""
-
-    @property
-    def rows(self) -> int:
-        return 30 if self.sick else super().rows
-
-    def sampler(self) -> Any:
-        if not self.sick:
-            return DistributedSampler(dataset(self.rows))
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        return RandomSampler(dataset(self.rows), num_samples=24, generator=generator)
 
 
 class Replacement(Loaded):
@@ -263,13 +249,11 @@ CASES = [
     Case(Undivided, "F71", "BatchCheck", "batches", step=1, ranks=(0, 1)),
     Case(ShortStream, "F36", "BatchCheck", "number of batches", step=2),
     Case(ShortLoader, "F36", "BatchCheck", "number of batches"),
-    Case(OwnOrder, "F69", "BatchCheck", "rows", step=6, ranks=()),
     Case(Unseeded, "F69", "BatchCheck", "order", options=CUT),
     Case(PerClass, "F68", "BatchCheck", "MPerClassSampler", ranks=(), options=CUT),
     Case(StaleEpoch, "F70", "BatchCheck", "batch_sampler.inner", step=6, ranks=(), options={"max_epochs": 2}),
     Case(Unpaired, "F31", "BatchCheck", "contrast", step=2),
     Case(ForeignGather, "F28", "BatchCheck", "contrast", ranks=()),
-    Case(Lonely, "F62", "BatchCheck", "last batch", ranks=()),
     Case(Padded, "F54", "BatchCheck", "validation loader 0", step=5, ranks=()),
     Case(
         PaddedInside, "F54", "BatchCheck", "validation loader 0", step=5, ranks=(), strategy="ddp_losses", options=CUT

@@ -26,7 +26,7 @@ IDS = {index: f"{index}-{case.title}" for index, case in enumerate(CASES)}
 
 def on_two_and_three_ranks(index: int) -> list[Any]:
     """Each case on two ranks, every fourth one on three: who is odd among three is found by one vote for all cases of a check."""
-    marks = [] if index % _ON_THREE == 2 else [pytest.mark.slow]
+    marks = [] if index % _ON_THREE == 0 else [pytest.mark.slow]
     return [pytest.param(2, index, id=f"2-{IDS[index]}"), pytest.param(3, index, id=f"3-{IDS[index]}", marks=marks)]
 
 
@@ -66,7 +66,7 @@ def test_its_healthy_twin_is_silent(runs: Runs, index: int) -> None:
 
 
 def test_each_check_has_a_case_on_three_ranks() -> None:
-    assert {case.check for case in CASES} == {case.check for case in CASES[2::_ON_THREE]}
+    assert {case.check for case in CASES} == {case.check for case in CASES[::_ON_THREE]}
 
 
 def assert_silent(case: Case, outcomes: list[Outcome]) -> None:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_losses import BatchCheck, ClipLoss, CommunicationMonitor, DDPChecks, GlobalBatchLoss, LossCheck
 from lightning_ddp_losses.callbacks import device_check
 from lightning_ddp_losses.callbacks.check_stage import place_of
-from tests.callbacks.data_cases import HEALTHY
+from tests.callbacks.data_cases import HEALTHY, Lonely
 from tests.callbacks.harness import WIDTH, Subject
 from tests.callbacks.loss_cases import MissingLoss
 from tests.callbacks.state_cases import Memory
@@ -153,6 +153,14 @@ class Frozen(Subject):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+def test_a_last_batch_of_one_row_under_batch_norm_is_a_note(pool: RankPool) -> None:
+    for sick in (False, True):
+        for found in pool.run(2, fit, Lonely, sick, max_steps=2):
+            notes = [text for fault, severity, text in found if (fault, severity) == ("F62", "note")]
+            assert len(notes) == sick
+            assert all("the last batch has one row" in text and "drop_last=True" in text for text in notes)
 
 
 RUNS: list[tuple[Any, dict[str, Any]]] = [

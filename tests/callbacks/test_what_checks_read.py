@@ -8,14 +8,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks import row_exchange
-from lightning_ddp_losses.callbacks.batch_check import BatchEpochRow, find_overlap
-from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, SKETCH, BatchReader
+from lightning_ddp_losses.callbacks.batch_check import BatchEpochRow
+from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord
 from lightning_ddp_losses.callbacks.buffer_sync import NormRow
 from lightning_ddp_losses.callbacks.parameter_sync import ParameterRow, ShardRow
 from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
@@ -53,10 +52,8 @@ def test_rows_that_do_not_fit_together() -> None:
 
 
 def test_rows_with_lists_in_them_are_unpacked_as_they_were_packed() -> None:
-    epoch = BatchEpochRow(3, 4, 2, 17, list(range(BUCKETS)), [12, 40, 80])
-    packed = epoch.pack()
-    assert BatchEpochRow.unpack(packed) == epoch._replace(sketch=[12, 40, 80] + [0] * (SKETCH - 2))
-    assert len(packed) == len(epoch._replace(sketch=[0]).pack()), "the handshake has its size before the first step"
+    epoch = BatchEpochRow(3, 4, 2, 17, list(range(BUCKETS)))
+    assert BatchEpochRow.unpack(epoch.pack()) == epoch
     norms = NormRow(4.5, [1.0] * BUCKETS, [0.25, 0.5])
     assert NormRow.unpack(norms.pack()) == norms
     parameters = ParameterRow(7, -8, (ShardRow(0, 5, 10), ShardRow(5, 10, 10)))
@@ -91,21 +88,23 @@ def test_a_row_has_the_same_hash_wherever_it_is(width: int, dtype: torch.dtype) 
     assert row_hashes([torch.tensor(1.0).expand(3)], 80) == [0] * 80
 
 
-def test_an_epoch_keeps_the_smallest_hashes_and_counts_labels() -> None:
+def test_an_epoch_counts_labels_and_remembers_its_first_batch() -> None:
     batches = BatchReader(SimpleNamespace(trainer=SimpleNamespace(current_epoch=0), step=0))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     pool = torch.randn(300, 3, generator=generator)
-    seen: Counter[int] = Counter()
+    assert batches.epoch_record() is None
+    contents = []
     labels: Counter[int] = Counter()
     for index in range(20):
         chosen = torch.randint(300, (40,), generator=generator)
         batch = (pool[chosen], chosen - 20)
         batches.see(batch, index)
         batches.see(batch, index)  # by another check
-        seen.update(value & ~3 for value in row_hashes(list(batch), 40))
+        assert batches.distinct == len(set(row_hashes(list(batch), 40)))
+        contents.append(batches.content)
         labels.update((chosen - 20).tolist())
-    smallest = sorted(seen)[:SKETCH]
-    assert batches.sketch() == [800, *(value | min(seen[value], 3) for value in smallest)]
+    assert len(set(contents)) == 20
+    assert batches.epoch_record() == EpochRecord(0, contents[0], contents[-1])
     assert batches.counts == [sum(n for label, n in labels.items() if label % BUCKETS == b) for b in range(BUCKETS)]
     assert batches.total_rows == 800
 
@@ -191,28 +190,3 @@ def test_parameters_are_looked_up_again_when_something_changed(change: Callable[
     assert after is not before
     assert all(after[name] is parameter for name, parameter in module.named_parameters())
     assert parameters.current() is after
-
-
-def sketches_of(drawn: np.ndarray) -> list[list[int]]:
-    """What ranks send of the rows (W, n) that they drew: the smallest hashes, with how often each came."""
-    hashes = np.random.default_rng(0).permutation(drawn.max() + 1) + 1
-    sketches = []
-    for rows in drawn:
-        values, counts = np.unique(hashes[rows], return_counts=True)
-        kept = [int(value) << 2 | min(int(count), 3) for value, count in zip(values, counts, strict=True)][:SKETCH]
-        sketches.append([len(rows), *kept])
-    return sketches
-
-
-@pytest.mark.parametrize("world_size", [2, 4, 64])
-def test_rows_that_come_again_by_chance_are_no_overlap(world_size: int) -> None:
-    """The more ranks, the more of the pairs of equal rows lie on different ones; batches of classes draw some rows twice in an epoch."""
-    drawn = 64 * world_size
-    for seed in range(40):
-        random = np.random.default_rng(seed)
-        for times_as_many in (4, 8, 16):
-            assert find_overlap(sketches_of(random.integers(0, times_as_many * drawn, (world_size, 64)))) == []
-        # cut from one permutation, and from one of each rank
-        assert find_overlap(sketches_of(random.permutation(drawn).reshape(world_size, 64))) == []
-        own = np.stack([random.permutation(drawn)[:64] for _ in range(world_size)])
-        assert [finding.fault for finding in find_overlap(sketches_of(own))] == ["F69"]
