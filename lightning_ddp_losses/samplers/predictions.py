@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _TITLE = "gather_predictions"
-_ROUND_BYTES = 64 << 20  # of all ranks together, that ranks other than ``dst`` hold at a time
 
 
 def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = None) -> Any:
@@ -46,14 +45,13 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
         trainer: The one that made the predictions; it knows which rows they are of.
         predictions: This rank's: a list with an entry per batch, or of such lists where there are several loaders. An entry is a tensor
             (B, ...) or a nest of dicts, lists and tuples of such.
-        dst: The one rank that gets them; the others hold 64 MiB at a time. None: every rank.
+        dst: The one rank that keeps them. None: every rank.
 
     Returns:
         (G, ...) in the place of each (B, ...), on its device, without graph; a list of such for several loaders; None on ranks other than
         ``dst``.
 
-    Communication: one handshake, and a handshake and a gather for each loader (with ``dst`` for every 64 MiB of all ranks, and one
-        handshake more).
+    Communication: one handshake, and a handshake and a gather for each loader. All ranks hold the rows of one loader for a while.
 
     Raises:
         ConfigurationError: where the processes that predicted are gone (``ddp_spawn``, ``ddp_fork``).
@@ -74,64 +72,56 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
         {'twice': tensor([0, 2, 4, 6, 8])}
     """
     _refuse_missing_group(trainer)
-    # this rank's rows of each loader
+    # 1. the rows of this rank, by loader
     try:
         _refuse_rank(dst)
         loaders = current_loaders(trainer)
         local_rows = [_local_rows(*each) for each in zip(loaders, _by_loader(predictions, loaders), strict=True)]
-        payload = safe_payload.pack([tuple(offer) for offer in _offers(local_rows)])
+        payload = safe_payload.pack([tuple(rows.without_values()) for rows in local_rows])
     except Exception as error:  # a rank must not leave its peers alone
         handshake.raise_on_all_ranks(error, _TITLE)
-    # what all ranks have, so that one without rows knows their form
+    # 2. places and form of the rows of all ranks
     payloads = handshake.all_gather(_TITLE, {"dst": dst, "loaders": len(loaders)}, payload, of_user=True)
     try:
-        offers = [list(starmap(_RowsOffer, safe_payload.unpack(payload))) for payload in payloads]
+        everyone = [list(starmap(_LoaderRows, safe_payload.unpack(payload))) for payload in payloads]
     except pickle.UnpicklingError as error:
         handshake.raise_on_all_ranks(_unknown_class_error(error), _TITLE)
-    # rows of all ranks
+    # 3. the rows themselves
+    is_kept = dst is None or process_groups.rank() == dst
     joined = []
     for number, rows in enumerate(local_rows):
-        offers_of_loader = [offer[number] for offer in offers]
-        joined.append(_gather_rows(trainer, rows, offers_of_loader, dst, f"loader {number}"))
-    if dst is not None and process_groups.rank() != dst:
+        of_loader = [of_rank[number] for of_rank in everyone]
+        gathered = _gather_rows(trainer, rows, of_loader, f"loader {number}")
+        if is_kept:
+            joined.append(gathered)
+    if not is_kept:
         return None
     return joined if len(loaders) > 1 else joined[0]
 
 
-class _LocalRows(NamedTuple):
+class _LoaderRows(NamedTuple):
     """One rank's rows of one loader.
 
     Attributes:
-        nest: Of tensors (B, ...), all batches together; None where this rank has no batch.
-        indices: (B,), the places of the rows in the data set.
-        rows_of_set: Rows of the data set, all of which the ranks together were to be given; 0 where that is not known.
+        nest: Tensors (B, ...), all batches together. None if the rank has no batch.
+        places: (B,), places of the rows in the data set.
+        rows_of_set: Number of rows in the data set, if the ranks together were to be given all of them, else 0.
+        device: Type of the tensors' device. Empty if the rank has no batch.
     """
 
     nest: Any
-    indices: Tensor
+    places: Tensor
     rows_of_set: int = 0
+    device: str = ""
 
+    def without_values(self) -> _LoaderRows:
+        """Return the same with no rows in the tensors, on the CPU: the form of the rows."""
 
-class _RowsOffer(NamedTuple):
-    """What a rank tells of its rows.
+        def empty(tensor: Tensor) -> Tensor:
+            # a slice would be sent with the whole storage
+            return tensor.new_empty((0, *tensor.shape[1:]), device="cpu")
 
-    Attributes:
-        rows: How many.
-        different: How many of them are different ones.
-        rows_of_set: As ``_LocalRows``.
-        row_bytes: Of one row, its place included.
-        form: The nest with dtypes, shapes and devices, as text.
-        device: Of the tensors, its type.
-        nest: The nest of tensors without rows, on the CPU; None where the rank has no batch.
-    """
-
-    rows: int
-    different: int
-    rows_of_set: int
-    row_bytes: int
-    form: str
-    device: str
-    nest: Any
+        return self._replace(nest=nests.map_tensors(empty, self.nest))
 
 
 def _unknown_class_error(error: Exception) -> InputError:
@@ -197,10 +187,10 @@ def _by_loader(predictions: Any, loaders: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _local_rows(loader: Any, batches: Sequence[Any]) -> _LocalRows:
+def _local_rows(loader: Any, batches: Sequence[Any]) -> _LoaderRows:
     """Put a rank's batches of one loader together, with the places of their rows."""
     if not batches:
-        return _LocalRows(None, torch.empty(0, dtype=torch.int64))
+        return _LoaderRows(None, torch.empty(0, dtype=torch.int64))
     drawn = _drawn_batches(loader)
     if len(batches) > len(drawn):
         raise InputError(f"{_TITLE}: predictions", expected=f"{len(drawn)} batches, as were drawn", got=len(batches))
@@ -226,7 +216,8 @@ def _local_rows(loader: Any, batches: Sequence[Any]) -> _LocalRows:
     places = list(chain.from_iterable(drawn[: len(batches)]))
     if not all(isinstance(place, int) for place in places):
         raise InputError(f"{_TITLE}: indices of the sampler", expected="whole numbers", got=type(places[0]).__name__)
-    return _LocalRows(nest, torch.tensor(places, dtype=torch.int64), _rows_of_set(loader, len(batches)))
+    device = nests.tensors_in(nest)[0].device.type
+    return _LoaderRows(nest, torch.tensor(places, dtype=torch.int64), _rows_of_set(loader, len(batches)), device)
 
 
 def _rows_of_set(loader: Any, batches: int) -> int:
@@ -303,99 +294,60 @@ def _form_of(nest: Any) -> str:
 # ---------------------------------------------------------------------- rows of all ranks
 
 
-def _offers(local_rows: Sequence[_LocalRows]) -> list[_RowsOffer]:
-    """Return what this rank has of each loader."""
-    offers = []
-    for nest, indices, rows_of_set in local_rows:
-        if not len(indices):
-            offers.append(_RowsOffer(0, 0, 0, 0, "", "", None))
-            continue
-        different = len(torch.unique(indices))
-        tensors = nests.tensors_in(nest)
-        row_bytes = indices.itemsize + sum(t.nbytes for t in tensors) // len(indices)
-        empty = nests.map_tensors(lambda tensor: tensor[:0].cpu(), nest)
-        form, device = _form_of(nest), tensors[0].device.type
-        offers.append(_RowsOffer(len(indices), different, rows_of_set, row_bytes, form, device, empty))
-    return offers
-
-
-def _gather_rows(trainer: Trainer, rows: _LocalRows, offers: Sequence[_RowsOffer], dst: int | None, name: str) -> Any:
-    """Gather the rows of one loader; None on a rank that does not keep them."""
-    with_rows = [offer for offer in offers if offer.rows]
-    if len({offer.form for offer in with_rows}) != 1:
+def _gather_rows(trainer: Trainer, own: _LoaderRows, everyone: Sequence[_LoaderRows], name: str) -> Any:
+    """Gather the rows of one loader, each row once, in the order of the data set."""
+    forms = ["no batch" if rows.nest is None else f"{_form_of(rows.nest)} {rows.device}" for rows in everyone]
+    if len(set(forms) - {"no batch"}) != 1:
         raise InputError(
             f"{_TITLE}: predictions of {name}",
             expected="the same tensors on every rank, on one at least",
-            ranks=[offer.form or "no batch" for offer in offers],
+            ranks=forms,
             collective=True,
         )
     # a rank without batches takes part with tensors without rows
-    nest = rows.nest
+    nest = own.nest
     if nest is None:
+        like = next(rows for rows in everyone if rows.nest is not None)
         device = torch.device("cpu")
-        if with_rows[0].device != device.type:
+        if like.device != device.type:
             device = trainer.strategy.root_device
-        nest = nests.map_tensors(lambda tensor: tensor.to(device), with_rows[0].nest)
-    tensors = nests.tensors_in(nest)
-    given = {"places": rows.indices.to(tensors[0].device)}
-    given |= {f"tensor {number}": tensor for number, tensor in enumerate(tensors)}
-    # all at once where every rank keeps them, else in rounds
-    longest = max(offer.rows for offer in offers)
-    per_round = longest
-    if dst is not None:
-        per_round = max(1, _ROUND_BYTES // (with_rows[0].row_bytes * len(offers)))
-    is_kept = dst is None or process_groups.rank() == dst
-    kept: list[list[Tensor]] = []
+        nest = nests.map_tensors(lambda tensor: tensor.to(device), like.nest)
+    given = {f"tensor {number}": tensor for number, tensor in enumerate(nests.tensors_in(nest))}
     with torch.no_grad():
-        for start in range(0, longest, per_round):
-            part = {key: tensor[start : start + per_round] for key, tensor in given.items()}
-            gathered = gather_batch(f"{_TITLE}, {name}", part, {"start": start}).tensors
-            if is_kept:
-                kept.append(gathered)
-    # each row once; a single rank that has them all tells the others whether that is so
-    failure = None
-    if is_kept:
-        places, *everything = [torch.cat(parts) for parts in zip(*kept, strict=True)]
-        order = _first_places(places)
-        failure = _other_draws(len(order), offers, name)
-    if dst is not None:
-        if failure is not None:
-            handshake.raise_on_all_ranks(failure, _TITLE)
-        handshake.all_gather(f"{_TITLE}, {name} joined", {})
-    elif failure is not None:
-        failure.collective = True
-        raise failure
-    if not is_kept:
-        return None
-    ordered = iter([tensor[order] for tensor in everything])
+        gathered = gather_batch(f"{_TITLE}, {name}", given, {}).tensors
+    # every rank knows all places, so all ranks raise or none does
+    order = _first_places(torch.cat([rows.places for rows in everyone]))
+    _refuse_other_draws(len(order), everyone, name)
+    ordered = iter([tensor[order.to(tensor.device)] for tensor in gathered])
     return nests.map_tensors(lambda _: next(ordered), nest)
 
 
-def _other_draws(different: int, offers: Sequence[_RowsOffer], name: str) -> InputError | None:
-    """Return an error for ranks that drew from different orders: some rows came to several ranks, and others to none.
+def _refuse_other_draws(different: int, everyone: Sequence[_LoaderRows], name: str) -> None:
+    """Refuse rows of ranks that drew from different orders: some rows came to several ranks, and others to none.
 
     Args:
-        different: How many different rows the ranks have together.
-        offers: What each rank has.
-        name: The loader, as errors name it.
+        different: Number of different rows that the ranks have together.
+        everyone: Rows of each rank.
+        name: Name of the loader in errors.
     """
-    counts = [offer.different for offer in offers]
+    counts = [len(torch.unique(rows.places)) for rows in everyone]
     repeated = sum(counts) - different
     # drawn with replacement, a row may well come to several
-    with_replacement = any(offer.rows != offer.different for offer in offers)
+    with_replacement = any(len(rows.places) != count for rows, count in zip(everyone, counts, strict=True))
     is_all_on_each = all(count == different for count in counts)
     if with_replacement or is_all_on_each or not repeated:
-        return None
-    rows_of_set = max(offer.rows_of_set for offer in offers)
+        return
+    rows_of_set = max(rows.rows_of_set for rows in everyone)
     # a sampler that pads repeats fewer rows than there are ranks, and leaves out none
-    if repeated < len(offers) and different >= rows_of_set:
-        return None
+    if repeated < len(everyone) and different >= rows_of_set:
+        return
     missing = f", and {rows_of_set - different} to none" if rows_of_set > different else ""
-    return InputError(
+    raise InputError(
         f"{_TITLE}: rows of {name}",
         expected="each on one rank, cut from one order",
         got=f"{repeated} that came to several ranks{missing}",
         fix="Seed alike on every rank, or predict under DDPLossStrategy, whose ranks draw one order.",
+        collective=True,
     )
 
 

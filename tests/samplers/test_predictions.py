@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from lightning_ddp_losses import ConfigurationError, GlobalBatchSampler, InputError, gather_predictions
-from lightning_ddp_losses.samplers import predictions as predictions_file
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
 
@@ -138,18 +137,9 @@ def test_a_rank_without_rows_gets_them_all_the_same(pool: RankPool) -> None:
         assert_same(found, 2)
 
 
-def predict_in_rounds(dst: int) -> Any:
-    before = predictions_file._ROUND_BYTES
-    predictions_file._ROUND_BYTES = 200  # a row of each rank or two at a time
-    try:
-        return predict("in order", dst=dst)
-    finally:
-        predictions_file._ROUND_BYTES = before
-
-
 @pytest.mark.parametrize("dst", [0, 2])
 def test_one_rank_alone_may_keep_them(pool: RankPool, dst: int) -> None:
-    found = pool.run(3, predict_in_rounds, dst)
+    found = pool.run(3, predict, "in order", dst=dst)
     assert_same(found.pop(dst), ROWS)
     assert found == [None, None]
 
