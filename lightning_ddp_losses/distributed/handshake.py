@@ -14,13 +14,10 @@ are long enough for it: what is said to cost a handshake and a gather often cost
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
-import json
 import struct
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,262 +26,26 @@ from torch import Tensor
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.forward_patch import capture_error, is_capturing
 from lightning_ddp_losses.distributed import liveness, process_groups
+from lightning_ddp_losses.distributed.header import (
+    CALL,
+    FAILURE,
+    HEADER_BYTES,
+    OF_USER,
+    OURS,
+    TEXT_BYTES,
+    VERSION,
+    Header,
+    WireHeader,
+    failure_report,
+    hides_mismatch,
+    mark_reported,
+    mismatch_error,
+    refuse_long_payloads,
+    was_reported_in,
+)
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import start_gather, wait
-from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchError, error_class, format_error
-
-VERSION = 1
-CALL, FAILURE = 0, 1
-"""Kinds: a rank that calls an operation, and one that failed by itself."""
-
-TEXT_BYTES = 448
-"""Of the text, at most, in a handshake; the rest is the payload's."""
-
-LARGEST_PAYLOAD = 64 << 20
-"""Bytes of payload that a header may announce: a peer that is broken must not make all ranks allocate what it says."""
-
-OURS, OF_USER = 0, 0x5AFE
-"""Whose payload it is: one that holds what the user's program made may be of any length."""
-
-_WIRE = struct.Struct("<HHHHI16s")
-HEADER_BYTES = _WIRE.size
-
-_SIZE = struct.Struct("<I")  # of a part that stands before others
-
-_SHOWN_CHARACTERS = 200  # of a long value in a message
-_SHOWN_BEFORE = 40  # of those, before the place where the ranks' values part
-
-
-def sized(part: bytes) -> bytes:
-    """Return a part of a payload with its size before it, so that others may follow."""
-    return _SIZE.pack(len(part)) + part
-
-
-def read_sized(payload: bytes, offset: int) -> tuple[bytes, int]:
-    """Return the part that ``sized`` made, which begins at an offset, and where the next one begins."""
-    (size,) = _SIZE.unpack_from(payload, offset)
-    end = offset + _SIZE.size + size
-    return payload[end - size : end], end
-
-
-class Header(NamedTuple):
-    """What a rank sent, complete.
-
-    Attributes:
-        version: The version of the format.
-        kind: ``CALL`` or ``FAILURE``.
-        digest: A hash of the whole text.
-        text: The operation and what must match, a line each; of a failure, where it happened.
-        payload: The rank's own data; of a failure, its report as JSON.
-    """
-
-    version: int
-    kind: int
-    digest: bytes
-    text: str
-    payload: bytes
-
-
-class WireHeader(NamedTuple):
-    """What stands at the beginning of a rank's message."""
-
-    version: int
-    kind: int
-    text_bytes: int
-    origin: int
-    payload_bytes: int
-    digest: bytes
-
-    @classmethod
-    def pack(cls, kind: int, text: bytes, payload_bytes: int, origin: int = OURS) -> bytes:
-        """Return the beginning of a message: the header and as much of the text as is sent with it."""
-        shown = text[:TEXT_BYTES]
-        digest = hashlib.blake2b(text, digest_size=16).digest()
-        return _WIRE.pack(VERSION, kind, len(shown), origin, payload_bytes, digest) + shown
-
-    @classmethod
-    def unpack(cls, message: bytes | memoryview) -> WireHeader:
-        """Read the header of a rank's message."""
-        return cls._make(_WIRE.unpack_from(message))
-
-    @property
-    def is_too_long(self) -> bool:
-        """Whether it announces more than a payload of ours ever has."""
-        return self.payload_bytes > LARGEST_PAYLOAD and self.origin != OF_USER
-
-    @property
-    def message_bytes(self) -> int:
-        """What header, text and payload take together."""
-        return HEADER_BYTES + self.text_bytes + self.payload_bytes
-
-    def text_in(self, message: bytes | memoryview) -> bytes:
-        """Return the text of a message, as far as it was sent."""
-        return bytes(message[HEADER_BYTES : HEADER_BYTES + self.text_bytes])
-
-    def payload_in(self, message: bytes | memoryview) -> bytes:
-        """Return the inline payload of a message."""
-        start = HEADER_BYTES + self.text_bytes
-        return bytes(message[start : start + self.payload_bytes])
-
-
-def hides_mismatch(headers: Sequence[WireHeader], texts: Sequence[bytes]) -> bool:
-    """Say whether ranks disagree about one operation and a text was cut, so that the difference may lie in what was not sent.
-
-    A rank that is at another place of the program may be gone and would not send its text whole, so it is not asked.
-    """
-    if len({header.digest for header in headers}) == 1:
-        return False
-    all_call = all(header.version == VERSION and header.kind == CALL for header in headers)
-    operations = {text.split(b"\n", 1)[0] for text in texts}
-    return all_call and len(operations) == 1 and any(len(text) == TEXT_BYTES for text in texts)
-
-
-# ---------------------------------------------------------------------- the error
-
-
-def failure_report(error: Exception, where: str) -> bytes:
-    """Return what peers are told of an error: its class and parts where it is ours, its text, the place."""
-    report: dict[str, Any] = {"class": "", "where": where}
-    if not isinstance(error, DDPLossError):
-        report["text"] = f"{type(error).__name__}: {error}"
-        return json.dumps(report).encode()
-    report["class"] = type(error).__name__
-    parts = error.parts_as_text()
-    if format_error(**parts) == str(error):
-        if parts["ranks"] is not None:
-            parts["ranks"] = list(parts["ranks"].items())  # JSON's keys are texts
-        report["parts"] = {name: part for name, part in parts.items() if part is not None}
-    else:
-        report["text"] = str(error)
-    return json.dumps(report).encode()
-
-
-def refuse_long_payloads(headers: Sequence[WireHeader]) -> None:
-    """Refuse headers that announce more than ``LARGEST_PAYLOAD``, before anything is allocated for it.
-
-    Raises:
-        PeerError: on every rank that reads these headers, naming the ranks that sent them.
-    """
-    too_long = {rank: f"{h.payload_bytes:,} bytes" for rank, h in enumerate(headers) if h.is_too_long}
-    if too_long:
-        raise PeerError(
-            "handshake",
-            expected=f"payloads of at most {LARGEST_PAYLOAD:,} bytes",
-            ranks=too_long,
-            fix="Those ranks are broken, or run another release of lightning_ddp_losses: install the same one on every node.",
-            collective=True,
-        )
-
-
-class _Report(NamedTuple):
-    """A failure as a peer reads it."""
-
-    class_name: str
-    where: str
-    text: str
-    parts: dict[str, Any]
-
-    @classmethod
-    def read(cls, payload: bytes) -> _Report:
-        found = json.loads(payload)
-        parts = found.get("parts", {})
-        if "ranks" in parts:
-            parts["ranks"] = dict(parts["ranks"])
-        text = found["text"] if "text" in found else format_error(**parts)
-        return cls(found["class"], found["where"], text, parts)
-
-
-def mismatch_error(headers: Sequence[Header]) -> DDPLossError:
-    """Return the one error, the same on every rank, that headers which do not agree amount to."""
-    versions = [header.version for header in headers]
-    if len(set(versions)) > 1:
-        return RankMismatchError(
-            "lightning_ddp_losses: expected one version on all ranks",
-            ranks=[f"handshake version {version}" for version in versions],
-            fix="Install the same release on every node.",
-            collective=True,
-        )
-    reports = {rank: _Report.read(header.payload) for rank, header in enumerate(headers) if header.kind == FAILURE}
-    if reports:
-        return _peer_error(reports, len(headers))
-    return _different_calls([header.text for header in headers])
-
-
-def _peer_error(reports: Mapping[int, _Report], world_size: int) -> DDPLossError:
-    """Return the error for what one rank or several met by themselves."""
-    texts = {report.text for report in reports.values()}
-    places = ", ".join(sorted({report.where for report in reports.values()}))
-    first = next(iter(reports.values()))
-    all_ours = all(report.class_name for report in reports.values())
-    cls = error_class(first.class_name) if all_ours else PeerError
-    if len(texts) > 1:
-        what = f"{len(reports)} of {world_size} ranks failed in {places}"
-        return cls(what, ranks={rank: report.text for rank, report in reports.items()}, collective=True)
-    ranks = ", ".join(map(str, reports))
-    error = cls(f"{first.text}\n(rank {ranks} of {world_size}, in {places})", collective=True)
-    for name, part in first.parts.items():
-        setattr(error, name, part)
-    return error
-
-
-def _different_calls(texts: Sequence[str]) -> RankMismatchError:
-    """Return the error for ranks that called different things: other operations, or one with other values."""
-    operations = [text.split("\n", 1)[0] for text in texts]
-    if len(set(operations)) > 1:
-        return RankMismatchError(
-            "ranks met at different places of the program",
-            expected="the same operation on every rank",
-            ranks=[_one_line(text) for text in texts],
-            fix="Call every loss, metric and backward on all ranks, in the same order (no branch on rank or on local data).",
-            collective=True,
-        )
-    values = [_values_in(text) for text in texts]
-    all_names = dict.fromkeys(itertools.chain.from_iterable(values))  # in the order in which they stand
-    shown = {}
-    for name in all_names:
-        of_ranks = [own.get(name) for own in values]
-        if len(set(of_ranks)) > 1:
-            shown[name] = _around_difference(of_ranks)
-    entries = []
-    for rank, text in enumerate(texts):
-        differing = ", ".join(f"{name}={of_ranks[rank]}" for name, of_ranks in shown.items())
-        entries.append(differing or _one_line(text))
-    what = operations[0]
-    if shown:
-        what = f"{what}: {', '.join(shown)}"
-    return RankMismatchError(
-        what,
-        expected="the same on every rank",
-        ranks=entries,
-        fix="Make these equal on all ranks.",
-        collective=True,
-    )
-
-
-def _values_in(text: str) -> dict[str, str]:
-    """Return what must match, by name."""
-    pairs = (line.partition("=") for line in text.split("\n")[1:])
-    return {name: value for name, sign, value in pairs if sign}
-
-
-def _around_difference(values: Sequence[str | None]) -> list[str | None]:
-    """Return the values of the ranks, long ones from a little before the place where they part."""
-    columns = zip(*(value or "" for value in values), strict=False)
-    equal = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
-    start = max(0, equal - _SHOWN_BEFORE)
-    shown: list[str | None] = []
-    for value in values:
-        if value is not None and len(value) > _SHOWN_CHARACTERS:
-            shown.append(f"...{value[start : start + _SHOWN_CHARACTERS]}")
-        else:
-            shown.append(value)
-    return shown
-
-
-def _one_line(text: str) -> str:
-    operation, *rest = text.split("\n")
-    return f"{operation} ({', '.join(rest)})" if rest else operation
-
+from lightning_ddp_losses.errors import DDPLossError, PeerError
 
 ChannelName: TypeAlias = Literal["handshakes", "checks"]
 """Which of our process groups carries a handshake (``process_groups.ProcessGroups``)."""
@@ -299,7 +60,19 @@ PEER_TIMEOUT = timedelta(seconds=60)
 _INLINE_BYTES, _INLINE_BYTES_OF_ALL = 8 << 10, 256 << 10
 _LARGEST_HANDSHAKE = 64 << 10
 _WINDOW = 64  # handshakes without a longer one, after which the channel forgets the longest
-_WHOLE_TEXT_BYTES = 8 << 10  # where ranks disagree and a header could not show on what
+_SIZE = struct.Struct("<I")  # of a part that stands before others
+
+
+def sized(part: bytes) -> bytes:
+    """Return a part of a payload with its size before it, so that others may follow."""
+    return _SIZE.pack(len(part)) + part
+
+
+def read_sized(payload: bytes, offset: int) -> tuple[bytes, int]:
+    """Return the part that ``sized`` made, which begins at an offset, and where the next one begins."""
+    (size,) = _SIZE.unpack_from(payload, offset)
+    end = offset + _SIZE.size + size
+    return payload[end - size : end], end
 
 
 def inline_capacity(group: Group = None) -> int:
@@ -495,7 +268,7 @@ class PendingHandshake:
         if len(what_differs) == 1 and headers[0].kind == CALL and headers[0].version == VERSION:
             return [h.payload for h in headers]
         error = mismatch_error(headers)
-        _mark_reported(error, self._channel.group)
+        mark_reported(error, self._channel.group)
         raise error
 
     def receive(self, timeout: timedelta | None = None) -> list[Header]:
@@ -542,22 +315,16 @@ class PendingHandshake:
         # 2. every rank has seen how long the messages would have been, and derives the size of the next handshake from that
         if self._has_channel_size:
             self._channel.observe(max(wire.message_bytes for wire in wire_headers))
-        # 3. the payloads, in one more gather where one did not fit; ranks that disagree come to it all the same
+        # 3. the payloads that did not fit; ranks that disagree come to this gather all the same
         payloads = [wire.payload_in(message) for wire, message in zip(wire_headers, messages, strict=True)]
-        followers = {
-            rank: wire.payload_bytes for rank, wire in enumerate(wire_headers) if wire.message_bytes > self._size
-        }
-        longest = max(followers.values(), default=0)
-        if longest:
-            own = b"" if self._is_inline else self._payload
-            rows = self._gather_more(own, longest, timeout)
-            for rank, payload_bytes in followers.items():
-                payloads[rank] = bytes(rows[rank][:payload_bytes])
-        # 4. the texts, in one more gather where ranks disagree and what was sent of them does not show on what
+        missing = [wire.payload_bytes if wire.message_bytes > self._size else 0 for wire in wire_headers]
+        if any(missing):
+            rest = self._gather_rest(b"" if self._is_inline else self._payload, missing, timeout)
+            payloads = [late or inline for late, inline in zip(rest, payloads, strict=True)]
+        # 4. the whole texts, if ranks disagree and the sent parts may not show about what
         texts = [wire.text_in(message) for wire, message in zip(wire_headers, messages, strict=True)]
         if hides_mismatch(wire_headers, texts):
-            rows = self._gather_more(self._text[:_WHOLE_TEXT_BYTES], _WHOLE_TEXT_BYTES, timeout)
-            texts = [bytes(row).rstrip(b"\0") for row in rows]
+            texts = self._gather_rest(self._text, [wire.text_bytes for wire in wire_headers], timeout)
         return [
             Header(wire.version, wire.kind, wire.digest, text.decode(errors="replace"), payload)
             for wire, text, payload in zip(wire_headers, texts, payloads, strict=True)
@@ -568,15 +335,15 @@ class PendingHandshake:
         if self._has_channel_size:
             self._channel.observe(wire.message_bytes)
         text = wire.text_in(messages[0]).decode(errors="replace")
-        start, end = HEADER_BYTES + wire.text_bytes, wire.message_bytes
+        start, end = wire.payload_start, wire.message_bytes
         return [Header(wire.version, wire.kind, wire.digest, text, bytes(m[start:end])) for m in messages]
 
-    def _gather_more(self, own: bytes, size: int, timeout: timedelta | None) -> list[memoryview]:
-        """Gather ``size`` bytes of each rank, of which this one fills the beginning."""
-        message = bytearray(own)
-        message.extend(bytes(size - len(own)))
-        everyone, work = _start_gather_bytes(message, self._channel.group)
-        return _finish_gather_bytes(everyone, work, size, timeout)
+    def _gather_rest(self, own: bytes, sizes: Sequence[int], timeout: timedelta | None) -> list[bytes]:
+        """Gather so many bytes of each rank. Communication: one gather of the longest."""
+        longest = max(sizes)
+        everyone, work = _start_gather_bytes(bytearray(own.ljust(longest, b"\0")), self._channel.group)
+        rows = _finish_gather_bytes(everyone, work, longest, timeout)
+        return [bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 
 class _OwnHandshake(PendingHandshake):
@@ -641,7 +408,7 @@ def raise_on_all_ranks(
     with contextlib.suppress(AttributeError):  # an exception class may forbid it
         error.collective = True  # type: ignore[attr-defined]
     channel = Channel.of(group, "handshakes")
-    _mark_reported(error, channel.group)
+    mark_reported(error, channel.group)
     report = failure_report(error, where)
     try:
         pending = PendingHandshake(FAILURE, where, report, channel, handshake_bytes=handshake_bytes, timeout=timeout)
@@ -674,7 +441,7 @@ def notify_subgroups(error: Exception, where: str) -> bool:
     for subgroup in subgroups:
         if was_reported_in(subgroup, error):
             continue
-        _mark_reported(error, subgroup)
+        mark_reported(error, subgroup)
         with contextlib.suppress(RuntimeError):  # its members may be gone
             start(text, {}, group=subgroup)
     return bool(subgroups)
@@ -694,23 +461,3 @@ def raise_in_all_groups(error: Exception, where: str) -> NoReturn:
         with contextlib.suppress(AttributeError):  # an exception class may forbid it
             error.collective = False  # type: ignore[attr-defined]
     raise_on_all_ranks(error, where)
-
-
-def was_reported_in(group: dist.ProcessGroup, error: Exception) -> bool:
-    """Say whether the members of a group of ours hear of this error in a handshake of it, which this rank has come to."""
-    return any(known is group for known in getattr(error, "reported_in", ()))
-
-
-def has_reached_all(error: BaseException) -> bool:
-    """Say whether every rank of the world raises this error, or the one that it has become there, and so comes to what follows."""
-    groups = getattr(error, "reported_in", ())
-    if not groups:  # decided by all ranks alike; where a connection was lost, by those that are left
-        return getattr(error, "collective", False) and not isinstance(error, PeerError)
-    is_of_world = bool(process_groups.internal_groups().made().intersection(groups))
-    return is_of_world and not getattr(error, "is_unheard", False)
-
-
-def _mark_reported(error: Exception, group: dist.ProcessGroup) -> None:
-    """Note that one more group hears of an error: a loss over class shards tells its part first, then the replicas."""
-    with contextlib.suppress(AttributeError):  # an exception class may forbid it
-        error.reported_in = (*getattr(error, "reported_in", ()), group)  # type: ignore[attr-defined]

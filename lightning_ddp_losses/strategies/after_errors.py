@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed import handshake, header, process_groups
 from lightning_ddp_losses.errors import DDPLossError
 from lightning_ddp_losses.strategies.termination import Termination
 
@@ -79,7 +79,7 @@ class AfterError(Callback):
         if self._termination.is_together and isinstance(exception, SIGTERMException):
             return
         self._tell(exception)
-        is_divided, is_told = self._is_divided(), handshake.has_reached_all(exception)
+        is_divided, is_told = self._is_divided(), header.has_reached_all(exception)
         self.is_together = is_divided and is_told and _made_the_same_steps(trainer)
         self.is_alone = not self.is_together
         savers = [callback for callback in trainer.callbacks if _saves_after_errors(callback)]  # type: ignore[attr-defined]

@@ -1,0 +1,295 @@
+"""The header that each rank sends in a handshake, and the one error that headers which disagree amount to.
+
+A header names the operation and what *must match*; a failed rank sends its error as a report instead. Every rank reads the same headers,
+so every rank makes the same error of them. Groups that have received an error are noted on it (``reported_in``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchError, error_class, format_error
+
+VERSION = 1
+CALL, FAILURE = 0, 1
+"""Kinds: a rank that calls an operation, and one that failed by itself."""
+
+TEXT_BYTES = 448
+"""Largest part of the text that is sent with the header; ranks that disagree gather the rest."""
+
+LARGEST_PAYLOAD = 64 << 20
+"""Largest payload or text in bytes that a header may announce: a broken peer must not make all ranks allocate more."""
+
+OURS, OF_USER = 0, 0x5AFE
+"""Whose payload it is: one that holds what the user's program made may be of any length."""
+
+_WIRE = struct.Struct("<BBHII16s")
+HEADER_BYTES = _WIRE.size
+
+_SHOWN_CHARACTERS = 200  # of a long value in a message
+_SHOWN_BEFORE = 40  # of those, before the place where the ranks' values part
+
+
+class Header(NamedTuple):
+    """What a rank sent, complete.
+
+    Attributes:
+        version: The version of the format.
+        kind: ``CALL`` or ``FAILURE``.
+        digest: A hash of the whole text.
+        text: The operation and what must match, a line each; of a failure, where it happened.
+        payload: The rank's own data; of a failure, its report as JSON.
+    """
+
+    version: int
+    kind: int
+    digest: bytes
+    text: str
+    payload: bytes
+
+
+class WireHeader(NamedTuple):
+    """The beginning of a rank's message: header, text (its first ``TEXT_BYTES``), then the payload if it fits.
+
+    Attributes:
+        version: The version of the format.
+        kind: ``CALL`` or ``FAILURE``.
+        origin: ``OURS`` or ``OF_USER``.
+        text_bytes: Length of the whole text.
+        payload_bytes: Length of the payload.
+        digest: A hash of the whole text.
+    """
+
+    version: int
+    kind: int
+    origin: int
+    text_bytes: int
+    payload_bytes: int
+    digest: bytes
+
+    @classmethod
+    def pack(cls, kind: int, text: bytes, payload_bytes: int, origin: int = OURS) -> bytes:
+        """Return the beginning of a message: the header and the part of the text that is sent with it."""
+        digest = hashlib.blake2b(text, digest_size=16).digest()
+        return _WIRE.pack(VERSION, kind, origin, len(text), payload_bytes, digest) + text[:TEXT_BYTES]
+
+    @classmethod
+    def unpack(cls, message: bytes | memoryview) -> WireHeader:
+        """Read the header of a rank's message."""
+        return cls._make(_WIRE.unpack_from(message))
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether it announces more than a payload or a text of ours ever has."""
+        return self.text_bytes > LARGEST_PAYLOAD or (self.payload_bytes > LARGEST_PAYLOAD and self.origin != OF_USER)
+
+    @property
+    def payload_start(self) -> int:
+        """The place of the payload in the message."""
+        return HEADER_BYTES + min(self.text_bytes, TEXT_BYTES)
+
+    @property
+    def message_bytes(self) -> int:
+        """The length of header, text and payload together."""
+        return self.payload_start + self.payload_bytes
+
+    def text_in(self, message: bytes | memoryview) -> bytes:
+        """Return the text of a message, as far as it was sent."""
+        return bytes(message[HEADER_BYTES : self.payload_start])
+
+    def payload_in(self, message: bytes | memoryview) -> bytes:
+        """Return the inline payload of a message."""
+        return bytes(message[self.payload_start : self.message_bytes])
+
+
+def hides_mismatch(headers: Sequence[WireHeader], texts: Sequence[bytes]) -> bool:
+    """Return whether ranks disagree about one operation, and the difference may lie in the rest of a text.
+
+    A rank at another place of the program may be gone and would not send its whole text, so it is not asked.
+    """
+    if len({header.digest for header in headers}) == 1:
+        return False
+    all_call = all(header.version == VERSION and header.kind == CALL for header in headers)
+    operations = {text.split(b"\n", 1)[0] for text in texts}
+    return all_call and len(operations) == 1 and any(header.text_bytes > TEXT_BYTES for header in headers)
+
+
+# ---------------------------------------------------------------------- the error
+
+
+def failure_report(error: Exception, where: str) -> bytes:
+    """Return the report that peers get: the class and parts of an error of ours, its text, the place."""
+    report: dict[str, Any] = {"class": "", "where": where}
+    if not isinstance(error, DDPLossError):
+        report["text"] = f"{type(error).__name__}: {error}"
+        return json.dumps(report).encode()
+    report["class"] = type(error).__name__
+    parts = error.parts_as_text()
+    if format_error(**parts) == str(error):
+        if parts["ranks"] is not None:
+            parts["ranks"] = list(parts["ranks"].items())  # JSON's keys are texts
+        report["parts"] = {name: part for name, part in parts.items() if part is not None}
+    else:
+        report["text"] = str(error)
+    return json.dumps(report).encode()
+
+
+def refuse_long_payloads(headers: Sequence[WireHeader]) -> None:
+    """Refuse headers that announce more than ``LARGEST_PAYLOAD``, before anything is allocated for it.
+
+    Raises:
+        PeerError: on every rank that reads these headers, naming the ranks that sent them.
+    """
+    too_long = {
+        rank: f"{max(h.payload_bytes, h.text_bytes):,} bytes" for rank, h in enumerate(headers) if h.is_too_long
+    }
+    if too_long:
+        raise PeerError(
+            "handshake",
+            expected=f"payloads of at most {LARGEST_PAYLOAD:,} bytes",
+            ranks=too_long,
+            fix="Those ranks are broken, or run another release of lightning_ddp_losses: install the same one on every node.",
+            collective=True,
+        )
+
+
+class _Report(NamedTuple):
+    """A failure as a peer reads it."""
+
+    class_name: str
+    where: str
+    text: str
+    parts: dict[str, Any]
+
+    @classmethod
+    def read(cls, payload: bytes) -> _Report:
+        found = json.loads(payload)
+        parts = found.get("parts", {})
+        if "ranks" in parts:
+            parts["ranks"] = dict(parts["ranks"])
+        text = found["text"] if "text" in found else format_error(**parts)
+        return cls(found["class"], found["where"], text, parts)
+
+
+def mismatch_error(headers: Sequence[Header]) -> DDPLossError:
+    """Return the one error, the same on every rank, that headers which do not agree amount to."""
+    versions = [header.version for header in headers]
+    if len(set(versions)) > 1:
+        return RankMismatchError(
+            "lightning_ddp_losses: expected one version on all ranks",
+            ranks=[f"handshake version {version}" for version in versions],
+            fix="Install the same release on every node.",
+            collective=True,
+        )
+    reports = {rank: _Report.read(header.payload) for rank, header in enumerate(headers) if header.kind == FAILURE}
+    if reports:
+        return _peer_error(reports, len(headers))
+    return _different_calls([header.text for header in headers])
+
+
+def _peer_error(reports: Mapping[int, _Report], world_size: int) -> DDPLossError:
+    """Return the error for what one rank or several met by themselves."""
+    texts = {report.text for report in reports.values()}
+    places = ", ".join(sorted({report.where for report in reports.values()}))
+    first = next(iter(reports.values()))
+    all_ours = all(report.class_name for report in reports.values())
+    cls = error_class(first.class_name) if all_ours else PeerError
+    if len(texts) > 1:
+        what = f"{len(reports)} of {world_size} ranks failed in {places}"
+        return cls(what, ranks={rank: report.text for rank, report in reports.items()}, collective=True)
+    ranks = ", ".join(map(str, reports))
+    error = cls(f"{first.text}\n(rank {ranks} of {world_size}, in {places})", collective=True)
+    for name, part in first.parts.items():
+        setattr(error, name, part)
+    return error
+
+
+def _different_calls(texts: Sequence[str]) -> RankMismatchError:
+    """Return the error for ranks that called different things: other operations, or one with other values."""
+    operations = [text.split("\n", 1)[0] for text in texts]
+    if len(set(operations)) > 1:
+        return RankMismatchError(
+            "ranks met at different places of the program",
+            expected="the same operation on every rank",
+            ranks=[_one_line(text) for text in texts],
+            fix="Call every loss, metric and backward on all ranks, in the same order (no branch on rank or on local data).",
+            collective=True,
+        )
+    values = [_values_in(text) for text in texts]
+    all_names = dict.fromkeys(itertools.chain.from_iterable(values))  # in the order in which they stand
+    shown = {}
+    for name in all_names:
+        of_ranks = [own.get(name) for own in values]
+        if len(set(of_ranks)) > 1:
+            shown[name] = _around_difference(of_ranks)
+    entries = []
+    for rank, text in enumerate(texts):
+        differing = ", ".join(f"{name}={of_ranks[rank]}" for name, of_ranks in shown.items())
+        entries.append(differing or _one_line(text))
+    what = operations[0]
+    if shown:
+        what = f"{what}: {', '.join(shown)}"
+    return RankMismatchError(
+        what,
+        expected="the same on every rank",
+        ranks=entries,
+        fix="Make these equal on all ranks.",
+        collective=True,
+    )
+
+
+def _values_in(text: str) -> dict[str, str]:
+    """Return what must match, by name."""
+    pairs = (line.partition("=") for line in text.split("\n")[1:])
+    return {name: value for name, sign, value in pairs if sign}
+
+
+def _around_difference(values: Sequence[str | None]) -> list[str | None]:
+    """Return the values of the ranks, long ones from a little before the place where they part."""
+    columns = zip(*(value or "" for value in values), strict=False)
+    equal = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+    start = max(0, equal - _SHOWN_BEFORE)
+    shown: list[str | None] = []
+    for value in values:
+        if value is not None and len(value) > _SHOWN_CHARACTERS:
+            shown.append(f"...{value[start : start + _SHOWN_CHARACTERS]}")
+        else:
+            shown.append(value)
+    return shown
+
+
+def _one_line(text: str) -> str:
+    operation, *rest = text.split("\n")
+    return f"{operation} ({', '.join(rest)})" if rest else operation
+
+
+# ---------------------------------------------------------------------- who knows of an error
+
+
+def was_reported_in(group: dist.ProcessGroup, error: Exception) -> bool:
+    """Return whether the members of a group of ours receive this error in a handshake that this rank has joined."""
+    return any(known is group for known in getattr(error, "reported_in", ()))
+
+
+def has_reached_all(error: BaseException) -> bool:
+    """Return whether every rank of the world raises this error, or the one that it has become there."""
+    groups = getattr(error, "reported_in", ())
+    if not groups:  # decided by all ranks alike; where a connection was lost, by those that are left
+        return getattr(error, "collective", False) and not isinstance(error, PeerError)
+    is_of_world = bool(process_groups.internal_groups().made().intersection(groups))
+    return is_of_world and not getattr(error, "is_unheard", False)
+
+
+def mark_reported(error: Exception, group: dist.ProcessGroup) -> None:
+    """Note that one more group receives an error: a loss over class shards sends it to its part first, then to the replicas."""
+    with contextlib.suppress(AttributeError):  # an exception class may forbid it
+        error.reported_in = (*getattr(error, "reported_in", ()), group)  # type: ignore[attr-defined]
