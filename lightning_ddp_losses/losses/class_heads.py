@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.losses.partial_sums import Number, partial_sums_of
+from lightning_ddp_losses.losses.element_losses import partial_sums_of
 from lightning_ddp_losses.losses.pml_registry import (
     CLASS_REGULARIZERS,
     DISTANCES,
@@ -372,13 +372,16 @@ class ClassPenalty:
     def __init__(self, regularizer: Any, weight: float, per_class: int) -> None:
         self._regularizer, self._weight, self._per_class = regularizer, weight, per_class
 
-    def __call__(self, block: Tensor) -> tuple[Tensor, Number]:
+    def __call__(self, block: Tensor) -> tuple[Tensor, float | Tensor]:
         """Return the summed terms of (c * K, D) weight rows, and what they add to the divisor."""
         is_of_centers = CLASS_REGULARIZERS[type(self._regularizer)] == "centers"
         evaluate = self._between_centers if is_of_centers else self._regularizer.compute_loss
         elements = evaluate(block)
-        share = partial_sums_of(self._regularizer.reducer, elements, block, None, 1)[0]
-        return share.total, share.divisor
+        part = partial_sums_of(self._regularizer.reducer, elements, block, None)[0]
+        divisor = part.share_of(1)
+        if isinstance(divisor, Tensor) and divisor.device.type == "cpu":
+            divisor = divisor.item()
+        return part.total, divisor
 
     def value(self, terms: Tensor, divisor: Tensor) -> Tensor:
         """Return the sub-loss, from the terms and divisors of all blocks of all ranks."""

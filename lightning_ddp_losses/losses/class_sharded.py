@@ -43,13 +43,13 @@ from lightning_ddp_losses.losses.class_sharded_options import (
     refuse_with_replicas,
 )
 from lightning_ddp_losses.losses.class_targets import LocalClasses, only_local, positions_in
+from lightning_ddp_losses.losses.element_losses import collects_counts, partial_sums_of
 from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
 from lightning_ddp_losses.losses.miner_tuples import GlobalTuples, miner_counts, miner_weights
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
-from lightning_ddp_losses.losses.partial_sums import global_loss, partial_sums_of, stats_of_one
+from lightning_ddp_losses.losses.partial_sums import global_loss, sums_of_all_rows
 from lightning_ddp_losses.losses.pml_registry import can_split, is_separable, reduction_of
 from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form, tile_budget
-from lightning_ddp_losses.losses.recorded_stats import collects_counts
 from lightning_ddp_losses.losses.sharded_softmax import RowLosses, ShardedSoftmax
 from lightning_ddp_losses.losses.sharded_weight import ShardedWeight, empty_loss, full_weight, refuse_joint_draws
 
@@ -433,14 +433,13 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             reduced: Tensor = self.loss.reducer(sub_losses, embeddings, labels)
             return reduced
         # the same by sums and divisors, which an accumulation window adds up: every rank has all rows, as if there were one rank
-        partials = partial_sums_of(self.loss.reducer, sub_losses, embeddings, labels, 1)
-        stats = stats_of_one(partials, embeddings)
+        sums = sums_of_all_rows(partial_sums_of(self.loss.reducer, sub_losses, embeddings, labels), embeddings)
         if in_window:
-            return global_loss(partials, stats, window_source=(self, self._title))
+            return global_loss(sums, window_source=(self, self._title))
         reduction = reduction_of(self.loss.reducer)
         assert reduction is not None
         # PML's mean over no rows is not a number, of a reducer that selects it is 0
-        return global_loss(partials, stats, empty=0.0 if reduction.selects else math.nan)
+        return global_loss(sums, empty=0.0 if reduction.selects else math.nan)
 
     # ------------------------------------------------------------------ what is refused on all ranks
 

@@ -14,79 +14,39 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph
-from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
-from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import (
-    all_gather_rows,
-    gather_stacked,
     travels_on_device,
+)
+from lightning_ddp_losses.losses.element_losses import (
+    collects_counts,
+    element_losses,
+    partial_sums_of,
+    record_norms,
+    record_sub_loss,
+    torch_partial_sum,
 )
 from lightning_ddp_losses.losses.gathered_call import PMLCall, TensorCall, same_draws
 from lightning_ddp_losses.losses.partial_sums import (
     ONE_ELEMENT,
-    DeviceStats,
-    GlobalStats,
+    GlobalSums,
     PartialSum,
-    element_losses,
-    exchange_partials,
+    SumExchange,
     global_loss,
-    number_of,
-    partial_sums_of,
-    scale_factors,
     value_with_grad,
 )
 from lightning_ddp_losses.losses.pml_registry import facts_of, is_pml_loss
 from lightning_ddp_losses.losses.products import ProductForm
-from lightning_ddp_losses.losses.recorded_stats import collects_counts, record_counts, record_norms, record_sub_loss
 from lightning_ddp_losses.losses.row_chunks import RowChunks, chunks_of
 from lightning_ddp_losses.losses.tiled import TileCompiler, TiledEvaluator, TiledPlan
-from lightning_ddp_losses.losses.torch_losses import torch_partial_sum
-
-
-@dataclass(frozen=True)
-class StatsExchange:
-    """How the ranks exchange what they computed in one call.
-
-    Attributes:
-        title: How messages name the loss.
-        must_match: For a tensor of the call, what must be equal on all ranks.
-        group: Process group.
-    """
-
-    title: str
-    must_match: Callable[[Tensor], dict[str, object]]
-    group: Group
-
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return process_groups.world_size(self.group)
-
-    def all_gather(self, like: Tensor, payload: bytes, handshake_bytes: int | None = None) -> list[bytes]:
-        """Return all ranks' payloads."""
-        must_match = self.must_match(like)
-        return handshake.all_gather(self.title, must_match, payload, handshake_bytes=handshake_bytes, group=self.group)
-
-    def stays_on_device(self, loss: Any, like: Tensor) -> bool:
-        """Say whether numbers travel without the host: the same on all ranks."""
-        return not collects_counts(loss) and travels_on_device(like, self.group)
-
-    def reduce_partials(self, loss: Any, partials: list[PartialSum], like: Tensor) -> GlobalStats:
-        """Return all ranks' numbers of the sub-losses, and record them on the loss as PML does."""
-        stats_by_rank = exchange_partials(
-            partials, like, partial(self.all_gather, like), group=self.group, on_host=collects_counts(loss)
-        )
-        record_counts(loss, [partial.name for partial in partials], stats_by_rank)
-        return stats_by_rank
 
 
 @dataclass(frozen=True)
@@ -107,7 +67,7 @@ class Elements:
     """A loss that is a sum over samples: each rank its own rows."""
 
     loss: Any
-    exchange: StatsExchange
+    exchange: SumExchange
 
     def run(self, call: LocalCall) -> Tensor:
         """Return the global loss, from this rank's rows alone."""
@@ -118,10 +78,10 @@ class Elements:
         else:
             rows = next(value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor))
             empty = math.nan  # torch's mean over nothing
-            partials = [torch_partial_sum(self.loss, call.args, call.kwargs, self.exchange.world)]
-        # those of all ranks, and what they make of this rank's
-        stats_by_rank = self.exchange.reduce_partials(self.loss, partials, rows)
-        value = global_loss(partials, stats_by_rank, empty=empty, window_source=(self.loss, self.exchange.title))
+            partials = [torch_partial_sum(self.loss, call.args, call.kwargs)]
+        # the global loss, from those of all ranks
+        sums = _gather_sums(self.loss, self.exchange, partials, rows)
+        value = global_loss(sums, empty=empty, window_source=(self.loss, self.exchange.title))
         # a rank without rows may come with a plain ``torch.zeros(0, D)``, and takes part in backward all the same
         return autograd_graph.match_requires_grad(value, wanted=rows.shape[0] == 0)
 
@@ -130,7 +90,7 @@ class Elements:
         losses = {}
         if embeddings.shape[0] or labels is not None:
             losses = element_losses(self.loss, embeddings, labels)
-        return partial_sums_of(self.loss.reducer, losses, embeddings, labels, self.exchange.world)
+        return partial_sums_of(self.loss.reducer, losses, embeddings, labels)
 
 
 @dataclass(frozen=True)
@@ -144,28 +104,28 @@ class Rows:
     """
 
     loss: Any
-    exchange: StatsExchange
+    exchange: SumExchange
     chunk_bytes: int | None = None
 
     def run(self, call: PMLCall) -> Tensor:
         """Return the global loss."""
         rows = call.given["embeddings"]
         # sums and divisors of this rank's anchors
-        chunks = RowChunks(self.loss, call, chunks_of(self.loss, call, self.chunk_bytes), self.exchange.world)
+        chunks = RowChunks(self.loss, call, chunks_of(self.loss, call, self.chunk_bytes))
         partials = chunks.partial_sums()
         record_norms(getattr(self.loss, "distance", None), call.arguments["embeddings"], call.references)
         # the embedding regulariser, which every rank computes in full
         regularizer = None
         if _regularizes_embeddings(self.loss):
             regularizer = _embedding_term(self.loss, call.arguments["embeddings"])
-            full = PartialSum(regularizer, 1.0, full=True, name="embedding_reg_loss", counts=ONE_ELEMENT)
+            full = PartialSum(regularizer, full=True, name="embedding_reg_loss", counts=ONE_ELEMENT)
             partials = [*partials, full]
         # sums and divisors of all ranks
-        stats_by_rank = self.exchange.reduce_partials(self.loss, partials, rows)
+        sums = _gather_sums(self.loss, self.exchange, partials, rows)
         if not chunks.recomputes:
-            return global_loss(partials, stats_by_rank)
+            return global_loss(sums)
         # the number now, the gradient chunk by chunk in backward
-        value, factors = scale_factors(stats_by_rank)
+        value, factors = sums.reduce()
         if regularizer is None:
             return chunks.value(factors, value)
         return value_with_grad(value, chunks.value(factors[:-1], value) + regularizer)
@@ -186,7 +146,7 @@ class Tiled:
     """
 
     loss: Any
-    exchange: StatsExchange
+    exchange: SumExchange
     plan: TiledPlan
     symmetric: bool
     tile_bytes: int | None = None
@@ -196,13 +156,13 @@ class Tiled:
     def run(self, call: PMLCall) -> Tensor:
         """Return the global loss."""
         exchange, rows = self.exchange, call.given["embeddings"]
-        on_device = exchange.stays_on_device(self.loss, rows)
+        with_counts = collects_counts(self.loss)
+        on_device = not with_counts and travels_on_device(rows, exchange.group)
         tiled = TiledEvaluator(
             self.loss,
             self.plan,
             call,
             symmetric=self.symmetric,
-            world=exchange.world,
             tile_bytes=self.tile_bytes,
             on_device=on_device,
             compiler=self.compiler,
@@ -213,36 +173,29 @@ class Tiled:
         handshake_bytes = handshake.HANDSHAKE_BYTES + tiled.payload_capacity()
         try:
             tiled.forward()
-            payload = b"" if on_device else tiled.pack()
+            partials, present = tiled.partial_sums(), tiled.is_no_zero()
         except Exception as error:
             handshake.raise_on_all_ranks(error, exchange.title, handshake_bytes=handshake_bytes, group=exchange.group)
         # those of all ranks: the number now, the gradient tile by tile in backward
-        payloads = exchange.all_gather(rows, payload, handshake_bytes)
-        table: GlobalStats
-        if on_device:
-            table, column_stats = self._gather_on_device(tiled, call)
-        else:
-            table, column_stats = tiled.unpack(payloads)
-        graph, value = tiled.value(table, column_stats)
-        record_counts(self.loss, self.plan.pair_loss.sub_losses, table)
+        sums, row_stats = exchange.gather(
+            partials,
+            rows,
+            with_counts=with_counts,
+            present=present,
+            row_stats=tiled.row_stats if self.symmetric else None,
+            rows_by_rank=call.counts["embeddings"],
+            handshake_bytes=handshake_bytes,
+        )
+        graph, value = tiled.value(sums, row_stats)
+        if with_counts:
+            _record_counts(self.loss, sums)
         record_norms(self.loss.distance, call.arguments["embeddings"], call.references)
         # the embedding regulariser, which every rank computes in full
         if not _regularizes_embeddings(self.loss):
             return graph
         regularizer = _embedding_term(self.loss, self._rows_with_grad(call))
         record_sub_loss(self.loss, "embedding_reg_loss", ONE_ELEMENT)
-        return value_with_grad(value + number_of(regularizer.detach()), graph + regularizer)
-
-    def _gather_on_device(self, tiled: TiledEvaluator, call: PMLCall) -> tuple[DeviceStats, Tensor | None]:
-        """Return sums and statistics of all ranks. Communication: two gathers, one where no statistics are needed."""
-        table, row_stats = tiled.device_stats()
-        names = self.plan.pair_loss.sub_losses
-        stats = DeviceStats(gather_stacked(table, self.exchange.group), tuple(False for _ in names))
-        if not self.symmetric:
-            return stats, None
-        if self.exchange.world > 1:
-            row_stats = all_gather_rows(row_stats, call.counts["embeddings"], self.exchange.group)
-        return stats, tiled.in_column_order(row_stats)
+        return value_with_grad(value + regularizer.detach(), graph + regularizer)
 
     def _rows_with_grad(self, call: PMLCall) -> Tensor:
         """Return all ranks' rows in the graph of this rank's; symmetric tiles leave the gathered ones without."""
@@ -283,6 +236,20 @@ def _copied_distances(loss: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _gather_sums(loss: Any, exchange: SumExchange, partials: list[PartialSum], like: Tensor) -> GlobalSums:
+    """Return the sums of all ranks, and record their counts on a loss that collects statistics."""
+    with_counts = collects_counts(loss)
+    sums, _ = exchange.gather(partials, like, with_counts=with_counts)
+    if with_counts:
+        _record_counts(loss, sums)
+    return sums
+
+
+def _record_counts(loss: Any, sums: GlobalSums) -> None:
+    for each, counts in zip(sums.partials, sums.counts(), strict=True):
+        record_sub_loss(loss, each.name, counts)
 
 
 def _regularizes_embeddings(loss: Any) -> bool:

@@ -29,7 +29,7 @@ from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGr
 from lightning_ddp_losses.distributed.raw_collectives import narrow_batches
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
-from lightning_ddp_losses.losses.evaluations import Elements, LocalCall, Replicated, Rows, StatsExchange, Tiled
+from lightning_ddp_losses.losses.evaluations import Elements, LocalCall, Replicated, Rows, Tiled
 from lightning_ddp_losses.losses.gathered_call import (
     PMLCall,
     SeedCounter,
@@ -44,6 +44,7 @@ from lightning_ddp_losses.losses.global_batch_options import (
     refuse_unfit,
 )
 from lightning_ddp_losses.losses.miner_tuples import GlobalTuples
+from lightning_ddp_losses.losses.partial_sums import SumExchange
 from lightning_ddp_losses.losses.pml_registry import (
     PML_NAMES,
     Mode,
@@ -393,8 +394,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             group=self._group,
         )
 
-    def _exchange(self) -> StatsExchange:
-        return StatsExchange(self._title, self._take_must_match_of, self._group)
+    def _exchange(self) -> SumExchange:
+        return SumExchange(self._title, self._take_must_match_of, self._group)
 
     def _take_must_match_of(self, like: Tensor) -> dict[str, object]:
         rows = f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"

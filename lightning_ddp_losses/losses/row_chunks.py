@@ -16,16 +16,9 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.core.autograd_graph import own_graph
 from lightning_ddp_losses.losses.anchor_tuples import enough_pairs
+from lightning_ddp_losses.losses.element_losses import anchor_losses, partial_sums_of
 from lightning_ddp_losses.losses.gathered_call import PMLCall
-from lightning_ddp_losses.losses.partial_sums import (
-    ElementCounts,
-    Number,
-    PartialSum,
-    anchor_losses,
-    cast_number,
-    partial_sums_of,
-    value_with_grad,
-)
+from lightning_ddp_losses.losses.partial_sums import ElementCounts, PartialSum, value_with_grad
 from lightning_ddp_losses.losses.pml_registry import facts_of
 
 CHUNK_BYTES = 64 << 20
@@ -83,11 +76,10 @@ class RowChunks:
         loss: A loss that is a sum over anchors.
         call: Its arguments over all ranks.
         chunks: From ``chunks_of``.
-        world: Number of ranks.
     """
 
-    def __init__(self, loss: Any, call: PMLCall, chunks: list[slice], world: int) -> None:
-        self._loss, self._call, self._chunks, self._world = loss, call, chunks, world
+    def __init__(self, loss: Any, call: PMLCall, chunks: list[slice]) -> None:
+        self._loss, self._call, self._chunks = loss, call, chunks
         self._owner_of_full: list[int | None] = []
 
     @property
@@ -108,7 +100,7 @@ class RowChunks:
         self._owner_of_full = [_first_full(partials) for partials in by_sub_loss]
         return [_added(partials, owner) for partials, owner in zip(by_sub_loss, self._owner_of_full, strict=True)]
 
-    def value(self, factors: list[Number], value: Number) -> Tensor:
+    def value(self, factors: list[Tensor], value: Tensor) -> Tensor:
         """Return the loss, whose gradient is computed chunk by chunk in backward.
 
         Args:
@@ -119,7 +111,7 @@ class RowChunks:
         inputs = (self._call.given["embeddings"], self._call.references, *parameters)
         return value_with_grad(value, *inputs, vjp=lambda wanted: self._gradients(factors, references=wanted[1]))
 
-    def _gradients(self, factors: list[Number], *, references: bool) -> list[Tensor]:
+    def _gradients(self, factors: list[Tensor], *, references: bool) -> list[Tensor]:
         """Return the gradients of embeddings, references (zeros where not wanted) and parameters."""
         embeddings, all_references = self._call.given["embeddings"].detach(), self._call.references.detach()
         dtype, devices = embeddings.dtype, {embeddings.device.type}
@@ -147,13 +139,13 @@ class RowChunks:
                         gradient.add_(added)
         return gradients
 
-    def _weighted_total(self, number: int, anchors: Tensor, references: Tensor, factors: list[Number]) -> Tensor:
+    def _weighted_total(self, number: int, anchors: Tensor, references: Tensor, factors: list[Tensor]) -> Tensor:
         """Return what one chunk adds to the global loss, with its graph."""
         partials = self._partials(self._chunks[number], anchors, references)
         total = anchors.new_zeros(())
         for partial, factor, owner in zip(partials, factors, self._owner_of_full, strict=True):
             if owner is None or owner == number:
-                total = total + partial.total * cast_number(factor, total.dtype)
+                total = total + partial.total * factor.to(total.dtype)
         return total
 
     def _partials(self, chunk: slice | None, anchors: Tensor, references: Tensor) -> list[PartialSum]:
@@ -162,8 +154,7 @@ class RowChunks:
         if labels is not None and chunk is not None:
             labels = labels[chunk]
         losses = anchor_losses(self._loss, anchors, labels, call.local_tuples(chunk), references, call.ref_labels)
-        parts = self._world * max(len(self._chunks), 1)
-        return partial_sums_of(self._loss.reducer, losses, anchors, labels, parts)
+        return partial_sums_of(self._loss.reducer, losses, anchors, labels)
 
 
 def _first_full(partials: Sequence[PartialSum]) -> int | None:
@@ -179,6 +170,7 @@ def _added(partials: Sequence[PartialSum], owner: int | None) -> PartialSum:
     if owner is not None:
         return partials[owner]
     total = torch.stack([partial.total for partial in partials]).sum()
-    divisor = sum(partial.divisor for partial in partials)
+    divisors = [partial.divisor for partial in partials if partial.divisor is not None]
+    divisor = torch.stack(divisors).sum() if divisors else None
     columns = zip(*(partial.counts for partial in partials), strict=True)
     return PartialSum(total, divisor, name=partials[0].name, counts=ElementCounts(*map(sum, columns)))

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.losses.anchor_tuples import anchor_tuples
-from lightning_ddp_losses.losses.partial_sums import PartialSum, anchor_losses, element_losses, partial_sums_of
+from lightning_ddp_losses.losses.element_losses import anchor_losses, element_losses, partial_sums_of, torch_partial_sum
+from lightning_ddp_losses.losses.partial_sums import PartialSum
 from lightning_ddp_losses.losses.pml_registry import Mode, can_split, facts_of
-from lightning_ddp_losses.losses.torch_losses import torch_partial_sum
 from lightning_ddp_losses.losses.two_views import labelled_loss
 
 _HALVES = ((0, 5), (5, 12))  # unequal on purpose
@@ -74,10 +74,12 @@ def _sub_loss(halves: tuple[PartialSum, ...]) -> Tensor:
     """Return one sub-loss from its two partial sums, with its graph."""
     if halves[0].full:
         return halves[0].total
-    divisor = sum(half.divisor for half in halves)
-    if not divisor:
-        return torch.zeros_like(halves[0].total)
-    return torch.stack([half.total for half in halves]).sum() / divisor
+    total = torch.stack([half.total for half in halves]).sum()
+    divisors = [half.divisor for half in halves if half.divisor is not None]
+    if not divisors:
+        return total
+    divisor = torch.stack(divisors).sum()
+    return total / divisor if divisor else torch.zeros_like(total)
 
 
 def _half(loss: nn.Module, leaf: Tensor, labels: Tensor, bounds: tuple[int, int], mode: Mode) -> list[PartialSum]:
@@ -87,7 +89,7 @@ def _half(loss: nn.Module, leaf: Tensor, labels: Tensor, bounds: tuple[int, int]
         if mode == "rows":
             raise ValueError("torch.nn losses have no anchors")
         targets = _targets(loss, leaf, labels)[start:stop]
-        return [torch_partial_sum(loss, (rows, targets), {}, len(_HALVES))]
+        return [torch_partial_sum(loss, (rows, targets), {})]
     if not can_split(getattr(loss, "reducer", None)):
         raise ValueError("the reducer cannot be split")
     if mode == "elements":
@@ -96,7 +98,7 @@ def _half(loss: nn.Module, leaf: Tensor, labels: Tensor, bounds: tuple[int, int]
         triplets = facts_of(loss).compares_triplets
         tuples = anchor_tuples(labels, labels, bounds, None, triplets=triplets, same=True)
         losses = anchor_losses(loss, rows, own_labels, tuples, leaf, labels)
-    return partial_sums_of(loss.reducer, losses, rows, own_labels, len(_HALVES))
+    return partial_sums_of(loss.reducer, losses, rows, own_labels)
 
 
 def _targets(loss: nn.Module, leaf: Tensor, labels: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, 
 from lightning_ddp_losses.losses.class_heads import Head, Scale
 from lightning_ddp_losses.losses.class_targets import LocalClasses, LocalTargets
 from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
-from lightning_ddp_losses.losses.partial_sums import Number, for_mean_over_ranks
+from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.products import (
     Operand,
     ProductForm,
@@ -38,6 +38,7 @@ from lightning_ddp_losses.losses.products import (
     product_grad_,
 )
 
+Number = float | Tensor
 Penalty = Callable[[Tensor], tuple[Tensor, Number]]
 
 

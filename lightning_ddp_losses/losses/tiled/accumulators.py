@@ -9,39 +9,17 @@ or 0 without a miner).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.losses.partial_sums import Number, number_of
+from lightning_ddp_losses.losses.partial_sums import ElementCounts, PartialSum, host_number
 from lightning_ddp_losses.losses.pml_registry import Reduction
 from lightning_ddp_losses.losses.tiled.tiles import Tile
 
 
-@dataclass(frozen=True)
-class LocalTotal:
-    """This rank's part of a sub-loss.
-
-    Attributes:
-        total: S_r, the sum of what passes.
-        divisor: n_r, its number; None where nothing is divided.
-        passed: Its number.
-        elements: How many elements there are, passing or not.
-        above_low: How many pass the lower limit.
-        pairs: How many pairs there are.
-    """
-
-    total: Number
-    divisor: Number | None
-    passed: Any
-    elements: Any
-    above_low: Any
-    pairs: Any
-
-
-def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> tuple[LocalTotal, Tensor | None]:
+def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> tuple[PartialSum, Tensor | None]:
     """Reduces one loss per row.
 
     Args:
@@ -52,23 +30,22 @@ def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> 
     Returns:
         The total, and (B,) how much each row's loss counts in S_r; None: 1.
     """
-    counts, number = None, float(losses.numel())
-    passed: Number = number
-    above: Number = number
+    counts, number = None, host_number(losses.numel())
+    passed = above = number
     if reduction.selects:
         counts = reduction.passing(losses)
-        passed = number_of(counts.sum())
+        passed = counts.sum()
         above = number if reduction.low is None else passed
         if reduction.low is not None and reduction.high is not None:
-            above = number_of((losses > reduction.low).sum())
+            above = (losses > reduction.low).sum()
     if reduction.weights is not None:
         # class weights weigh the sum and leave the divisor alone, as PML does
         assert labels is not None
         counts = reduction.weights.to(losses)[labels]
     weighted = losses if counts is None else losses * counts
-    total = number_of(weighted.sum(dtype=torch.float64))
     divisor = None if reduction.plain_sum else passed
-    return LocalTotal(total, divisor, passed, number, above, number), counts
+    element_counts = ElementCounts(number, passed, above, number)
+    return PartialSum(weighted.sum(dtype=torch.float64), divisor, counts=element_counts), counts
 
 
 class PairSums:
@@ -171,23 +148,23 @@ class PairSums:
         passing = self.reduction.passing(losses)
         return losses.sign_().mul_(passing)
 
-    def finalize(self, labels: Tensor | None) -> tuple[LocalTotal, Tensor | None]:
+    def finalize(self, labels: Tensor | None) -> tuple[PartialSum, Tensor | None]:
         """Computes the total, and (B,) how much a passing pair of each row counts in S_r; None: 1."""
         reduction = self.reduction
         if reduction.per_anchor:
             number = self._all.clamp(min=1)
             anchors, counts = reduce_rows(reduction, self._sum / number, labels)
-            pairs = number_of(self._all.sum(dtype=torch.float64))
-            return replace(anchors, pairs=pairs), number.reciprocal() if counts is None else counts / number
+            pairs = anchors.counts._replace(pairs=self._all.sum(dtype=torch.float64))
+            return replace(anchors, counts=pairs), number.reciprocal() if counts is None else counts / number
         counts, weighted = None, self._sum
         if reduction.weights is not None and labels is not None:
             counts = reduction.weights.to(weighted)[labels]
             weighted = weighted * counts
-        passed = number_of((self._passed if self._by_pair else self._all).sum(dtype=torch.float64))
+        passed = (self._passed if self._by_pair else self._all).sum(dtype=torch.float64)
         elements = above = passed
         if self._by_pair and self._records:
-            elements = number_of(self._all.sum(dtype=torch.float64))
-            above = number_of(self._above.sum(dtype=torch.float64))
-        total = number_of(weighted.sum(dtype=torch.float64))
+            elements = self._all.sum(dtype=torch.float64)
+            above = self._above.sum(dtype=torch.float64)
         divisor = None if reduction.plain_sum else passed
-        return LocalTotal(total, divisor, passed, elements, above, elements), counts
+        element_counts = ElementCounts(elements, passed, above, elements)
+        return PartialSum(weighted.sum(dtype=torch.float64), divisor, counts=element_counts), counts

@@ -12,7 +12,7 @@ of a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,27 +21,17 @@ from torch import Tensor
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.losses.element_losses import collects_counts, no_loss
 from lightning_ddp_losses.losses.gathered_call import PMLCall
 from lightning_ddp_losses.losses.partial_sums import (
-    STATS_BYTES,
-    ElementCounts,
-    GlobalStats,
-    Number,
-    PartialStats,
-    cast_number,
-    device_table,
-    no_loss,
-    number_of,
-    pack_stats,
-    scale_factors,
-    undivided,
-    unpack_partials,
+    SUM_BYTES,
+    GlobalSums,
+    PartialSum,
+    host_number,
     value_with_grad,
 )
 from lightning_ddp_losses.losses.pml_registry import facts_of
 from lightning_ddp_losses.losses.products import ProductForm, tile_budget
-from lightning_ddp_losses.losses.recorded_stats import collects_counts
-from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal
 from lightning_ddp_losses.losses.tiled.distances import Prepared, tile_distance
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
 from lightning_ddp_losses.losses.tiled.plan import TiledPlan
@@ -130,7 +120,6 @@ class TiledEvaluator:
         plan: Its tiled evaluation.
         call: The arguments over all ranks.
         symmetric: Whether ``plan.is_symmetric``; the gathered rows then get no gradient.
-        world: W.
         tile_bytes: The most that a tile may take; None: a default.
         on_device: What ranks exchange stays on the device, which nobody waits for.
         compiler: Compiles what is elementwise; pairs are then masks on every device. None: nothing is compiled.
@@ -144,14 +133,13 @@ class TiledEvaluator:
         call: PMLCall,
         *,
         symmetric: bool,
-        world: int,
         tile_bytes: int | None,
         on_device: bool,
         compiler: TileCompiler | None,
         products: ProductForm,
     ) -> None:
         self._products = products
-        self._loss, self._plan, self._call, self._symmetric, self._world = loss, plan, call, symmetric, world
+        self._loss, self._plan, self._call, self._symmetric = loss, plan, call, symmetric
         self._tile_bytes = tile_bytes
         self._on_device, self._compiler, self._masked = on_device, compiler, False
         self._references: Tensor | None = None  # with their graph, where they want a gradient
@@ -166,7 +154,7 @@ class TiledEvaluator:
 
     def payload_capacity(self) -> int:
         """Computes bytes that any rank's payload fits in; the same on all ranks."""
-        totals = STATS_BYTES * len(self._plan.pair_loss.sub_losses)
+        totals = SUM_BYTES * len(self._plan.pair_loss.sub_losses)
         if not self._symmetric:
             return totals
         item: int = self._call.given["embeddings"].element_size()
@@ -175,7 +163,7 @@ class TiledEvaluator:
     # ------------------------------------------------------------------ there
 
     def forward(self) -> None:
-        """Goes over the tiles; the other ranks then need what ``pack`` or ``device_stats`` returns."""
+        """Goes over the tiles; the other ranks then need ``partial_sums`` and, if symmetric, ``row_stats``."""
         loss, call = self._loss, self._call
         # this rank's rows, and all columns that are here, as the distance compares them
         embeddings, references = call.given["embeddings"], call.references
@@ -193,7 +181,7 @@ class TiledEvaluator:
         # sums over each row's entries
         backward_comes = self._embeddings.requires_grad or self._references is not None
         backward_comes = backward_comes and torch.is_grad_enabled()
-        self._totals, self._row_stats = self._accumulate_tiles(backward_comes=backward_comes)
+        self._totals, self.row_stats = self._accumulate_tiles(backward_comes=backward_comes)
         self._buffers.clear()  # no tile is alive between forward and backward
 
     @torch.no_grad()
@@ -223,50 +211,23 @@ class TiledEvaluator:
             stats, column_stats = like.new_ones(3, pair_loss.width), None
             if self._symmetric:
                 column_stats = like.new_ones(5, pair_loss.width)
-            pair_loss.prepare_masked_backward(stats, column_stats, [1.0] * len(pair_loss.sub_losses))
+            pair_loss.prepare_masked_backward(stats, column_stats, [host_number(1.0)] * len(pair_loss.sub_losses))
             pair_loss.masked_grad(tile)
 
         compiler.rehearse(title, kind, rehearsal, group)
 
-    def pack(self) -> bytes:
-        """Packs what the other ranks need of this one: its sub-losses, and if ``symmetric`` its rows' statistics."""
-        packed = pack_stats(self._partial_stats())
-        if self._symmetric:
-            packed += self._row_stats.cpu().numpy().tobytes()
-        return packed
-
-    def unpack(self, payloads: Sequence[bytes]) -> tuple[list[list[PartialStats]], Tensor | None]:
-        """Reads all ranks' payloads: their sub-losses, and if ``symmetric`` the statistics of all columns' rows."""
-        size = len(self._plan.pair_loss.sub_losses) * STATS_BYTES
-        table = unpack_partials([payload[:size] for payload in payloads])
-        if not self._symmetric:
-            return table, None
-        return table, self._unpack_stats([payload[size:] for payload in payloads])
-
-    def device_stats(self) -> tuple[Tensor, Tensor]:
-        """Makes what ``pack`` packs where it stays on the device: (s, 2) totals and divisors, (B, k) statistics."""
-        numbers = [(stats.total, stats.divisor) for stats in self._partial_stats()]
-        table = device_table(numbers, self._row_stats)
-        has_both_kinds = self._has_both_kinds() if self._masked else None
-        if has_both_kinds is not None:
-            table.mul_(has_both_kinds)
-        return table, self._row_stats
-
-    def in_column_order(self, stats: Tensor) -> Tensor:
-        """Takes (G, k) statistics of all ranks' rows in the order of the columns."""
-        return _sorted(stats, self._column_order)
-
-    def value(self, table: GlobalStats, column_stats: Tensor | None) -> tuple[Tensor, Number]:
-        """Computes what follows from the numbers of all ranks.
+    def value(self, sums: GlobalSums, row_stats: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Computes the loss from the numbers of all ranks.
 
         Args:
-            table: Each rank's sub-losses.
-            column_stats: (G, k), if ``symmetric``.
+            sums: All ranks' sub-losses.
+            row_stats: (G, k), statistics of all ranks' rows, if ``symmetric``.
 
         Returns:
             The loss with its graph, and as a number.
         """
-        value, factors = scale_factors(table)
+        value, factors = sums.reduce()
+        column_stats = None if row_stats is None else _sorted(row_stats, self._column_order)
 
         def vjp(wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
             references, prepared, distance = self._references, self._prepared_references, self._distance
@@ -289,7 +250,7 @@ class TiledEvaluator:
         return value_with_grad(value, self._embeddings, self._references, vjp=vjp), value
 
     @torch.no_grad()
-    def _accumulate_tiles(self, *, backward_comes: bool) -> tuple[list[LocalTotal], Tensor]:
+    def _accumulate_tiles(self, *, backward_comes: bool) -> tuple[list[PartialSum], Tensor]:
         """Lets the pair loss see each tile once; returns the sub-losses' totals, and (B, k) statistics in the order of the rows."""
         pair_loss = self._pair_loss
         if self._masked:
@@ -319,7 +280,7 @@ class TiledEvaluator:
             self._accumulate_positives_()
         return self._reduced_rows()
 
-    def _reduced_rows(self) -> tuple[list[LocalTotal], Tensor]:
+    def _reduced_rows(self) -> tuple[list[PartialSum], Tensor]:
         """Reduces the rows; returns what ``_accumulate_tiles`` returns."""
         labels = self._call.local_labels
         if labels is not None:
@@ -327,7 +288,7 @@ class TiledEvaluator:
         totals, stats = self._pair_loss.finalize(labels)
         return totals, _unsorted(stats, self._row_order)
 
-    def _accumulate_masked_tiles(self, *, backward_comes: bool) -> tuple[list[LocalTotal], Tensor]:
+    def _accumulate_masked_tiles(self, *, backward_comes: bool) -> tuple[list[PartialSum], Tensor]:
         """Does what ``_accumulate_tiles`` does, with masks in place of lists."""
         pair_loss, complete = self._pair_loss, False
         # (elsewhere a sub-loss would keep a gradient of all columns until backward)
@@ -405,7 +366,7 @@ class TiledEvaluator:
 
     @torch.no_grad()
     def _backward_tiles(
-        self, column_stats: Tensor | None, factors: Sequence[Number], *, wants_columns: bool
+        self, column_stats: Tensor | None, factors: Sequence[Tensor], *, wants_columns: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Computes the gradients of the prepared rows, (B, D), and columns, (C, D).
 
@@ -430,7 +391,7 @@ class TiledEvaluator:
         columns_grad = self._distance.columns_grad_(self._gathered_columns, column_sums)
         return rows_grad, _unsorted(columns_grad, self._column_order)
 
-    def _weigh_sums_(self, factors: Sequence[Number], row_sums: Tensor, column_sums: Tensor | None) -> None:
+    def _weigh_sums_(self, factors: Sequence[Tensor], row_sums: Tensor, column_sums: Tensor | None) -> None:
         """Adds up the sub-losses: what they give back is known since forward, but for the factors."""
         # transposed entries have the same gradient
         times = 2.0 if self._symmetric else 1.0
@@ -440,17 +401,17 @@ class TiledEvaluator:
             for total, sums in ((row_sums, of_rows), (column_sums, of_columns)):
                 if total is None or sums is None:
                     continue
-                if isinstance(factor, Tensor):
-                    total.addcmul_(sums, cast_number(factor, sums.dtype), value=times * sign)
+                if factor.device.type == "cpu":
+                    total.add_(sums, alpha=times * sign * factor.item())
                 else:
-                    total.add_(sums, alpha=times * sign * factor)
+                    total.addcmul_(sums, factor.to(sums.dtype), value=times * sign)
 
     def _add_listed_tiles_(
-        self, column_stats: Tensor | None, factors: Sequence[Number], row_sums: Tensor, column_sums: Tensor | None
+        self, column_stats: Tensor | None, factors: Sequence[Tensor], row_sums: Tensor, column_sums: Tensor | None
     ) -> None:
         """Adds what tiles give back whose positives are listed; arguments as of ``_backward_tiles``."""
         pair_loss, distance = self._pair_loss, self._distance
-        pair_loss.prepare_backward(_sorted(self._row_stats, self._row_order), column_stats, factors)
+        pair_loss.prepare_backward(_sorted(self.row_stats, self._row_order), column_stats, factors)
         for block in self._blocks():
             for part in self._parts:
                 # distances, unless forward has kept its only tile
@@ -466,11 +427,11 @@ class TiledEvaluator:
                 self._add_vjp_(block, tile, matrix_grad, row_sums, column_sums)
 
     def _add_masked_tiles_(
-        self, column_stats: Tensor | None, factors: Sequence[Number], row_sums: Tensor, column_sums: Tensor | None
+        self, column_stats: Tensor | None, factors: Sequence[Tensor], row_sums: Tensor, column_sums: Tensor | None
     ) -> None:
         """Does the same with masks in place of lists."""
         pair_loss = self._pair_loss
-        pair_loss.prepare_masked_backward(self._row_stats, column_stats, factors)
+        pair_loss.prepare_masked_backward(self.row_stats, column_stats, factors)
         for block in self._blocks():
             for part in self._parts:
                 tile, self._kept_masked_tile = self._kept_masked_tile, None
@@ -638,27 +599,29 @@ class TiledEvaluator:
             self._buffers[index] = self._rows.new_empty(shape.numel())
         return self._buffers[index][: shape.numel()].view(shape)
 
-    # ------------------------------------------------------------------ payloads
+    # ------------------------------------------------------------------ numbers of this rank
 
-    def _partial_stats(self) -> list[PartialStats]:
-        """Lists this rank's sub-losses."""
+    def partial_sums(self) -> list[PartialSum]:
+        """Lists this rank's sub-losses, without graph."""
+        names = self._plan.pair_loss.sub_losses
         counts_on_device = self._masked and self._on_device
         if not counts_on_device and self._is_zero_loss():
-            return [PartialStats(self._no_loss(), 0.0, False, ElementCounts())] * len(self._totals)
+            return [PartialSum(self._no_loss(), host_number(0.0), name=name) for name in names]
         found = []
-        for each in self._totals:
-            total, divisor = each.total, each.divisor
-            if divisor is None:
-                divisor = undivided(self._world)
+        for name, each in zip(names, self._totals, strict=True):
+            total = each.total
             # a NaN passes no limit of a list: where nothing passes it would be lost
-            elif not self._masked and (isinstance(divisor, Tensor) or not divisor):
+            if not self._masked and each.may_count_nothing:
                 total = total + self._no_loss()
-            counts = ElementCounts(each.elements, each.passed, each.above_low, each.pairs)
-            found.append(PartialStats(total, divisor, False, counts))
+            found.append(replace(each, total=total, name=name))
         return found
 
-    def _no_loss(self) -> Number:
-        return number_of(no_loss(self._embeddings.detach()))
+    def is_no_zero(self) -> Tensor | None:
+        """Returns 0 if PML returns a zero for want of pairs, else 1; None where ``partial_sums`` knows that."""
+        return self._has_both_kinds() if self._masked and self._on_device else None
+
+    def _no_loss(self) -> Tensor:
+        return no_loss(self._embeddings.detach())
 
     def _is_zero_loss(self) -> bool:
         """Tells whether PML returns a zero at once, for want of pairs; the same on all ranks."""
@@ -683,14 +646,6 @@ class TiledEvaluator:
         if reference_labels is not labels:
             differ = torch.cat([differ, labels != labels[0]])
         return differ.any()
-
-    def _unpack_stats(self, packed: Sequence[bytes]) -> Tensor:
-        """Reads (G, k) statistics of all ranks' rows, in the order of the columns."""
-        own, data = self._row_stats, bytearray(b"".join(packed))
-        if not data:
-            return own.new_empty((self._call.total_rows, own.shape[1]))
-        stats = torch.frombuffer(data, dtype=own.dtype).view(-1, own.shape[1])
-        return self.in_column_order(stats.to(own.device))
 
 
 def _of_all_rows(parts: Sequence[Numbers | None]) -> Numbers:

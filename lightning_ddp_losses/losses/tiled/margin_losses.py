@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.losses.partial_sums import Number
+from lightning_ddp_losses.losses.partial_sums import PartialSum
 from lightning_ddp_losses.losses.pml_registry import Reduction
-from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal, PairSums
+from lightning_ddp_losses.losses.tiled.accumulators import PairSums
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss, add_transposed, as_row
 from lightning_ddp_losses.losses.tiled.tile_functions import (
     Numbers,
@@ -79,7 +79,7 @@ class Contrastive(PairLoss):
             return positive_counts, None
         return positive_counts, negative_losses  # which are counts by now
 
-    def finalize(self, labels: Tensor | None) -> tuple[list[LocalTotal], Tensor]:
+    def finalize(self, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         positive_total, positive_counts = self._positives.finalize(labels)
         negative_total, negative_counts = self._negatives.finalize(labels)
         totals = [positive_total, negative_total]
@@ -89,7 +89,7 @@ class Contrastive(PairLoss):
         columns = [ones if counts is None else counts for counts in (positive_counts, negative_counts)]
         return totals, torch.stack(columns, 1)
 
-    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]) -> None:
+    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
         self._factors, self._column_stats = factors, column_stats
         self._row_stats = row_stats
         if self._uniform:
@@ -126,7 +126,7 @@ class Contrastive(PairLoss):
         return self.run(function, tile.matrix, tile.keys, before, *options)  # type: ignore[no-any-return]
 
     def prepare_masked_backward(
-        self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]
+        self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]
     ) -> None:
         both = as_row(factors, row_stats)
         if self._uniform:
@@ -203,12 +203,12 @@ class Triplets(PairLoss):
             losses = self._losses_(column - tile.matrix + self.loss.margin)
             self._sums.accumulate_(tile.rows, losses, allowed * weight)
 
-    def finalize(self, labels: Tensor | None) -> tuple[list[LocalTotal], Tensor]:
+    def finalize(self, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         total, counts = self._sums.finalize(labels)
         self._counts = counts
         return [total], self.like.new_empty((self.rows, 0))
 
-    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]) -> None:
+    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
         if self._counts is not None:
             self._row_counts = self._counts * factors[0]
         else:
@@ -240,7 +240,7 @@ class Triplets(PairLoss):
         return self.run(function, tile.matrix, tile.keys, *options)  # type: ignore[no-any-return]
 
     def prepare_masked_backward(
-        self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]
+        self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]
     ) -> None:
         self.prepare_backward(row_stats, column_stats, factors)
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
-from lightning_ddp_losses.losses.partial_sums import Number, wide_float
+from lightning_ddp_losses.losses.partial_sums import PartialSum, host_number, wide_float
 from lightning_ddp_losses.losses.pml_registry import Reduction
-from lightning_ddp_losses.losses.tiled.accumulators import LocalTotal, PairSums, reduce_rows
+from lightning_ddp_losses.losses.tiled.accumulators import PairSums, reduce_rows
 from lightning_ddp_losses.losses.tiled.distances import is_one_product
 from lightning_ddp_losses.losses.tiled.tile_functions import (
     Numbers,
@@ -82,7 +82,7 @@ class PairLoss:
     grad_signs: tuple[float, ...] = (1.0,)
     width: int = 0
     scale: float = 1.0
-    factor: Number | None = None
+    factor: Tensor | None = None
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class PairLoss:
             entries: (n,) of the matrix.
         """
 
-    def finalize(self, labels: Tensor | None) -> tuple[list[LocalTotal], Tensor]:
+    def finalize(self, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         """Reduces what was added up.
 
         Args:
@@ -151,7 +151,7 @@ class PairLoss:
         """
         raise NotImplementedError
 
-    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]) -> None:
+    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
         """Takes in what ``grad_`` needs of all rows and columns.
 
         Args:
@@ -190,7 +190,7 @@ class PairLoss:
         raise NotImplementedError
 
     def prepare_masked_backward(
-        self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]
+        self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]
     ) -> None:
         """Takes in what ``masked_grad`` needs; arguments as of ``prepare_backward``, on one rank the same tensor twice."""
         self.factor = factors[0]
@@ -240,16 +240,16 @@ class SoftmaxPairLoss(PairLoss):
     def supports_masks(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
         return _have_logarithms(reductions)
 
-    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]) -> None:
+    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
         factor = as_row(self._stat_factors(factors[0]), row_stats)
         self._row_stats = row_stats * factor
         self._column_stats = None if column_stats is None else column_stats * factor
         have_logarithms = _have_logarithms(self.reductions)
         self._softmax_grad = SoftmaxGrad(self._row_stats, self._column_stats, have_logarithms=have_logarithms)
 
-    def _stat_factors(self, factor: Number) -> list[Number]:
+    def _stat_factors(self, factor: Tensor) -> list[Tensor]:
         """Lists what each statistic is multiplied with: those that are weights, by the factor of the sum."""
-        return [1.0, factor, factor]
+        return [host_number(1.0), factor, factor]
 
 
 def _have_logarithms(reductions: Sequence[Reduction]) -> bool:
@@ -290,7 +290,7 @@ class NTXent(SoftmaxPairLoss):
         # each positive compares itself with all negatives of its row
         self._softmax_weight[rows].index_add_(0, positives.rows, grads.mul_(passing))
 
-    def finalize(self, labels: Tensor | None) -> tuple[list[LocalTotal], Tensor]:
+    def finalize(self, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         total, counts = self._pairs.finalize(labels)
         softmax_weight = self._softmax_weight
         if counts is None:
@@ -378,7 +378,7 @@ class SupCon(SoftmaxPairLoss):
         # number of positives
         number.index_add_(0, owners, torch.ones_like(entries))
 
-    def finalize(self, labels: Tensor | None) -> tuple[list[LocalTotal], Tensor]:
+    def finalize(self, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         number, above = self._number.clamp(min=1), self._partners.above_maximum()
         has_none = self._number == 0
         losses = (above - self._positive_sum / number).masked_fill_(has_none, 0)
@@ -439,7 +439,7 @@ class MultiSimilarity(SoftmaxPairLoss):
         self._positives.accumulate_listed_(tile.positives.rows, exponents, rows=tile.rows)
         self._negatives.accumulate_(tile.keep_negatives_(tile.matrix, -torch.inf), rows=tile.rows)
 
-    def finalize(self, labels: Tensor | None) -> tuple[list[LocalTotal], Tensor]:
+    def finalize(self, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         positive_lse = self._positives.finalize()
         maximum, above = self._negatives.maximum, self._negatives.above_maximum()
         losses = positive_lse / self.loss.alpha + (maximum - self._base + above) / self.loss.beta
@@ -458,7 +458,7 @@ class MultiSimilarity(SoftmaxPairLoss):
         return self.run(function, tile.matrix, tile.keys, before, self._base, self._ratio)  # type: ignore[no-any-return]
 
     def prepare_masked_backward(
-        self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Number]
+        self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]
     ) -> None:
         super().prepare_masked_backward(row_stats, column_stats, [factors[0] / self.loss.beta])
 
@@ -482,23 +482,23 @@ class MultiSimilarity(SoftmaxPairLoss):
         self._softmax_grad.apply_(tile)
         tile.add_at_positives_(add_transposed(positive_grad, tile, self._row_stats, self._column_stats))
 
-    def _stat_factors(self, factor: Number) -> list[Number]:
-        return [1.0, factor / self.loss.beta, 1.0]
+    def _stat_factors(self, factor: Tensor) -> list[Tensor]:
+        return [host_number(1.0), factor / self.loss.beta, host_number(1.0)]
 
     def _exponents_(self, entries: Tensor) -> Tensor:
         """Overwrites entries of the matrix with ``alpha (base - s)``; returns them."""
         return entries.sub_(self._base).mul_(self._ratio)
 
 
-def as_row(numbers: Sequence[Number], like: Tensor) -> Tensor:
-    """Makes (1, n) of numbers; those of a device stay there."""
-    if like.device.type == "cpu":
-        return like.new_tensor([numbers])
+def as_row(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Makes (1, n) of 0-dim numbers; those of a device stay there."""
     parts = []
     for number in numbers:
         # stacked in the widest dtype of them
-        wide = number if isinstance(number, Tensor) else like.new_full((), number, dtype=wide_float(like.device))
-        parts.append(wide)
+        if number.device == like.device:
+            parts.append(number)
+        else:
+            parts.append(like.new_full((), number.item(), dtype=wide_float(like.device)))
     return torch.stack(parts).unsqueeze(0).to(like.dtype)
 
 

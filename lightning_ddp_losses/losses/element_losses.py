@@ -1,0 +1,273 @@
+"""Element losses as partial sums: pytorch-metric-learning's (PML) with its reducers, torch.nn's with their reduction; PML's statistics.
+
+Uneven ranks then give the mean of one process, not a mean of means.
+
+| reducer of PML | S_r | n_r |
+|---|---|---|
+| mean | sum of elements | number of elements |
+| sum | sum of elements | none |
+| threshold, average of the non-zero | sum of the elements that pass | their number |
+| class weighted | sum of weight x element | number of elements |
+| divisor | sum of elements | the rank's divisor |
+| per anchor | its inner reducer, on one element per anchor | |
+| multiple | each sub-loss by its own reducer, then the sum | |
+
+Legend: ``B`` rows on this rank, ``D`` embedding size, ``S_r`` and ``n_r`` this rank's sum and its divisor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pytorch_metric_learning.reducers import BaseReducer
+from torch import Tensor, nn
+
+from lightning_ddp_losses.core import autograd_graph
+from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.losses.partial_sums import ONE_ELEMENT, ElementCounts, PartialSum, host_number
+from lightning_ddp_losses.losses.pml_registry import Reduction, reducer_chain, reduction_of
+
+# divided by the weights of the targets that count; LinearCrossEntropyLoss is new in torch 2.13
+_CLASS_INDEX = (nn.CrossEntropyLoss, nn.NLLLoss, getattr(nn, "LinearCrossEntropyLoss", nn.CrossEntropyLoss))
+
+
+# ---------------------------------------------------------------------- pytorch-metric-learning
+
+
+def element_losses(loss: Any, embeddings: Tensor, labels: Tensor | None) -> dict[str, Any]:
+    """Return the element losses of local rows, for a loss that is a sum over samples."""
+    loss.reset_stats()
+    return loss.compute_loss(embeddings, labels, None, embeddings, labels)  # type: ignore[no-any-return]
+
+
+def anchor_losses(
+    loss: Any,
+    embeddings: Tensor,
+    labels: Tensor | None,
+    tuples: tuple[Tensor, ...],
+    ref_emb: Tensor,
+    ref_labels: Tensor | None,
+) -> dict[str, Any]:
+    """Return the element losses of local anchors against all rows, for a loss that is a sum over anchors.
+
+    Args:
+        loss: PML's.
+        embeddings: (B, D), the anchors.
+        labels: (B,).
+        tuples: From ``anchor_tuples``: local anchors, global others.
+        ref_emb: (G, D).
+        ref_labels: (G,).
+    """
+    loss.reset_stats()
+    return loss.compute_loss(embeddings, labels, tuples, ref_emb, ref_labels)  # type: ignore[no-any-return]
+
+
+def partial_sums_of(
+    reducer: Any, loss_dict: dict[str, Any], embeddings: Tensor, labels: Tensor | None
+) -> list[PartialSum]:
+    """Return one partial sum per sub-loss.
+
+    Args:
+        reducer: The loss's reducer, which ``pml_registry.can_split``.
+        loss_dict: Element losses by sub-loss, as PML's ``compute_loss`` returns them; under ``kept`` a mask of those that there are,
+            if to select them would wait for an accelerator.
+        embeddings: (B, D), the rows of these losses.
+        labels: (B,), their labels.
+    """
+    return [_partial_sum(reducer, name, info, embeddings, labels) for name, info in loss_dict.items()]
+
+
+def _partial_sum(
+    reducer: Any, name: str, info: dict[str, Any], embeddings: Tensor, labels: Tensor | None
+) -> PartialSum:
+    losses, indices, kind = info["losses"], info["indices"], info["reduction_type"]
+    reduction = reduction_of(reducer, name)
+    assert reduction is not None
+    if not torch.is_tensor(losses):  # PML's zero loss is the number 0
+        return PartialSum(no_loss(embeddings), None if reduction.plain_sum else host_number(0.0), name=name)
+    if kind == "already_reduced":
+        return PartialSum(_sum_over(losses, embeddings), full=True, name=name, counts=ONE_ELEMENT)
+    # pairs are averaged within their anchor first, if at all
+    pairs = len(losses)
+    if reduction.per_anchor and kind != "element":
+        losses = _mean_per_anchor(losses, indices[0], embeddings.shape[0])
+        anchors = torch.arange(len(losses), device=losses.device)
+    else:
+        anchors = indices if kind == "element" else indices[0]
+    # the elements that count, and their weights
+    elements = len(losses)
+    above_low: float | Tensor = elements
+    if reduction.weights is not None:
+        assert labels is not None
+        losses = losses * reduction.weights.to(device=losses.device, dtype=losses.dtype)[labels[anchors]]
+    if reduction.low is not None and reducer_chain(reducer, name)[-1].collect_stats:
+        above_low = (losses > reduction.low).sum()
+    losses, divisor = _select_passing(reduction, losses, info.get("kept"))
+    # the sum and its divisor
+    total = _sum_over(losses, embeddings)
+    if reduction.plain_sum:
+        return PartialSum(total, name=name, counts=ElementCounts(elements, 0.0, above_low, pairs))
+    if reduction.given_divisor:
+        given = info["divisor"]
+        divisor = given if isinstance(given, Tensor) else host_number(given)
+    partial = PartialSum(total, divisor, name=name, counts=ElementCounts(elements, divisor, above_low, pairs))
+    # a NaN passes no limit: where nothing passes it would be lost
+    if reduction.selects and partial.may_count_nothing:
+        return replace(partial, total=total + no_loss(embeddings.detach()))
+    return partial
+
+
+def _sum_over(losses: Tensor, embeddings: Tensor) -> Tensor:
+    """Return the sum of element losses, with the embeddings in its graph."""
+    total = losses.sum()
+    # a sum that depends on them anyway is spared three passes over them, there and back
+    if not embeddings.requires_grad or autograd_graph.depends_on(total, embeddings):
+        return total
+    return total + no_loss(embeddings)
+
+
+def no_loss(embeddings: Tensor) -> Tensor:
+    """Return 0, with the embeddings in its graph; as PML's own zero loss, NaN where they hold NaN or an infinity."""
+    return torch.sum(embeddings * 0)
+
+
+def _select_passing(reduction: Reduction, losses: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the losses that are there and pass, and how many they are."""
+    if kept is None:
+        if not reduction.selects:
+            return losses, host_number(losses.numel())
+        passes = reduction.passes(losses)
+    else:
+        passes = reduction.passes(losses) & kept if reduction.selects else kept
+    if losses.device.type == "cpu":
+        selected = losses[passes]
+        return selected, host_number(selected.numel())
+    # to select them would wait for their number
+    return torch.where(passes, losses, 0), passes.sum()
+
+
+def _mean_per_anchor(losses: Tensor, anchors: Tensor, rows: int) -> Tensor:
+    """Return the mean of each anchor's pair losses, (rows,); 0 for an anchor without pairs."""
+    total = losses.new_zeros(rows).index_add(0, anchors, losses)
+    count = losses.new_zeros(rows).index_add(0, anchors, torch.ones_like(losses))
+    return total / count.clamp(min=1)
+
+
+# ---------------------------------------------------------------------- torch.nn
+
+
+def torch_partial_sum(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartialSum:
+    """Return the sum of this rank's elements, and its part of what the global sum is to be divided by.
+
+    Args:
+        loss: A loss of torch.nn with ``reduction`` "mean", "batchmean" or "sum".
+        args: Its inputs, this rank's rows.
+        kwargs: Its inputs by keyword.
+
+    Raises:
+        InputError: where broadcasting compares every row with every other: that is no sum over rows.
+    """
+    # element losses: the loss itself, unreduced
+    reduction = loss.reduction
+    loss.reduction = "none"
+    try:
+        losses = loss(*args, **kwargs)
+    finally:
+        loss.reduction = reduction
+    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
+    _refuse_broadcast(loss, batches, losses)
+    return PartialSum(losses.sum(), _torch_divisor(loss, losses, args, kwargs))
+
+
+def _torch_divisor(loss: Any, losses: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return torch's divisor of the sum of these elements; None for a sum."""
+    if loss.reduction == "sum":
+        return None
+    if loss.reduction == "batchmean":
+        rows: Tensor = args[0] if args else kwargs["input"]
+        return host_number(rows.shape[0])
+    target = args[1] if len(args) > 1 else kwargs.get("target")
+    if isinstance(loss, _CLASS_INDEX) and isinstance(target, Tensor) and not target.is_floating_point():
+        return _weight_of(target, loss.weight, loss.ignore_index)
+    return host_number(losses.numel())
+
+
+def _refuse_broadcast(loss: Any, batches: list[Tensor], losses: Tensor) -> None:
+    """Refuse (n, 1) beside (n,): it makes n x n differences in one process, of which a rank sees its own rows' alone."""
+    if not batches or losses.numel() <= max(batch.numel() for batch in batches):
+        return
+    dimensions = {batch.ndim for batch in batches if batch.shape[0] == batches[0].shape[0]}
+    if len(dimensions) > 1:
+        raise InputError(
+            f"{type(loss).__name__}: shapes",
+            expected="rows along the same dimension in every argument",
+            got=", ".join(str(tuple(batch.shape)) for batch in batches),
+            fix="Give them the same shape (target.unsqueeze(1), or input.squeeze(1)).",
+        )
+
+
+def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int | None) -> Tensor:
+    """Return the sum of the class weights of the targets that count."""
+    if ignore_index is None:
+        ignore_index = -100  # torch's default
+    if target.device.type != "cpu":
+        # to select them would wait for their number
+        counts = target != ignore_index
+        if weight is None:
+            return counts.sum()
+        return torch.where(counts, weight[torch.where(counts, target, 0)], 0).sum()
+    counted = target[target != ignore_index]
+    if weight is None:
+        return host_number(counted.numel())
+    return torch.sum(weight[counted])
+
+
+# ---------------------------------------------------------------------- statistics that PML records (``collect_stats=True``)
+
+
+def record_norms(distance: Any, embeddings: Tensor, references: Tensor) -> None:
+    """Record the mean norms of all ranks' rows, on the distance that compared them."""
+    if distance is None or not distance.collect_stats:
+        return
+    with torch.no_grad():
+        distance.reset_stats()
+        normalized = (distance.maybe_normalize(rows) for rows in (embeddings, references))
+        distance.set_default_stats(embeddings, references, *normalized)
+
+
+def record_sub_loss(loss: Any, name: str, counts: ElementCounts) -> None:
+    """Record the numbers of elements of one sub-loss over all ranks, on its reducers."""
+    # reducers that average per anchor got the pairs, the last one what is left of them
+    *per_anchor, last = reducer_chain(loss.reducer, name)
+    for reducer in per_anchor:
+        _record_size(reducer, counts.pairs)
+    _record_size(last, counts.elements)
+    _record_passed(last, counts)
+
+
+def collects_counts(loss: Any) -> bool:
+    """Say whether a reducer of the loss records anything; its numbers then travel through the hosts."""
+    return any(module.collect_stats for module in loss.modules() if isinstance(module, BaseReducer))
+
+
+def _record_size(reducer: Any, elements: float) -> None:
+    reducer.reset_stats()
+    if reducer.collect_stats:
+        reducer.losses_size = max(int(elements), 1)  # what has no elements is the number 0
+
+
+def _record_passed(reducer: Any, counts: ElementCounts) -> None:
+    """Record what passed a reducer's limits, or its divisor, in the attributes that PML 2.9 gives it."""
+    reduction = reduction_of(reducer)
+    if reduction is None or not reducer.collect_stats:
+        return
+    if reduction.selects and counts.elements:
+        reducer.num_past_filter = int(counts.passed)
+        if reduction.low is not None:
+            reducer.num_above_low = int(counts.above_low)
+        if reduction.high is not None:
+            reducer.num_above_high = int(counts.passed)
+    if reduction.given_divisor:
+        reducer.divisor = counts.passed
