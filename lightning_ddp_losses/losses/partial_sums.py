@@ -300,11 +300,7 @@ def global_loss(sums: GlobalSums, *, empty: float = 0.0, window_source: tuple[ob
     if window is not None and window_source is not None:
         call = window.enter(*window_source, parts)
         factors = [factor * weight for factor, weight in zip(factors, call.weights, strict=True)]
-    terms = [each.total * factor for each, factor in zip(sums.partials, factors, strict=True)]
-    graph = terms[0]
-    for term in terms[1:]:
-        graph = graph + term
-    result = value_with_grad(value, graph)
+    result = value_with_grad(value, *(each.total for each in sums.partials), factors=factors)
     if call is not None:
         return call.mark(result)
     if parts:
@@ -345,28 +341,39 @@ def for_mean_over_ranks(share: Tensor, group: Group) -> Tensor:
 
 
 def value_with_grad(
-    value: Tensor, *inputs: Tensor | None, vjp: Callable[[Sequence[bool]], Gradients] | None = None
+    value: Tensor,
+    *inputs: Tensor | None,
+    factors: Sequence[Tensor] | None = None,
+    vjp: Callable[[Sequence[bool]], Gradients] | None = None,
 ) -> Tensor:
     """Return a number whose gradient is computed apart from it.
 
     Args:
         value: The number, 0-dim; or a tensor of them, of the shape of the one input.
         inputs: Tensors that it depends on; dtype and device are the first's.
-        vjp: Which inputs want a gradient -> the derivative of the number by each of them. None: there is one input, whose gradient is
-            that of the number.
+        factors: The derivative of the number by each of the inputs. None: there is one input, and it is 1.
+        vjp: Computes these derivatives in backward instead: which inputs want a gradient -> the derivative by each of them.
 
     Returns:
         A tensor like ``value``.
     """
-    return _ValueWithGrad.apply(value, vjp, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+    return _ValueWithGrad.apply(value, factors, vjp, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+
+
+_FIXED = 3  # arguments of _ValueWithGrad before the inputs
 
 
 class _ValueWithGrad(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, value: Tensor, vjp: Callable[[Sequence[bool]], Gradients] | None, *inputs: Tensor | None
+        ctx: Any,
+        value: Tensor,
+        factors: Sequence[Tensor] | None,
+        vjp: Callable[[Sequence[bool]], Gradients] | None,
+        *inputs: Tensor | None,
     ) -> Tensor:
-        ctx.vjp = vjp
+        # factors are not saved as tensors: a checkpointed loss would have to meet its peers again to make them
+        ctx.factors, ctx.vjp = factors, vjp
         if vjp is not None:
             ctx.save_for_backward(*inputs)
         like = inputs[0]
@@ -377,13 +384,15 @@ class _ValueWithGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.vjp is None:
-            return None, None, grad
-        return _scaled_vjp(ctx, grad)
+        if ctx.vjp is not None:
+            return _scaled_vjp(ctx, grad)
+        if ctx.factors is None:
+            return *[None] * _FIXED, grad
+        return *[None] * _FIXED, *(grad * factor for factor in ctx.factors)
 
 
 @once_differentiable_strict("GlobalBatchLoss")
 def _scaled_vjp(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    derivatives = ctx.vjp(ctx.needs_input_grad[2:])
+    derivatives = ctx.vjp(ctx.needs_input_grad[_FIXED:])
     scaled = [None if derivative is None else derivative * grad for derivative in derivatives]
-    return None, None, *scaled
+    return *[None] * _FIXED, *scaled
