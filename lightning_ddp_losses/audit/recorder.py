@@ -47,8 +47,8 @@ from lightning_ddp_losses.distributed.fingerprint import fingerprints
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.losses.pml_registry import compares_rows, gathers_by_itself
 from lightning_ddp_losses.samplers.evaluation import repeated_rows
-from lightning_ddp_losses.strategies.ddp_setup import describe_reshuffle
 from lightning_ddp_losses.strategies.loss_discovery import find_losses
+from lightning_ddp_losses.strategies.training_data import describe_reshuffle
 
 LEFT_OUT = (Checkpoint, EarlyStopping, ModelSummary, ProgressBar, Timer)
 """Callbacks that have no part in an audit."""

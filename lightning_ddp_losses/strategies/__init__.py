@@ -1,26 +1,22 @@
 """The Lightning strategy that gives learnable losses distributed data parallelism of their own.
 
-* ``ddp_losses``: the strategy; what is particular to DDP. A new option is one keyword here, and its use in the part that it concerns.
-* ``loss_parallelism``: what any strategy does for losses: the options, the parts of one fit, their order. ``loss_hooks``: Lightning's
-  hooks, in the order of a fit, which ask it.
-* ``loss_discovery``: which submodules are losses. ``adoption``: losses that nobody registered. ``global_batch_option``: losses made
-  global.
-* ``ddp_setup``: DDP's options, who reduces what, equal names, data loaders, batch norm.
-* ``loss_forward``: what surrounds each call of a loss.
-* ``call_check``: the handshake in each backward. ``loss_reducer``, ``gradient_buckets``: the mean of the losses' gradients after it.
-* ``uneven_ends``: training epochs that end on every rank at the same batch. ``empty_batches``: what a rank that ran out goes on with.
-* ``sampler_places``, ``loader_states``, ``random_states``: what a checkpoint says of the rows that come next.
-* ``evaluation_loaders``: each row once in evaluation. ``evaluation_ends``: where ranks meet after it. ``undivided_data``: the same rows
-  on every rank.
-* ``windows``: accumulation windows as Lightning's loops go.
+* ``options``: the options of all strategies. ``fit_part``: one feature of a strategy, as the hooks of a fit that it needs. A new option
+  is a field in ``options``, a keyword of the strategies, and a part.
+* ``ddp_losses``: the strategy, and the wrap of the model in DDP. ``ddp_setup``: who reduces what, buffers, batch norm, launchers.
+* ``fsdp_losses``: the strategy for models that ``fully_shard`` divides. ``fsdp_setup``: refusals, and the code around its backward.
+* ``loss_hooks``: Lightning's hooks, in the order of a fit. ``loss_parallelism``: the losses of a fit and the list of its parts.
+  ``same_setup``: facts that ranks must have in common.
+* ``loss_discovery``: which submodules are losses. ``adoption``: losses that the module does not register. ``loss_forward``: precision and
+  checks around each call of a loss, and losses made global.
+* ``call_check``: the handshake in each backward. ``loss_reducer``: the mean of the losses' gradients after it.
+* ``epoch_ends``: training epochs that end on every rank at the same batch. ``empty_batches``: batches for a rank that ran out.
+* ``training_data``: samplers and data sets of training loaders. ``evaluation``: each row once in evaluation, and one meeting after it.
+* ``windows``: accumulation windows in Lightning's loops. ``interruptions``: signals, and checkpoints after errors.
+* ``sampler_places``, ``loader_states``, ``random_states``: the rows that come next, in a checkpoint.
 * ``sharded_ddp``: weights of which each rank holds its own classes, their norms and overflows (``sharded_parameters``) and checkpoints
-  (``shard_files``; ``shard_folder`` for a file per rank, ``shard_records`` for what loading compares).
-* ``fsdp_losses``: the strategy for models that ``fully_shard`` divides. ``fsdp_setup``: which parameters are divided, refusals, what is
-  around backward. ``fsdp_checkpoints``: one file. ``fsdp_folder``: a folder of parts; ``whole_folder``: that as of one process.
-* ``checkpoint_files``: files that are whole or not there, and the same error on every rank. ``termination``: SIGTERM, on one rank or all.
-  ``after_errors``: what callbacks save after an error, and with whom.
-* ``requeue``: SLURM's signal before a job's time is over.
-* ``advice``: warnings, each once. ``fabric``: what Fabric is told that asks for our names.
+  (``shard_files``; ``shard_folder`` for a file per rank, ``shard_records`` for the facts that loading compares).
+* ``fsdp_checkpoints``: one file. ``fsdp_folder``: a folder of parts. ``whole_folder``: that folder as one process would have written it.
+* ``checkpoint_files``: files that are whole or not there, and the same error on every rank.
 
 What it gets right, beside plain ``ddp``:
 
@@ -45,11 +41,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.strategies.ddp_losses import DDPLossStrategy
-from lightning_ddp_losses.strategies.ddp_setup import use_layer_sync
-from lightning_ddp_losses.strategies.fabric import register_refusals
+from lightning_ddp_losses.strategies.ddp_setup import register_refusals, use_layer_sync
 from lightning_ddp_losses.strategies.fsdp_losses import ModelParallelLossStrategy
-from lightning_ddp_losses.strategies.global_batch_option import use_global_wrapper
 from lightning_ddp_losses.strategies.loss_discovery import register_loss_type
+from lightning_ddp_losses.strategies.loss_forward import use_global_wrapper
 from lightning_ddp_losses.strategies.whole_folder import whole_checkpoint
 
 __all__ = [

@@ -7,41 +7,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightning_ddp_losses.core.module_search import Hidden, find_hidden
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, raw_collectives
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import HiddenLossError
-from lightning_ddp_losses.strategies import ddp_setup
-from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
+from lightning_ddp_losses.strategies.loss_discovery import ADOPTED, FoundLoss, named_tensors
 from lightning_ddp_losses.strategies.sharded_parameters import shard_losses
 
-ADOPTED = "_adopted_losses"
 
+class Adoption(FitPart):
+    """Registers hidden losses for the length of a fit, and keeps them for checkpoints; without ``adopt`` they are refused."""
 
-class Adoption:
-    """Registers hidden losses for the length of a fit, and keeps them for checkpoints.
-
-    Args:
-        enabled: Whether they are adopted; else they are refused.
-    """
-
-    def __init__(self, *, enabled: bool) -> None:
-        self.enabled = enabled
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
         self._modules: nn.ModuleDict | None = None
 
-    def find(self, trainer: pl.Trainer, module: nn.Module, optimizers: Iterable[Optimizer]) -> Hidden:
+    def find(self) -> Hidden:
         """Search the module, the callbacks and the data module for hidden losses; refuse those that will not be adopted.
 
         Raises:
@@ -50,28 +39,22 @@ class Adoption:
 
         Communication: one handshake.
         """
+        trainer, adopt = self.fit.trainer, self.fit.options.adopt
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         elsewhere: dict[str, Any] = {f"callbacks[{i}] ({type(c).__name__})": c for i, c in enumerate(callbacks)}
         elsewhere["datamodule"] = getattr(trainer, "datamodule", None)
-        hidden = find_hidden(module, optimizers, elsewhere)
+        hidden = find_hidden(self.fit.module, self.fit.strategy.optimizers, elsewhere)
         named = [f"{type(m).__name__} at {path}" for path, m in hidden.optimised.items()]
         refused, must_match = named + hidden.loose, {}
-        if self.enabled:
+        if adopt:
             refused, must_match = hidden.loose, {"modules to adopt": "; ".join(named) or "none"}
         payloads = handshake.all_gather("hidden losses", must_match, json.dumps(refused).encode())
         refused_everywhere = [json.loads(payload) for payload in payloads]
         if any(refused_everywhere):
-            raise _refusal(refused_everywhere, adopt=self.enabled)
+            raise _refusal(refused_everywhere, adopt=adopt)
         return hidden
 
-    def adopt(
-        self,
-        module: nn.Module,
-        hidden: Hidden,
-        precision: Precision,
-        device: torch.device,
-        ddp: DistributedDataParallel | None,
-    ) -> list[FoundLoss]:
+    def adopt(self, hidden: Hidden) -> list[FoundLoss]:
         """Register the optimised hidden modules under ``module._adopted_losses``, on the device, sharded or equal on all ranks.
 
         Returns:
@@ -79,22 +62,21 @@ class Adoption:
 
         Communication: one broadcast; what ``shard_losses`` needs. (That all ranks adopt the same was compared in ``find``.)
         """
-        adopted = nn.ModuleDict()
+        strategy, adopted = self.fit.strategy, nn.ModuleDict()
         for path, found in hidden.optimised.items():
             key = _key(path)
             adopted[key if key not in adopted else f"{key}_{len(adopted)}"] = found
         shard_losses(adopted)  # before its values are remembered
         keeper = PrecisionKeeper()
         keeper.remember([adopted])
-        precision.convert_module(adopted)
+        strategy.precision_plugin.convert_module(adopted)
         keeper.restore()
-        adopted.to(device)
-        module.add_module(ADOPTED, adopted)
+        adopted.to(strategy.root_device)
+        self.fit.module.add_module(ADOPTED, adopted)
+        ddp = strategy.wrapped_model
         if ddp is not None:  # it reads the buffers of the live module anew each step
             ddp.parameters_to_ignore |= {f"{ADOPTED}.{name}" for name, _ in adopted.named_buffers()}
-        raw_collectives.broadcast_(
-            [tensor for _, tensor in ddp_setup.named_tensors(adopted) if shard_of(tensor) is None]
-        )
+        raw_collectives.broadcast_([tensor for _, tensor in named_tensors(adopted) if shard_of(tensor) is None])
         rank_zero_info(f"Adopted as submodules: {', '.join(hidden.optimised)}.")
         self._modules = adopted
         return [FoundLoss(f"{ADOPTED}.{key}", found, learnable=True, owned=True) for key, found in adopted.items()]
@@ -121,10 +103,10 @@ class Adoption:
             return dict(state)
         return {key: value for key, value in state.items() if not key.startswith(f"{ADOPTED}.")}
 
-    @staticmethod
-    def remove(module: nn.Module | None) -> None:
+    def teardown(self) -> None:
         """Take adopted losses out of the module again."""
-        if hasattr(module, ADOPTED):
+        module = self.fit.strategy.lightning_module
+        if module is not None and hasattr(module, ADOPTED):
             delattr(module, ADOPTED)
 
 

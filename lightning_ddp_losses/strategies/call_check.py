@@ -27,7 +27,7 @@ from lightning_ddp_losses.distributed.handshake import read_sized, sized
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradRecorder
 from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
-from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameter, ReducedParameters
+from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameter
 
 _CALL = struct.Struct("<IQ?")  # calls, rows, whether a gradient is there already
 
@@ -100,22 +100,14 @@ class CallCheck:
     """Compares the ranks' calls in each synchronising backward.
 
     Args:
-        parameters: Those that the strategy reduces.
-        reducer: Reduces them, and may send few bytes along.
+        reducer: Averages gradients, and may send few bytes along.
         counters: The calls of each loss.
-        first_bucket: Bytes of gradient of which the model's DDP sends nothing before all are ready.
 
     Communication: one handshake per synchronising backward, one more in a step in which parameters appeared.
     """
 
-    def __init__(
-        self,
-        parameters: ReducedParameters,
-        reducer: LossReducer,
-        counters: Sequence[CallCounter],
-        first_bucket: int,
-    ) -> None:
-        self._parameters, self._reducer = parameters, reducer
+    def __init__(self, reducer: LossReducer, counters: Sequence[CallCounter]) -> None:
+        self._parameters, self._reducer = reducer.parameters, reducer
         self._counters = list(counters)
         self._attached: list[AttachedPayload] = []
         self._upstream_grads = UpstreamGradRecorder()
@@ -126,12 +118,11 @@ class CallCheck:
         self._calls: Calls | None = None
         self._ready_bytes = 0
         self._hooks: list[RemovableHandle] = []
-        self.watch_gradients(first_bucket)
+        self.watch_gradients()
 
-    def watch_gradients(self, first_bucket: int) -> None:
-        """Count the bytes of gradient that the model's DDP gets; to be said again where it reduces other parameters than before."""
+    def watch_gradients(self) -> None:
+        """Count the bytes of gradient that the model's DDP gets; call it again when it reduces other parameters."""
         self.remove()
-        self._first_bucket = first_bucket
         # a gradient reaches this hook before it reaches DDP
         self._hooks = [
             p.register_hook(partial(self._on_gradient, p.nbytes))  # type: ignore[no-untyped-call]
@@ -178,7 +169,7 @@ class CallCheck:
         self._ready_bytes += num_bytes
         if self._is_only_one and self._sent is None and self._reducer.is_complete():
             self._send(self._prepared)
-        if self._ready_bytes >= self._first_bucket:
+        if self._ready_bytes >= self._parameters.first_bucket:
             self.exchange()
 
     def _send(self, prepared: _UnsentHandshake) -> handshake.PendingHandshake:

@@ -25,12 +25,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.compat import attached_trainer
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.strategies import checkpoint_files, ddp_setup, fsdp_checkpoints, same_setup
-from lightning_ddp_losses.strategies.launcher import WholeStateLauncher
-from lightning_ddp_losses.strategies.loss_hooks import LossHooks
+from lightning_ddp_losses.errors import expect
+from lightning_ddp_losses.strategies import checkpoint_files, ddp_setup, fsdp_checkpoints
+from lightning_ddp_losses.strategies.interruptions import refuse_alone
+from lightning_ddp_losses.strategies.loss_hooks import LossHooks, with_losses
 from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
+from lightning_ddp_losses.strategies.options import LossOptions, refuse_unknown_options, without_defaults
 from lightning_ddp_losses.strategies.whole_folder import whole_checkpoint
 
 
@@ -124,27 +125,20 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         uneven: Literal["error", "join", "stop"] = "error",
         **ddp_kwargs: Any,
     ) -> None:
-        given = {**locals(), **ddp_setup.without_defaults(ddp_kwargs)}
+        options = LossOptions.from_arguments({**locals(), **without_defaults(ddp_kwargs)})
         super().__init__(**ddp_kwargs)
         self.checkpoint_io = checkpoint_files.use_whole_files(ddp_kwargs.get("checkpoint_io"))
-        self._loaded_from: Any = None  # the checkpoint, for what there is to say of it
-        self._ddp_kwargs = ddp_setup.without_defaults(self._ddp_kwargs)
-        ddp_setup.refuse_unknown_options(type(self), self._ddp_kwargs)
-        self._losses = LossParallelism(
-            self,
-            same_setup.options_of(given),
-            losses=losses,
-            adopt=adopt,
-            check_calls=check_calls,
-            loss_reduce_dtype=loss_reduce_dtype,
-            global_batch=global_batch,
-            sharded_checkpoints=sharded_checkpoints,
-            accumulation=accumulation,
-            use_global_sampler=use_global_sampler,
-            evaluation=evaluation,
-            uneven=uneven,
-            ddp_kwargs=self._ddp_kwargs,
+        self._loaded_from: Any = None  # path of the checkpoint, quoted in errors
+        self._ddp_kwargs = without_defaults(self._ddp_kwargs)
+        refuse_unknown_options(type(self), self._ddp_kwargs)
+        expect(
+            accumulation == "mean" or not self._ddp_kwargs.get("static_graph", False),
+            "accumulation='window'",
+            expected="static_graph=False",
+            got="static_graph=True, with which torch's DDP cannot accumulate",
+            fix="Leave static_graph out.",
         )
+        self._losses = LossParallelism(self, options)
         self._sync_blocked = self._graph_is_recorded = False
 
     @classmethod
@@ -163,7 +157,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         """Choose Lightning's launcher; one that starts processes of its own brings back the whole of what is sharded."""
         super()._configure_launcher()
         if self._start_method != "popen":
-            self._launcher = WholeStateLauncher(self, start_method=self._start_method)
+            self._launcher = ddp_setup.WholeStateLauncher(self, start_method=self._start_method)
 
     def setup_environment(self) -> None:
         """Start the process group; ours follow its time-out."""
@@ -172,7 +166,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         process_groups.set_timeout(self._timeout)
         if not external:
             atexit.register(process_groups.close, world=True)
-        self._losses.global_samplers.install(attached_trainer(self._losses.module))
+        self._losses.call("setup_environment")
 
     def setup_distributed(self) -> None:
         """Start the world over keys that no former attempt has written; Lightning finds it started."""
@@ -184,17 +178,13 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Adopted losses are registered in ``setup``; a checkpoint that holds them must wait for that."""
-        return self._losses.adoption.enabled or super().restore_checkpoint_after_setup
+        return self._losses.options.adopt or super().restore_checkpoint_after_setup
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Find the losses, wrap the rest of the module, synchronise both."""
         self._layer_sync = ddp_setup.choose_layer_sync(self.root_device, self._layer_sync)
         self._sync_blocked = False
-        if self._losses.is_plain:
-            self._losses.sharding.refuse_shards(self._losses.module)
-            super().setup(trainer)
-        else:
-            self._losses.setup(trainer, super().setup, self._refuse)
+        self._losses.setup(trainer, super().setup, self._refuse)
 
     def _refuse(self, module: pl.LightningModule) -> None:
         ddp_setup.refuse_sharded_parameters(module)
@@ -206,11 +196,9 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         with self._losses.sharding.moving(self._losses.module):
             super().model_to_device()
 
+    @with_losses
     def configure_ddp(self) -> None:
         """Compare names, wrap the model without the losses' parameters, broadcast those."""
-        if self._losses.is_plain:
-            super().configure_ddp()
-            return
         self._losses.compare_ranks()
         plan = self._wrap()
         ddp_setup.broadcast_unsynchronised(plan.unsynchronised, self._ddp_kwargs)
@@ -245,13 +233,14 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
 
         Communication: none; without ``check_calls`` one handshake where something was frozen.
         """
-        parameters, wrapped, module = self._losses.parameters, self.wrapped_model, self._losses.module
-        if parameters is None or wrapped is None or all(p.requires_grad for p in parameters.elsewhere.values()):
+        assert self._losses.reducer is not None
+        parameters, wrapped, module = self._losses.reducer.parameters, self.wrapped_model, self._losses.module
+        if wrapped is None or all(p.requires_grad for p in parameters.elsewhere.values()):
             return
         if compat.ddp_comm_state(self) is not None:
             return  # ``pre_backward`` refuses it, where the peers can be told
         frozen = ddp_setup.frozen_names(module, parameters.elsewhere.values())
-        if not self._losses.check_calls:
+        if not self._losses.options.check_calls:
             with self._losses.raise_on_all_ranks("on_train_batch_start"):
                 ddp_setup.compare_frozen(frozen)
         self.model, wrapped = module, None  # the old one leaves its hooks with its last reference
@@ -261,10 +250,10 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             plan = self._wrap()
         finally:
             self._ddp_kwargs = kwargs
-        parameters.leave_out(plan.reduced)
+        parameters.leave_out(plan.reduced, ddp_setup.first_bucket(plan.reduced, kwargs))
         parameters.frozen += frozen
         if self._losses.call_check is not None:
-            self._losses.call_check.watch_gradients(ddp_setup.first_bucket(plan.reduced, kwargs))
+            self._losses.call_check.watch_gradients()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Refuse what was frozen since the step began, then prepare the call check."""
@@ -275,8 +264,9 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
 
     def _refuse_frozen(self) -> None:
         """Refuse frozen parameters for whose gradients the model's DDP would wait in this backward."""
-        parameters, wrapped, module = self._losses.parameters, self.wrapped_model, self._losses.module
-        if parameters is None or wrapped is None or wrapped.find_unused_parameters:
+        assert self._losses.reducer is not None
+        parameters, wrapped, module = self._losses.reducer.parameters, self.wrapped_model, self._losses.module
+        if wrapped is None or wrapped.find_unused_parameters:
             return
         if not all(p.requires_grad for p in parameters.elsewhere.values()):
             frozen = ddp_setup.frozen_names(module, parameters.elsewhere.values())
@@ -292,6 +282,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         if self.wrapped_model is None and self.sync_gradients:
             ddp_setup.broadcast_buffers(self._losses.module, self._losses.found, self._ddp_kwargs)
 
+    @with_losses
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Reduce nothing inside the block; what accumulates is reduced at the next synchronising backward.
@@ -300,7 +291,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         it does not synchronise (torch 2.13). The mean of what has accumulated by then is the mean of the parts.
         """
         ddp = self.wrapped_model
-        if ddp is not None and ddp.static_graph and not self._graph_is_recorded and not self._losses.is_plain:
+        if ddp is not None and ddp.static_graph and not self._graph_is_recorded:
             yield
             return
         before, self._sync_blocked = self._sync_blocked, True
@@ -323,12 +314,13 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
 
     # ------------------------------------------------------------------ checkpoints
 
+    @with_losses
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the plain module's state, with adopted losses and the whole of what is sharded."""
         losses = self._losses
-        losses.after_error.refuse_alone()
+        refuse_alone(losses)
         state = losses.adoption.state_with_adopted(super().lightning_module_state_dict())
-        return state if losses.is_plain else losses.sharding.module_state(losses.module, state)
+        return losses.sharding.module_state(losses.module, state)
 
     def whole_module_state(self, receivers: Iterable[int]) -> dict[str, Any]:
         """Return the plain module's state, with adopted losses, and on some ranks the whole of what is sharded; every rank comes here.
@@ -340,13 +332,12 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         """
         losses = self._losses
         state = losses.adoption.state_with_adopted(super().lightning_module_state_dict())
-        return state if losses.is_plain else losses.sharding.whole_state(losses.module, state, receivers)
+        return losses.sharding.whole_state(losses.module, state, receivers) if losses.parts else state
 
+    @with_losses
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return an optimizer's state, that of sharded weights as the whole."""
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        if self._losses.is_plain:
-            return state
         return self._losses.sharding.optimizer_state(self._losses.module, optimizer, self.optimizers, state)
 
     @property
@@ -359,14 +350,11 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         DDPStrategy.checkpoint_io.fset(self, checkpoint_files.use_whole_files(io))  # type: ignore[attr-defined]
 
+    @with_losses
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a file, or a folder of shards, with the places of global samplers and the random states of all ranks."""
         write, losses = super().save_checkpoint, self._losses
-        if losses.is_plain:
-            write(checkpoint, filepath, storage_options)
-            return
-        together = losses.comes_together(filepath) or losses.after_error.is_together
-        with checkpoint_files.saved_on_all_ranks(filepath, is_collective=together):
+        with checkpoint_files.saved_on_all_ranks(filepath, is_collective=losses.saves_together(filepath)):
             checkpoint = losses.with_run_states(checkpoint, filepath)
             losses.sharding.save(
                 losses.module, checkpoint, filepath, lambda rest, path: write(rest, path, storage_options)
@@ -386,7 +374,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             found: dict[str, Any] = load_file(path, weights_only=weights_only)
             return found
 
-        if self._losses.is_plain:
+        if not self._losses.parts:
             return load()
         file = Path(path) / fsdp_checkpoints.METADATA if is_folder else path
         checkpoint = checkpoint_files.load_on_all_ranks(file, load, checks_bits=self.local_rank == 0)
@@ -398,7 +386,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         """Load this rank's part of what is sharded, and no adopted losses where none are registered."""
         losses = self._losses
         state = losses.adoption.state_for(self.lightning_module, checkpoint["state_dict"])
-        if losses.is_plain:
+        if not losses.parts:
             super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
             return
         state = losses.sharding.own_module_state(losses.module, state)
@@ -411,12 +399,10 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "parameters and buffers"):
             super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
 
+    @with_losses
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of what belongs to sharded weights."""
         losses = self._losses
-        if losses.is_plain:
-            super().load_optimizer_state_dict(checkpoint)
-            return
         saved = checkpoint["optimizer_states"]
         states = losses.sharding.own_optimizer_states(losses.module, self.optimizers, saved)
         with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "states of optimizers"):

@@ -1,20 +1,12 @@
-"""What the set-up of DDP needs: its options, its ignore marks, equal names before the first broadcast, data loaders, batch norm.
+"""The set-up of DDP: the start of the world, who reduces which parameter, buffers, frozen parameters, batch norm, launchers.
 
-* Options: a YAML file fills in all of DDP's with their defaults.
-* Names: DDP pairs parameters by position and would broadcast and average the wrong tensors without a word.
-* Loaders: under DDP, Lightning wraps any training sampler in a ``DistributedSamplerWrapper`` that shuffles, and builds a custom batch
-  sampler anew around a shuffling ``DistributedSampler``. Batches with M rows per class are lost; nothing tells. (Lightning 2.6.6, 2026)
-* Batch norm: ``Trainer(sync_batchnorm=True)`` on a device where torch's ``SyncBatchNorm`` does not run gets the exact one. Layers and
-  strategies do not know each other; the package hands the plugin over when it is imported.
+Batch norm: ``Trainer(sync_batchnorm=True)`` on a device where torch's ``SyncBatchNorm`` does not run gets the exact one. Layers and
+strategies do not know each other. The package hands the plugin over when it is imported.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
-import hashlib
-import inspect
-import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,25 +15,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.forward_patch import MethodPatch
 from lightning_ddp_losses.core.precision import has_buffers
-from lightning_ddp_losses.distributed import handshake, raw_collectives, rendezvous
+from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives, rendezvous
 from lightning_ddp_losses.distributed.shard import shard_of
-from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError, format_error
-from lightning_ddp_losses.strategies import same_setup
-from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
+from lightning_ddp_losses.errors import ConfigurationError, expect
+from lightning_ddp_losses.strategies.loss_discovery import ADOPTED, FoundLoss, named_tensors
 
 _FIRST_BUCKET_BYTES = 1 << 20  # DDP's own (torch 2.13)
 _OPTIONS_THAT_CHANGE_BUCKETS = (
@@ -50,68 +39,8 @@ _OPTIONS_THAT_CHANGE_BUCKETS = (
     "delay_all_reduce_named_params",
     "find_unused_parameters",
 )
-_MAX_SHOWN = 6  # differing names shown in an error
+_MAX_SHOWN = 6  # names shown in an error
 _WITHOUT_TORCHS_BATCH_NORM = ("cpu", "mps")
-
-# ---------------------------------------------------------------------- options
-
-
-def without_defaults(ddp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return DDP's options that differ from DDP's defaults.
-
-    A YAML file fills in all of them with their defaults (``device_ids`` too, which Lightning passes itself); the settings
-    must be those of Python code that names none.
-    """
-    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
-    missing = object()
-    changed = {}
-    for name, value in ddp_kwargs.items():
-        default = parameters[name].default if name in parameters else missing
-        if value is not default and value != default:
-            changed[name] = value
-    return changed
-
-
-def refuse_unknown_options(strategy: type, ddp_kwargs: Collection[str]) -> None:
-    """Refuse options that torch's DDP would refuse when it wraps the model, each with the option that it may have meant.
-
-    Args:
-        strategy: The class of the strategy, whose options are known too.
-        ddp_kwargs: What is left for torch's DDP.
-
-    Raises:
-        ConfigurationError: for a name that nobody takes, and for what Lightning passes itself.
-    """
-    of_ddp = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
-    unknown = sorted(set(ddp_kwargs) - of_ddp)
-    if not unknown:
-        return
-    # every option by name, of the strategy and what it is derived from
-    known = set(of_ddp)
-    for cls in strategy.__mro__:
-        for name, parameter in inspect.signature(vars(cls).get("__init__", object)).parameters.items():
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and name != "self":
-                known.add(name)
-    meant = [difflib.get_close_matches(name, sorted(known), n=1) for name in unknown]
-    questions = [f"Did you mean {close[0]}?" for close in meant if close]
-    raise ConfigurationError(
-        f"{strategy.__name__}: options",
-        expected="its own, those of Lightning's DDPStrategy, or those of torch's DistributedDataParallel",
-        got=", ".join(unknown),
-        fix=" ".join(questions) or None,
-    )
-
-
-def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a floating dtype from itself or its name (``"bfloat16"``, ``"torch.bfloat16"``)."""
-    if dtype is None:
-        return None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        expected = "a floating torch.dtype or its name, or None"
-        raise ConfigurationError("loss_reduce_dtype", expected=expected, got=repr(dtype))
-    return found
-
 
 # ---------------------------------------------------------------------- the world
 
@@ -136,12 +65,6 @@ def start_strategy_world(strategy: DDPStrategy | ModelParallelStrategy, timeout:
 
 
 # ---------------------------------------------------------------------- who reduces what
-
-
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, then buffers, each once."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 @dataclass(frozen=True)
@@ -229,46 +152,7 @@ def broadcast_unsynchronised(tensors: Sequence[Tensor], ddp_kwargs: Mapping[str,
         raw_collectives.broadcast_([t for t in tensors if buffers or isinstance(t, nn.Parameter)])
 
 
-# ---------------------------------------------------------------------- equal names
-
-
-def compare_names(module: nn.Module, facts: Mapping[str, str]) -> None:
-    """Compare what must be the same on every rank: names, shapes, dtypes and order of parameters and buffers, and what else is given.
-
-    Args:
-        module: That is trained.
-        facts: Of releases and options (``same_setup``).
-
-    Raises:
-        RankMismatchError: on every rank, with the first names that differ.
-
-    Communication: one handshake; one more gather where ranks differ.
-    """
-    own = [_describe_tensor(name, tensor) for name, tensor in named_tensors(module)]
-    # which modules are gathered by themselves: ranks must do so in the same order
-    own += [f"{name} divided by fully_shard" for name, m in module.named_modules() if isinstance(m, FSDPModule)]
-    digest = hashlib.sha256("\n".join(own).encode()).digest()
-    received = handshake.all_gather("set-up", facts, digest + same_setup.pack_notes())
-    same_setup.note_differences([payload[len(digest) :] for payload in received])
-    if len({payload[: len(digest)] for payload in received}) == 1:
-        return
-    # swap all names, and show the first that differ
-    payloads = handshake.all_gather("all names", {}, json.dumps(own).encode())
-    tables: list[list[str]] = [json.loads(payload) for payload in payloads]
-    longest = max(map(len, tables))
-    padded = [names + ["nothing"] * (longest - len(names)) for names in tables]
-    places = [i for i, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1]
-    ranks = []
-    for names in padded:
-        shown = [f"position {i}: {names[i]}" for i in places[:_MAX_SHOWN]]
-        ranks.append("; ".join(shown))
-    raise RankMismatchError(
-        f"parameters and buffers ({len(places)} of {longest} positions)",
-        expected="the same names, shapes and dtypes in the same order on every rank",
-        ranks=ranks,
-        fix="Register submodules in a fixed order (sort names; no iteration over sets), with the same sizes on every rank.",
-        collective=True,
-    )
+# ---------------------------------------------------------------------- frozen parameters
 
 
 def frozen_names(module: nn.Module, reduced: Iterable[Tensor]) -> list[str]:
@@ -341,110 +225,13 @@ def refuse_static_graph_by_hand(module: LightningModule, ddp_kwargs: Mapping[str
     Raises:
         ConfigurationError: naming the option.
     """
-    if ddp_kwargs.get("static_graph", False) and not module.automatic_optimization:
-        raise ConfigurationError(
-            "static_graph=True",
-            expected="automatic optimisation",
-            got="automatic_optimization=False, under which torch's DDP does not reduce the first backward",
-            fix="Leave static_graph out; find_unused_parameters=True where a backward leaves out parameters.",
-        )
-
-
-def _describe_tensor(name: str, tensor: Tensor) -> str:
-    shard = shard_of(tensor)
-    if is_lazy(tensor):  # DDP is told to leave it alone, or refuses it
-        return f"{name} uninitialized"
-    shape = f"{tuple(tensor.shape)}"
-    if shard is not None:  # ranks hold different rows of the same whole
-        shape = f"{shard.whole_shape(tensor)} divided over ranks"
-    elif isinstance(tensor, DTensor):
-        shape += f" {tensor.placements} over {tuple(tensor.device_mesh.shape)}"
-    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    return f"{name} {shape} {tensor.dtype}{' frozen' * frozen}"
-
-
-# ---------------------------------------------------------------------- data loaders
-
-
-def describe_reshuffle(dataloader: object, *, injecting: bool) -> str | None:
-    """Return what Lightning did to the order of a structured sampler, as an error text; None where it left the order alone.
-
-    Args:
-        dataloader: When Lightning has resolved samplers.
-        injecting: Lightning's ``use_distributed_sampler``; without it, a shuffle around a batch sampler is the user's own.
-    """
-    if not isinstance(dataloader, DataLoader):
-        return None
-    sampler, batch_sampler = dataloader.sampler, dataloader.batch_sampler
-    if isinstance(sampler, DistributedSamplerWrapper) and sampler.shuffle:
-        inner = compat.wrapped_sampler(sampler.dataset)
-        name = type(sampler if inner is None else inner).__name__
-        return _reshuffle_text(f"{name}(...), global_batch_size", name, "shuffled over all its batches")
-    if injecting and batch_sampler is not None and type(batch_sampler) is not BatchSampler:
-        held = getattr(batch_sampler, "__dict__", {}).values()
-        if any(isinstance(value, DistributedSampler) and value.shuffle for value in held):
-            name = type(batch_sampler).__name__
-            return _reshuffle_text(f"{name}(...)", name, "built anew around a shuffling DistributedSampler")
-    return None
-
-
-def _reshuffle_text(arguments: str, name: str, got: str) -> str:
-    return format_error(
-        f"{name} under DDP",
-        expected="its own order",
-        got=f"{got} by Lightning, which destroys batches that belong together (M per class, hierarchical, weighted)",
-        fix=f"Write DataLoader(..., batch_sampler=GlobalBatchSampler.batches({arguments})), or set "
-        "Trainer(use_distributed_sampler=False) where the sampler itself gives each rank its own rows.",
+    expect(
+        module.automatic_optimization or not ddp_kwargs.get("static_graph", False),
+        "static_graph=True",
+        expected="automatic optimisation",
+        got="automatic_optimization=False, under which torch's DDP does not reduce the first backward",
+        fix="Leave static_graph out; find_unused_parameters=True where a backward leaves out parameters.",
     )
-
-
-def warn_of_reshuffle(dataloader: object, *, injecting: bool = True) -> None:
-    """Warn on rank zero when Lightning replaced the order of a structured sampler.
-
-    Args:
-        dataloader: As ``Strategy.process_dataloader`` gets it, when Lightning has resolved samplers.
-        injecting: Lightning's ``use_distributed_sampler``.
-    """
-    text = describe_reshuffle(dataloader, injecting=injecting)
-    if text is not None:
-        rank_zero_warn(text)
-
-
-def refuse_other_batches(dataloader: object) -> None:
-    """Refuse a DataLoader whose batches are not those of its global sampler.
-
-    Such a sampler is known by its ``local_batch_size``; it cannot see what the DataLoader makes of its indices.
-
-    Args:
-        dataloader: As ``Strategy.process_dataloader`` gets it.
-
-    Raises:
-        ConfigurationError: another batch size, or ``drop_last`` on the DataLoader, which can leave ranks with different
-            numbers of batches.
-    """
-    if not isinstance(dataloader, DataLoader):
-        return
-    # under a batch sampler of its own, dataloader.sampler is torch's placeholder; in prediction the sampler is inside
-    sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
-    expected = getattr(sampler, "local_batch_size", None)
-    if expected is None or not isinstance(sampler, DistributedSampler):
-        return
-    name = type(sampler).__name__
-    size = getattr(dataloader.batch_sampler, "batch_size", None)
-    if size != expected:
-        raise ConfigurationError(
-            f"batch_size of the DataLoader around {name}",
-            expected=f"{expected}, as in {name}(sampler, local_batch_size={expected})",
-            got=repr(size),
-            fix="Give both the same number of rows per rank.",
-        )
-    if getattr(dataloader.batch_sampler, "drop_last", False) and not sampler.drop_last:
-        raise ConfigurationError(
-            f"drop_last of the DataLoader around {name}",
-            expected=f"drop_last=True on the {name}, which leaves out the same batch on every rank",
-            got="drop_last=True on the DataLoader alone",
-            fix=f"Write {name}(sampler, {expected}, drop_last=True).",
-        )
 
 
 # ---------------------------------------------------------------------- batch norm
@@ -474,41 +261,89 @@ def choose_layer_sync(device: torch.device, chosen: LayerSync | None) -> LayerSy
     return chosen
 
 
-def refuse_accumulation(accumulation: object, *, is_plain_ddp: bool, ddp_kwargs: Mapping[str, Any]) -> None:
-    """Refuse a way to accumulate that is none, or cannot be.
+# ---------------------------------------------------------------------- launchers
+
+
+class WholeStateLauncher(compat.multiprocessing_launcher()):  # type: ignore[misc]
+    """Launches ranks as processes of the main one (``spawn``, ``fork``, a notebook), and sends whole tensors back.
+
+    After a fit the first rank of a node sends its module's ``state_dict`` to the main process there, which loads it. A sharded weight in it
+    would have one rank's classes only, so all ranks assemble the whole weight.
+    """
+
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        """Return what goes to the main process, None on most ranks; every rank comes here, at the healthy end of its run.
+
+        Communication: after a fit, each rank sends its part of sharded weights to the first rank of each node.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            return super()._collect_rank_zero_results(trainer, results)
+        # 1. the whole, where a main process will get it
+        strategy = trainer.strategy
+        first_ranks = range(0, process_groups.world_size(), strategy.num_processes)
+        state = strategy.whole_module_state(first_ranks)
+        # 2. what has no place there
+        adopted = sorted({".".join(name.split(".")[:2]) for name in state if name.startswith(f"{ADOPTED}.")})
+        if adopted:
+            rank_zero_warn(
+                f"{', '.join(adopted)}: losses that the module does not register (adopt=True) were trained in the ranks' processes, and "
+                "the main process keeps them as they were before the fit. Assign them to attributes of the LightningModule, or take "
+                "them from a checkpoint."
+            )
+        # 3. Lightning asks the module
+        patch = _KnownState(trainer.lightning_module, state)
+        patch.install()
+        try:
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            patch.remove()
+
+
+class _KnownState(MethodPatch):
+    """Answers for a module's ``state_dict``."""
+
+    def __init__(self, module: nn.Module, state: dict[str, Any]) -> None:
+        super().__init__(module, "state_dict")
+        self._state = state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self._state
+
+
+class FabricRefusal(FabricDDPStrategy):
+    """Refuses our strategies' names in Fabric's registry: Fabric's loops are the caller's and need no strategy of ours.
+
+    A hand-written loop is exact under Fabric's own ``"ddp"``, with every learnable loss set up like a model::
+
+        fabric = Fabric(strategy="ddp", devices=2)
+        fabric.launch()
+        encoder = fabric.setup_module(encoder)
+        loss = fabric.setup_module(GlobalBatchLoss(ArcFaceLoss(num_classes=10, embedding_size=32)))
+        optimizer = fabric.setup_optimizers(torch.optim.SGD([*encoder.parameters(), *loss.parameters()], lr=0.1))
+        for images, labels in loader:
+            optimizer.zero_grad()
+            fabric.backward(loss(encoder(images), labels))
+            optimizer.step()
+
+    Args:
+        asked: The name under which it is registered.
 
     Raises:
-        ConfigurationError: naming the options.
+        ConfigurationError: always, with what to do instead.
     """
-    if accumulation not in ("mean", "window"):
-        raise ConfigurationError("accumulation", expected="'mean' or 'window'", got=repr(accumulation))
-    if accumulation == "mean":
-        return
-    if is_plain_ddp:
+
+    def __init__(self, *, asked: str, **_: Any) -> None:
         raise ConfigurationError(
-            "accumulation='window'", expected="losses that are looked after", got="losses=[], which is plain ddp"
-        )
-    if ddp_kwargs.get("static_graph", False):
-        raise ConfigurationError(
-            "accumulation='window'",
-            expected="static_graph=False",
-            got="static_graph=True, with which torch's DDP cannot accumulate",
-            fix="Leave static_graph out.",
+            f"Fabric(strategy={asked!r})",
+            expected="a strategy of Fabric: ours is for lightning.pytorch.Trainer",
+            got="a hand-written loop, in which nothing calls a Trainer's hooks",
+            fix='Take Fabric(strategy="ddp"), wrap losses in GlobalBatchLoss, and hand learnable ones to fabric.setup_module like a model. '
+            "Loops whose gradients are those of one process: ddp-losses explain migrate fabric, for FSDP2 migrate fabric-fsdp2.",
         )
 
 
-def refuse_global_sampler(use_global_sampler: object, *, is_plain_ddp: bool) -> None:
-    """Refuse a value that is none, and the option where nothing of ours applies.
-
-    Raises:
-        ConfigurationError: naming the options.
-    """
-    if not isinstance(use_global_sampler, bool):
-        raise ConfigurationError("use_global_sampler", expected="True or False", got=repr(use_global_sampler))
-    if use_global_sampler and is_plain_ddp:
-        raise ConfigurationError(
-            "use_global_sampler=True",
-            expected="losses that are looked after",
-            got="losses=[], which is plain ddp",
-            fix="Write DataLoader(..., batch_sampler=GlobalBatchSampler.shuffled(...)).",
-        )
+def register_refusals(names: list[str], registry: Any) -> None:
+    """Register the refusal under each of our names that Fabric does not know."""
+    for name in names:
+        if name not in registry:
+            registry.register(name, FabricRefusal, description="for lightning.pytorch.Trainer only", asked=name)

@@ -12,10 +12,13 @@ off is not in the list, and a hook that a part does not override costs a step no
 | ``on_train_start`` | the checkpoint is loaded, the iterators are made |
 | ``on_train_batch_start`` | a training batch is there |
 | ``before_step`` | before each ``training_step``, on every rank |
+| ``training_step`` | around each ``training_step`` |
 | ``before_backward`` | before each backward, with the value that is back-propagated |
-| ``after_backward`` | gradients are reduced (synchronising backward only) |
+| ``on_gradients_reduced`` | after a synchronising backward, before the hooks ``on_after_backward`` |
+| ``after_backward`` | after a synchronising backward and those hooks |
 | ``evaluation_step`` | around each step of validation, test and prediction |
 | ``state_dict``, ``load_state_dict`` | a checkpoint of the fit is saved or loaded |
+| ``on_exception`` | this rank failed, outside the blocks that inform the peers |
 | ``on_train_end``, ``teardown`` | the end of a healthy fit, and of any run |
 """
 
@@ -77,12 +80,14 @@ class Fit(Protocol):
         strategy: Parallelises the model.
         found: Losses of this fit; known in ``on_model_ready``.
         lacks_rows: Whether some rank has no rows in this step; then all ranks meet before its backward.
+        is_alone: Whether this rank leaves the run after an error, and meets no other rank any more.
     """
 
     options: LossOptions
     strategy: HostStrategy
     found: list[FoundLoss]
     lacks_rows: bool
+    is_alone: bool
 
     @property
     def module(self) -> pl.LightningModule:
@@ -95,6 +100,16 @@ class Fit(Protocol):
     @property
     def is_fitting(self) -> bool:
         """Whether this run trains, and does not only validate, test or predict."""
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether there is something of which no rank holds the whole; the same on every rank."""
+
+    def exchange_calls(self) -> None:
+        """Exchange the call check of this backward now, if it has not been exchanged yet."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let the peers know of an error of this rank, once."""
 
     def attach_payload(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> bool:
         """Let bytes travel in each call check, and return whether they will (``LossHooks.attach_payload``)."""
@@ -112,6 +127,11 @@ class FitPart:
 
     def __init__(self, fit: Fit) -> None:
         self.fit = fit
+
+    @classmethod
+    def is_on(cls, options: LossOptions) -> bool:
+        """Return whether a strategy with these options has this part."""
+        return True
 
     def setup_environment(self) -> None:
         """Install what the user's ``setup`` hooks and loaders must find."""
@@ -135,12 +155,19 @@ class FitPart:
     def before_step(self) -> None:
         """Prepare a training step."""
 
+    def training_step(self) -> AbstractContextManager[None]:
+        """Return the context of a training step."""
+        return nullcontext()
+
     def before_backward(self, loss: Tensor) -> Tensor:
         """Return the value that is back-propagated."""
         return loss
 
+    def on_gradients_reduced(self) -> None:
+        """Look at gradients that are those of all ranks now."""
+
     def after_backward(self) -> None:
-        """Finish a synchronising backward; gradients are those of all ranks."""
+        """Look at gradients that the user's hooks have seen."""
 
     def evaluation_step(self, args: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Return the context of a step of validation, test or prediction.
@@ -162,6 +189,9 @@ class FitPart:
     def load_state_dict(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Remember this part's entries of a loaded checkpoint, and return the checkpoint that Lightning restores."""
         return checkpoint
+
+    def on_exception(self, exception: Exception) -> None:
+        """Let the peers know of an error of this rank, if this part knows where they listen."""
 
     def on_train_end(self) -> None:
         """End a healthy fit."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from operator import is_
 from pathlib import Path
@@ -25,14 +25,15 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.compat import attached_trainer
 from lightning_ddp_losses.core.precision import parameters_of
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies import checkpoint_files, ddp_setup, fsdp_checkpoints, fsdp_setup, same_setup
+from lightning_ddp_losses.strategies import checkpoint_files, ddp_setup, fsdp_checkpoints, fsdp_setup
+from lightning_ddp_losses.strategies.interruptions import refuse_alone
 from lightning_ddp_losses.strategies.loss_discovery import find_losses
-from lightning_ddp_losses.strategies.loss_hooks import LossHooks
-from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
+from lightning_ddp_losses.strategies.loss_hooks import LossHooks, with_losses
+from lightning_ddp_losses.strategies.loss_parallelism import PARTS, LossParallelism
+from lightning_ddp_losses.strategies.options import LossOptions
 
 
 class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
@@ -103,7 +104,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        given = dict(locals())
+        options = LossOptions.from_arguments(locals())
         if tensor_parallel_size not in ("auto", 1):
             raise ConfigurationError(
                 "tensor_parallel_size",
@@ -126,29 +127,14 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             timeout=timeout,
         )
         self.checkpoint_io = checkpoint_files.use_whole_files(None)
-        self._losses = LossParallelism(
-            self,
-            same_setup.options_of(given),
-            losses=losses,
-            adopt=adopt,
-            check_calls=check_calls,
-            loss_reduce_dtype=loss_reduce_dtype,
-            global_batch=global_batch,
-            sharded_checkpoints=False,
-            accumulation=accumulation,
-            use_global_sampler=use_global_sampler,
-            evaluation=evaluation,
-            uneven=uneven,
-            ddp_kwargs={},
-        )
+        parts = (*PARTS, fsdp_setup.ShardedBackward, fsdp_setup.PartsOfScaledGradients)
+        self._losses = LossParallelism(self, options, parts)
         self._roots: list[FSDPModule] = []
         self._sharded: list[FSDPModule] = []  # they, and those inside them
         self._divided: list[str] = []
         self._parts: list[Tensor] = []  # what the module held in a step when each rank held its parts alone
-        self._before_backward: fsdp_setup.BeforeShardedBackward | None = None
         self._writes_folder = save_distributed_checkpoint
-        self._undo_unscaling: Callable[[], object] | None = None
-        self._loaded_from: Any = None  # the checkpoint
+        self._loaded_from: Any = None  # path of the checkpoint, quoted in errors
         self._is_folder = False
         self._sync_blocked = False
 
@@ -172,35 +158,24 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         process_groups.set_timeout(self._timeout)
         if not external:
             atexit.register(process_groups.close, world=True)
-        self._losses.global_samplers.install(attached_trainer(self._losses.module))
+        self._losses.call("setup_environment")
 
+    @with_losses
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Let the ranks hold the same parameters before ``configure_model``, inside the block, divides them."""
-        if not self._losses.is_plain:
-            fsdp_setup.share_whole_parameters(self._losses.module)
+        fsdp_setup.share_whole_parameters(self._losses.module)
         with super().model_sharded_context():
             yield
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Find the losses, let Lightning set up the sharded module, synchronise what is whole."""
         self._sync_blocked = False
-        if self._losses.is_plain:
-            self._losses.sharding.refuse_shards(self._losses.module)
-            super().setup(trainer)
-            return
         self._losses.setup(trainer, super().setup, self._refuse, fsdp_setup.refuse_mixed_groups)
-        # backward meets the peers before it gathers
-        call_check = self._losses.call_check
-        if call_check is not None:
-            self._before_backward = fsdp_setup.BeforeShardedBackward(self._losses.module, call_check.exchange)
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None:
-            self._undo_unscaling = compat.replace_unscaling(scaler, fsdp_setup.unscale_parts)
 
     def _refuse(self, module: nn.Module) -> None:
         fsdp_setup.refuse_other_parallelism(module)
-        fsdp_setup.refuse_losses(module, find_losses(module, self._losses.selection))
+        fsdp_setup.refuse_losses(module, find_losses(module, self._losses.options.losses))
 
     def model_to_device(self) -> None:
         """Undo what the precision plugin halved in the losses, move the module, and synchronise what every rank holds whole."""
@@ -210,7 +185,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         module = self._losses.module
         self._divided, self._roots = fsdp_setup.sharded_names(module), list(fsdp_setup.sharded_roots(module))
         self._sharded = fsdp_setup.sharded_modules(module)
-        if self._losses.is_plain:
+        if not self._losses.parts:
             return
         if module.trainer.state.fn == TrainerFn.FITTING:
             self._apply_layer_sync()
@@ -252,6 +227,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         """Whether each forward waits for all ranks: those of sharded modules do."""
         return bool(self._roots)
 
+    @with_losses
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Reduce nothing inside the block; what accumulates is reduced at the next synchronising backward."""
@@ -284,14 +260,13 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     @property
     def lightning_restore_optimizer(self) -> bool:
         """Optimizers are restored when Lightning says so, as under DDP; not while the checkpoint is read."""
-        return not self._losses.is_plain or super().lightning_restore_optimizer
+        return bool(self._losses.parts) or super().lightning_restore_optimizer
 
+    @with_losses
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state: in one file whole on rank 0, in a folder what this rank holds. Every rank comes here."""
         losses = self._losses
-        if losses.is_plain:
-            return super().lightning_module_state_dict()
-        losses.after_error.refuse_alone()
+        refuse_alone(losses)
         fsdp_setup.reshard(self._sharded)
         state = losses.adoption.state_with_adopted(losses.module.state_dict())
         if self._writes_folder:
@@ -299,11 +274,10 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         whole = {name: fsdp_checkpoints.on_rank_zero(value) for name, value in state.items()}
         return losses.sharding.module_state(losses.module, whole)
 
+    @with_losses
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return an optimizer's state, as ``lightning_module_state_dict`` does that of the module."""
         losses = self._losses
-        if losses.is_plain:
-            return super().optimizer_state(optimizer)
         inner = compat.unwrapped_optimizer(optimizer)
         if self._writes_folder:
             return fsdp_checkpoints.named_optimizer_state(losses.module, inner)
@@ -313,15 +287,12 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             entries[index] = {key: fsdp_checkpoints.on_rank_zero(value) for key, value in entry.items()}
         return losses.sharding.optimizer_state(losses.module, inner, self.optimizers, {**state, "state": entries})
 
+    @with_losses
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a file or a folder, with the places of global samplers and the random states of all ranks."""
         losses = self._losses
-        if losses.is_plain:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
         path = Path(self.broadcast(filepath))
-        together = losses.comes_together(path) or losses.after_error.is_together
-        with checkpoint_files.saved_on_all_ranks(path, is_collective=together):
+        with checkpoint_files.saved_on_all_ranks(path, is_collective=losses.saves_together(path)):
             checkpoint = losses.with_run_states(checkpoint, path)
             if self._writes_folder:
                 from lightning_ddp_losses.strategies import fsdp_folder
@@ -333,10 +304,9 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             write = super(ModelParallelStrategy, self).save_checkpoint  # the file of any strategy
             losses.sharding.save(losses.module, checkpoint, path, lambda rest, to: write(rest, to, storage_options))
 
+    @with_losses
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a file, of any strategy and number of ranks, or what is no tensor of a folder; an error is one on every rank."""
-        if self._losses.is_plain:
-            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         self._loaded_from = path = Path(self.broadcast(checkpoint_path))
         self._is_folder = fsdp_checkpoints.is_folder(path)
         checks_bits = self.local_rank == 0
@@ -360,12 +330,10 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         self._losses.sharding.compare_wholes(checkpoint)
         return self._losses.loaded(checkpoint)
 
+    @with_losses
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part of what is divided."""
         losses = self._losses
-        if losses.is_plain:
-            super().load_model_state_dict(checkpoint, strict=strict)
-            return
         fsdp_setup.reshard(self._sharded)
         if losses.module.trainer.state.fn == TrainerFn.FITTING:
             saved_kinds = checkpoint.get(checkpoint_files.LOSS_KINDS)
@@ -383,12 +351,10 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             parts = {name: fsdp_checkpoints.own_part(v, own[name]) if name in own else v for name, v in state.items()}
             losses.module.load_state_dict(parts, strict=strict)
 
+    @with_losses
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of what belongs to divided parameters."""
         losses = self._losses
-        if losses.is_plain:
-            super().load_optimizer_state_dict(checkpoint)
-            return
         if self._is_folder:
             from lightning_ddp_losses.strategies import fsdp_folder
 
@@ -405,12 +371,6 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
 
     def teardown(self) -> None:
         """Give the module back as it came, but for what fully_shard has divided."""
-        if self._before_backward is not None:
-            self._before_backward.remove()
-            self._before_backward = None
-        if self._undo_unscaling is not None:
-            self._undo_unscaling()
-            self._undo_unscaling = None
         if self._layer_sync is not None:
             self._layer_sync.revert(self._losses.module)
         fsdp_setup.reshard(self._sharded)

@@ -31,8 +31,8 @@ from lightning_ddp_losses.distributed import handshake, process_groups, raw_coll
 from lightning_ddp_losses.distributed.fingerprint import fingerprints, hash_lines
 from lightning_ddp_losses.distributed.shard import local_part, shard_of
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies import ddp_setup
-from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, named_tensors
 
 _MAX_SHOWN = 6  # names shown in an error
 
@@ -225,7 +225,7 @@ def broadcast_whole_tensors(module: nn.Module) -> None:
 
     Communication: one broadcast per 64 MiB of what is whole, and one for each part that has replicas.
     """
-    whole = [t for _, t in ddp_setup.named_tensors(module) if not isinstance(t, DTensor) and shard_of(t) is None]
+    whole = [t for _, t in named_tensors(module) if not isinstance(t, DTensor) and shard_of(t) is None]
     raw_collectives.broadcast_(whole)
     for parameter in module.parameters():
         dim = replicated_dim(parameter)
@@ -238,20 +238,19 @@ def broadcast_whole_tensors(module: nn.Module) -> None:
 # ---------------------------------------------------------------------- backward
 
 
-class BeforeShardedBackward:
-    """Calls back when backward reaches a sharded module, before its parameters are gathered and any gradient leaves.
+class ShardedBackward(FitPart):
+    """Exchanges the call check when backward reaches a sharded module, before anything is gathered and any gradient leaves."""
 
-    Args:
-        module: The LightningModule.
-        on_reach: Called for each of its sharded modules that backward reaches; an inner one may be the first.
-    """
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
+        self._hooks: list[RemovableHandle] = []
 
-    def __init__(self, module: nn.Module, on_reach: Callable[[], object]) -> None:
-        self._on_reach = on_reach
+    def on_model_ready(self) -> None:
+        """Watch each sharded module; backward may reach an inner one first."""
         # before fully_shard's own hook, which registers what gathers
-        self._hooks: list[RemovableHandle] = [
+        self._hooks = [
             inner.register_forward_hook(self._watch, prepend=True)
-            for inner in module.modules()
+            for inner in self.fit.module.modules()
             if isinstance(inner, FSDPModule)
         ]
 
@@ -266,13 +265,32 @@ class BeforeShardedBackward:
                 tensor.register_hook(self._reach)
 
     def _reach(self, _: Tensor) -> None:
-        self._on_reach()
+        self.fit.exchange_calls()
 
-    def remove(self) -> None:
+    def teardown(self) -> None:
         """Leave no hook behind."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+class PartsOfScaledGradients(FitPart):
+    """Lets a gradient scaler unscale parts of gradients."""
+
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
+        self._undo: Callable[[], object] | None = None
+
+    def on_model_ready(self) -> None:
+        """Replace the scaler's function, if there is a scaler."""
+        scaler = getattr(self.fit.strategy.precision_plugin, "scaler", None)
+        if scaler is not None:
+            self._undo = compat.replace_unscaling(scaler, unscale_parts)
+
+    def teardown(self) -> None:
+        """Give the scaler its function back."""
+        if self._undo is not None:
+            self._undo()
 
 
 def unscale_parts(own: Callable[..., Any], optimizer: Any, args: tuple[Any, ...]) -> dict[Any, Tensor]:

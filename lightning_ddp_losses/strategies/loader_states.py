@@ -31,8 +31,9 @@ from lightning_ddp_losses.core import compat, safe_payload
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, PeerError
 from lightning_ddp_losses.samplers.global_batch import draw_of
-from lightning_ddp_losses.strategies.random_states import iterator_follows
-from lightning_ddp_losses.strategies.sampler_places import TrainedBatches, rewound, trained_batches
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
+from lightning_ddp_losses.strategies.random_states import RandomStates, iterator_follows
+from lightning_ddp_losses.strategies.sampler_places import SamplerPlaces, TrainedBatches, rewound, trained_batches
 
 LOADER_STATES = "training_loader_states"
 """Key of a checkpoint under which the states of all ranks' training loaders are."""
@@ -391,3 +392,54 @@ def _load_(holder: Any, state: Any, *, at_end: bool) -> None:
     # of an epoch that is over nothing comes; whoever counts from the start again by then gives its first rows, which are still to come
     if at_end and next(iter(holder), _NOTHING) is not _NOTHING:
         holder.load_state_dict(state)
+
+
+class Resume(FitPart):
+    """Saves and restores the places of samplers, the states of loaders and the random states of all ranks."""
+
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
+        self._places, self._loader_states, self._random_states = SamplerPlaces(), LoaderStates(), RandomStates()
+
+    def setup(self) -> None:
+        """Note the states of training loaders."""
+        if self.fit.is_fitting:
+            self._loader_states.install(self.fit.trainer)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Place the sampler of a training loader."""
+        with self.fit.raise_on_all_ranks("train_dataloader"):
+            self._places.place(self.fit.trainer, dataloader)
+            if self.fit.trainer.training:
+                warn_of_workers(dataloader)
+        return dataloader
+
+    def on_train_start(self) -> None:
+        """Make sure that all samplers stand where the checkpoint says, and random numbers go on."""
+        trainer = self.fit.trainer
+        with self.fit.raise_on_all_ranks("on_train_start"):
+            self._places.start(trainer, keeps_state=state_holder)
+            self._loader_states.start(trainer)
+            self._random_states.restore(trainer, self.fit.strategy.root_device)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Forget the checkpoint: training has begun."""
+        self._places.on_first_batch()
+
+    def state_dict(self, checkpoint: Mapping[str, Any], *, together: bool) -> Mapping[str, Any]:
+        """Return the places of global samplers, and the states of loaders and generators of all ranks."""
+        trainer, saved = self.fit.trainer, dict(checkpoint)
+        saved = self._places.with_places(trainer, saved)
+        saved = self._loader_states.with_states(trainer, saved, together=together)
+        return self._random_states.with_states(trainer, saved, self.fit.strategy.root_device, together=together)
+
+    def load_state_dict(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Remember places and states, and return the checkpoint with the counters that Lightning restores."""
+        trainer = self.fit.trainer
+        self._random_states.loaded(trainer, checkpoint)
+        return self._loader_states.loaded(trainer, self._places.loaded(trainer, checkpoint))
+
+    def teardown(self) -> None:
+        """Let samplers and loaders begin the next fit by themselves."""
+        self._places.teardown()
+        self._loader_states.remove()

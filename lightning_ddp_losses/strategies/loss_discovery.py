@@ -10,13 +10,15 @@ from typing import TypeVar
 import pytorch_metric_learning.losses as pml
 import torchmetrics
 from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES, uncompiled
 from lightning_ddp_losses.errors import ConfigurationError
 
 Selection = str | Sequence[str]
 T = TypeVar("T", bound=type)
+ADOPTED = "_adopted_losses"
+"""Attribute of the LightningModule under which adopted losses are registered."""
 _PACKAGE = __name__.partition(".")[0]
 
 _loss_types: list[type] = [
@@ -166,6 +168,12 @@ def _no_match(root: nn.Module, got: str) -> ConfigurationError:
         got=f"{got}, which matches none",
         fix=f"Learnable losses that exist: {', '.join(exist) or 'none'}. Children with parameters: {', '.join(others) or 'none'}.",
     )
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, then buffers, each once."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def loss_kinds(losses: Iterable[FoundLoss]) -> list[str]:

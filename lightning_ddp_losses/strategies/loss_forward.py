@@ -2,22 +2,31 @@
 
 A patch sits in the loss's instance as its ``forward`` for the length of a fit: attributes, parameter names and hooks stay
 those of the plain module. A copy or a pickle of the loss carries the plain ``forward`` again, so both need no peer.
+
+With ``global_batch="auto"`` the patch hands the call to a wrapper that evaluates the loss over the rows of all ranks. Losses and
+strategies do not know each other. The package hands the wrapper over when it is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytorch_metric_learning.losses as pml
 import torch
+from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import nn
 
 from lightning_ddp_losses.core import autograd_graph, inputs
 from lightning_ddp_losses.core.compat import uncompiled
 from lightning_ddp_losses.core.forward_patch import ForwardPatch, eager
 from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
-from lightning_ddp_losses.errors import HiddenLossError
-from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
+from lightning_ddp_losses.errors import ConfigurationError, HiddenLossError
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, is_loss
+
+_WRAPPED = (pml.BaseMetricLossFunction, pml.MultipleLosses, pml.SelfSupervisedLoss)
+_wrapper: list[Callable[[nn.Module], nn.Module]] = []
 
 
 class LossForwardPatch(ForwardPatch):
@@ -105,3 +114,95 @@ class UnregisteredLossPatch(ForwardPatch):
                 "and give its parameters to an optimizer.",
             )
         return self.original(*args, **kwargs)
+
+
+class LossCalls(FitPart):
+    """The forward patches of all losses of a fit.
+
+    Attributes:
+        patches: One for each loss of the fit.
+    """
+
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
+        self.patches: list[LossForwardPatch] = []
+        self._unregistered: list[UnregisteredLossPatch] = []
+        self._in_training_step = False
+
+    def install(self) -> None:
+        """Patch the losses that are known now."""
+        # if a scaler looks for overflow, NaN is its business
+        refuse_nan = getattr(self.fit.strategy.precision_plugin, "scaler", None) is None
+        for loss in self.fit.found:
+            global_loss = _wrap_global(loss, self.fit.module) if self.fit.options.global_batch else None
+            self.patches.append(LossForwardPatch(loss, refuse_nan=refuse_nan, global_loss=global_loss))
+        for patch in (*self.patches, *self._unregistered):
+            patch.install()
+
+    def watch_unregistered(self, modules: Mapping[str, nn.Module]) -> None:
+        """Watch those of some hidden modules, by path, that are losses; to be called before ``install``."""
+        self._unregistered = [
+            UnregisteredLossPatch(module, path, lambda: self._in_training_step)
+            for path, module in modules.items()
+            if is_loss(module)
+        ]
+
+    def count(self, *, on: bool) -> None:
+        """Count calls from now on, or stop counting."""
+        self._in_training_step = on
+        for patch in self.patches:
+            patch.counting = on
+
+    def teardown(self) -> None:
+        """Remove the patches."""
+        for patch in (*self.patches, *self._unregistered):
+            patch.remove()
+
+
+# ---------------------------------------------------------------------- global_batch="auto"
+
+
+def use_global_wrapper(wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    """Say what makes a loss global (``GlobalBatchLoss``).
+
+    Example:
+        >>> from lightning_ddp_losses import GlobalBatchLoss
+        >>> use_global_wrapper(GlobalBatchLoss)  # as importing the package does
+    """
+    _wrapper[:] = [wrapper]
+
+
+def _wrap_global(loss: FoundLoss, root: nn.Module) -> nn.Module | None:
+    """Return the loss over all ranks, around the loss itself; None for one that is no PML loss, or global already.
+
+    Args:
+        loss: Found in ``root``.
+        root: The LightningModule.
+
+    Raises:
+        ConfigurationError: for a cross-batch memory, whose position only an explicit wrapper can save; for a loss inside a wrapper that
+            gathers already.
+    """
+    inner = uncompiled(loss.module)
+    if loss.sees_global_batch:
+        return None
+    if any(isinstance(module, pml.CrossBatchMemory) for module in inner.modules()):
+        raise ConfigurationError(
+            f"global_batch='auto': {loss.title}",
+            expected="losses without a memory",
+            got="a CrossBatchMemory, whose queue position would not be saved",
+            fix="Write GlobalBatchLoss(CrossBatchMemory(...)) in the module.",
+        )
+    # no loss inside a wrapper of PML's that gathers
+    path = loss.name.split(".")
+    for depth in range(1, len(path)):
+        if isinstance(root.get_submodule(".".join(path[:depth])), DistributedLossWrapper):
+            raise ConfigurationError(
+                f"global_batch='auto': {loss.title}",
+                expected="losses that look at the rows they are given",
+                got="one in pytorch-metric-learning's DistributedLossWrapper, which gathers by itself",
+                fix="Leave the wrapper out.",
+            )
+    if not isinstance(inner, _WRAPPED):
+        return None
+    return _wrapper[0](loss.module)

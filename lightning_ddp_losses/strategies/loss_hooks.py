@@ -6,9 +6,9 @@ Each asks ``LossParallelism``; what parallelises the model stays in the strategy
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -21,6 +21,21 @@ from lightning_ddp_losses.distributed.accumulation import AccumulationWindow
 from lightning_ddp_losses.distributed.shard import tags_kept
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
+from lightning_ddp_losses.strategies.windows import LightningWindows
+
+H = TypeVar("H", bound=Callable[..., Any])
+
+
+def with_losses(hook: H) -> H:
+    """Let a hook run if the strategy has losses to look after; under ``losses=[]`` Lightning's own hook runs instead."""
+
+    @functools.wraps(hook)
+    def run(self: LossHooks, *args: Any, **kwargs: Any) -> Any:
+        if self._losses.parts:
+            return hook(self, *args, **kwargs)
+        return getattr(super(LossHooks, self), hook.__name__)(*args, **kwargs)
+
+    return cast(H, run)
 
 
 class LossHooks(ParallelStrategy):
@@ -37,8 +52,7 @@ class LossHooks(ParallelStrategy):
         """Return a strategy with the same options, whose losses are its own."""
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self))
-        twin._losses = copy.copy(self._losses)
-        twin._losses.serve(twin)
+        twin._losses = LossParallelism(twin, self._losses.options, self._losses.kinds_of_parts)
         return twin
 
     @property
@@ -72,13 +86,13 @@ class LossHooks(ParallelStrategy):
         return super().process_dataloader(self._losses.process_dataloader(dataloader))
 
     def on_train_start(self) -> None:
-        """Make sure that all samplers stand where the checkpoint says, and random numbers go on."""
+        """Begin training."""
         super().on_train_start()
         self._losses.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Forget what was resumed from: a batch is there; look whether the ranks have the same ones."""
-        self._losses.on_batch(batch, batch_idx)
+        """Look at a training batch."""
+        self._losses.call("on_train_batch_start", batch, batch_idx)
         super().on_train_batch_start(batch, batch_idx)
 
     # ------------------------------------------------------------------ steps
@@ -108,12 +122,12 @@ class LossHooks(ParallelStrategy):
     @property
     def accumulation(self) -> str:
         """What the micro-batches of a window make: the ``"mean"`` of their losses, or the loss of the whole ``"window"``."""
-        return self._losses.accumulation
+        return self._losses.options.accumulation
 
     @property
     def evaluation(self) -> str:
         """How rows are dealt in validation, test and prediction: ``"exact"`` or ``"padded"``."""
-        return self._losses.evaluation.mode
+        return self._losses.options.evaluation
 
     @contextlib.contextmanager
     def window(self, micro_batches: int = 1) -> Iterator[AccumulationWindow]:
@@ -133,8 +147,8 @@ class LossHooks(ParallelStrategy):
 
         Communication: one handshake on leaving.
         """
-        windows = self._losses.windows
-        if windows is None or self._losses.module.automatic_optimization:
+        windows = self._losses.part(LightningWindows)
+        if windows is None or self._losses.reducer is None or self._losses.module.automatic_optimization:
             raise ConfigurationError(
                 "strategy.window()",
                 expected="accumulation='window' and automatic_optimization = False, during fit",
@@ -159,8 +173,8 @@ class LossHooks(ParallelStrategy):
 
         Communication: one handshake.
         """
-        windows = self._losses.windows
-        if windows is None:
+        windows = self._losses.part(LightningWindows)
+        if windows is None or self._losses.reducer is None:
             raise ConfigurationError("expect_counts", expected="accumulation='window', during fit", got="no window")
         modules: dict[Any, Any] = dict(self._losses.module.named_modules())
         windows.expect_counts({modules.get(name, name): count for name, count in counts.items()})
@@ -180,7 +194,7 @@ class LossHooks(ParallelStrategy):
         """
         plugin, module = self.precision_plugin, self._losses.module
         closure_loss = self._losses.before_backward(closure_loss)
-        devices = () if self._losses.is_plain else ("cpu", self.root_device.type)
+        devices = ("cpu", self.root_device.type) if self._losses.parts else ()
         try:
             self.pre_backward(closure_loss)
             closure_loss = plugin.pre_backward(closure_loss, module)
@@ -210,7 +224,10 @@ class LossHooks(ParallelStrategy):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as Lightning does, but not with gradients that an accumulation window has yet to correct."""
-        return super().optimizer_step(optimizer, self._losses.closed(closure, optimizer), model, **kwargs)
+        windows = self._losses.part(LightningWindows)
+        if windows is not None:
+            closure = windows.closed(closure, optimizer)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce as Lightning does, but keep the mean of integers, in float64; a value that is global already is called waste, once.
@@ -228,10 +245,10 @@ class LossHooks(ParallelStrategy):
 
         Communication: one barrier and one all-reduce; none on the way out after an error.
         """
-        if self._losses.after_error.is_alone:
+        if self._losses.is_alone:
             return tensor
         self._losses.advice.global_already(tensor)
-        if not self._losses.is_plain and _is_mean_of_integers(tensor, reduce_op):
+        if self._losses.parts and _is_mean_of_integers(tensor, reduce_op):
             tensor = tensor.double()  # a copy; exact up to 2**53
         reduce_as_lightning = super().reduce  # type: ignore[safe-super]  # of the strategy behind this class
         return reduce_as_lightning(tensor, group, reduce_op)
@@ -247,27 +264,24 @@ class LossHooks(ParallelStrategy):
         Returns:
             Whether they will travel: not without ``check_calls``, nor under ``losses=[]``.
         """
-        if self._losses.call_check is None:
-            return False
-        self._losses.call_check.attach(measure, judge)
-        return True
+        return self._losses.attach_payload(measure, judge)
 
     # ------------------------------------------------------------------ after an error: of what Lightning does together, this rank's part
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks."""
-        if not self._losses.after_error.is_alone:
+        if not self._losses.is_alone:
             super().barrier(*args, **kwargs)  # type: ignore[safe-super]  # of the strategy behind this class
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return one rank's object on all of them."""
-        if self._losses.after_error.is_alone:
+        if self._losses.is_alone:
             return obj
         return super().broadcast(obj, src)  # type: ignore[safe-super]  # as above
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return what all ranks decide together."""
-        return decision if self._losses.after_error.is_alone else super().reduce_boolean_decision(decision, all)
+        return decision if self._losses.is_alone else super().reduce_boolean_decision(decision, all)
 
     # ------------------------------------------------------------------ end
 

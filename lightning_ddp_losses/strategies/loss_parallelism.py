@@ -1,7 +1,7 @@
-"""`LossParallelism`: what a strategy does for learnable losses beside the model, whatever parallelises the model.
+"""`LossParallelism`: learnable losses beside the model, whatever parallelises the model.
 
-A strategy has one and asks it from Lightning's hooks (``loss_hooks``). It holds the options, the parts of one fit, and what needs
-several of them: the order of the set-up, one reduction after backward, errors on every rank.
+A strategy has one and calls it from Lightning's hooks (``loss_hooks``). It finds the losses, synchronises them, reduces their gradients
+once after backward, and raises errors on every rank. All other features of a fit are its parts (``fit_part``).
 """
 
 from __future__ import annotations
@@ -9,182 +9,137 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Protocol, TypeVar
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NoReturn, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat, inputs
-from lightning_ddp_losses.core.compat import attached_trainer, combined_loader, injects_distributed_sampler
+from lightning_ddp_losses.core import autograd_graph, inputs
+from lightning_ddp_losses.core.compat import attached_trainer
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.distributed.upstream_grad import forget_late_notes, take_late_notes
-from lightning_ddp_losses.errors import ConfigurationError, PeerError
-from lightning_ddp_losses.strategies import ddp_setup, same_setup
+from lightning_ddp_losses.errors import PeerError, format_error
+from lightning_ddp_losses.strategies import same_setup
 from lightning_ddp_losses.strategies.adoption import Adoption
-from lightning_ddp_losses.strategies.advice import Advice
-from lightning_ddp_losses.strategies.after_errors import AfterError
 from lightning_ddp_losses.strategies.call_check import CallCheck, refuse_other_upstream_grads
 from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
-from lightning_ddp_losses.strategies.evaluation_ends import EvaluationEnds
-from lightning_ddp_losses.strategies.evaluation_loaders import EvaluationLoaders, refuse_evaluation
-from lightning_ddp_losses.strategies.global_batch_option import wrap_global
-from lightning_ddp_losses.strategies.global_sampler_option import GlobalSamplerOption
-from lightning_ddp_losses.strategies.loader_states import LoaderStates, state_holder, warn_of_workers
-from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss, loss_kinds
-from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch, UnregisteredLossPatch
+from lightning_ddp_losses.strategies.epoch_ends import JoinedEnds, UnevenEnds
+from lightning_ddp_losses.strategies.evaluation import EvaluationEnds, EvaluationLoaders
+from lightning_ddp_losses.strategies.fit_part import FitPart, HostStrategy
+from lightning_ddp_losses.strategies.interruptions import Interruptions
+from lightning_ddp_losses.strategies.loader_states import Resume
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, loss_kinds
+from lightning_ddp_losses.strategies.loss_forward import LossCalls
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
-from lightning_ddp_losses.strategies.random_states import RandomStates, is_requeued
-from lightning_ddp_losses.strategies.requeue import Requeue
-from lightning_ddp_losses.strategies.sampler_places import SamplerPlaces
+from lightning_ddp_losses.strategies.options import LossOptions
 from lightning_ddp_losses.strategies.sharded_ddp import ShardedDDP
-from lightning_ddp_losses.strategies.termination import Termination
-from lightning_ddp_losses.strategies.undivided_data import UndividedData
-from lightning_ddp_losses.strategies.uneven_ends import UnevenEnds, refuse_uneven
-from lightning_ddp_losses.strategies.windows import LightningWindows, corrected_parameters
+from lightning_ddp_losses.strategies.training_data import GivenLoaders, GlobalSamplers, TrainingRows
+from lightning_ddp_losses.strategies.windows import LightningWindows
 
+PARTS: tuple[type[FitPart], ...] = (
+    EvaluationEnds,
+    GlobalSamplers,
+    GivenLoaders,
+    UnevenEnds,
+    JoinedEnds,
+    Resume,
+    EvaluationLoaders,
+    TrainingRows,
+    LightningWindows,
+    Interruptions,
+)
+"""The features of any strategy, in the order in which their hooks are called."""
+
+_HOOKS = [name for name, value in vars(FitPart).items() if callable(value) and name not in ("__init__", "is_on")]
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class HostStrategy(Protocol):
-    """What the losses need of the strategy that parallelises the model."""
-
-    @property
-    def lightning_module(self) -> pl.LightningModule | None:
-        """The module as the user sees it."""
-
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device."""
-
-    @property
-    def precision_plugin(self) -> Any:
-        """Lightning's precision plugin."""
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Of the fit."""
-
-    @property
-    def wrapped_model(self) -> Any:
-        """The model's DDP; None without one."""
-
-    @property
-    def exchanges_in_forward(self) -> bool:
-        """Whether each forward of the model, in evaluation too, waits for all ranks."""
-
-    @property
-    def divides_model(self) -> bool:
-        """Whether a rank holds parts of the model only."""
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the next backward reduces gradients."""
+P = TypeVar("P", bound=FitPart)
 
 
 class LossParallelism:
-    """Finds, synchronises, checks and saves the learnable losses of a strategy's module.
+    """Finds, synchronises and checks the learnable losses of a strategy's module.
 
     Args:
         strategy: Parallelises the model.
-        options: Of the strategy, which all ranks must have in common.
-        others: See ``DDPLossStrategy``.
+        options: Options of the strategy.
+        kinds_of_parts: Features of this kind of strategy.
 
     Attributes:
+        parts: Features of this fit whose options are on; none under ``losses=[]``.
         found: The losses of this fit.
-        reducer: Means their gradients; None outside of a fit.
-        accumulation: ``"mean"`` or ``"window"``.
-        after_error: Says with whom this rank saves after an error.
-        is_plain: Whether the strategy shall do nothing of its own (``losses=[]``).
-
-    Raises:
-        ConfigurationError: for options that cannot work.
+        reducer: Averages their gradients; None outside of a fit.
+        call_check: Compares their calls; None outside of a fit, and without ``check_calls``.
+        adoption: Losses that the module does not register.
+        sharding: Weights of which each rank holds its own classes.
+        lacks_rows: Whether some rank has no rows in this step; then all ranks meet before its backward.
+        is_alone: Whether this rank leaves the run after an error, and meets no other rank any more.
+        advice: Warnings.
     """
 
     def __init__(
-        self,
-        strategy: HostStrategy,
-        options: Mapping[str, str],
-        *,
-        losses: str | Sequence[str],
-        adopt: bool,
-        check_calls: bool,
-        loss_reduce_dtype: torch.dtype | str | None,
-        global_batch: bool | str,
-        sharded_checkpoints: bool,
-        accumulation: str,
-        use_global_sampler: bool,
-        evaluation: str,
-        uneven: str,
-        ddp_kwargs: Mapping[str, Any],
+        self, strategy: HostStrategy, options: LossOptions, kinds_of_parts: Sequence[type[FitPart]] = PARTS
     ) -> None:
-        names_only = isinstance(losses, Sequence) and all(isinstance(name, str) for name in losses)
-        if not names_only:  # a string is a sequence of strings too
-            expected = "'auto', a list of names, or a regular expression"
-            raise ConfigurationError("losses", expected=expected, got=repr(losses))
-        if global_batch not in (False, "auto"):
-            raise ConfigurationError("global_batch", expected="False or 'auto'", got=repr(global_batch))
-        self.serve(strategy)
-        self._options = dict(options)
-        self.selection = losses if isinstance(losses, str) else list(losses)
-        ddp_setup.refuse_accumulation(accumulation, is_plain_ddp=self.is_plain, ddp_kwargs=ddp_kwargs)
-        ddp_setup.refuse_global_sampler(use_global_sampler, is_plain_ddp=self.is_plain)
-        self.global_samplers = GlobalSamplerOption(enabled=use_global_sampler)
-        refuse_evaluation(evaluation)
-        self.evaluation = EvaluationLoaders(evaluation)
-        refuse_uneven(uneven, is_plain_ddp=self.is_plain)
-        self.accumulation, self._uneven = accumulation, uneven
-        self.check_calls = check_calls
-        self._wire_dtype = ddp_setup.parse_dtype(loss_reduce_dtype)
-        self._global_batch = global_batch
-        self.adoption = Adoption(enabled=adopt)
-        self.sharding = ShardedDDP(self.adoption.parameters_with_adopted, sharded_checkpoints=sharded_checkpoints)
+        self.strategy, self.options, self.kinds_of_parts = strategy, options, kinds_of_parts
+        self.adoption = Adoption(self)
+        self.sharding = ShardedDDP(
+            self.adoption.parameters_with_adopted, sharded_checkpoints=options.sharded_checkpoints
+        )
         self._reset()
 
-    def serve(self, strategy: HostStrategy) -> None:
-        """Say whose losses these are."""
-        self._strategy = strategy
-
     def _reset(self) -> None:
-        """Forget what belongs to one fit."""
+        """Forget a fit, and make the parts of the next one."""
         self.found: list[FoundLoss] = []
-        self._loss_patches: list[LossForwardPatch] = []
-        self._unregistered_patches: list[UnregisteredLossPatch] = []
-        self.parameters: ReducedParameters | None = None
         self.reducer: LossReducer | None = None
         self.call_check: CallCheck | None = None
-        self.windows: LightningWindows | None = None
-        self._precision = PrecisionKeeper()
+        self.lacks_rows = self.is_alone = self._is_exception_reported = False
         self.advice = Advice()
-        self._first_bucket_bytes = 0
-        self._in_training_step = False
-        self._ends: UnevenEnds | None = None
-        self._places = SamplerPlaces()
-        self._random_states = RandomStates()
-        self._requeue = Requeue()
-        self._loader_states = LoaderStates()
-        self._evaluation_ends = EvaluationEnds()
-        self._training_data = UndividedData("training")
-        self._termination = Termination()
-        self.after_error = AfterError()
-        self._is_exception_told = False
+        self._precision = PrecisionKeeper()
+        self._calls = LossCalls(self)
+        self.parts: list[FitPart] = []
+        if self.options.losses != []:
+            self.parts = [kind(self) for kind in self.kinds_of_parts if kind.is_on(self.options)]
+            self.parts += [ClassShards(self), self.adoption, self._calls]
+        # a hook that a part does not override is never called
+        self._hooks: dict[str, list[Callable[..., Any]]] = {}
+        for name in _HOOKS:
+            own = [part for part in self.parts if getattr(type(part), name) is not getattr(FitPart, name)]
+            self._hooks[name] = [getattr(part, name) for part in own]
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the strategy shall do nothing of its own."""
-        return self.selection == []
+    def call(self, hook: str, *args: Any) -> None:
+        """Call a hook of all parts that have it."""
+        for own in self._hooks[hook]:
+            own(*args)
+
+    def part(self, kind: type[P]) -> P | None:
+        """Return the part of this class; None if its option is off."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property
     def module(self) -> pl.LightningModule:
         """The LightningModule."""
-        module = self._strategy.lightning_module
+        module = self.strategy.lightning_module
         assert module is not None
         return module
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The trainer of this run."""
+        return self.module.trainer
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether this run trains, and does not only validate, test or predict."""
+        return self.trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether there is something of which no rank holds the whole."""
+        return self.strategy.divides_model or self.sharding.is_divided
 
     # ------------------------------------------------------------------ set-up
 
@@ -203,45 +158,54 @@ class LossParallelism:
             refuse: Raises for a module that the strategy cannot train.
             refuse_optimizers: Raises for optimizers that cannot step it.
         """
-        module = self.module
-        self.evaluation.setup(trainer)
-        self._evaluation_ends.install(trainer)
-        self.after_error.install(trainer, self.on_exception, self._is_divided, self._termination)
+        module, fitting = self.module, self.is_fitting
+        if not self.parts:
+            self.sharding.refuse_shards(module)
+            setup_model(trainer)
+            return
         liveness.new_run()
         with self.raise_on_all_ranks("setup"):
+            self.call("setup")
             refuse(module)
             # 1. the losses, sharded before their values are remembered
-            self.found = find_losses(module, self.selection)
+            self.found = find_losses(module, self.options.losses)
             self.sharding.setup_shards(module)
             for inner in module.modules():
                 if isinstance(inner, process_groups.WithProcessGroup):
                     inner.create_internal_groups()  # a rank may fail before it has ever used it
             self._precision.remember([loss.module for loss in self.found])
             # 2. Lightning moves, wraps and synchronises the rest
-            fitting = trainer.state.fn == TrainerFn.FITTING
-            if fitting:  # before configure_optimizers, which may ask for the loaders
-                self._ends = UnevenEnds(trainer, self._uneven)
-                self._loader_states.install(trainer)
             with contextlib.nullcontext() if fitting else self.sharding.excluded(module):
                 setup_model(trainer)
-            # 3. what needs the optimizers
+            # 3. losses that the module does not register
             if fitting:
                 if refuse_optimizers is not None:
-                    refuse_optimizers(module, self._strategy.optimizers)
-                self.sharding.install(self._strategy.optimizers, self._strategy.precision_plugin)
-                self._handle_hidden_losses(trainer)
-            # 4. what surrounds each call of a loss
-            self._install_patches()
+                    refuse_optimizers(module, self.strategy.optimizers)
+                self.sharding.install(self.strategy.optimizers, self.strategy.precision_plugin)
+                self._adopt_or_refuse_hidden()
+            # 4. forward patches, then what exists now counts as synchronised
+            self._calls.install()
             if fitting:
                 self._watch_losses()
-                if self.accumulation == "window":
-                    self.windows = LightningWindows(
-                        lambda: corrected_parameters(module, self._strategy.optimizers),
-                        lambda: compat.gathered_parameters(module),
-                    )
+            self.call("on_model_ready")
+
+    def _adopt_or_refuse_hidden(self) -> None:
+        """Adopt or refuse trainable losses that are not registered; watch those that no optimizer holds."""
+        hidden, strategy = self.adoption.find(), self.strategy
+        self._calls.watch_unregistered(hidden.idle)
+        if hidden.optimised:
+            self.found += self.adoption.adopt(hidden)
+            self.sharding.setup_new_shards(self.module, strategy.optimizers, strategy.precision_plugin)
+
+    def _watch_losses(self) -> None:
+        """Start the call check; what exists now counts as synchronised."""
+        assert self.reducer is not None
+        self.reducer.parameters.watch([loss.name for loss in self.found])
+        if self.options.check_calls:
+            self.call_check = CallCheck(self.reducer, self._calls.patches)
 
     def restore_precision(self) -> None:
-        """Undo what the precision plugin halved in the losses."""
+        """Undo the precision plugin's conversion of the losses."""
         self._precision.restore()
 
     def compare_ranks(self) -> None:
@@ -250,243 +214,161 @@ class LossParallelism:
         Raises:
             RankMismatchError: on every rank.
         """
-        precision, trainer = self._strategy.precision_plugin.precision, attached_trainer(self.module)
-        facts = same_setup.setup_facts(self.found, self._options, precision=precision, trainer=trainer)
-        ddp_setup.compare_names(self.module, facts)
+        precision, trainer = self.strategy.precision_plugin.precision, attached_trainer(self.module)
+        facts = same_setup.setup_facts(self.found, self.options.texts, precision=precision, trainer=trainer)
+        same_setup.compare_names(self.module, facts)
 
     def start_reducing(
         self, reduced_elsewhere: Sequence[Tensor], ignored: Sequence[str] = (), *, first_bucket: int = 0
     ) -> None:
-        """Take over the gradients of what nobody else reduces.
+        """Take over the gradients that nothing else reduces.
 
         Args:
             reduced_elsewhere: Parameters that the model's own parallelism reduces.
             ignored: Names of parameters that the user told it to leave alone.
             first_bucket: Bytes of gradient of which it sends nothing before all are ready.
         """
-        self._first_bucket_bytes = first_bucket
-        self.parameters = ReducedParameters(self.module, reduced_elsewhere, sorted(ignored))
-        self.reducer = LossReducer(self.parameters, self._wire_dtype)
+        parameters = ReducedParameters(self.module, reduced_elsewhere, sorted(ignored), first_bucket=first_bucket)
+        self.reducer = LossReducer(parameters, self.options.loss_reduce_dtype)
 
     def note_unusual(self) -> None:
-        """Say of which losses something else than usual is true."""
+        """Log losses that the strategy treats in an unusual way."""
         for loss in self.found:
             if loss.learnable and not loss.owned:
                 rank_zero_info(f"{loss.title} shares a parameter with the model and stays in the model's DDP.")
-            if not loss.learnable and self.selection != "auto":
+            if not loss.learnable and self.options.losses != "auto":
                 rank_zero_info(
                     f"{loss.title}, named in `losses`, has no parameters: there is nothing to synchronise in it."
                 )
 
-    def _handle_hidden_losses(self, trainer: pl.Trainer) -> None:
-        """Adopt or refuse trainable losses that are not registered; watch those that no optimizer holds."""
-        module, host = self.module, self._strategy
-        hidden = self.adoption.find(trainer, module, host.optimizers)
-        self._unregistered_patches = [
-            UnregisteredLossPatch(idle, path, lambda: self._in_training_step)
-            for path, idle in hidden.idle.items()
-            if is_loss(idle)
-        ]
-        if hidden.optimised:
-            self.found += self.adoption.adopt(
-                module, hidden, host.precision_plugin, host.root_device, host.wrapped_model
-            )
-            self.sharding.setup_new_shards(module, host.optimizers, host.precision_plugin)
-
-    def _install_patches(self) -> None:
-        # where a scaler looks for overflow, NaN is its business
-        refuse_nan = getattr(self._strategy.precision_plugin, "scaler", None) is None
-        for loss in self.found:
-            global_loss = wrap_global(loss, self.module) if self._global_batch else None
-            self._loss_patches.append(LossForwardPatch(loss, refuse_nan=refuse_nan, global_loss=global_loss))
-        for patch in (*self._loss_patches, *self._unregistered_patches):
-            patch.install()
-
-    def _watch_losses(self) -> None:
-        """Start the call check; what exists now counts as synchronised."""
-        parameters, reducer = self.parameters, self.reducer
-        assert parameters is not None
-        assert reducer is not None
-        parameters.watch([loss.name for loss in self.found])
-        if self.check_calls:
-            self.call_check = CallCheck(parameters, reducer, self._loss_patches, self._first_bucket_bytes)
-            trainer, data = self.module.trainer, self._training_data
-            self.call_check.attach(data.take, lambda payloads: data.judge(trainer, payloads))
-
-    # ------------------------------------------------------------------ data
-
     def process_dataloader(self, dataloader: object) -> object:
-        """Return a loader as this rank shall have it: structured samplers kept, a saved place found again, evaluation exact."""
-        trainer = attached_trainer(self.module)
-        if self.is_plain or trainer is None:
-            return dataloader
-        ddp_setup.warn_of_reshuffle(dataloader, injecting=injects_distributed_sampler(trainer))
-        ddp_setup.refuse_other_batches(dataloader)
-        with self.raise_on_all_ranks("train_dataloader"):
-            self._places.place(trainer, dataloader)
-            if trainer.training:
-                warn_of_workers(dataloader)
-        with self.raise_on_all_ranks("evaluation loader"):
-            return self.evaluation.process(trainer, dataloader)
+        """Return a loader as this rank should have it."""
+        if attached_trainer(self.module) is not None:
+            for process in self._hooks["process_dataloader"]:
+                dataloader = process(dataloader)
+        return dataloader
 
     def on_train_start(self) -> None:
-        """Make sure that all samplers stand where the checkpoint says, and random numbers go on."""
+        """Begin training."""
         forget_late_notes()
-        with self.raise_on_all_ranks("on_train_start"):
-            self._places.start(self.module.trainer, keeps_state=state_holder)
-            self._loader_states.start(self.module.trainer)
-            self._random_states.restore(self.module.trainer, self._strategy.root_device)
-        # Lightning has its handlers in place by now
-        if self.call_check is not None and process_groups.world_size() > 1:
-            self._termination.install(self.module.trainer, self.call_check)
-            self._requeue.install(self.module.trainer, self.call_check)
-
-    def on_batch(self, batch: Any, batch_idx: int) -> None:
-        """Forget what was resumed from: a batch is there. Read the first ones of an epoch."""
-        self._places.on_first_batch()
-        if batch_idx == 0:
-            self._training_data.begin()
-        if self.call_check is not None and self._training_data.is_looking:
-            combined = combined_loader(self.module.trainer.fit_loop)
-            self._training_data.see([] if combined is None else combined.flattened, batch)
+        self.call("on_train_start")
 
     # ------------------------------------------------------------------ steps
 
     def training_step(self, step: Callable[[], T], broadcast_buffers: Callable[[], None]) -> T:
-        """Run a training step; what fails on one rank ends all of them at the peers' next handshake.
+        """Run a training step; its error ends all ranks at the peers' next handshake.
 
         Args:
-            step: Lightning's own; this is no block around it, as each block takes time in each step.
-            broadcast_buffers: Gives all ranks rank 0's, where nothing around the model does.
+            step: Lightning's own step.
+            broadcast_buffers: Gives all ranks rank 0's buffers, if nothing around the model does.
         """
-        self._count_calls(True)
+        self._calls.count(on=True)
         try:
             broadcast_buffers()
-            if self._ends is not None:
-                self._ends.before_step()
-            with self._micro_batch():
+            for before_step in self._hooks["before_step"]:
+                before_step()
+            contexts = self._hooks["training_step"]
+            if not contexts:
+                return step()
+            with _all_of(context() for context in contexts):
                 return step()
         except Exception as error:
             self._raise_on_all_ranks(error, "training_step")
         finally:
-            self._count_calls(False)
+            self._calls.count(on=False)
 
-    def _count_calls(self, on: bool) -> None:
-        self._in_training_step = on
-        for patch in self._loss_patches:
-            patch.counting = on
-
-    def _micro_batch(self) -> AbstractContextManager[None]:
-        """Return what a training step runs in: the next micro-batch of an accumulation window, where there are windows."""
-        if self.windows is None or not self.module.automatic_optimization:
-            return contextlib.nullcontext()
-        return self.windows.micro_batch(self.module.trainer, is_last=self._strategy.sync_gradients)
-
-    @contextlib.contextmanager
-    def evaluation_step(self, args: tuple[Any, ...]) -> Iterator[None]:
-        """Run a step of validation, test or prediction inside the block; what fails on one rank ends all of them after their last batch."""
-        trainer, host = self.module.trainer, self._strategy
-        with (
-            self._evaluation_ends.step(trainer, args),
-            self.evaluation.step(trainer, host.wrapped_model, args, must_exchange=host.exchanges_in_forward),
-        ):
-            yield
+    def evaluation_step(self, args: tuple[Any, ...]) -> AbstractContextManager[object]:
+        """Return the context of a step of validation, test or prediction."""
+        return _all_of(context(args) for context in self._hooks["evaluation_step"])
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """Return what is back-propagated: Lightning's division undone in an accumulation window; refused where a rank lacks rows."""
-        module = self.module
-        if self._ends is not None:
-            self._ends.before_backward(loss)
-        if self.windows is not None:
-            divided_by = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
-            loss = self.windows.before_backward(loss, divided_by)
+        """Return the value that is back-propagated."""
+        for before_backward in self._hooks["before_backward"]:
+            loss = before_backward(loss)
         return loss
 
     def start_call_check(self) -> None:
         """Prepare the call check of a synchronising backward; backward exchanges it before its first gradients leave."""
-        if self.call_check is not None and self._strategy.sync_gradients:
+        if self.call_check is not None and self.strategy.sync_gradients:
             self.call_check.start(self.module.global_step)
 
+    def exchange_calls(self) -> None:
+        """Exchange the call check of this backward now, if it has not been exchanged yet."""
+        if self.call_check is not None:
+            self.call_check.exchange()
+
+    def attach_payload(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> bool:
+        """Let bytes travel in each call check, and return whether they will (``LossHooks.attach_payload``)."""
+        if self.call_check is not None:
+            self.call_check.attach(measure, judge)
+        return self.call_check is not None
+
     def reduce_gradients(self) -> None:
-        """Mean the losses' gradients over ranks, where this backward synchronises.
+        """Average the losses' gradients over ranks in a synchronising backward.
 
         Raises:
             LossCallError: on every rank, for a gradient on some ranks only.
         """
-        if self.reducer is None or not self._strategy.sync_gradients:
+        if self.reducer is None or not self.strategy.sync_gradients:
             return
-        calls = None if self.call_check is None else self.call_check.finish()
-        if calls is None:
+        if self.call_check is None:
             self.reducer.reduce()
         else:
-            self.reducer.reduce(calls.parameters, calls.expected)
-            self.advice.uneven_rows(calls.uneven)
-        if self.call_check is not None:
+            calls = self.call_check.finish()
+            if calls is None:
+                self.reducer.reduce()
+            else:
+                self.reducer.reduce(calls.parameters, calls.expected)
+                self.advice.uneven_rows(calls.uneven)
             self.call_check.end()
-        if self.windows is not None and self.module.automatic_optimization:
-            self.windows.close()
+        self.call("on_gradients_reduced")
 
     def after_backward(self) -> None:
-        """Let a shard's gradient that overflowed on one rank count on all."""
-        if self._strategy.sync_gradients:
-            self.sharding.share_overflow(self._strategy.precision_plugin)
-
-    def closed(self, closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
-        """Return a closure after which an optimizer may step."""
-        return closure if self.windows is None else self.windows.closed(closure, optimizer)
+        """End a synchronising backward."""
+        if self._hooks["after_backward"] and self.strategy.sync_gradients:
+            self.call("after_backward")
 
     # ------------------------------------------------------------------ checkpoints
 
     def with_run_states(self, checkpoint: dict[str, Any], path: Any) -> dict[str, Any]:
-        """Return a checkpoint with the places of global samplers, the random states of all ranks, and of which class each loss is."""
-        trainer = self.module.trainer
+        """Return a checkpoint with the class of each loss and the entries of all parts."""
+        interruptions = self.part(Interruptions)
+        together = interruptions is None or interruptions.is_collective(path)
         checkpoint = {**checkpoint, LOSS_KINDS: self.kinds()}
-        checkpoint = self._places.with_places(trainer, checkpoint)
-        together = self.comes_together(path)
-        checkpoint = self._loader_states.with_states(trainer, checkpoint, together=together)
-        return self._random_states.with_states(trainer, checkpoint, self._strategy.root_device, together=together)
+        for state_dict in self._hooks["state_dict"]:
+            checkpoint = {**checkpoint, **state_dict(checkpoint, together=together)}
+        return checkpoint
 
-    @property
-    def saves_together(self) -> bool:
-        """Whether every rank that saves now is at the same place: not after an error, when each of them may be anywhere."""
-        trainer = attached_trainer(self.module)
-        if trainer is None or not trainer.interrupted:
-            return True
-        return self._termination.is_together and not self.after_error.is_alone
-
-    def _is_divided(self) -> bool:
-        return self._strategy.divides_model or self.sharding.is_divided
-
-    def comes_together(self, path: Any) -> bool:
-        """Say whether every rank comes to save this file; not in SLURM's signal either, but where ``Requeue`` has taken its place."""
-        return self.saves_together and (self._requeue.is_together or not is_requeued(path))
+    def saves_together(self, path: Any) -> bool:
+        """Return whether every rank saves this checkpoint."""
+        interruptions = self.part(Interruptions)
+        return interruptions is None or interruptions.saves_together(path)
 
     def kinds(self) -> list[str]:
-        """Return of which class each loss is; before set-up and after teardown too."""
-        return loss_kinds(find_losses(self.module, self.selection))
+        """Return the class of each loss; before set-up and after teardown too."""
+        return loss_kinds(find_losses(self.module, self.options.losses))
 
     def loaded(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Remember the places and random states of a loaded checkpoint, and return it as Lightning shall see it."""
-        trainer = attached_trainer(self.module)
-        if self.is_plain or trainer is None:
-            return checkpoint
-        self._random_states.loaded(trainer, checkpoint)
-        return self._loader_states.loaded(trainer, self._places.loaded(trainer, checkpoint))
+        """Hand a loaded checkpoint to all parts, and return it as Lightning restores it."""
+        if attached_trainer(self.module) is not None:
+            for load_state_dict in self._hooks["load_state_dict"]:
+                checkpoint = load_state_dict(checkpoint)
+        return checkpoint
 
     # ------------------------------------------------------------------ end
 
     def on_train_end(self) -> None:
-        """Look at what the last step left and no later call will read.
+        """Raise errors that the last step left and no later call will read.
 
         Communication: one handshake, and one for each loss with class shards.
         """
         liveness.end_run()
-        if self.is_plain:
+        if not self.parts:
             return
         with self.raise_on_all_ranks("the end of training"):
             inputs.raise_late_values()
-            self.sharding.refuse_equal_shards()
-            # who learns here of an error in another part of the world tells the parts that it belongs to
+            self.call("on_train_end")
+            # a rank that learns here of an error in another part of the world informs the parts that it belongs to
             upstream_grads = handshake.all_gather("the end of training", {}, take_late_notes().encode())
             texts = [text.decode() for text in upstream_grads]
             # a rank that ran out of rows, or stood in for one, has noted another number of them
@@ -495,50 +377,37 @@ class LossParallelism:
                 refuse_other_upstream_grads(texts)
 
     def on_exception(self, exception: BaseException) -> None:
-        """End the peers too, where one rank fails between two steps (a callback, an optimizer, Lightning itself)."""
-        if self._is_exception_told:
+        """End the peers too, if one rank fails between two steps (a callback, an optimizer, Lightning itself)."""
+        if self._is_exception_reported:
             return
-        self._is_exception_told = True
+        self._is_exception_reported = True
         who = liveness.explain() if liveness.is_lost_connection(exception) else None
         if who is not None:
             _log.error("%s", liveness.lost_peer_error("its program", who, exception))
         liveness.report(exception)
         if who is not None:
             return
-        module = self._strategy.lightning_module
+        module = self.strategy.lightning_module
         trainer = attached_trainer(module) if module is not None else None
         if trainer is None or not isinstance(exception, Exception):
             return
         if getattr(exception, "collective", False):
-            # learnt from the whole world, by a backward for instance: parts of it that were told apart are still to be met
+            # an error of the whole world, by a backward for instance: separate groups in it do not know it yet
             handshake.notify_subgroups(exception, "training")
             return
         with contextlib.suppress(Exception):  # Lightning goes on with the exception itself
-            if self._evaluation_ends.is_inside:
-                self._evaluation_ends.fail(trainer, exception)
-            # without check_calls the peers open no handshake in which they could be told
+            self.call("on_exception", exception)
+            # without check_calls the peers open no handshake that could inform them
             if trainer.training and self.call_check is not None:
                 handshake.raise_in_all_groups(exception, "training")
 
     def teardown(self) -> None:
         """Give the module back as it came."""
         liveness.end_run()
-        for patch in (*self._loss_patches, *self._unregistered_patches):
-            patch.remove()
         if self.call_check is not None:
             self.call_check.remove()
-        self.adoption.remove(self._strategy.lightning_module)
-        self.sharding.remove()
-        self._places.teardown()
-        self.global_samplers.remove()
-        self.evaluation.teardown()
-        self._evaluation_ends.remove()
-        self._loader_states.remove()
-        self._requeue.remove(attached_trainer(self.module))
-        self._termination.remove()
-        self.after_error.remove(attached_trainer(self.module))
-        if self._ends is not None:
-            self._ends.remove()
+        for teardown in reversed(self._hooks["teardown"]):
+            teardown()
 
     def forget(self) -> None:
         """Forget the fit, when Lightning has torn down its own part."""
@@ -548,7 +417,7 @@ class LossParallelism:
 
     @contextlib.contextmanager
     def raise_on_all_ranks(self, where: str) -> Iterator[None]:
-        """Raise on every rank what fails on one inside the block."""
+        """Raise on every rank any error that one of them has inside the block."""
         try:
             yield
         except Exception as error:
@@ -560,8 +429,76 @@ class LossParallelism:
             liveness.raise_lost_peer(error, where)
         except PeerError as named:
             error = named
-        meet_in_backward = self.check_calls or (self._ends is not None and self._ends.lacks_rows)
-        if where == "training_step" and not meet_in_backward:
+        if where == "training_step" and not (self.options.check_calls or self.lacks_rows):
             handshake.notify_subgroups(error, where)
-            raise error  # the world opens no handshake in which it could be told
+            raise error  # the world opens no handshake that could inform it
         handshake.raise_in_all_groups(error, where)
+
+
+@contextlib.contextmanager
+def _all_of(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter several contexts, the first one outermost."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+class ClassShards(FitPart):
+    """Weights of which each rank holds its own classes, after backward and at the end of a fit."""
+
+    def __init__(self, fit: LossParallelism) -> None:
+        super().__init__(fit)
+        self._sharding = fit.sharding
+
+    def after_backward(self) -> None:
+        """Let a shard's gradient that overflowed on one rank count on all."""
+        self._sharding.share_overflow(self.fit.strategy.precision_plugin)
+
+    def on_train_end(self) -> None:
+        """Refuse shards that something has broadcast. Communication: one handshake for each loss with shards."""
+        self._sharding.refuse_equal_shards()
+
+    def teardown(self) -> None:
+        """Take back what was installed."""
+        self._sharding.remove()
+
+
+class Advice:
+    """Warns on rank 0, of each thing once."""
+
+    def __init__(self) -> None:
+        self._uneven: set[str] = set()
+        self._waste = False
+
+    def uneven_rows(self, rows: Mapping[str, Sequence[int]]) -> None:
+        """Warn of losses whose ranks saw different numbers of rows.
+
+        Args:
+            rows: Rows of each rank, by the loss's title.
+        """
+        for title, per_rank in rows.items():
+            if title in self._uneven:
+                continue
+            self._uneven.add(title)
+            rank_zero_warn(
+                format_error(
+                    f"rows of {title} differ between ranks",
+                    ranks=per_rank,
+                    fix="DDP weighs ranks equally, not rows, so this is not the gradient of one process on the whole batch. Wrap "
+                    "the loss in GlobalBatchLoss, or give every rank the same number of rows (drop_last=True, a batch size that "
+                    "the number of ranks divides).",
+                )
+            )
+
+    def global_already(self, tensor: object) -> None:
+        """Warn of a value that is about to be reduced over ranks although every rank holds the same."""
+        if self._waste or not isinstance(tensor, Tensor) or tensor.ndim or not tensor.is_floating_point():
+            return  # Lightning reduces integers of its own, lengths of data
+        # comparing values on an accelerator would synchronize it; a zero may be anything
+        if tensor.device.type != "cpu" or tensor == 0:
+            return
+        values = [v for v in autograd_graph.global_values() if v.device.type == "cpu"]
+        if any(torch.equal(tensor, value.to(tensor)) for value in values):
+            self._waste = True
+            rank_zero_warn("A logged value is a global loss already, equal on every rank: leave out sync_dist=True.")

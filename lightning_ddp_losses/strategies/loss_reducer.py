@@ -73,15 +73,23 @@ class ReducedParameters:
         module: The live LightningModule.
         reduced_elsewhere: Parameters that the model's DDP reduces.
         ignored: Names that the user told DDP to leave alone.
+        first_bucket: Bytes of gradient of which the model's DDP sends nothing before all are ready.
 
     Attributes:
         elsewhere: Parameters that the model's DDP reduces now.
         frozen: Names of those that it reduced before they were frozen.
     """
 
-    def __init__(self, module: nn.Module, reduced_elsewhere: Sequence[Tensor], ignored: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        reduced_elsewhere: Sequence[Tensor],
+        ignored: Sequence[str] = (),
+        *,
+        first_bucket: int = 0,
+    ) -> None:
         self._module = module
-        self.leave_out(reduced_elsewhere)
+        self.leave_out(reduced_elsewhere, first_bucket)
         self.frozen: list[str] = []
         self._ignored = frozenset(ignored)
         self._equal_on_all_ranks: dict[str, nn.Parameter] = {}
@@ -90,8 +98,9 @@ class ReducedParameters:
         self._signature: tuple[object, ...] = ()
         self._description = ""
 
-    def leave_out(self, reduced_elsewhere: Sequence[Tensor]) -> None:
-        """Say what the model's DDP reduces from now on."""
+    def leave_out(self, reduced_elsewhere: Sequence[Tensor], first_bucket: int) -> None:
+        """Leave parameters to the model's DDP from now on."""
+        self.first_bucket = first_bucket
         # the tensors are kept, not only their ids: an id may be taken again
         self.elsewhere = {id(p): p for p in reduced_elsewhere}
         self._module_parameters: list[Tensor] = []
@@ -161,10 +170,13 @@ class LossReducer:
     Args:
         parameters: Those parameters.
         wire_dtype: dtype on the wire; None: each gradient's own, and at least float32 for small ones.
+
+    Attributes:
+        parameters: Those parameters.
     """
 
     def __init__(self, parameters: ReducedParameters, wire_dtype: torch.dtype | None = None) -> None:
-        self._parameters, self._wire_dtype = parameters, wire_dtype
+        self.parameters, self._wire_dtype = parameters, wire_dtype
         self._may_leave_early = True
         self._early: EarlyGradients | None = None
         self._backward_parameters: Sequence[ReducedParameter] = ()
@@ -256,7 +268,7 @@ class LossReducer:
         world_size = process_groups.world_size()
         self._unwritten = []  # it holds gradients, which must not outlive the step
         if parameters is None:
-            parameters = self._parameters.now()
+            parameters = self.parameters.now()
         if not parameters or world_size == 1:
             self._early = None
             return
@@ -316,7 +328,7 @@ class LossReducer:
         return all(p.parameter.device.type == "cpu" for p in parameters)
 
     def _sum_flags_by_handshake(self, parameters: Sequence[ReducedParameter], flags: Sequence[int]) -> list[int]:
-        must_match = {"parameters": self._parameters.describe(parameters)}
+        must_match = {"parameters": self.parameters.describe(parameters)}
         payloads = handshake.all_gather("gradients", must_match, json.dumps(flags).encode())
         return [sum(column) for column in zip(*map(json.loads, payloads), strict=True)]
 

@@ -16,7 +16,6 @@ Legend: ``W`` ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import PurePath
 from typing import Any
 
 import lightning.pytorch as pl
@@ -40,13 +39,6 @@ from lightning_ddp_losses.strategies.sampler_places import trained_batches
 
 RANDOM_STATES = "random_states"
 """Key of a checkpoint under which the random states are."""
-
-_REQUEUED = "hpc_ckpt_"  # how Lightning names what it saves in SLURM's signal
-
-
-def is_requeued(path: object) -> bool:
-    """Say whether Lightning saves this in SLURM's signal, where ranks may be anywhere."""
-    return PurePath(str(path)).name.startswith(_REQUEUED)
 
 
 class RandomStates:

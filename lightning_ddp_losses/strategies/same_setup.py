@@ -1,51 +1,41 @@
-"""What must be the same on every node before anything trains: releases, options of strategy and losses, precision.
+"""Facts that must be the same on every rank before anything trains: names of parameters, releases, options, precision.
 
-A node with another release or option computes another gradient, which no shape shows. These facts ride in the handshake that compares
-names at set-up, and a difference is an error on every rank. What may differ and still explain something (Python, builds, releases of
-other libraries) rides along, and is a note.
+DDP pairs parameters by position and would broadcast and average the wrong tensors without a word. A node with another release or option
+computes another gradient, which no shape shows. All facts travel in one handshake at set-up, and a difference is an error on every rank.
+Facts that may differ (Python, builds, releases of other libraries) travel along, and a difference is a warning.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import inspect
 import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.shard import shard_of
+from lightning_ddp_losses.errors import RankMismatchError
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, named_tensors
+from lightning_ddp_losses.strategies.options import has_stable_repr
 
 _PACKAGE = __name__.partition(".")[0]
 _TRAINER_OPTIONS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
-_MAY_DIFFER = ("timeout", "start_method")  # how a node waits and starts its processes changes no gradient
 _LIBRARIES_OF_LOSSES = ("torch.", "pytorch_metric_learning.")
 _SHOWN_RANKS = 8
-
-
-def options_of(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return a strategy's options, as text, that two nodes can compare.
-
-    Args:
-        arguments: Of its ``__init__``, by name, those of ``**ddp_kwargs`` too. Objects (a plugin, a hook) are left out, and what is
-            Lightning's default.
-    """
-    defaults = inspect.signature(DDPStrategy.__init__).parameters
-    found = {}
-    for name, value in sorted(arguments.items()):
-        is_default = name in defaults and value == defaults[name].default
-        if name not in _MAY_DIFFER and not is_default and _has_stable_repr(value):
-            found[name] = repr(value)
-    return found
+_MAX_SHOWN = 6  # differing names shown in an error
 
 
 def setup_facts(
@@ -77,14 +67,63 @@ def _describe_loss(module: nn.Module) -> str:
     known = kind.__module__.startswith(_LIBRARIES_OF_LOSSES)
     names = inspect.signature(kind.__init__).parameters if known else ()
     # a library keeps most of its arguments under their names; what it makes of the others is an object
-    shown = [f"{name}={getattr(module, name)!r}" for name in names if _has_stable_repr(getattr(module, name, module))]
+    shown = [f"{name}={getattr(module, name)!r}" for name in names if has_stable_repr(getattr(module, name, module))]
     return f"{kind.__qualname__}({', '.join(shown)})"
 
 
-def _has_stable_repr(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_has_stable_repr, value))
-    return isinstance(value, (bool, int, float, str, torch.dtype, timedelta))
+# ---------------------------------------------------------------------- names
+
+
+def compare_names(module: nn.Module, facts: Mapping[str, str]) -> None:
+    """Compare what must be the same on every rank: names, shapes, dtypes and order of parameters and buffers, and what else is given.
+
+    Args:
+        module: The module that is trained.
+        facts: Releases and options (``setup_facts``).
+
+    Raises:
+        RankMismatchError: on every rank, with the first names that differ.
+
+    Communication: one handshake; one more gather where ranks differ.
+    """
+    own = [_describe_tensor(name, tensor) for name, tensor in named_tensors(module)]
+    # which modules are gathered by themselves: ranks must do so in the same order
+    own += [f"{name} divided by fully_shard" for name, m in module.named_modules() if isinstance(m, FSDPModule)]
+    digest = hashlib.sha256("\n".join(own).encode()).digest()
+    received = handshake.all_gather("set-up", facts, digest + pack_notes())
+    note_differences([payload[len(digest) :] for payload in received])
+    if len({payload[: len(digest)] for payload in received}) == 1:
+        return
+    # swap all names, and show the first that differ
+    payloads = handshake.all_gather("all names", {}, json.dumps(own).encode())
+    tables: list[list[str]] = [json.loads(payload) for payload in payloads]
+    longest = max(map(len, tables))
+    padded = [names + ["nothing"] * (longest - len(names)) for names in tables]
+    places = [i for i, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1]
+    ranks = []
+    for names in padded:
+        shown = [f"position {i}: {names[i]}" for i in places[:_MAX_SHOWN]]
+        ranks.append("; ".join(shown))
+    raise RankMismatchError(
+        f"parameters and buffers ({len(places)} of {longest} positions)",
+        expected="the same names, shapes and dtypes in the same order on every rank",
+        ranks=ranks,
+        fix="Register submodules in a fixed order (sort names; no iteration over sets), with the same sizes on every rank.",
+        collective=True,
+    )
+
+
+def _describe_tensor(name: str, tensor: Tensor) -> str:
+    shard = shard_of(tensor)
+    if is_lazy(tensor):  # DDP is told to leave it alone, or refuses it
+        return f"{name} uninitialized"
+    shape = f"{tuple(tensor.shape)}"
+    if shard is not None:  # ranks hold different rows of the same whole
+        shape = f"{shard.whole_shape(tensor)} divided over ranks"
+    elif isinstance(tensor, DTensor):
+        shape += f" {tensor.placements} over {tuple(tensor.device_mesh.shape)}"
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{name} {shape} {tensor.dtype}{' frozen' * frozen}"
 
 
 # ---------------------------------------------------------------------- what may differ

@@ -8,48 +8,46 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, active, step_inside_window
 from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
+from lightning_ddp_losses.strategies.options import LossOptions
 
 
-class LightningWindows:
-    """The accumulation windows of one fit.
+class LightningWindows(FitPart):
+    """The accumulation windows of one fit; a part with ``accumulation="window"`` only."""
 
-    Args:
-        parameters: Returns by name those whose gradients are corrected.
-        gathered: Returns by name what stands in graphs for those that ``fully_shard`` divides.
-    """
+    @classmethod
+    def is_on(cls, options: LossOptions) -> bool:
+        """Return whether the option is on."""
+        return options.accumulation == "window"
 
-    def __init__(
-        self, parameters: Callable[[], Mapping[str, Tensor]], gathered: Callable[[], Mapping[str, Tensor]]
-    ) -> None:
-        self._parameters, self._gathered = parameters, gathered
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
         self._window: AccumulationWindow | None = None
         self._expected: dict[Any, Any] = {}  # said before the window was open
         self._last_batch = (-1, -1)  # epoch and number
 
-    @property
-    def number_of_micro_batches(self) -> int:
-        """How many the open window has had; 0 without one."""
-        return 0 if self._window is None else self._window.micro_batch
-
     # ------------------------------------------------------------------ automatic optimisation
 
-    @contextlib.contextmanager
-    def micro_batch(self, trainer: pl.Trainer, *, is_last: bool) -> Iterator[None]:
-        """Run a training step as the next micro-batch of its window; the first one opens it.
+    def training_step(self) -> AbstractContextManager[None]:
+        """Return the context of the window's next micro-batch; in manual optimisation windows are blocks of the user's."""
+        if not self.fit.module.automatic_optimization:
+            return contextlib.nullcontext()
+        return self._micro_batch(self.fit.trainer, is_last=self.fit.strategy.sync_gradients)
 
-        Args:
-            trainer: Knows which batch this is.
-            is_last: Whether its backward synchronises.
-        """
+    @contextlib.contextmanager
+    def _micro_batch(self, trainer: pl.Trainer, *, is_last: bool) -> Iterator[None]:
+        """Run a training step as the next micro-batch of its window; the first one opens it."""
         batch, per_window = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
         if (trainer.current_epoch, batch) == self._last_batch and self._window is None:
             raise ConfigurationError(
@@ -69,7 +67,9 @@ class LightningWindows:
             yield
 
     def _open(self, micro_batches: int) -> AccumulationWindow:
-        self._window = AccumulationWindow(self._parameters(), micro_batches, self._gathered)
+        module = self.fit.module
+        corrected = corrected_parameters(module, self.fit.strategy.optimizers)
+        self._window = AccumulationWindow(corrected, micro_batches, lambda: compat.gathered_parameters(module))
         return self._window
 
     # ------------------------------------------------------------------ manual optimisation
@@ -104,15 +104,20 @@ class LightningWindows:
         if expected:
             window.expect_counts(expected)
 
-    def before_backward(self, loss: Tensor, divided_by: int) -> Tensor:
-        """Count what is about to be back-propagated, and undo Lightning's division of it."""
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Count a loss that is about to be back-propagated, and undo Lightning's division of it."""
         if self._window is None:
             return loss
         self._window.commit([loss])
+        divided_by = 1
+        if self.fit.module.automatic_optimization:
+            divided_by = self.fit.trainer.accumulate_grad_batches
         return loss * divided_by if divided_by > 1 else loss
 
-    def close(self) -> None:
+    def on_gradients_reduced(self) -> None:
         """Correct the gradients of a window of automatic optimisation: they are those of all ranks and micro-batches now."""
+        if not self.fit.module.automatic_optimization:
+            return
         window, self._window = self._window, None
         if window is not None and not window.is_single:
             window.correct_()

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
-from lightning_ddp_losses.strategies.ddp_setup import refuse_other_batches, warn_of_reshuffle
+from lightning_ddp_losses.strategies.training_data import refuse_other_batches, warn_of_reshuffle
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
 from tests.samplers.cases import CASES, ROWS, SEED, one_process

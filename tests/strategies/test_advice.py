@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_ddp_losses.core import autograd_graph
-from lightning_ddp_losses.strategies.advice import Advice
+from lightning_ddp_losses.strategies.loss_parallelism import Advice
 
 
 def test_a_global_value_that_is_reduced_is_called_waste_once() -> None:

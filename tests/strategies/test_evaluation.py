@@ -339,5 +339,5 @@ def test_a_config_names_the_option() -> None:
 
 
 def test_an_option_that_is_none() -> None:
-    with pytest.raises(Exception, match=r"evaluation: expected 'exact' or 'padded', got 'once'"):
+    with pytest.raises(Exception, match=r"evaluation: expected one of 'exact', 'padded', got 'once'"):
         DDPLossStrategy(evaluation="once")  # type: ignore[arg-type]

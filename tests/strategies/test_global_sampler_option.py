@@ -261,7 +261,7 @@ def test_the_recipe_of_the_documentation(pool: RankPool, tmp_path: Path) -> None
 def test_options_that_exclude_each_other() -> None:
     with pytest.raises(ConfigurationError, match="which is plain ddp"):
         DDPLossStrategy(losses=[], use_global_sampler=True)
-    with pytest.raises(ConfigurationError, match="expected True or False, got 'yes'"):
+    with pytest.raises(ConfigurationError, match="expected one of True, False, got 'yes'"):
         DDPLossStrategy(use_global_sampler="yes")  # type: ignore[arg-type]
 
 

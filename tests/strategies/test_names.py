@@ -70,10 +70,7 @@ def compare_yaml_and_python(arguments: dict[str, Any], python: dict[str, Any]) -
     make_trainer(theirs).fit(Job(), loader(dist.get_world_size(), dist.get_rank()))
     private = ("_ddp_kwargs", "_timeout", "_start_method")
     assert {name: getattr(ours, name) for name in private} == {name: getattr(theirs, name) for name in private}
-    of_losses = ("selection", "check_calls", "_wire_dtype")
-    ours_of, theirs_of = vars(ours._losses), vars(theirs._losses)
-    assert {name: ours_of[name] for name in of_losses} == {name: theirs_of[name] for name in of_losses}
-    assert ours._losses.adoption.enabled == theirs._losses.adoption.enabled
+    assert ours._losses.options == theirs._losses.options
 
 
 # Lightning's CLI calls jsonargparse by names that jsonargparse deprecates
@@ -264,7 +261,7 @@ def test_a_copy_of_a_strategy_looks_after_its_own_module() -> None:
     twin.connect(module)
     assert twin._losses.module is module
     assert strategy.lightning_module is None
-    assert twin._losses.selection == ["loss"]
+    assert twin._losses.options.losses == ["loss"]
 
 
 def test_an_option_by_position_still_works_and_warns() -> None:

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_ddp_losses import DDPChecks, DDPLossStrategy, GlobalBatchLoss
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies.uneven_ends import UnevenEnds, with_common_ends
+from lightning_ddp_losses.strategies.epoch_ends import UnevenEnds, with_common_ends
 from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
 from tests.rank_pool import RankError, RankPool
@@ -361,7 +361,7 @@ def test_a_step_that_fetches_by_itself_is_refused(pool: RankPool, world_size: in
 
 @pytest.mark.parametrize("value", ["Join", "", True, None])
 def test_an_unknown_value_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match="'error', 'join' or 'stop'"):
+    with pytest.raises(ConfigurationError, match="one of 'error', 'join', 'stop'"):
         DDPLossStrategy(uneven=value)
 
 
@@ -433,7 +433,8 @@ def steps_of(meeting: Meeting, rank: int, plan: Plan, kind: str, mode: str) -> l
     progress = SimpleNamespace(current=SimpleNamespace(ready=0))
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress), restarting=False)
     module = SimpleNamespace(training_step=Rows.training_step, allow_zero_length_dataloader_with_multiple_devices=True)
-    ends = UnevenEnds(SimpleNamespace(fit_loop=loop, lightning_module=module), mode)  # type: ignore[arg-type]
+    trainer = SimpleNamespace(fit_loop=loop, lightning_module=module)
+    ends = UnevenEnds(SimpleNamespace(trainer=trainer, options=SimpleNamespace(uneven=mode)))  # type: ignore[arg-type]
     batches = [torch.zeros(size, 1) for size in plan[rank]]
     loader = with_common_ends(listed(batches) if kind == "known" else Stream(batches), ends)
     loader.limits = math.inf

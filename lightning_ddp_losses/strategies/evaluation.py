@@ -1,12 +1,18 @@
-"""`evaluation="exact"`: validation, test and prediction see each row once, where Lightning would pad the ranks' rows.
+"""Validation, test and prediction: each row once (`EvaluationLoaders`), and one meeting of all ranks at the end (`EvaluationEnds`).
 
+With ``evaluation="exact"`` each row is seen once, although Lightning would pad the ranks' rows.
 Lightning replaces the sampler of a DataLoader when it is set up, before the strategy gets the loader. So while an evaluation is set up it
 is told that the loader needs no sampler, and the strategy puts ``EvaluationSampler`` into a copy. What Lightning would have left alone
 (``use_distributed_sampler=False``, a ``DistributedSampler`` of the user's, iterable data sets) is left alone here too. Batch samplers of
 the user's own stay as Lightning makes them: what they do with the rows is theirs.
 
-Where ranks have different numbers of batches (a batch size of one), a step that exchanges something would wait for ever in the last
+If ranks have different numbers of batches (a batch size of one), a step that exchanges something would wait for ever in the last
 batch. That is seen in the first batch, which all ranks have.
+
+A step of validation, test or prediction exchanges nothing, so the peers of a rank that fails would wait for it in the next collective:
+epoch values of metrics, the next training step. So all ranks meet after their last batch, before any of that. The hashes of iterable data
+sets (``UndividedData``) travel along. (Epoch values of several loaders in turn are reduced after each of them. Ranks meet after the
+last.)
 
 Legend: ``W`` ranks, ``N`` rows of the data set.
 """
@@ -26,29 +32,117 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.random_state import NUMPY_SEEDS
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.distributed.handshake import read_sized, sized
+from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.samplers.evaluation import EvaluationBatches, EvaluationSampler, len_of
 from lightning_ddp_losses.samplers.global_batch import GlobalBatches
 from lightning_ddp_losses.samplers.predictions import current_loaders
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
+from lightning_ddp_losses.strategies.options import LossOptions
+from lightning_ddp_losses.strategies.training_data import UndividedData
 
 _PADDED = "evaluation='padded' repeats rows so that all ranks have as many"
 
 
-class EvaluationLoaders:
-    """The evaluation loaders of one run of a trainer.
+class EvaluationEnds(FitPart):
+    """Lets the ranks meet at the end of each evaluation of one run of a trainer."""
 
-    Args:
-        mode: ``"exact"`` or ``"padded"``.
-    """
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
+        self._is_inside = False  # an evaluation goes on, at the end of which the peers will listen
+        self._undo: Callable[[], object] | None = None
+        self._data: dict[int, UndividedData] = {}  # by loader
 
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
+    def setup(self) -> None:
+        """Meet at the ends from now on."""
+        trainer = self.fit.trainer
+        if self._undo is None and process_groups.world_size() > 1:
+            self._undo = compat.around_evaluations(trainer, lambda _: self._begin(), lambda _: self._end(trainer))
+
+    def teardown(self) -> None:
+        """Leave the trainer as it came."""
+        if self._undo is not None:
+            self._undo()
+        self._undo, self._is_inside = None, False
+
+    @contextlib.contextmanager
+    def evaluation_step(self, args: tuple[Any, ...]) -> Iterator[None]:
+        """Run a step inside the block; its error is raised on every rank, on the peers at the end of their evaluation."""
+        if not self._is_inside:
+            yield
+            return
+        try:
+            self._see(self.fit.trainer, args)
+            yield
+        except Exception as error:
+            self.on_exception(error)
+
+    def on_exception(self, exception: Exception) -> None:
+        """Raise an error of this rank on every rank."""
+        if self._is_inside:
+            self._is_inside = False
+            handshake.raise_in_all_groups(exception, f"{_name(self.fit.trainer)} step")
+
+    def _begin(self) -> None:
+        self._is_inside, self._data = True, {}
+
+    def _see(self, trainer: pl.Trainer, args: tuple[Any, ...]) -> None:
+        loaders, index = current_loaders(trainer), 0
+        if len(args) > 2 and isinstance(args[2], int):
+            index = args[2]
+            loaders = loaders[index : index + 1]
+        if index not in self._data:
+            self._data[index] = UndividedData(_name(trainer))
+        self._data[index].see(loaders, args[0])
+
+    def _end(self, trainer: pl.Trainer) -> None:
+        """Meet the other ranks. Communication: one handshake.
+
+        Raises:
+            InputError: on every rank, for an iterable data set that is not divided.
+            PeerError: where a peer failed.
+        """
+        self._is_inside = False
+        indices = sorted(self._data)
+        # of each loader some bytes, of which every rank has its own number
+        own = b"".join(sized(self._data[index].take()) for index in indices)
+        everyone = handshake.all_gather_between_steps(f"the end of {_name(trainer)}", {}, own)
+        by_rank = [_parts(payload) for payload in everyone]
+        for index, of_ranks in zip(indices, zip(*by_rank, strict=False), strict=False):
+            self._data[index].judge(trainer, of_ranks)
+
+
+def _parts(payload: bytes) -> list[bytes]:
+    """Take apart what a rank sent."""
+    parts, offset = list[bytes](), 0
+    while offset < len(payload):
+        part, offset = read_sized(payload, offset)
+        parts.append(part)
+    return parts
+
+
+def _name(trainer: pl.Trainer) -> str:
+    stage = trainer.state.stage
+    return "evaluation" if stage is None else str(stage.dataloader_prefix or stage.value).replace("val", "validation")
+
+
+class EvaluationLoaders(FitPart):
+    """Gives the evaluation loaders of one run exact parts of the rows; a part with ``evaluation="exact"`` only."""
+
+    @classmethod
+    def is_on(cls, options: LossOptions) -> bool:
+        """Return whether the option is on."""
+        return options.evaluation == "exact"
+
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
         self._undo: Callable[[], object] | None = None
         self._warned = False
 
-    def setup(self, trainer: pl.Trainer) -> None:
-        """Keep Lightning's samplers out of evaluation loaders; called before any loader is set up."""
-        if self.mode == "exact" and self._undo is None:
+    def setup(self) -> None:
+        """Keep Lightning's samplers out of evaluation loaders, before any loader is set up."""
+        trainer = self.fit.trainer
+        if self._undo is None:
             self._undo = compat.without_injected_sampler(trainer, lambda loader: _needs_no_sampler(trainer, loader))
 
     def teardown(self) -> None:
@@ -59,7 +153,12 @@ class EvaluationLoaders:
 
     # ------------------------------------------------------------------ loaders
 
-    def process(self, trainer: pl.Trainer, dataloader: Any) -> Any:
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return an evaluation loader that gives this rank its rows; any other as it is. An error is one on every rank."""
+        with self.fit.raise_on_all_ranks("evaluation loader"):
+            return self._process(self.fit.trainer, dataloader)
+
+    def _process(self, trainer: pl.Trainer, dataloader: Any) -> Any:
         """Return an evaluation loader that gives this rank its rows; any other as it is.
 
         Raises:
@@ -114,29 +213,23 @@ class EvaluationLoaders:
     # ------------------------------------------------------------------ steps
 
     @contextlib.contextmanager
-    def step(
-        self, trainer: pl.Trainer, ddp: Any, args: tuple[Any, ...], *, must_exchange: bool = False
-    ) -> Iterator[None]:
-        """Refuse, in the first batches of a loader of which some ranks have fewer, a step that exchanges something.
-
-        Args:
-            trainer: The trainer.
-            ddp: The model's DDP, None without one.
-            args: The batch, its index, and that of its loader where they are several.
-            must_exchange: Whether each step does, in groups that nobody counts.
+    def evaluation_step(self, args: tuple[Any, ...]) -> Iterator[None]:
+        """Refuse a step that exchanges something, in the first batches of a loader of which some ranks have fewer.
 
         Raises:
             InputError: on every rank.
 
         Communication: none.
         """
+        trainer, strategy = self.fit.trainer, self.fit.strategy
         sampler = self._uneven_sampler(trainer, args)
         if sampler is None:
             yield
             return
-        if must_exchange:
+        if strategy.exchanges_in_forward:
             raise self._uneven_batches(trainer, sampler)
         # DDP's broadcast of buffers, once in an evaluation, is in a batch that all ranks have
+        ddp = strategy.wrapped_model
         broadcasts = ddp is not None and ddp.will_sync_module_buffers()
         before = (handshake.number_opened(), 0 if broadcasts else compat.collectives_started())
         yield
@@ -201,13 +294,3 @@ def _is_served(loader: Any) -> bool:
         return False
     sampler = loader.sampler if batches is None else batches.sampler
     return not isinstance(sampler, DistributedSampler)
-
-
-def refuse_evaluation(evaluation: object) -> None:
-    """Refuse a way to evaluate that is none.
-
-    Raises:
-        ConfigurationError: naming the option.
-    """
-    if evaluation not in ("exact", "padded"):
-        raise ConfigurationError("evaluation", expected="'exact' or 'padded'", got=repr(evaluation))

@@ -33,28 +33,15 @@ from torch import Tensor
 from lightning_ddp_losses.core import compat, safe_payload
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.errors import ConfigurationError, InputError, PeerError
+from lightning_ddp_losses.errors import InputError, PeerError, expect
 from lightning_ddp_losses.strategies import empty_batches
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
+from lightning_ddp_losses.strategies.options import LossOptions
 
-MODES = ("error", "join", "stop")
 N = TypeVar("N", int, float)
 _REMEMBERED = 8  # batches: more than Lightning fetches ahead
 _FETCH = "fetching a training batch"
 _STRUCTURE = "uneven='join': the structure of a batch, for ranks that never had one"
-
-
-def refuse_uneven(uneven: object, *, is_plain_ddp: bool) -> None:
-    """Refuse a way to end epochs that is none, or cannot be.
-
-    Raises:
-        ConfigurationError: naming the option.
-    """
-    if uneven not in MODES:
-        raise ConfigurationError("uneven", expected="'error', 'join' or 'stop'", got=repr(uneven))
-    if is_plain_ddp and uneven != "error":
-        raise ConfigurationError(
-            f"uneven={uneven!r}", expected="losses that are looked after", got="losses=[], which is plain ddp"
-        )
 
 
 def batches_until_max_steps(trainer: pl.Trainer) -> float:
@@ -65,72 +52,51 @@ def batches_until_max_steps(trainer: pl.Trainer) -> float:
     return (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
 
 
-class UnevenEnds:
+class UnevenEnds(FitPart):
     """The ends of one fit's epochs: makes them the same on every rank, or refuses them.
 
     Args:
-        trainer: That fits; its training loaders will be replaced by ones with common ends, in a world of several ranks.
-        mode: One of ``MODES``.
+        fit: The fit; its training loaders will be replaced by ones with common ends, in a world of several ranks.
 
     Attributes:
-        lacks_rows: Whether some rank has no rows in this step; then all ranks meet before its backward.
-
-    Raises:
-        ConfigurationError: for ``training_step(dataloader_iter)``, which fetches by itself.
+        mode: ``uneven`` of the options.
     """
 
-    def __init__(self, trainer: pl.Trainer, mode: str) -> None:
-        self.mode = mode
-        self._trainer = trainer
-        self._said = False
-        self.lacks_rows = False
-        self._refuse_own_fetching()
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
+        self.mode = fit.options.uneven
+        self._has_logged = False
         self._source: Any = None
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        return self.fit.trainer
+
+    def setup(self) -> None:
+        """Replace the training loaders, before ``configure_optimizers``, which may ask for them.
+
+        Raises:
+            ConfigurationError: for ``training_step(dataloader_iter)``, which fetches by itself.
+        """
+        if not self.fit.is_fitting:
+            return
+        expect(
+            not is_param_in_hook_signature(self.fit.module.training_step, "dataloader_iter", explicit=True),
+            "training_step(dataloader_iter) under DDPLossStrategy",
+            expected="training_step(batch) or training_step(batch, batch_idx)",
+            got="a step that fetches by itself, of which the ranks cannot agree on an end",
+            fix="Take the batch as an argument, or use strategy='ddp'.",
+        )
         if process_groups.world_size() > 1:
-            self._source = compat.training_source(trainer.fit_loop)
+            self._source = compat.training_source(self._trainer.fit_loop)
             self._request = self._source.dataloader
             self._source.dataloader = self._request_loader
 
-    def remove(self) -> None:
+    def teardown(self) -> None:
         """Let the trainer's next fit have its own loader."""
         if self._source is not None:
             del self._source.dataloader
-
-    def _refuse_own_fetching(self) -> None:
-        if is_param_in_hook_signature(self._trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
-            raise ConfigurationError(
-                "training_step(dataloader_iter) under DDPLossStrategy",
-                expected="training_step(batch) or training_step(batch, batch_idx)",
-                got="a step that fetches by itself, of which the ranks cannot agree on an end",
-                fix="Take the batch as an argument, or use strategy='ddp'.",
-            )
-
-    # ------------------------------------------------------------------ the step
-
-    def before_step(self) -> None:
-        """Refuse, where some rank lacks rows in this step, layers that would need some; before each ``training_step``.
-
-        Raises:
-            InputError: naming them.
-        """
-        self.lacks_rows = False
-        if self.mode == "join" and self._source is not None:
-            loop = self._trainer.fit_loop
-            loader: _CommonEnds = compat.combined_loader(loop)
-            self.lacks_rows = loader.lacks_rows[-1 - compat.prefetched_batches(loop)]
-        if self.lacks_rows:
-            empty_batches.refuse_plain_norms(self._trainer.lightning_module)
-
-    def before_backward(self, loss: Tensor) -> None:
-        """Refuse, where some rank lacks rows in this step, to back-propagate what is not over the rows of all ranks.
-
-        Raises:
-            InputError: on every rank.
-
-        Communication: one handshake in such a step.
-        """
-        if self.lacks_rows:
-            empty_batches.refuse_local_losses(loss, self._trainer.lightning_module)
+            self._source = None
 
     # ------------------------------------------------------------------ the loader
 
@@ -232,12 +198,47 @@ class UnevenEnds:
 
     def _say_left_out(self, left: Sequence[str]) -> None:
         """Say once in a fit what each rank leaves out."""
-        if not self._said:
-            self._said = True
+        if not self._has_logged:
+            self._has_logged = True
             shown = ", ".join(f"rank {rank}: {batches}" for rank, batches in enumerate(left))
             rank_zero_info(
                 f"uneven='stop': epochs end with the first rank that runs out. Batches left out of this one: {shown}."
             )
+
+
+class JoinedEnds(FitPart):
+    """Looks at each step in which some rank lacks rows; a part with ``uneven="join"`` only."""
+
+    @classmethod
+    def is_on(cls, options: LossOptions) -> bool:
+        """Return whether the option is on."""
+        return options.uneven == "join"
+
+    def before_step(self) -> None:
+        """Refuse layers that would need rows, if some rank lacks rows in this step.
+
+        Raises:
+            InputError: naming them.
+        """
+        loop = self.fit.trainer.fit_loop
+        loader = compat.combined_loader(loop)
+        self.fit.lacks_rows = (
+            isinstance(loader, _CommonEnds) and loader.lacks_rows[-1 - compat.prefetched_batches(loop)]
+        )
+        if self.fit.lacks_rows:
+            empty_batches.refuse_plain_norms(self.fit.module)
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Refuse to back-propagate a loss that is not over the rows of all ranks, if some rank lacks rows in this step.
+
+        Raises:
+            InputError: on every rank.
+
+        Communication: one handshake in such a step.
+        """
+        if self.fit.lacks_rows:
+            empty_batches.refuse_local_losses(loss, self.fit.module)
+        return loss
 
 
 def with_common_ends(given: Any, ends: UnevenEnds) -> CombinedLoader:

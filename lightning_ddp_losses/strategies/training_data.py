@@ -1,0 +1,433 @@
+"""The loaders that a user gives for training: loaders that are refused, loaders that are replaced, and data that no one divided.
+
+* Samplers: under DDP, Lightning wraps any training sampler in a ``DistributedSamplerWrapper`` that shuffles, and builds a custom batch
+  sampler again around a shuffling ``DistributedSampler``. Batches with M rows per class are lost without a message. `GivenLoaders` warns.
+  (Lightning 2.6.6, 2026)
+* ``use_global_sampler=True``: the batches of one process for training loaders that have no sampler of their own. Lightning gives such a
+  loader a ``DistributedSampler``: it shuffles also what the loader did not shuffle, pads the epoch with rows that are seen twice, deals
+  rows by turns, so that another number of ranks has other batches, and starts the epoch again when training resumes. `GlobalSamplers`
+  gives them the batches of ``GlobalBatchSampler.shuffled``, cut over the ranks: each row once, the same global batches on any number of
+  ranks with the same global batch, and a place that is saved.
+* Iterable data sets that every rank reads as a whole: W ranks see the rows of one, W times. Samplers divide numbers, and an iterable data
+  set has none: unless it asks for the rank, all ranks get the same rows. `UndividedData` hashes the first batches of an epoch; the hashes
+  are compared in a handshake that is there anyway, that of backward or that at the end of an evaluation. Equal batches prove it only if
+  they change: two of them in a row, with 8 different rows in all. A constant batch (a toy, a benchmark, overfitting on purpose) is no
+  evidence, and neither are rows that a rank augments for itself. If a check that looks for it (F71) is at work, that check decides.
+
+Legend: ``W`` ranks, ``G`` rows of a global batch.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.faults import FAULTS
+from lightning_ddp_losses.core.random_state import NUMPY_SEEDS
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.fingerprint import MAX_ROWS, batch_leaves, combine, row_hashes
+from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, format_error
+from lightning_ddp_losses.samplers.global_batch import GlobalBatches, batches_in_place, draw_of
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
+from lightning_ddp_losses.strategies.options import LossOptions
+
+_TITLE = "use_global_sampler=True"
+_FAULT = "F71"
+_MIN_SAME_BATCHES, _MIN_SAME_ROWS = 2, 8
+_LOOKED_AT = 4  # batches of an epoch
+_SEEN = struct.Struct("<QI")  # content of a batch, its different rows
+
+
+# ---------------------------------------------------------------------- loaders as they come
+
+
+class GivenLoaders(FitPart):
+    """Warns of samplers whose order Lightning replaced, and refuses batches that are not those of their global sampler."""
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Look at a loader, which stays as it is."""
+        warn_of_reshuffle(dataloader, injecting=compat.injects_distributed_sampler(self.fit.trainer))
+        refuse_other_batches(dataloader)
+        return dataloader
+
+
+def describe_reshuffle(dataloader: object, *, injecting: bool) -> str | None:
+    """Return what Lightning did to the order of a structured sampler, as an error text; None where it left the order alone.
+
+    Args:
+        dataloader: When Lightning has resolved samplers.
+        injecting: Lightning's ``use_distributed_sampler``; without it, a shuffle around a batch sampler is the user's own.
+    """
+    if not isinstance(dataloader, DataLoader):
+        return None
+    sampler, batch_sampler = dataloader.sampler, dataloader.batch_sampler
+    if isinstance(sampler, DistributedSamplerWrapper) and sampler.shuffle:
+        inner = compat.wrapped_sampler(sampler.dataset)
+        name = type(sampler if inner is None else inner).__name__
+        return _reshuffle_text(f"{name}(...), global_batch_size", name, "shuffled over all its batches")
+    if injecting and batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+        held = getattr(batch_sampler, "__dict__", {}).values()
+        if any(isinstance(value, DistributedSampler) and value.shuffle for value in held):
+            name = type(batch_sampler).__name__
+            return _reshuffle_text(f"{name}(...)", name, "built anew around a shuffling DistributedSampler")
+    return None
+
+
+def _reshuffle_text(arguments: str, name: str, got: str) -> str:
+    return format_error(
+        f"{name} under DDP",
+        expected="its own order",
+        got=f"{got} by Lightning, which destroys batches that belong together (M per class, hierarchical, weighted)",
+        fix=f"Write DataLoader(..., batch_sampler=GlobalBatchSampler.batches({arguments})), or set "
+        "Trainer(use_distributed_sampler=False) where the sampler itself gives each rank its own rows.",
+    )
+
+
+def warn_of_reshuffle(dataloader: object, *, injecting: bool = True) -> None:
+    """Warn on rank zero when Lightning replaced the order of a structured sampler.
+
+    Args:
+        dataloader: As ``Strategy.process_dataloader`` gets it, when Lightning has resolved samplers.
+        injecting: Lightning's ``use_distributed_sampler``.
+    """
+    text = describe_reshuffle(dataloader, injecting=injecting)
+    if text is not None:
+        rank_zero_warn(text)
+
+
+def refuse_other_batches(dataloader: object) -> None:
+    """Refuse a DataLoader whose batches are not those of its global sampler.
+
+    Such a sampler is known by its ``local_batch_size``; it cannot see what the DataLoader makes of its indices.
+
+    Args:
+        dataloader: As ``Strategy.process_dataloader`` gets it.
+
+    Raises:
+        ConfigurationError: another batch size, or ``drop_last`` on the DataLoader, which can leave ranks with different
+            numbers of batches.
+    """
+    if not isinstance(dataloader, DataLoader):
+        return
+    # under a batch sampler of its own, dataloader.sampler is torch's placeholder; in prediction the sampler is inside
+    sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
+    expected = getattr(sampler, "local_batch_size", None)
+    if expected is None or not isinstance(sampler, DistributedSampler):
+        return
+    name = type(sampler).__name__
+    size = getattr(dataloader.batch_sampler, "batch_size", None)
+    if size != expected:
+        raise ConfigurationError(
+            f"batch_size of the DataLoader around {name}",
+            expected=f"{expected}, as in {name}(sampler, local_batch_size={expected})",
+            got=repr(size),
+            fix="Give both the same number of rows per rank.",
+        )
+    if getattr(dataloader.batch_sampler, "drop_last", False) and not sampler.drop_last:
+        raise ConfigurationError(
+            f"drop_last of the DataLoader around {name}",
+            expected=f"drop_last=True on the {name}, which leaves out the same batch on every rank",
+            got="drop_last=True on the DataLoader alone",
+            fix=f"Write {name}(sampler, {expected}, drop_last=True).",
+        )
+
+
+# ---------------------------------------------------------------------- use_global_sampler=True
+
+
+class GlobalSamplers(FitPart):
+    """Replaces the samplers of a fit's training loaders; a part with ``use_global_sampler=True`` only."""
+
+    @classmethod
+    def is_on(cls, options: LossOptions) -> bool:
+        """Return whether the option is on."""
+        return options.use_global_sampler
+
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
+        self._undo: Callable[[], object] | None = None
+        self._has_logged = False
+
+    def setup_environment(self) -> None:
+        """See the training loaders of a fit before Lightning does."""
+        if self._undo is None and self.fit.is_fitting:
+            trainer = self.fit.trainer
+            self._undo = compat.replace_training_loaders(trainer, lambda loader: self._replacement(trainer, loader))
+
+    def teardown(self) -> None:
+        """Leave the trainer as it came."""
+        if self._undo is not None:
+            self._undo()
+        self._undo = None
+
+    def _replacement(self, trainer: pl.Trainer, dataloader: object) -> object | None:
+        """Return the loader with our batches; None where the user chose them.
+
+        Raises:
+            ConfigurationError: on every rank, for what cannot be sampled.
+        """
+        try:
+            if _has_own_batches(dataloader):
+                return None
+            loader = _checked(trainer, dataloader)
+        except Exception as error:
+            handshake.raise_on_all_ranks(error, "train_dataloader")
+        batches = _batches_for(loader)
+        self._log_once(loader, batches)
+        twin: object = compat.with_batch_sampler(loader, batches)
+        return twin
+
+    def _log_once(self, loader: DataLoader[Any], batches: GlobalBatches) -> None:
+        if self._has_logged:
+            return
+        self._has_logged = True
+        G = (loader.batch_size or 0) * process_groups.world_size()
+        order = "rows are shuffled by a permutation of its own"
+        if isinstance(loader.sampler, SequentialSampler):
+            order = "rows come in their order, as the loader says"
+        rank_zero_info(
+            f"{_TITLE}: each step trains on the next {G} rows of one process's epoch ({order}, seed {batches.sampler.seed or 0}); "
+            "this is another order than that of strategy='ddp'."
+        )
+
+
+def _has_own_batches(dataloader: object) -> bool:
+    """Say whether the user, or a library, chose the batches of a loader: Lightning's way, or ``GlobalBatchSampler``'s, is left as it is."""
+    if not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset):
+        return False
+    if draw_of(dataloader) is not None:
+        return True
+    # 1. what torch makes of batch_size= (without one it makes no batches) and shuffle=
+    sampler, data = dataloader.sampler, dataloader.dataset
+    is_torchs = dataloader.batch_sampler is None or type(dataloader.batch_sampler) is BatchSampler
+    is_torchs &= type(sampler) in (SequentialSampler, RandomSampler) and getattr(sampler, "data_source", None) is data
+    if is_torchs and isinstance(sampler, RandomSampler):
+        is_torchs = not sampler.replacement and len(sampler) == len(sampler.data_source)
+    # 2. anything else
+    if not is_torchs:
+        batches = dataloader.batch_sampler
+        is_plain = batches is None or type(batches) is BatchSampler
+        name = type(sampler).__name__ if is_plain else type(batches).__name__
+        rank_zero_warn(
+            f"{_TITLE} leaves a training loader with a {name} of its own as it is. To cut its batches over the ranks, write "
+            "DataLoader(..., batch_sampler=GlobalBatchSampler.batches(sampler, global_batch_size))."
+        )
+    return not is_torchs
+
+
+def _checked(trainer: pl.Trainer, dataloader: object) -> DataLoader[Any]:
+    """Return a loader whose rows can be drawn by number.
+
+    Raises:
+        ConfigurationError: naming what it is instead.
+    """
+    no_sampler = "Leave use_global_sampler out: what makes its own batches has no sampler."
+    if not isinstance(dataloader, DataLoader):
+        got = type(dataloader).__name__
+        raise ConfigurationError(
+            f"training loader under {_TITLE}", expected="torch's DataLoader", got=got, fix=no_sampler
+        )
+    expect(
+        not isinstance(dataloader.dataset, IterableDataset),
+        f"data set under {_TITLE}",
+        expected="one whose rows have numbers",
+        got=f"{type(dataloader.dataset).__name__}, which is an IterableDataset",
+        fix="Leave use_global_sampler out and let the data set yield each rank its own rows.",
+    )
+    expect(
+        dataloader.batch_size is not None,
+        f"DataLoader under {_TITLE}",
+        expected="a batch_size",
+        got="batch_size=None",
+        fix="Give the rows of one rank.",
+    )
+    expect(
+        compat.injects_distributed_sampler(trainer),
+        _TITLE,
+        expected="a Trainer that gives loaders a sampler",
+        got="Trainer(use_distributed_sampler=False)",
+        fix="Leave one of the two options out.",
+    )
+    return dataloader
+
+
+def _batches_for(loader: DataLoader[Any]) -> GlobalBatches:
+    assert loader.batch_size is not None
+    # where Lightning's DistributedSampler has it from
+    seed = os.environ.get("PL_GLOBAL_SEED")
+    return batches_in_place(
+        len(loader.dataset),  # type: ignore[arg-type]
+        loader.batch_size,
+        shuffled=isinstance(loader.sampler, RandomSampler),
+        drop_last=loader.drop_last,
+        seed=None if seed is None else int(seed) % NUMPY_SEEDS,
+        title=_TITLE,
+    )
+
+
+# ---------------------------------------------------------------------- iterable data sets
+
+
+class SameRows:
+    """Counts how long pairs of ranks have been given the same batches.
+
+    Batches that do not change from step to step prove nothing (a toy, or overfitting on purpose).
+    """
+
+    def __init__(self) -> None:
+        self._evidence: dict[tuple[int, int], tuple[int, int]] = {}  # by pair of ranks: batches and rows in a row
+        self._contents_before: list[int] = []
+
+    def see(self, contents: Sequence[int], distinct: Sequence[int]) -> list[int]:
+        """Compare the contents of this step's batches by rank.
+
+        Args:
+            contents: A hash of each rank's batch; 0 where it was not read.
+            distinct: How many different rows it has.
+
+        Returns:
+            The ranks of which it is certain by now that another has the same batches.
+        """
+        if 0 in contents:
+            return []
+        evidence: dict[tuple[int, int], tuple[int, int]] = {}
+        first_rank_with: dict[int, int] = {}
+        ranks_involved: set[int] = set()
+        for rank, content in enumerate(contents):
+            first = first_rank_with.setdefault(content, rank)
+            if first == rank:
+                continue
+            # new evidence only where the batch is another one than before
+            batches, rows = self._evidence.get((first, rank), (0, 0))
+            if not self._contents_before or self._contents_before[rank] != content:
+                batches, rows = batches + 1, rows + distinct[rank]
+            evidence[first, rank] = batches, rows
+            if batches >= _MIN_SAME_BATCHES and rows >= _MIN_SAME_ROWS:
+                ranks_involved |= {first, rank}
+        self._evidence, self._contents_before = evidence, list(contents)
+        return sorted(ranks_involved)
+
+
+class UndividedData:
+    """Looks at the first batches of the iterable loaders of one stage.
+
+    Args:
+        stage: Its name.
+
+    Attributes:
+        is_looking: Whether ``see`` looks at batches: at the first ones of an epoch.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        self._seen: list[bytes] = []  # of the batches that have yet to travel
+        self._looked_at = 0
+        self.is_looking = True
+        self._name = ""
+        self._rows = SameRows()
+
+    def see(self, loaders: Sequence[Any], batch: Any) -> None:
+        """Read a batch, where it is one of the first, and all that it comes from is iterable. Communication: none."""
+        if not self.is_looking or not loaders:
+            return
+        if process_groups.world_size() == 1 or not all(_is_iterable(loader) for loader in loaders):
+            self.is_looking = False
+            return
+        self._looked_at += 1
+        self.is_looking = self._looked_at < _LOOKED_AT
+        self._name = ", ".join(type(loader.dataset).__name__ for loader in loaders)
+        self._seen.append(_SEEN.pack(*_read(batch)))
+
+    def take(self) -> bytes:
+        """Return what has yet to travel."""
+        seen, self._seen = b"".join(self._seen), []
+        return seen
+
+    def judge(self, trainer: pl.Trainer, payloads: Sequence[bytes]) -> None:
+        """Compare what all ranks have taken, in rank order.
+
+        Raises:
+            InputError: on every rank.
+        """
+        by_rank = [list(_SEEN.iter_unpack(payload)) for payload in payloads]
+        for step in zip(*by_rank, strict=False):
+            contents, distinct = zip(*step, strict=True)
+            ranks = self._rows.see(contents, distinct)
+            if ranks and not _is_checked(trainer):
+                whose = "all ranks" if len(ranks) == len(payloads) else f"ranks {', '.join(map(str, ranks))}"
+                raise InputError(
+                    f"batches of {self._name} in {self._stage} ({_FAULT})",
+                    expected="rows of its own for each rank",
+                    got=f"the same on {whose}, which count them so many times",
+                    fix=FAULTS[_FAULT].cases["check"]["fix"],
+                    collective=True,
+                )
+
+
+class TrainingRows(FitPart):
+    """Compares the first training batches of iterable data sets between ranks; a part with ``check_calls`` only."""
+
+    @classmethod
+    def is_on(cls, options: LossOptions) -> bool:
+        """Return whether the option is on."""
+        return options.check_calls
+
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
+        self._data = UndividedData("training")
+
+    def on_model_ready(self) -> None:
+        """Let the hashes travel in the call check."""
+        self.fit.attach_payload(self._data.take, lambda payloads: self._data.judge(self.fit.trainer, payloads))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Look at the first batches of an epoch."""
+        if batch_idx == 0:
+            self._data.begin()
+        if self._data.is_looking:
+            combined = compat.combined_loader(self.fit.trainer.fit_loop)
+            self._data.see([] if combined is None else combined.flattened, batch)
+
+
+def _is_iterable(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+
+
+def _read(batch: Any) -> tuple[int, int]:
+    """Return a hash of a batch and its number of different rows; zeros where it has none that can be read."""
+    tensors = [leaf for leaf in batch_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    rows = tensors[0].shape[0] if tensors else 0
+    if not rows:
+        return 0, 0
+    hashes = row_hashes(tensors, rows, MAX_ROWS)
+    return combine(hashes) & ((1 << 63) - 1) or 1, len(set(hashes))
+
+
+def _is_checked(trainer: pl.Trainer) -> bool:
+    """Say whether a check is at work that looks for the same, or the audit."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        checks = callback.checks_to_run() if hasattr(callback, "checks_to_run") else [callback]
+        if any(_FAULT in getattr(check, "faults", ()) for check in checks):
+            return True
+    return False
