@@ -221,7 +221,7 @@ def fit_skipping() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"accumulation": "mean of means"}, "'mean' or 'window', got 'mean of means'"),
+        ({"accumulation": "mean of means"}, "one of 'mean', 'window', got 'mean of means'"),
         ({"accumulation": "window", "losses": []}, "losses=\\[\\], which is plain ddp"),
         ({"accumulation": "window", "static_graph": True}, "static_graph=False"),
     ],

@@ -262,11 +262,3 @@ def test_a_copy_of_a_strategy_looks_after_its_own_module() -> None:
     assert twin._losses.module is module
     assert strategy.lightning_module is None
     assert twin._losses.options.losses == ["loss"]
-
-
-def test_an_option_by_position_still_works_and_warns() -> None:
-    with pytest.warns(DeprecationWarning, match=r"DDPLossStrategy\(adopt=\.\.\., check_calls=\.\.\.\)"):
-        strategy = DDPLossStrategy(["loss"], True, False)
-    losses = strategy._losses
-    assert (losses.selection, losses.adoption.enabled, losses.check_calls) == (["loss"], True, False)
-    assert DDPLossStrategy(["loss"])._losses.selection == ["loss"]

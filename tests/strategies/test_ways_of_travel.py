@@ -139,7 +139,7 @@ def fit_and_note_sending(make: Callable[[], Job], **options: Any) -> list[bool]:
     plain = CallCheck._send
 
     def send(self: CallCheck, prepared: Any) -> Any:
-        noted.append(self._ready_bytes < self._first_bucket)
+        noted.append(self._ready_bytes < self._parameters.first_bucket)
         return plain(self, prepared)
 
     with mock.patch.object(CallCheck, "_send", send):
