@@ -32,8 +32,8 @@ from lightning_ddp_losses.callbacks.loss_observations import (
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.samplers.evaluation import repeated_rows
-from lightning_ddp_losses.strategies.training_data import SameRows
 from lightning_ddp_losses.strategies.epoch_ends import batches_until_max_steps
+from lightning_ddp_losses.strategies.training_data import SameRows
 
 KEY = "batch_check"
 """Key of a checkpoint that holds the record of the epoch."""
