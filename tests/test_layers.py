@@ -75,7 +75,7 @@ PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {
         "_configure_launcher": "overridden: processes of the main one send the whole of what is sharded",
         "_launcher": "what that method sets; the property of this name has no setter",
     },
-    "strategies/launcher.py": {
+    "strategies/ddp_setup.py": {
         "_collect_rank_zero_results": "overridden: the one place through which a trained state comes back to the main process",
     },
 }
