@@ -46,15 +46,13 @@ To add a check:
 What a check raises becomes a finding of that check on all ranks.
 """
 
-from lightning_ddp_losses.callbacks.base import RankCheck
+from lightning_ddp_losses.callbacks.base import DDPChecks, RankCheck
 from lightning_ddp_losses.callbacks.batch_check import BatchCheck
 from lightning_ddp_losses.callbacks.buffer_sync import BufferSyncCheck
-from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.checkpoint_check import CheckpointCheck
 from lightning_ddp_losses.callbacks.communication_monitor import CommunicationMonitor
-from lightning_ddp_losses.callbacks.ddp_checks import DDPChecks
 from lightning_ddp_losses.callbacks.device_check import DeviceCheck
-from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, odd_ranks
 from lightning_ddp_losses.callbacks.gradient_flow import GradientFlowCheck
 from lightning_ddp_losses.callbacks.loss_check import LossCheck
 from lightning_ddp_losses.callbacks.optimizer_check import OptimizerCheck

@@ -14,16 +14,15 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.callbacks.check_stage import CheckStage
-from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings
-from lightning_ddp_losses.callbacks.late_row import LateRow
-from lightning_ddp_losses.callbacks.report import Settings, validated_actions
-from lightning_ddp_losses.callbacks.row_exchange import Measured
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalFindings
+from lightning_ddp_losses.callbacks.report import DEFAULT_ACTION, Settings, validated_actions
+from lightning_ddp_losses.callbacks.row_exchange import Row
 from lightning_ddp_losses.callbacks.runner import CheckRunner
-from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.errors import ConfigurationError, format_error
 
 
 class CheckCallback(Callback):
@@ -127,17 +126,14 @@ class CheckCallback(Callback):
     ) -> None:
         """Judge what is saved, unless a rank that failed saves alone."""
         if self._own_runner and trainer.state.status != TrainerStatus.INTERRUPTED:
-            self._own_runner.judge_late_rows()  # before it is saved
-            self._own_runner.checkpoint = checkpoint  # what checks add to it is saved
-            self._own_runner.run_stage(CheckStage.SAVE)
+            self._own_runner.save(checkpoint)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Judge what was loaded."""
         if self._own_runner:
-            self._own_runner.checkpoint = checkpoint
-            self._own_runner.run_stage(CheckStage.LOAD)
+            self._own_runner.load(checkpoint)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Judge what training leaves, and sum up."""
@@ -176,7 +172,6 @@ class RankCheck(CheckCallback):
 
     Attributes:
         stages: When it measures and judges.
-        late_stages: At which of them ``measure`` may return a ``LateRow``, so that an accelerator is not waited for.
         faults: Ids of the faults that it covers.
         needs_peers: Whether it has nothing to say in a world of one.
         runner: While a fit runs, what runs its checks.
@@ -200,7 +195,6 @@ class RankCheck(CheckCallback):
     """
 
     stages: ClassVar[tuple[CheckStage, ...]] = ()
-    late_stages: ClassVar[tuple[CheckStage, ...]] = ()
     faults: ClassVar[tuple[str, ...]] = ()
     needs_peers: ClassVar[bool] = True
 
@@ -219,10 +213,11 @@ class RankCheck(CheckCallback):
 
     # ------------------------------------------------------------------ what a check writes
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> Measured | LateRow:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> Row:
         """Return this rank's row, without communication: a 1-D tensor of int64, float64 or uint8, or a list of ints or floats.
 
-        At one of its ``late_stages``: such a list in a ``LateRow``.
+        A function that returns such a row is called when the row travels: after a step that is one step later, when numbers that come off
+        a device (``host_copy.HostNumbers``) have long arrived.
         """
         raise NotImplementedError
 
@@ -348,6 +343,78 @@ class LocalCheck(RankCheck):
 
 DEFAULT_CHECKS: list[type[RankCheck]] = []
 """What ``DDPChecks()`` runs: the classes that say ``default=True``, each of which must work without arguments."""
+
+
+class DDPChecks(CheckCallback):
+    """Finds what goes wrong between ranks on the step where it happens, on all ranks, by name.
+
+    Args:
+        checks: Which checks run; None is all of them, with their defaults. Checks that are registered beside this callback join in,
+            and replace the default of their class.
+        action: What happens with a finding: one word for errors and warnings (``"warn"``), or one by severity; default
+            ``{"error": "raise", "warning": "warn", "note": "log"}``. Findings of one cause give one warning, headed by the one that tells
+            most; ``follows`` names that one's fault in the others.
+        file: Write each new finding to ``ddp_checks.jsonl`` in the run's folder (rank 0), each fit to a file of its own.
+        summary: Print a table at the end of the fit.
+        log_figures: Send what the checks measure (collectives, rows, losses, memory) to the loggers too, not only how much was found.
+        stall_seconds: Say which rank is where when a rank stands still for longer.
+
+    Communication: at start one handshake and one gather; then at most two gathers in a checked step, one of them in the strategy's own
+        handshake under ``"ddp_losses"``. None in a world of one.
+
+    Raises:
+        DDPLossError: on every rank, for findings whose action is ``raise``; they are in its ``findings``.
+        ConfigurationError: on every rank, when ranks run different checks.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_ddp_losses import DDPChecks
+        >>> trainer = Trainer(callbacks=[DDPChecks()], accelerator="cpu", devices=2)
+    """
+
+    def __init__(
+        self,
+        checks: Sequence[RankCheck] | None = None,
+        *,
+        action: Mapping[str, str] | str | None = None,
+        file: bool = True,
+        summary: bool = True,
+        log_figures: bool = False,
+        stall_seconds: float = 120.0,
+    ) -> None:
+        if checks is None:
+            checks = [check() for check in DEFAULT_CHECKS]
+        wrong = [type(check).__name__ for check in checks if not isinstance(check, RankCheck)]
+        if wrong:
+            raise ConfigurationError("DDPChecks: checks", expected="instances of RankCheck", got=", ".join(wrong))
+        self.checks: list[RankCheck] = list(checks)
+        actions = DEFAULT_ACTION | validated_actions(action, "DDPChecks")
+        self._settings = Settings(
+            actions, file=file, summary=summary, log_figures=log_figures, stall_seconds=stall_seconds
+        )
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Start the runner; say so where a trainer has several of these."""
+        together = [callback for callback in trainer.callbacks if isinstance(callback, DDPChecks)]  # type: ignore[attr-defined]
+        if stage == "fit" and len(together) > 1 and together[0] is self:
+            rank_zero_warn(
+                format_error(
+                    "DDPChecks in Trainer(callbacks=[...])",
+                    expected="one",
+                    got=len(together),
+                    fix="Keep one, which may hold any checks: DDPChecks(checks=[...]). Until then the first one decides what happens "
+                    "with findings, and a check that several hold runs once, with the options of the first.",
+                )
+            )
+        super().setup(trainer, pl_module, stage)
+
+    def checks_to_run(self) -> list[RankCheck]:
+        """Return its checks."""
+        return self.checks
+
+    def settings(self) -> Settings:
+        """Return what happens with findings, for all checks of the trainer."""
+        return self._settings
 
 
 @functools.cache

@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_ddp_losses.callbacks import batch_reader
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord, label_imbalance
-from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.ddp_state import learning_rate
-from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings, LocalRow, Remark, odd_ranks
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalFindings, LocalRow, Remark, odd_ranks
 from lightning_ddp_losses.callbacks.loss_observations import (
     PositivePairs,
     global_contrastive_losses,

@@ -22,10 +22,9 @@ from lightning_ddp_losses.callbacks.buffers import (
     StateKind,
     is_plain_memory,
 )
-from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.ddp_state import learning_rate
-from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings, LocalRow, odd_ranks
-from lightning_ddp_losses.callbacks.late_row import LateRow
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalFindings, LocalRow, odd_ranks
+from lightning_ddp_losses.callbacks.row_exchange import Row
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.fingerprint import hash_text, start_fingerprints
@@ -40,11 +39,27 @@ class ForwardRow(NamedTuple):
 
     Attributes:
         forwards: The most often that a DDP with buffers ran forward since the last backward.
-        buffers: A hash of its buffers before the second forward; 0 where there was none, or it has none.
+        buffers: A hash of its buffers before the second forward; 0 if there was none, or it has none.
+        step: Optimizer steps before that backward: the first of a fit, then the one before this one, whose buffers have arrived.
     """
 
     forwards: int
     buffers: int
+    step: int
+
+
+class SeenForwards(NamedTuple):
+    """Forwards before one backward.
+
+    Attributes:
+        forwards: As ``ForwardRow``.
+        before_second: Fingerprints of the buffers, on their way to the host.
+        step: As ``ForwardRow``.
+    """
+
+    forwards: int
+    before_second: HostNumbers | None
+    step: int
 
 
 class NormRow(NamedTuple):
@@ -73,8 +88,8 @@ class NormRow(NamedTuple):
 class BufferSyncCheck(LocalCheck, default=True):
     """Batch norm's statistics, memory queues and metric states are alike on all ranks.
 
-    On an accelerator nobody waits for what is read off buffers: it is judged one step later, before a checkpoint is saved, and at the end
-    of training, and the finding names its step (``late_row``).
+    Buffers after a step are judged at the next one, before a checkpoint is saved and at the end of training (``runner``): the check does
+    not wait for a device. The finding names its step.
 
     Covers F26, F41, F49, F51, F52, F59, F60 and F64.
 
@@ -83,7 +98,7 @@ class BufferSyncCheck(LocalCheck, default=True):
             rank, which is what chance does); plain DDP keeps a tenth of what the latest batches differ by.
         **options: As ``RankCheck``.
 
-    Communication: 16 bytes before backward, 32 after the step; at validation 0.9 KiB.
+    Communication: 24 bytes before backward, 32 after the step; at validation 0.9 KiB.
 
     Example:
         >>> checks = DDPChecks([BufferSyncCheck(tolerance=0.2)])
@@ -97,7 +112,6 @@ class BufferSyncCheck(LocalCheck, default=True):
         *_METRIC_STAGES,
         CheckStage.TRAIN_END,
     )
-    late_stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
     faults = ("F26", "F41", "F49", "F51", "F52", "F59", "F60", "F64")
 
     def __init__(
@@ -117,6 +131,7 @@ class BufferSyncCheck(LocalCheck, default=True):
         # forwards of each DDP since the last backward, and its buffers before the second
         self._forwards: dict[int, int] = {}
         self._before_second: HostNumbers | None = None
+        self._last_forwards: SeenForwards | None = None
 
     # ------------------------------------------------------------------ observe
 
@@ -161,17 +176,13 @@ class BufferSyncCheck(LocalCheck, default=True):
 
     # ------------------------------------------------------------------ measure
 
-    def measure(
-        self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
-    ) -> list[int] | list[float] | LateRow:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> Row:
         """Return fingerprints of buffers or states, or channels of batch norm."""
         if stage == CheckStage.TRAIN_START:
             self._find_unconverted(trainer, module)
             return [*self.local.row()]
         if stage == CheckStage.BEFORE_BACKWARD:
-            forwards, before_second = max(self._forwards.values(), default=0), self._before_second
-            self._forwards, self._before_second = {}, None
-            return LateRow(partial(_forward_row, forwards, before_second))
+            return self._forward_row()
         if stage == CheckStage.AFTER_STEP:
             return self._measure_buffers(module)
         if stage in _METRIC_STAGES:
@@ -181,13 +192,22 @@ class BufferSyncCheck(LocalCheck, default=True):
         statistics = buffers.norm_statistics(buffers.plain_norms(module))
         return NormRow(mean_rows, [*map(float, read.counts)], statistics).pack()
 
-    def _measure_buffers(self, module: nn.Module) -> LateRow:
+    def _forward_row(self) -> list[int]:
+        """Return the forwards of the first backward at once, for autograd may fail in it; then those of the backward before this one."""
+        seen = SeenForwards(max(self._forwards.values(), default=0), self._before_second, self.runner.step)
+        self._forwards, self._before_second = {}, None
+        judged, self._last_forwards = self._last_forwards or seen, seen
+        values = [] if judged.before_second is None else judged.before_second.read()
+        buffers_hash = hash_text(repr(values)) if values else 0
+        return [*ForwardRow(judged.forwards, buffers_hash, judged.step)]
+
+    def _measure_buffers(self, module: nn.Module) -> Row:
         """Look at the buffers that are compared."""
         if self._slots is None or self.runner.step % _SEARCH_EVERY == 0:
             self._slots = buffers.compared_slots(module)
         self._buffers = buffers.compared_buffers(self._slots)
         sent = {name: (buffer.send(), buffer.is_queue) for name, buffer in self._buffers.items()}
-        return LateRow(partial(self._read_buffers, sent))
+        return partial(self._read_buffers, sent)
 
     def _read_buffers(self, sent: dict[str, tuple[SentBuffer, bool]]) -> list[int]:
         """Return how many buffers are compared, and a hash of their names and fingerprints, which are kept for the explanation."""
@@ -299,20 +319,13 @@ class BufferSyncCheck(LocalCheck, default=True):
         return buffer.tensor
 
 
-def _forward_row(forwards: int, before_second: HostNumbers | None) -> list[int]:
-    """Return what travels before backward, with what has arrived from the device."""
-    values = [] if before_second is None else before_second.read()
-    if not values:
-        return [*ForwardRow(forwards, 0)]
-    return [*ForwardRow(forwards, hash_text(repr(values)))]
-
-
 def _two_forwards(rows: Sequence[ForwardRow]) -> list[Finding]:
     """Report a second forward that overwrote buffers which the first one used."""
     hashes = [row.buffers for row in rows]
     if min(row.forwards for row in rows) < 2 or len(set(hashes)) == 1:
         return []
-    return [Finding.of("F41", ranks=odd_ranks(hashes), name="DistributedDataParallel")]
+    found = Finding.of("F41", ranks=odd_ranks(hashes), name="DistributedDataParallel")
+    return [replace(found, step=rows[0].step, moment=CheckStage.BEFORE_BACKWARD.value)]
 
 
 def _name_buffers(finding: Finding, fingerprints_by_rank: Sequence[Mapping[str, list[Any]]]) -> list[Finding]:

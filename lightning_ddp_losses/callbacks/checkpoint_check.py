@@ -15,8 +15,7 @@ from torch.nn.parameter import is_lazy
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.batch_reader import BatchReader
 from lightning_ddp_losses.callbacks.buffers import cross_batch_memories, has_lost_position
-from lightning_ddp_losses.callbacks.check_stage import CheckStage
-from lightning_ddp_losses.callbacks.findings import Finding, LocalRow
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalRow
 from lightning_ddp_losses.callbacks.replicated_parameters import optimizer_parameters
 from lightning_ddp_losses.distributed import process_groups
 

@@ -3,7 +3,7 @@
 DDP lists parameters once and hangs its hooks on those objects. A parameter that is created, replaced, cast or unfrozen later
 has no hook; a forward that does not go through the wrapper arms none. `DDPSnapshot` remembers what DDP saw. When ranks differ, each
 tells its `StepState` (gradients, what DDP does not reduce, optimizer settings, scaler), and from those of all ranks
-`explain_gradient` and `explain_desync` say why. On an accelerator that question comes a step later (``late_row``).
+`explain_gradient` and `explain_desync` say why. Of a step that question comes one step later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.callbacks.late_row import judges_late
 from lightning_ddp_losses.callbacks.replicated_parameters import TensorSlice
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core.autograd_graph import accumulation_node
@@ -214,8 +213,6 @@ def send_gradient_scale(trainer: pl.Trainer) -> HostNumbers:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None:
         return HostNumbers([])
-    if not judges_late(trainer):
-        return HostNumbers([scaler.get_scale()])
     # ``get_scale`` waits; one that is scaled is the scale, where it lies
     return HostNumbers([scaler.scale(torch.ones((), device=trainer.strategy.root_device))])
 

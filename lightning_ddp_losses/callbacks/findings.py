@@ -9,13 +9,124 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from typing import Any, NamedTuple
 
-from lightning_ddp_losses.callbacks.check_stage import place_of
-from lightning_ddp_losses.core.faults import FAULTS, Severity
+from lightning_ddp_losses.core.faults import FAULTS, FOLLOWING, Severity
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.errors import ConfigurationError, explained_by, format_error
+
+_SEVERITIES = ("error", "warning", "note")
+_RESULTS = "ParameterSyncCheck"  # what it finds is the result of gradients and optimizers
+_MOST_FOLLOWERS = 8  # that a warning names
+
+
+@dataclass
+class Cause:
+    """One finding, and those that follow from it.
+
+    Attributes:
+        lead: The finding that tells most.
+        followers: The others, in the order in which they were found.
+    """
+
+    lead: Finding
+    followers: list[Finding] = field(default_factory=list)
+
+    def text(self) -> str:
+        """Format the lead, and in a line what else it shows in."""
+        if not self.followers:
+            return self.lead.text()
+        shown = "; ".join(f"{each.fault} {each.what}" for each in self.followers[:_MOST_FOLLOWERS])
+        if len(self.followers) > _MOST_FOLLOWERS:
+            shown += f" and {len(self.followers) - _MOST_FOLLOWERS} more"
+        return self.lead.text(f"  of the same cause: {shown}")
+
+
+def group_by_cause(
+    found: Sequence[Finding], earlier: Sequence[Finding] = ()
+) -> tuple[list[Cause], list[tuple[Finding, Finding]]]:
+    """Return the causes among new findings, the most telling first; and pairs of a finding and the earlier lead that it follows from.
+
+    Args:
+        found: New findings of one place in the fit.
+        earlier: The leads of causes that have been reported.
+    """
+    causes: list[Cause] = []
+    late: list[tuple[Finding, Finding]] = []
+    for finding in sorted(found, key=lambda each: _distance(each, found)):
+        lead = next((each for each in earlier if _spreads(each, finding)), None)
+        cause = next((each for each in causes if _brings(each.lead, finding)), None)
+        if lead is not None:
+            late.append((finding, lead))
+        elif cause is not None:
+            cause.followers.append(finding)
+        else:
+            causes.append(Cause(finding))
+    return causes, late
+
+
+def _brings(lead: Finding, finding: Finding) -> bool:
+    """Say whether a finding of the same place follows from ``lead``, or is the same fault of something else."""
+    same = finding.fault == lead.fault and finding.check == lead.check and finding.fix == lead.fix
+    return same or _spreads(lead, finding)
+
+
+def _spreads(lead: Finding, finding: Finding) -> bool:
+    """Say whether a finding anywhere later follows from ``lead``."""
+    return finding.fault in FOLLOWING.get(lead.fault, ())
+
+
+def _distance(finding: Finding, found: Sequence[Finding]) -> tuple[int, bool, bool]:
+    """Tell how far a finding is from its cause: grave ones first, causes before what they bring, gradients before parameters."""
+    is_brought = any(_spreads(other, finding) and not _spreads(finding, other) for other in found)
+    return _SEVERITIES.index(finding.severity), is_brought, finding.check == _RESULTS
+
+
+class CheckStage(str, Enum):
+    """Names when checks measure and judge; the value is how messages call that place of the run.
+
+    Example:
+        >>> CheckStage.AFTER_STEP.value
+        'after the optimizer step'
+    """
+
+    BEFORE_WRAP = "before the wrap"
+    TRAIN_START = "start of training"
+    EPOCH_START = "start of an epoch"
+    BEFORE_BACKWARD = "before backward"
+    AFTER_STEP = "after the optimizer step"
+    VALIDATION_START = "start of validation"
+    TRAIN_EPOCH_END = "end of an epoch"
+    VALIDATION_EPOCH_END = "end of the validation epoch"
+    VALIDATION_END = "end of validation"
+    SAVE = "saving a checkpoint"
+    LOAD = "loading a checkpoint"
+    TRAIN_END = "end of training"
+
+    @property
+    def repeats_every_step(self) -> bool:
+        """Say whether ``every_n_steps`` applies to this stage."""
+        return self in (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
+
+
+_INSIDE_A_STEP = ("training_step", CheckStage.BEFORE_BACKWARD.value, CheckStage.AFTER_STEP.value)
+
+
+def place_of(moment: str, step: int) -> str:
+    """Say where in a run something was: in which step, or after how many; what comes before the first step has no number.
+
+    Args:
+        moment: The value of a stage, or what else the runner calls a place.
+        step: Optimizer steps before it.
+    """
+    if moment in _INSIDE_A_STEP:
+        return f"{moment} of step {step}"
+    if step == 0:
+        return moment
+    return f"{moment}, after {step} step{'s' * (step > 1)}"
+
 
 _TEXT_FIELDS = ("fault", "what", "expected", "name", "fix")
 _UNEXPLAINED = "texts "  # how the name of a finding begins whose texts are still on other ranks

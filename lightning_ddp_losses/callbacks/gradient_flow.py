@@ -2,7 +2,7 @@
 
 Before backward it asks which parameters the loss reaches: DDP waits for each of them, and a rank whose loss does not reach one
 leaves the others waiting. After the step it looks at gradients as the optimizer used them: after the module's own hooks, after
-clipping, never on a step that only accumulates; on an accelerator they are judged one step later. Before the first step it compares
+clipping, never on a step that only accumulates. They are judged at the next step. Before the first step it compares
 gradient and derivative (``gradient_scale.py``).
 """
 
@@ -22,17 +22,16 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks import ddp_state
 from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.ddp_state import UNREDUCED_AFTER_WRAP, DDPSnapshot, StepState
-from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ranks, shown_names
+from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, odd_ranks, shown_names
 from lightning_ddp_losses.callbacks.gradient_scale import find_wrong_scales
-from lightning_ddp_losses.callbacks.late_row import LateRow, judges_late
 from lightning_ddp_losses.callbacks.replicated_parameters import (
     RotatingSlices,
     TensorSlice,
     divided_parameters,
     is_replicated,
 )
+from lightning_ddp_losses.callbacks.row_exchange import Row
 from lightning_ddp_losses.core.autograd_graph import UnusedParameterFinder
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.fingerprint import (
@@ -85,8 +84,8 @@ class GradientRow(NamedTuple):
 class GradientFlowCheck(RankCheck, default=True):
     """Gradients are present, finite, not zero for whole modules, and equal on all ranks.
 
-    On an accelerator nobody waits for what is read off gradients: it is judged one step later, before a checkpoint is saved, and at the
-    end of training, and the finding names its step (``late_row``). Which parameters a loss reaches is judged before its backward.
+    Gradients of a step are judged at the next one, before a checkpoint is saved and at the end of training (``runner``): the check does not
+    wait for a device. The finding names its step. Which parameters a loss reaches is judged before its backward, which would hang.
 
     Covers F02, F05-F11, F13 (a gradient that was not reduced, and why), F20, F21, F23, F24 and F27 (gradients off by W or 1/W),
     F32 and F37 (a parameter that some ranks' losses do not reach, before backward would hang), F38 (one that no rank's loss
@@ -107,7 +106,6 @@ class GradientFlowCheck(RankCheck, default=True):
     """
 
     stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
-    late_stages = (CheckStage.AFTER_STEP,)
     faults = (
         # not reduced
         *("F02", *UNREDUCED_AFTER_WRAP, "F13", "SYNC"),
@@ -245,7 +243,7 @@ class GradientFlowCheck(RankCheck, default=True):
 
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int] | LateRow:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> Row:
         """Return who is not reached; or fingerprints, absence, what is not finite and what is zero."""
         if stage == CheckStage.BEFORE_BACKWARD:
             return [*GraphRow(hash_lines(self._missing), len(self._missing))]
@@ -258,12 +256,10 @@ class GradientFlowCheck(RankCheck, default=True):
         if gradients.absent:
             waited_for = self.runner.shared(DDPSnapshot).expected_parameters()
             expected = sum(name in waited_for for name in gradients.absent)
-        compared: list[TensorSlice] | None = None
-        if judges_late(trainer):
-            compared = []  # all that is compared has been looked at
-        gradients.state = StepState(self.runner, self.runner.replicated_parameters(), compared)
+        # all gradients that are compared have been looked at
+        gradients.state = StepState(self.runner, self.runner.replicated_parameters(), compared=[])
         known = GradientRow(len(self.runner.stepped), absent=0, expected=expected, values=0, not_finite=0, detached=0)
-        return LateRow(partial(self._read, gradients, known, compares=is_replicated(trainer)))
+        return partial(self._read, gradients, known, compares=is_replicated(trainer))
 
     def _read(self, gradients: StepGradients, known: GradientRow, *, compares: bool) -> list[int]:
         """Return the row of a step, with what has arrived from the device; its gradients are kept for the explanation.
@@ -339,7 +335,7 @@ class GradientFlowCheck(RankCheck, default=True):
 
     def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
         """Return the gradient itself, unless it is that of a step before."""
-        if judges_late(trainer):
+        if finding.step != self.runner.step:
             return None
         parameter = self.runner.replicated_parameters().get(finding.name)
         if parameter is None or finding.fault == "F79":

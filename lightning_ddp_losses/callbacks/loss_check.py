@@ -12,7 +12,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import IO, Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -20,10 +19,9 @@ from torch import Tensor
 
 from lightning_ddp_losses.callbacks import logged_values
 from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.ddp_state import send_gradient_scale
 from lightning_ddp_losses.callbacks.element_weights import ElementWeight, element_weights, read_weights
-from lightning_ddp_losses.callbacks.findings import Finding
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.logged_means import LoggedMeans
 from lightning_ddp_losses.callbacks.loss_observations import local_contrastive_losses
 from lightning_ddp_losses.callbacks.micro_batches import MicroBatches, uneven_micro_batches
@@ -53,7 +51,7 @@ class LossRow(NamedTuple):
         second_weight: As ``weight``, in the second reduction.
         keys: A hash of the names that are logged and reduced over ranks.
         zero_steps: Steps since the start in which the loss was exactly zero; -1 once it was not.
-        step: Of the loss and of all that is read off it; -1 for none. Of ranks on the CPU this step, on an accelerator the last one.
+        step: Of the loss and of all that is read off it: the step before this one, at the first step this one; -1 for none.
     """
 
     state: float
@@ -68,7 +66,7 @@ class LossRow(NamedTuple):
 
 
 class _SeenLoss(NamedTuple):
-    """A loss that came by, perhaps still on its way from a device.
+    """A loss that came by, on its way to the host.
 
     Attributes:
         step: Optimizer steps before it.
@@ -89,7 +87,7 @@ class _SeenLoss(NamedTuple):
     factor: float
     scale: HostNumbers
     is_scaled: bool
-    may_be_nan: Callable[[], bool]
+    may_be_nan: bool
     weights: list[ElementWeight]
 
 
@@ -120,6 +118,7 @@ class LossCheck(RankCheck, default=True):
         CheckStage.TRAIN_EPOCH_END,
         CheckStage.VALIDATION_EPOCH_END,
         CheckStage.VALIDATION_END,
+        CheckStage.SAVE,
         CheckStage.TRAIN_END,
     )
     faults = ("F30", "F31", "F35", "F46", "F55", "F56", "F79", "F82")
@@ -205,7 +204,7 @@ class LossCheck(RankCheck, default=True):
         self._begins_window |= batch_idx % trainer.accumulate_grad_batches == 0
 
     def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
-        """Copy the loss and its reductions; on the CPU read them."""
+        """Start to copy the loss and its reductions to the host."""
         # the value that training_step returned: without the scaler's factor and accumulation's divisor
         factor = 1.0
         if module.automatic_optimization and _is_divided(trainer):
@@ -215,11 +214,10 @@ class LossCheck(RankCheck, default=True):
         scale = HostNumbers([])
         if is_scaled:
             scale = send_gradient_scale(trainer)
-        on_host = loss.device.type == "cpu"
-        may_be_nan = partial(counts_nothing, loss)
-        if not on_host:  # the graph will be gone; outside a window no mean is known to count nothing
-            answer = not _is_divided(trainer) and counts_nothing(loss)
-            may_be_nan = partial(bool, answer)
+        # the graph is gone when the loss is judged; outside a window no mean is known to count nothing
+        asks = not _is_divided(trainer)
+        if loss.device.type == "cpu":  # the value is at hand
+            asks = not math.isfinite(float(loss.detach()))
         seen = _SeenLoss(
             step=self.runner.step,
             batch_idx=self._batch_idx,
@@ -228,14 +226,11 @@ class LossCheck(RankCheck, default=True):
             factor=factor,
             scale=scale,
             is_scaled=is_scaled,
-            may_be_nan=may_be_nan,
+            may_be_nan=asks and counts_nothing(loss),
             weights=element_weights(loss),
         )
         self._state, self._begins_window = _PRESENT, False
-        if on_host:
-            self._read(seen)
-        else:
-            self._seen.append(seen)
+        self._seen.append(seen)
 
     def _read(self, seen: _SeenLoss) -> None:
         """Take note of a loss that is on the host by now."""
@@ -245,7 +240,7 @@ class LossCheck(RankCheck, default=True):
         value = float(seen.value.read()) * factor
         is_good = math.isfinite(value)
         if not is_good:  # by the scale, so that the scaler will skip this step on every rank; or a mean over nothing, which adds nothing
-            is_good = (seen.is_scaled and math.isinf(value)) or seen.may_be_nan()
+            is_good = (seen.is_scaled and math.isinf(value)) or seen.may_be_nan
         if self._bad_batch < 0:  # a loss that was not finite stays until it is reported
             self._loss, self._read_step = value, seen.step
             if not is_good:
@@ -281,8 +276,11 @@ class LossCheck(RankCheck, default=True):
         """Return this rank's loss, what it has added up of logged means, or the values that are logged and monitored."""
         if stage == CheckStage.BEFORE_BACKWARD:
             self._keys = logged_values.reduced_keys(trainer)
-            self._read_earlier(self.runner.step)
+            # losses of the step before; at the first step, which shows most faults, its own
+            self._read_earlier(self.runner.step if self.runner.steps else math.inf)
             return self._step_row()
+        if stage == CheckStage.SAVE:
+            return self._last_row()
         if stage == CheckStage.TRAIN_EPOCH_END:
             return self._means.measure_sums(logged_values.results_of_epoch(trainer))
         if stage == CheckStage.VALIDATION_EPOCH_END:
@@ -292,9 +290,7 @@ class LossCheck(RankCheck, default=True):
         # at the end of training, or validation: the losses that nobody has read yet
         last: list[float] = []
         if stage == CheckStage.TRAIN_END:
-            if self._seen:
-                self._read_earlier(math.inf)
-                last = self._step_row()
+            last = self._last_row()
             last.insert(0, float(len(last)))
         # the means that are looked at, a hash of the names that are monitored, then for each whether it is there, and its value
         measured = self._means.measure_logged(trainer.callback_metrics)
@@ -303,6 +299,13 @@ class LossCheck(RankCheck, default=True):
         for value in values.values():
             measured += [float(value is not None), value or 0.0]
         return last + measured
+
+    def _last_row(self) -> list[float]:
+        """Return the row of the losses that have not been read yet; empty if there are none."""
+        if not self._seen:
+            return []
+        self._read_earlier(math.inf)
+        return self._step_row()
 
     def _step_row(self) -> list[float]:
         """Return what was read since the last row."""
@@ -333,6 +336,8 @@ class LossCheck(RankCheck, default=True):
         """Compare the losses, or the logged and monitored values."""
         if stage == CheckStage.BEFORE_BACKWARD:
             return self._judge_step(table)
+        if stage == CheckStage.SAVE:
+            return self._judge_step(table) if all(table) else []
         if stage == CheckStage.TRAIN_EPOCH_END:
             self._means.judge_sums(table)
             return []
@@ -355,7 +360,7 @@ class LossCheck(RankCheck, default=True):
         )
 
     def _judge_step(self, table: Sequence[Sequence[float]]) -> list[Finding]:
-        """Compare the losses of a step, this one or on an accelerator the last one; findings name it."""
+        """Compare the losses of a step, mostly the one before; findings name it."""
         own = len(LossRow._fields)
         rows = [LossRow(*row[:own]) for row in table]
         step = int(max(row.step for row in rows))

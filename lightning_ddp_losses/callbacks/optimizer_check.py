@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.ddp_state import (
     OptimizerSettings,
     differing_settings,
     send_gradient_scale,
     settings_texts,
 )
-from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ranks, shown_names
-from lightning_ddp_losses.callbacks.late_row import LateRow
+from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, odd_ranks, shown_names
 from lightning_ddp_losses.callbacks.replicated_parameters import is_replicated, optimizer_parameters
+from lightning_ddp_losses.callbacks.row_exchange import Row
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.core.host_copy import HostNumbers
@@ -105,8 +104,8 @@ class SeenStep:
 class OptimizerCheck(RankCheck, default=True):
     """Optimizers hold what trains, once, with equal settings, scales and steps on all ranks, and their steps change something.
 
-    On an accelerator nobody waits for what a step leaves: it is judged one step later, before a checkpoint is saved, and at the end of
-    training, and the finding names its step (``late_row``).
+    A step is judged at the next one, before a checkpoint is saved and at the end of training (``runner``): the check does not wait for a
+    device. The finding names its step.
 
     Covers F01 (a parameter with a gradient in no optimizer), F02 (an unregistered one), F03 (memory shared under spawn), F14 (a
     step skipped on some ranks), F15 (gradient scales), F17 (learning rate and other settings, restored state), F75
@@ -123,7 +122,6 @@ class OptimizerCheck(RankCheck, default=True):
     """
 
     stages = (CheckStage.TRAIN_START, CheckStage.AFTER_STEP, CheckStage.SAVE)
-    late_stages = (CheckStage.AFTER_STEP,)
     faults = ("F01", "F02", "F03", "F14", "F15", "F17", "F75", "STEP")
     needs_peers = False
 
@@ -150,7 +148,7 @@ class OptimizerCheck(RankCheck, default=True):
 
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int] | LateRow:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> Row:
         """Return numbers of problems, then what must be equal."""
         if stage == CheckStage.SAVE:
             self._named = {"F75": _unsaved(trainer, module, self.runner.checkpoint or {})}
@@ -182,7 +180,7 @@ class OptimizerCheck(RankCheck, default=True):
             parameters = self.runner.replicated_parameters()
             before, now = [*self._before.values()], start_fingerprints(parameters[name] for name in self._before)
         seen = SeenStep(named, len(self.runner.stepped), sent_settings, sent_scale, before, now)
-        return LateRow(partial(self._read, seen))
+        return partial(self._read, seen)
 
     def _read(self, seen: SeenStep) -> list[int]:
         """Return the row of a step, which is kept for the explanation."""

@@ -2,7 +2,7 @@
 
 A row is two numbers, a hash of names, shapes, dtypes and order, and one fingerprint of all that is looked at; at the start the ranges of
 the class shards follow. Where a divided model has replicas, two numbers of ``part_replicas`` come between. Only where ranks differ are
-the parameters compared one by one. After a step on an accelerator the row is a late one (``late_row``).
+the parameters compared one by one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.callbacks import ddp_state
 from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.check_stage import CheckStage
 from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot, StepState
-from lightning_ddp_losses.callbacks.findings import MOST_NAMES, Finding, odd_ranks
-from lightning_ddp_losses.callbacks.late_row import LateRow, judges_late
+from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, odd_ranks
 from lightning_ddp_losses.callbacks.part_replicas import NAME as PARTS
 from lightning_ddp_losses.callbacks.part_replicas import (
     ComparedParts,
@@ -38,6 +36,7 @@ from lightning_ddp_losses.callbacks.replicated_parameters import (
     is_replicated,
     replicated_parameters,
 )
+from lightning_ddp_losses.callbacks.row_exchange import Row
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.fingerprint import combine, hash_lines, start_fingerprints
 from lightning_ddp_losses.distributed.shard import ClassShard, first_holders
@@ -124,8 +123,8 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     Of a model that ``fully_shard`` divides, each part is compared between the ranks that hold it, where those are several.
 
-    On an accelerator nobody waits for what is compared after a step: it is judged one step later, before a checkpoint is saved, and at the
-    end of training, and the finding names its step (``late_row``).
+    Parameters after a step are judged at the next one, before a checkpoint is saved and at the end of training (``runner``): the check does
+    not wait for a device. The finding names its step.
 
     Covers F04, F11, F12 and F16, and by looking at gradients and learning rates tells F05-F10 (a gradient that was not
     synchronised) from F14, F15 and F17 (an optimizer that went apart).
@@ -142,7 +141,6 @@ class ParameterSyncCheck(RankCheck, default=True):
     """
 
     stages = (CheckStage.BEFORE_WRAP, CheckStage.TRAIN_START, CheckStage.AFTER_STEP, CheckStage.TRAIN_END)
-    late_stages = (CheckStage.AFTER_STEP,)
     faults = ("F04", "F05", "F06", "F07", "F08", "F09", "F10", "F11", "F12", "F14", "F15", "F16", "F17", "SYNC")
 
     def __init__(
@@ -174,7 +172,7 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int] | LateRow:
+    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> Row:
         """Return a hash of the names, one fingerprint of this stage's slices, and at the start the shards."""
         if not is_replicated(trainer):
             return []
@@ -190,9 +188,7 @@ class ParameterSyncCheck(RankCheck, default=True):
             self._parts.start(trainer, module)
         is_full = self._is_full(stage)
         slices = self._due_slices(self._slices, is_full=is_full)
-        gradients_of: list[TensorSlice] | None = None
-        if is_step and judges_late(trainer):
-            gradients_of = slices
+        gradients_of = slices if is_step else None  # those of a step are gone when it is judged
         compared = ComparedParameters(
             parameters,
             self._structure,
@@ -202,7 +198,7 @@ class ParameterSyncCheck(RankCheck, default=True):
             StepState(self.runner, parameters, gradients_of),
         )
         if is_step:
-            return LateRow(partial(self._read, compared))
+            return partial(self._read, compared)
         shards: list[ShardRow] = []
         if stage == CheckStage.TRAIN_START:
             local_shards = class_shards(module).values()

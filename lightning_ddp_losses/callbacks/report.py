@@ -26,8 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_ddp_losses.callbacks.causes import group_by_cause
-from lightning_ddp_losses.callbacks.findings import Finding, SwitchedOff
+from lightning_ddp_losses.callbacks.findings import Finding, SwitchedOff, group_by_cause
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
 

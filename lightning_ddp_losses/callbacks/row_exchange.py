@@ -1,10 +1,16 @@
-"""How rows of checks travel: as bytes, in handshakes of their own, on a process group that only checks use.
+"""Rows of checks: measured on each rank, exchanged, judged on all ranks from the same table, which gives the same findings everywhere.
 
-A check's part of the row is a list of numbers, a 1-D tensor (int64, float64 or uint8), or the text of the error it met. Lists
-stay lists on their way: after a step everything is out of the processor's caches, and a few numbers in a tensor then take
-ten times as long as in a list (torch 2.13, measured 2026).
+`RowExchange` asks checks for their rows, sends those of all due checks together, and completes new findings with texts and the largest
+difference of a tensor. Rows travel as bytes in handshakes of their own, on a process group that only checks use. Ranks that come from
+different places of the program still pair up there in handshakes of equal size, and raise the same error.
 
-Ranks that come from different places of the program still pair up in handshakes of equal size and raise the same error.
+A row is a list of numbers, a 1-D tensor (int64, float64 or uint8), or a function that returns a list when the row travels. No check waits
+for a device: the host copy of a tensor starts at once, and is read when the row travels. Lists stay lists on their way: after a step
+everything is out of the processor's caches, and a few numbers in a tensor then take ten times as long as in a list (torch 2.13, measured
+2026).
+
+A check that fails sends its error in place of its next row, so that every rank knows. A check of this package is then switched off on all
+ranks and leaves one warning: its fault must not end a healthy fit. A check that a user wrote is an error, which the user can mend.
 """
 
 from __future__ import annotations
@@ -14,56 +20,65 @@ import json
 import struct
 import time
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.callbacks.findings import FAILED, CheckStage, Finding, failed_check
+from lightning_ddp_losses.callbacks.report import Report
+from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.liveness import Watch
 from lightning_ddp_losses.distributed.raw_collectives import awake_seconds, gather
-from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.errors import DDPLossError, InputError
 
 Measured: TypeAlias = "Tensor | list[int] | list[float]"
 """One rank's numbers. A list with a float in it becomes one of floats, on this rank; ints must fit 64 bits."""
 
-Table: TypeAlias = "Tensor | list[list[Any]] | dict[int, str]"
-"""The ranks' rows of one check: a tensor (W, n), lists in rank order, or what went wrong on which ranks."""
+Row: TypeAlias = "Measured | Callable[[], Tensor] | Callable[[], list[int]] | Callable[[], list[float]]"
+"""Numbers that ``RankCheck.measure`` returns, or a function that returns them when the row travels."""
 
-_PART_HEAD = struct.Struct("<cxxxI")  # kind, bytes
-_FAILED = b"!"
-_LISTS = {b"q": "a list of ints", b"d": "a list of floats"}  # the codes of array
-_DTYPES = {b"I": torch.int64, b"F": torch.float64, b"B": torch.uint8}
+Table: TypeAlias = "Tensor | list[list[Any]] | dict[int, str] | None"
+"""The rows of all ranks: a tensor (W, n), or lists in rank order. A dict has the errors of ranks; None: some rank has no row."""
+
+_PART_HEAD = struct.Struct("<ccxxI")  # form, code of array, bytes
+_FAILED, _NOTHING, _LIST, _TENSOR = b"!", b"-", b"L", b"T"
+_DTYPES = {b"q": torch.int64, b"d": torch.float64, b"B": torch.uint8}  # by the codes of array
 _CHUNK = 1 << 20  # elements of a tensor that are compared at a time
 _FIRST_NAP_SECONDS, _NAP_SECONDS = 0.0001, 0.005
+_MAX_TENSORS = 8  # differences that are measured at one exchange
+T = TypeVar("T")
 
 
 # ---------------------------------------------------------------------- rows as bytes
 
 
 def encode(measured: object, title: str) -> bytes:
-    """Encode what one check measured as its part of the row.
+    """Encode the numbers of one check as its part of the row.
 
     Raises:
-        InputError: what cannot travel.
+        InputError: for anything that cannot travel.
     """
     if isinstance(measured, list):
-        kind = "q"
+        code = b"q"
         if any(isinstance(value, float) for value in measured):  # one float makes all of them floats
-            kind = "d"
+            code = b"d"
         with contextlib.suppress(TypeError):  # refused below
-            return _part(kind.encode(), array(kind, measured).tobytes())
+            return _part(_LIST, array(code.decode(), measured).tobytes(), code)
     if isinstance(measured, Tensor) and measured.ndim == 1:
         for code, dtype in _DTYPES.items():
             if measured.dtype == dtype:
-                return _part(code, measured.detach().cpu().contiguous().numpy().tobytes())
+                return _part(_TENSOR, measured.detach().cpu().contiguous().numpy().tobytes(), code)
     expected = "a list of numbers, or a 1-D tensor of int64, float64 or uint8"
     raise InputError(f"{title}.measure", expected=expected, got=_type_text(measured))
 
 
 def encode_failure(text: str) -> bytes:
-    """Encode what went wrong, in place of a check's part."""
+    """Encode the error of a check in place of its part."""
     return _part(_FAILED, text.encode())
 
 
@@ -74,14 +89,14 @@ def decode_tables(rows: Sequence[bytes], number: int) -> list[Table]:
 
     Args:
         rows: One row per rank, each the parts of all checks that were due.
-        number: How many checks were due.
+        number: Number of checks that were due.
     """
     parts_by_rank = [_split(row, number) for row in rows]
     return [_table(parts) for parts in zip(*parts_by_rank, strict=True)]
 
 
-def _part(kind: bytes, data: bytes) -> bytes:
-    return _PART_HEAD.pack(kind, len(data)) + data
+def _part(form: bytes, data: bytes = b"", code: bytes = b" ") -> bytes:
+    return _PART_HEAD.pack(form, code, len(data)) + data
 
 
 def _type_text(measured: object) -> str:
@@ -94,54 +109,160 @@ def _type_text(measured: object) -> str:
     return type(measured).__name__
 
 
-def _split(row: bytes, number: int) -> list[tuple[bytes, bytes]]:
-    """Split a row into the kind and the bytes of each check."""
-    parts: list[tuple[bytes, bytes]] = []
+def _split(row: bytes, number: int) -> list[tuple[bytes, bytes, bytes]]:
+    """Split a row into form, code and bytes of each check."""
+    parts: list[tuple[bytes, bytes, bytes]] = []
     offset = 0
     for _ in range(number):
-        kind, size = _PART_HEAD.unpack_from(row, offset)
+        form, code, size = _PART_HEAD.unpack_from(row, offset)
         offset += _PART_HEAD.size + size
-        parts.append((kind, row[offset - size : offset]))
+        parts.append((form, code, row[offset - size : offset]))
     return parts
 
 
-def _table(parts: Sequence[tuple[bytes, bytes]]) -> Table:
-    """Bring the ranks' parts of one check together."""
-    kind = parts[0][0]
-    kinds = {kind for kind, _ in parts}
-    # an error on any rank, or kinds that cannot be compared
-    if _FAILED in kinds:
-        return {rank: data.decode(errors="replace") for rank, (kind, data) in enumerate(parts) if kind == _FAILED}
-    if len(kinds) > 1 and not kinds <= _LISTS.keys():
-        return {rank: f"measured {_LISTS.get(kind) or _DTYPES[kind]}" for rank, (kind, _) in enumerate(parts)}
+def _table(parts: Sequence[tuple[bytes, bytes, bytes]]) -> Table:
+    """Combine the ranks' parts of one check."""
+    forms = {form for form, _, _ in parts}
+    codes = {code for _, code, _ in parts}
+    # an error on any rank, a rank without a row, or kinds that cannot be compared
+    if _FAILED in forms:
+        return {rank: data.decode(errors="replace") for rank, (form, _, data) in enumerate(parts) if form == _FAILED}
+    if _NOTHING in forms:
+        return None
+    if len(forms) > 1 or (forms == {_TENSOR} and len(codes) > 1):
+        return {rank: f"measured {_kind_text(form, code)}" for rank, (form, code, _) in enumerate(parts)}
     # rows of one length
-    longest = max(len(data) for _, data in parts)
-    padded = [data.ljust(longest, b"\0") for _, data in parts]
-    if kind in _LISTS:
-        return [array(own.decode(), data).tolist() for (own, _), data in zip(parts, padded, strict=True)]
+    longest = max(len(data) for _, _, data in parts)
+    padded = [data.ljust(longest, b"\0") for _, _, data in parts]
+    if forms == {_LIST}:
+        return [array(code.decode(), data).tolist() for (_, code, _), data in zip(parts, padded, strict=True)]
+    dtype = _DTYPES[parts[0][1]]
     if not longest:
-        return torch.zeros((len(parts), 0), dtype=_DTYPES[kind])
-    return torch.frombuffer(bytearray(b"".join(padded)), dtype=_DTYPES[kind]).view(len(parts), -1)
+        return torch.zeros((len(parts), 0), dtype=dtype)
+    return torch.frombuffer(bytearray(b"".join(padded)), dtype=dtype).view(len(parts), -1)
+
+
+def _kind_text(form: bytes, code: bytes) -> str:
+    if form == _TENSOR:
+        return str(_DTYPES[code])
+    return {b"q": "a list of ints", b"d": "a list of floats"}[code]
 
 
 # ---------------------------------------------------------------------- rows between ranks
 
 
-class RowExchange:
-    """Exchanges rows between the ranks of the world and counts what that takes.
+class Check(Protocol):
+    """Names the parts of a check that its runner needs; `base.RankCheck` documents each."""
 
-    Args:
-        watch: Watch of the run, which raises when a peer has failed; None: there is none.
+    action: dict[str, str]
+    every_n_steps: int
+
+    @property
+    def stages(self) -> tuple[CheckStage, ...]:
+        """Stages at which it measures and judges."""
+
+    @property
+    def needs_peers(self) -> bool:
+        """Whether it has nothing to compare in a world of one."""
+
+    @property
+    def title(self) -> str:
+        """Name of its class, for messages."""
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is one of this package."""
+
+    def overrides(self, method: str) -> bool:
+        """Return whether it has its own of a method that does nothing by default."""
+
+    def options(self) -> dict[str, object]:
+        """Return the options that must be equal on all ranks."""
+
+    def join(self, runner: Any) -> None:
+        """Become part of a run, or leave it."""
+
+    def dry_run(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> list[Finding]:
+        """Try out the first batch, on all ranks together."""
+
+    def measure(self, trainer: Any, module: Any, stage: CheckStage) -> Row:
+        """Return this rank's row."""
+
+    def judge(self, table: Any, trainer: Any, module: Any, stage: CheckStage) -> list[Finding]:
+        """Return findings about the rows of all ranks."""
+
+    def describe(self, finding: Finding, trainer: Any, module: Any) -> str | None:
+        """Return this rank's text about a new finding."""
+
+    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
+        """Return the finding, made richer by the texts of all ranks."""
+
+    def tensor(self, finding: Finding, trainer: Any, module: Any) -> Tensor | None:
+        """Return the tensor that a new finding is about."""
+
+    def stop(self, trainer: Any, module: Any) -> None:
+        """Leave nothing behind; it may be called twice."""
+
+    def figures(self) -> dict[str, float]:
+        """Return figures for the logger and the summary."""
+
+    def remarks(self) -> list[str]:
+        """Return lines for the summary."""
+
+
+Entry: TypeAlias = "tuple[Check, CheckStage]"
+"""A check, and the stage that its row is of."""
+
+
+class _Waiting(NamedTuple):
+    """A row that has not been exchanged yet.
 
     Attributes:
+        row: The numbers as they travel, or a function that returns them.
+        step: Optimizer steps before the row was measured.
+    """
+
+    row: bytes | Callable[[], Measured]
+    step: int
+
+
+class RowExchange:
+    """Exchanges the rows of checks between the ranks of the world, and makes findings of them.
+
+    Args:
+        trainer: Trainer of the fit.
+        module: Module that it trains.
+        watch: Watch of the run, which raises when a peer has failed; None: there is none.
+        report: Report that takes the findings.
+        stop_check: Called on every rank when a check of this package is switched off.
+
+    Attributes:
+        report: The same.
+        watch: The same.
         gathers: Gathers of rows so far.
         bytes: Bytes that this rank sent in them.
     """
 
-    def __init__(self, watch: Watch | None) -> None:
-        self._watch = watch
-        self.gathers = 0
-        self.bytes = 0
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        watch: Watch | None,
+        report: Report,
+        stop_check: Callable[[Check], None],
+    ) -> None:
+        self.watch, self.report = watch, report
+        self._trainer, self._module, self._stop_check = trainer, module, stop_check
+        self.gathers = self.bytes = 0
+        # by the id of a check, and the stage
+        self._waiting: dict[tuple[int, CheckStage], _Waiting] = {}
+        self._steps: dict[tuple[int, CheckStage], int] = {}  # of the rows that were exchanged last
+        self._begun: set[tuple[int, CheckStage]] = set()
+        self._failures: dict[int, str] = {}  # sent in place of the next row
+        self._switched_off: set[int] = set()
+        self._explained: dict[tuple[str, str, str], list[Finding]] = {}
+
+    # ------------------------------------------------------------------ transport
 
     def gather_rows(self, place: str, row: bytes, must_match: Mapping[str, object] | None = None) -> list[bytes]:
         """Return the rows of all ranks, in rank order.
@@ -153,37 +274,27 @@ class RowExchange:
         """
         # one handshake: ranks at different places get the same error in it
         pending = handshake.start(place, must_match or {}, row, channel="checks")
-        self._wait(pending)
-        rows = pending.finish()
-        self.gathers += process_groups.world_size() > 1
-        self.bytes += pending.sent_bytes
-        return rows
-
-    def _wait(self, pending: handshake.PendingHandshake) -> None:
-        """Wait, first awake, and leave when a peer has failed: it will not come."""
+        # wait, first awake, and leave when a peer has failed: it will not come
         began, awake = time.perf_counter(), awake_seconds()
         while not pending.is_completed():
             waited = time.perf_counter() - began
             if waited < awake:
                 time.sleep(0)  # peers are usually here at once, and a nap takes longer than the gather
-            else:
-                if self._watch is not None:
-                    self._watch.check_peers()
-                time.sleep(min(max(waited / 20, _FIRST_NAP_SECONDS), _NAP_SECONDS))
+                continue
+            if self.watch is not None:
+                self.watch.check_peers()
+            time.sleep(min(max(waited / 20, _FIRST_NAP_SECONDS), _NAP_SECONDS))
+        rows = pending.finish()
+        self.gathers += process_groups.world_size() > 1
+        self.bytes += pending.sent_bytes
+        return rows
 
     def gather_json(self, place: str, value: object) -> list[Any]:
         """Return a plain value of each rank, in rank order; communicates as ``gather_rows``."""
         return [json.loads(row) for row in self.gather_rows(place, json.dumps(value).encode())]
 
-    def gather_texts(self, local_text: str | None) -> list[str] | None:
-        """Return the ranks' texts; None where a rank has none. Communicates as ``gather_rows``."""
-        texts = self.gather_json("texts about findings", local_text)
-        if any(text is None for text in texts):
-            return None
-        return texts
-
     def max_difference(self, local: Tensor | None) -> float | None:
-        """Return the largest difference between any two ranks of a tensor's elements; None where ranks cannot be compared.
+        """Return the largest difference between any two ranks of a tensor's elements; None if ranks cannot be compared.
 
         Communication: one gather, and two for each 8 MiB of the tensor.
         """
@@ -210,3 +321,169 @@ class RowExchange:
             difference = gathered.amax(0) - gathered.amin(0)
             largest = max(largest, float(difference.nan_to_num(nan=float("inf")).max()))
         return largest
+
+    # ------------------------------------------------------------------ measure, gather, judge
+
+    def is_on(self, check: Check) -> bool:
+        """Return whether a check still runs; the same on every rank."""
+        return id(check) not in self._switched_off
+
+    def has_begun(self, check: Check, stage: CheckStage) -> bool:
+        """Return whether a check has measured a row at this stage; the same on every rank."""
+        return (id(check), stage) in self._begun
+
+    def note_failure(self, check: Check, method: str, error: Exception) -> None:
+        """Remember the error of a check on this rank alone; all ranks report it at the next exchange of the check."""
+        self._failures[id(check)] = f"{method}: {type(error).__name__}: {error}"
+
+    def measure(self, due: Sequence[Check], stage: CheckStage, step: int) -> None:
+        """Measure this rank's rows, which travel at the next exchange of their checks."""
+        for check in due:
+            self._begun.add((id(check), stage))
+            if id(check) in self._failures:
+                continue
+            with self._failing(check):
+                row = check.measure(self._trainer, self._module, stage)
+                if isinstance(row, Tensor):
+                    row = HostCopy(row).read
+                waiting = row if callable(row) else encode(row, check.title)
+                self._waiting[id(check), stage] = _Waiting(waiting, step)
+
+    @contextlib.contextmanager
+    def _failing(self, check: Check) -> Iterator[None]:
+        """Keep what a check raises inside the block for its next row, unless every rank raises it."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, DDPLossError) and error.collective:
+                raise
+            self._failures[id(check)] = f"{type(error).__name__}: {error}"
+
+    def pack(self, entries: Sequence[Entry]) -> bytes:
+        """Return this rank's row: the parts that wait, and the errors of checks that failed."""
+        return b"".join([self._pack_one(check, stage) for check, stage in entries])
+
+    def _pack_one(self, check: Check, stage: CheckStage) -> bytes:
+        waiting = self._waiting.pop((id(check), stage), None)
+        part = _part(_NOTHING)
+        if waiting is not None:
+            self._steps[id(check), stage] = waiting.step
+            with self._failing(check):
+                part = waiting.row if isinstance(waiting.row, bytes) else encode(waiting.row(), check.title)
+        if id(check) in self._failures:
+            return encode_failure(self._failures.pop(id(check)))
+        return part
+
+    def exchange(self, entries: Sequence[Entry], place: str, step: int) -> None:
+        """Exchange the waiting rows of these checks, and judge them.
+
+        Raises:
+            DDPLossError: on every rank, for findings whose action is ``raise``.
+
+        Communication: one gather. More only if there is a new finding. None without entries.
+        """
+        if entries:
+            rows = self.gather_rows(place, self.pack(entries), {"step": step})
+            self.judge(entries, rows, place, step)
+
+    def judge(self, entries: Sequence[Entry], rows: Sequence[bytes], place: str, step: int) -> None:
+        """Judge all ranks' rows; called with the same rows on every rank.
+
+        Raises:
+            DDPLossError: on every rank, for findings whose action is ``raise``.
+        """
+        found: list[tuple[Check, Finding]] = []
+        # each check has its own table: one row a rank, all of the same step
+        for (check, stage), table in zip(entries, decode_tables(rows, len(entries)), strict=True):
+            if isinstance(table, dict):
+                found += placed(check, [self._failed(check, table)], step, place)
+            elif table is not None:
+                found += placed(check, self._judge(check, table, stage), self._steps[id(check), stage], stage.value)
+        if found:
+            found = self._add_differences(self._explain(found))
+            self.report_findings(found)
+
+    def _judge(self, check: Check, table: Table, stage: CheckStage) -> list[Finding]:
+        """Let a check judge. One that fails on this rank alone must not leave its peers: its error travels at its next exchange."""
+        try:
+            found = list(check.judge(table, self._trainer, self._module, stage))
+            for each in found:
+                if not isinstance(each, Finding):
+                    raise TypeError(f"a list of Finding was expected, with {type(each).__name__} in it")
+        except Exception as error:
+            self.note_failure(check, "judge", error)
+            return []
+        return found
+
+    def _failed(self, check: Check, failures: dict[int, str]) -> Finding:
+        """Make the finding of a check that failed; the same on every rank, so that one of ours is switched off on all of them."""
+        if check.is_built_in:
+            self._switched_off.add(id(check))
+            self._stop_check(check)
+        return failed_check(check.title, failures, is_built_in=check.is_built_in)
+
+    # ------------------------------------------------------------------ new findings
+
+    def _explain(self, found: Sequence[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
+        """Have every rank add its texts to new findings; a finding seen again stays as it was explained first.
+
+        Communication: one gather for each new finding of a check that describes its findings.
+        """
+        explained: list[tuple[Check, Finding]] = []
+        for check, finding in found:
+            if not check.overrides("describe") or finding.fault == FAILED:
+                explained.append((check, finding))
+                continue
+            # the same findings are new on every rank, so every rank takes part
+            if finding.key not in self._explained:
+                self._explained[finding.key] = self._explain_one(check, finding)
+            better = self._explained[finding.key]
+            explained += [(check, replace(each, step=finding.step, moment=finding.moment)) for each in better]
+        return explained
+
+    def _explain_one(self, check: Check, finding: Finding) -> list[Finding]:
+        texts = self.gather_json("texts about findings", self._ask(check.describe, finding))
+        if all(text is not None for text in texts):
+            try:
+                return check.explain(finding, texts)
+            except Exception as error:  # the finding itself stands
+                self.note_failure(check, "explain", error)
+        return [finding]
+
+    def _add_differences(self, found: Sequence[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
+        """Measure the largest difference between ranks of the tensors that new findings are about.
+
+        Communication: one gather and the tensor's, for each of at most ``_MAX_TENSORS`` findings.
+        """
+        completed: list[tuple[Check, Finding]] = []
+        measured = 0
+        for check, finding in found:
+            is_shown = check.overrides("tensor") and finding.fault != FAILED
+            if is_shown and self.report.is_new(finding) and measured < _MAX_TENSORS:
+                measured += 1
+                difference = self.max_difference(self._ask(check.tensor, finding))
+                finding = replace(finding, max_difference=difference)  # noqa: PLW2901 - the same, completed
+            completed.append((check, finding))
+        return completed
+
+    def _ask(self, method: Callable[..., T | None], finding: Finding) -> T | None:
+        with contextlib.suppress(Exception):  # the finding itself stands
+            return method(finding, self._trainer, self._module)
+        return None
+
+    def report_findings(self, found: Sequence[tuple[Check, Finding]]) -> None:
+        """Hand findings to the report, each with the actions of its check.
+
+        Raises:
+            DDPLossError: on every rank, for findings whose action is ``raise``.
+        """
+        self.report.add([finding for _, finding in found], [check.action for check, _ in found], self._trainer)
+
+
+def placed(check: Check, findings: Sequence[Finding], step: int, place: str) -> list[tuple[Check, Finding]]:
+    """Fill in the check, the step and the place of findings, unless they name their own step."""
+    made = []
+    for finding in findings:
+        there = finding if finding.moment else replace(finding, step=step, moment=place)
+        made.append((check, replace(there, check=check.title)))
+    return made

@@ -1,10 +1,16 @@
-"""Runs the checks of one fit: who is due at a stage, one gather for all of them, the same findings on all ranks.
+"""Runs the checks of one fit, with one schedule on every device.
 
-`CheckRunner` follows a fit from its start to its end. At each stage it asks the checks that are due for their rows, gathers them once
-and lets each check judge the table of all ranks; a `CheckEvaluator` measures and judges for it. It knows checks by the `Check` protocol;
-their base class is `base.RankCheck`.
+`CheckRunner` follows a fit from its start to its end, shows checks what they observe, and asks those that are due at a stage for their
+rows. A row is judged at the next exchange, and its findings name its own step:
 
-A check that fails by itself looks at nothing more on that rank, and its next row carries its error instead (``check_evaluator``).
+* after a step: when the check is due there next, so that no check waits for a device and no gather for a row. The first row of a fit is
+  judged at once: most faults show in it, and some end the next step in torch. The last one is judged before a checkpoint is written and
+  at the end of training.
+* everywhere else: at once. Before backward for a reason: a rank without a loss, a parameter that some ranks' losses do not reach, batches
+  that end on some ranks only would make ranks wait for each other in that very step.
+
+The schedule depends on stages alone, so every rank exchanges the same rows at the same place. The runner knows checks by the
+`row_exchange.Check` protocol; their base class is `base.RankCheck`.
 """
 
 from __future__ import annotations
@@ -13,110 +19,102 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.callbacks.check_evaluator import CheckEvaluator, JudgedCheck, placed
-from lightning_ddp_losses.callbacks.check_stage import CheckStage, place_of
-from lightning_ddp_losses.callbacks.findings import Finding
-from lightning_ddp_losses.callbacks.late_row import judges_late
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, place_of
 from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
 from lightning_ddp_losses.callbacks.report import CheckSummary, Report, Settings, run_folder
-from lightning_ddp_losses.callbacks.row_exchange import RowExchange
+from lightning_ddp_losses.callbacks.row_exchange import Check, Entry, RowExchange, placed
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMismatchError
 
 _ERROR_TIMEOUT = timedelta(seconds=2)
+_THE_END = "the end"
 T = TypeVar("T")
 
 
-class Check(JudgedCheck, Protocol):
-    """Names what the runner needs of a check; `base.RankCheck` says what each part is for."""
+@dataclass
+class _Batch:
+    """What has happened since the last batch ended.
 
-    every_n_steps: int
+    Attributes:
+        stepping: Optimizers that were about to step.
+        stepped: Optimizers that did (a gradient scaler may have skipped one).
+        backwards: Backward passes through Lightning.
+        has_synchronised: Whether one of them reduced gradients.
+        parameters: Parameters that ranks must hold alike, once they have been looked up.
+    """
 
-    @property
-    def stages(self) -> tuple[CheckStage, ...]:
-        """When it measures and judges."""
+    stepping: list[Optimizer] = field(default_factory=list)
+    stepped: list[Optimizer] = field(default_factory=list)
+    backwards: int = 0
+    has_synchronised: bool = False
+    parameters: dict[str, Tensor] | None = None
 
-    @property
-    def needs_peers(self) -> bool:
-        """Whether it has nothing to say in a world of one."""
 
-    def join(self, runner: CheckRunner | None) -> None:
-        """Become part of a run, or leave it."""
+@dataclass
+class _StrategyHandshake:
+    """The handshake of the strategy, in which rows before backward may travel.
 
-    def options(self) -> dict[str, object]:
-        """Return what must be equal on all ranks."""
+    Attributes:
+        carries_rows: Whether they do.
+        entries: Rows that are on their way.
+        is_sent: Whether the row of this backward has been sent, before Lightning's hook.
+    """
 
-    def dry_run(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
-        """Try out the first batch, on all ranks together."""
-
-    def figures(self) -> dict[str, float]:
-        """Return figures for the logger and the summary."""
-
-    def remarks(self) -> list[str]:
-        """Return lines for the summary."""
+    carries_rows: bool = False
+    entries: Sequence[Entry] = ()
+    is_sent: bool = False
 
 
 class CheckRunner:
     """Runs the checks of one trainer for one fit.
 
+    Args:
+        checks: Checks of all callbacks.
+        settings: What happens with findings.
+        trainer: Trainer of the fit.
+        module: Module that it trains.
+
     Attributes:
+        checks: Those that run in this world.
+        trainer: As given.
+        module: As given.
         checkpoint: At SAVE and LOAD, the checkpoint.
-        stepping: Optimizers that were about to step since the last batch ended.
-        stepped: Optimizers that did (a gradient scaler may have skipped one).
-        backwards: Backward passes through Lightning since the last batch ended.
         steps: Batches of this fit that made an optimizer step.
-        rows_in_strategy_handshake: Whether rows before backward travel in the strategy's own handshake.
-        own_time: The time that checks take, their gathers included.
+        row_exchange: Measures, exchanges and judges rows.
+        own_time: Time that checks take, their gathers included.
     """
 
     def __init__(
         self, checks: Sequence[Check], settings: Settings, trainer: pl.Trainer, module: pl.LightningModule
     ) -> None:
-        alone = process_groups.world_size() == 1
-        self.checks = [check for check in checks if not (alone and check.needs_peers)]
-        self.trainer, self.module, self.settings = trainer, module, settings
-        # what a run needs of its own: news of peers, a way for rows, a place for findings
-        self._watch = liveness.watch_run(process_groups.rank(), process_groups.world_size(), settings.stall_seconds)
-        self.row_exchange = RowExchange(self._watch)
-        folder: Path | None = None
-        if settings.file:
-            folder = run_folder(trainer)
-        self.report = Report(settings, folder)
-        self._evaluator = CheckEvaluator(trainer, module, self.row_exchange, self.report, self._switch_off)
-        # what checks read
+        world_size = process_groups.world_size()
+        self.checks = [check for check in checks if world_size > 1 or not check.needs_peers]
+        self.trainer, self.module = trainer, module
         self.checkpoint: dict[str, Any] | None = None
-        self.stepping: list[Optimizer] = []
-        self.stepped: list[Optimizer] = []
-        self.backwards = 0
-        self._has_synchronised = False  # a backward since the last batch ended
         self.steps = 0
+        self.own_time = Stopwatch()
+        # news of peers, a place for findings, a way for rows
+        watch = liveness.watch_run(process_groups.rank(), world_size, settings.stall_seconds)
+        folder: Path | None = run_folder(trainer) if settings.file else None
+        self.row_exchange = RowExchange(trainer, module, watch, Report(settings, folder), self._blind)
+        self._batch, self._handshake = _Batch(), _StrategyHandshake()
         self._shared: dict[Callable[..., Any], Any] = {}
         self._parameters = ReplicatedParameters(trainer, module)
-        self._parameters_of_batch: dict[str, Tensor] | None = None
-        # who is due, and who observes what
-        self._checks_at: dict[CheckStage, list[Check]] = {stage: [] for stage in CheckStage}
-        for check in self.checks:
-            for stage in set(check.stages):
-                self._checks_at[stage].append(check)
+        # who observes what, but for checks of ours that failed on this rank, by id
         self._observers: dict[str, list[Check]] = {}
-        self._blind: set[int] = set()  # ids of checks of ours that failed on this rank
-        self._due_in_handshake: list[Check] = []
-        self._handles: list[Any] = []
-        self._watched: list[Optimizer] = []
-        self.rows_in_strategy_handshake = False
-        self._row_was_sent = False  # in the strategy's handshake, before Lightning's hook
+        self._blinded: set[int] = set()
         self._ran_dry = False
-        self.own_time = Stopwatch()
-        self._began = time.perf_counter()
+        self._handles: dict[Optimizer, Any] = {}
         for check in self.checks:
             check.join(self)
 
@@ -126,6 +124,31 @@ class CheckRunner:
     def step(self) -> int:
         """The number of optimizer steps so far, as loggers count them."""
         return compat.steps_as_logged(self.trainer)
+
+    @property
+    def report(self) -> Report:
+        """The report of the fit."""
+        return self.row_exchange.report
+
+    @property
+    def stepping(self) -> list[Optimizer]:
+        """Optimizers that were about to step since the last batch ended."""
+        return self._batch.stepping
+
+    @property
+    def stepped(self) -> list[Optimizer]:
+        """Optimizers that did step (a gradient scaler may have skipped one)."""
+        return self._batch.stepped
+
+    @property
+    def backwards(self) -> int:
+        """Backward passes through Lightning since the last batch ended."""
+        return self._batch.backwards
+
+    @property
+    def rows_in_strategy_handshake(self) -> bool:
+        """Whether rows before backward travel in the strategy's own handshake."""
+        return self._handshake.carries_rows
 
     @property
     def synchronising(self) -> bool:
@@ -143,9 +166,25 @@ class CheckRunner:
 
     def replicated_parameters(self) -> dict[str, Tensor]:
         """Return the parameters that ranks must hold alike; looked up once per batch."""
-        if self._parameters_of_batch is None:
-            self._parameters_of_batch = self._parameters.current()
-        return self._parameters_of_batch
+        if self._batch.parameters is None:
+            self._batch.parameters = self._parameters.current()
+        return self._batch.parameters
+
+    def guarded(self, check: Check, function: Callable[..., None]) -> Callable[..., None]:
+        """Return a function for a hook before the user's forward: what it raises is the check's failure, and not the training's.
+
+        A function and no method: a copy of the module (the dry run makes one) must not copy the check along.
+        """
+
+        def call(*args: Any) -> None:
+            if id(check) in self._blinded:
+                return
+            try:
+                function(*args)
+            except Exception as error:
+                self._note_failure(check, "a hook before forward", error)
+
+        return call
 
     # ------------------------------------------------------------------ the fit, in its order
 
@@ -156,7 +195,9 @@ class CheckRunner:
             ConfigurationError: on every rank, when ranks run different checks.
         """
         titles = ", ".join(f"{check.title}(every_n_steps={check.every_n_steps})" for check in self.checks)
-        options = "; ".join(map(_options_text, self.checks))
+        options = "; ".join(
+            ", ".join(f"{k}={v!r}" for k, v in sorted(check.options().items())) for check in self.checks
+        )
         digest = hashlib.blake2b(options.encode(), digest_size=6).hexdigest()
         with self.own_time:
             try:
@@ -171,16 +212,15 @@ class CheckRunner:
             self._observe("start")
             for optimizer in self.trainer.optimizers:
                 self._watch_optimizer(optimizer)
-            if self._checks_at[CheckStage.BEFORE_BACKWARD]:
-                # under our strategy the rows before backward travel in its handshake
-                attach_payload = getattr(self.trainer.strategy, "attach_payload", None)
-                if attach_payload is not None:
-                    self.rows_in_strategy_handshake = attach_payload(self._payload, self._judge_payloads)
+            # under our strategy the rows before backward travel in its handshake
+            attach_payload = getattr(self.trainer.strategy, "attach_payload", None)
+            if attach_payload is not None and any(CheckStage.BEFORE_BACKWARD in check.stages for check in self.checks):
+                self._handshake.carries_rows = attach_payload(self._payload, self._judge_payloads)
         self.run_stage(CheckStage.TRAIN_START)
 
     def batch_start(self, batch: Any, batch_idx: int) -> None:
         """Let the checks see a training batch; before the first step they may try it out."""
-        self._parameters_of_batch = None
+        self._batch.parameters = None
         self._enter(f"training_step of step {self.step}")
         with self.own_time:
             self._observe("see_batch", batch, batch_idx)
@@ -188,19 +228,15 @@ class CheckRunner:
                 self._ran_dry = True
                 self._dry_run(batch, batch_idx)
 
-    def _enter(self, place: str) -> None:
-        if self._watch is not None:
-            self._watch.enter(place)
-
     def _dry_run(self, batch: Any, batch_idx: int) -> None:
         if process_groups.world_size() == 1:
             return
-        found: list[tuple[JudgedCheck, Finding]] = []
+        found: list[tuple[Check, Finding]] = []
         for check in self.checks:
             # one that has failed on this rank alone takes part all the same: its peers wait for it
             if check.overrides("dry_run"):
                 found += placed(check, self._try_out(check, batch, batch_idx), self.step, "the dry run")
-        self._evaluator.report_findings(found)
+        self.row_exchange.report_findings(found)
 
     def _try_out(self, check: Check, batch: Any, batch_idx: int) -> list[Finding]:
         try:
@@ -208,39 +244,41 @@ class CheckRunner:
         except Exception as error:
             if not check.is_built_in or isinstance(error, DDPLossError):
                 raise
-            self.note_failure(check, "dry_run", error)
+            self._note_failure(check, "dry_run", error)
             return []
 
     def before_backward(self, loss: Tensor) -> None:
         """Let the checks see a loss, and judge it unless that happened in the strategy's handshake."""
         self._enter(f"backward of step {self.step}")
-        if self._row_was_sent:  # the loss was seen and judged there
-            self._row_was_sent = False
+        if self._handshake.is_sent:  # the loss was seen and judged there
+            self._handshake.is_sent = False
             return
         self._see_loss(loss)
-        if self.synchronising and not self.rows_in_strategy_handshake:
+        if self.synchronising and not self._handshake.carries_rows:
             self.run_stage(CheckStage.BEFORE_BACKWARD)
 
     def _see_loss(self, loss: Tensor | None) -> None:
         with self.own_time:
-            self.backwards += 1
-            self._has_synchronised |= self.synchronising
+            self._batch.backwards += 1
+            self._batch.has_synchronised |= self.synchronising
             self._observe("see_loss", loss)
 
     def _payload(self) -> bytes:
         """Measure this rank's row, as the strategy's handshake leaves."""
-        self._row_was_sent = True
+        self._handshake.is_sent = True
         self._see_loss(getattr(self.trainer.strategy, "closure_loss", None))
         with self.own_time:
-            due = self._due_in_handshake = self.due(CheckStage.BEFORE_BACKWARD)
-            return self._evaluator.measure(due, CheckStage.BEFORE_BACKWARD, self.step)
+            due = self._due(CheckStage.BEFORE_BACKWARD)
+            self._handshake.entries = _entries(due, CheckStage.BEFORE_BACKWARD)
+            self.row_exchange.measure(due, CheckStage.BEFORE_BACKWARD, self.step)
+            return self.row_exchange.pack(self._handshake.entries)
 
     def _judge_payloads(self, rows: list[bytes]) -> None:
         """Judge all ranks' rows, as the strategy's handshake is read."""
-        due = self._due_in_handshake
-        if due:
+        if self._handshake.entries:
             with self.own_time:
-                self._evaluator.judge(due, CheckStage.BEFORE_BACKWARD, rows, self.step)
+                place = CheckStage.BEFORE_BACKWARD.value
+                self.row_exchange.judge(self._handshake.entries, rows, place, self.step)
 
     def after_backward(self) -> None:
         """Let the checks see what a backward left."""
@@ -251,33 +289,31 @@ class CheckRunner:
         """Let the checks see the reduced gradients of an optimizer that is about to step."""
         self._enter(f"the optimizer of step {self.step}")
         with self.own_time:
-            self._watch_optimizer(
-                getattr(optimizer, "optimizer", optimizer)
-            )  # a user may have put another in its place
-            self.stepping.append(optimizer)
+            # a user may have put another one in its place
+            self._watch_optimizer(getattr(optimizer, "optimizer", optimizer))
+            self._batch.stepping.append(optimizer)
             self._observe("see_gradients", optimizer)
 
     def _watch_optimizer(self, optimizer: Optimizer) -> None:
         """Learn of an optimizer's steps, once for each optimizer."""
-        if optimizer not in self._watched and hasattr(optimizer, "register_step_post_hook"):
-            self._watched.append(optimizer)
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        if optimizer not in self._handles and hasattr(optimizer, "register_step_post_hook"):
+            self._handles[optimizer] = optimizer.register_step_post_hook(self._after_step)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         with self.own_time:
-            self.stepped.append(optimizer)
+            self._batch.stepped.append(optimizer)
             self._observe("see_step", optimizer)
 
     def batch_end(self) -> None:
         """Judge a batch that made a step, and forget it."""
         self._enter(f"end of step {self.step}")
         # a hook may leave a step out on some ranks: a backward that synchronises is one on all of them
-        is_step_due = self._has_synchronised and self.module.automatic_optimization
-        if self.stepping or self.stepped or is_step_due:
+        is_step_due = self._batch.has_synchronised and self.module.automatic_optimization
+        has_stepped = bool(self._batch.stepping or self._batch.stepped)
+        if has_stepped or is_step_due:
             self.run_stage(CheckStage.AFTER_STEP)
-            self.steps += bool(self.stepping or self.stepped)
-        self.stepping, self.stepped, self.backwards, self._parameters_of_batch = [], [], 0, None
-        self._has_synchronised = False
+            self.steps += has_stepped
+        self._batch = _Batch()
         for shared in self._shared.values():
             shared.batch_end()
         self.see_batch_end()
@@ -287,30 +323,41 @@ class CheckRunner:
         with self.own_time:
             self._observe("see_batch_end")
 
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Judge the last step and the checkpoint, before it is written. Checks may add to it."""
+        self._judge_last_step(CheckStage.SAVE.value)
+        self.checkpoint = checkpoint
+        self.run_stage(CheckStage.SAVE)
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Judge a checkpoint that was loaded."""
+        self.checkpoint = checkpoint
+        self.run_stage(CheckStage.LOAD)
+
     def train_end(self) -> None:
-        """Judge what training leaves, and sum up."""
-        self.judge_late_rows()
+        """Judge the last step and what training leaves, and sum up."""
+        self._judge_last_step(_THE_END)
         self.run_stage(CheckStage.TRAIN_END)
-        if self.checks:
-            with self.own_time:
-                self._evaluator.report_remaining_failures(self.checks, self.step)
-        # what the checks have to say at the end, and what they took
-        share = self.own_time.seconds / max(time.perf_counter() - self._began, 1e-9)
+        with self.own_time:  # errors of checks since they were due
+            checks = [check for check in self.checks if self.row_exchange.is_on(check)]
+            self.row_exchange.exchange(_entries(checks, CheckStage.TRAIN_END), _THE_END, self.step)
+        # figures and remarks of the checks, and the time that they took
         summaries = [CheckSummary(check.title, *_last_words(check)) for check in self.checks]
         figures: dict[str, float] = {}
         for summary in summaries:
             figures |= summary.figures
         self.report.log(self.trainer, figures)
-        self.report.summary(summaries, self.steps, share)
+        self.report.summary(summaries, self.steps, self.own_time.share())
 
     def fail(self, exception: BaseException) -> None:
         """Tell the peers that this rank's fit ends with an exception, or say which of them failed first.
 
         Raises:
-            PeerError: in the exception's place, where a peer's failure is behind it.
+            PeerError: in the exception's place, if a peer's failure is behind it.
         """
         # another rank's failure broke this rank's collective
-        peer_error = None if self._watch is None else self._watch.report_failure(exception)
+        watch = self.row_exchange.watch
+        peer_error = None if watch is None else watch.report_failure(exception)
         if peer_error is not None:
             with contextlib.suppress(Exception):  # Lightning stops its clean-up where a hook raises
                 compat.teardown_trainer(self.trainer)
@@ -323,11 +370,11 @@ class CheckRunner:
     def close(self) -> None:
         """Leave nothing behind."""
         # hooks first: from here on no step calls a check
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-        if self._watch is not None:
-            self._watch.stop()
+        if self.row_exchange.watch is not None:
+            self.row_exchange.watch.stop()
         self._observe("stop")
         for shared in self._shared.values():
             shared.close()
@@ -343,47 +390,54 @@ class CheckRunner:
         Raises:
             DDPLossError: on every rank, for findings whose action is ``raise``.
 
-        Communication: one gather; none where no check is due. More only where there is a new finding.
+        Communication: one gather; none if no check is due. More only if there is a new finding.
         """
-        due = self.due(stage)
+        due = self._due(stage)
         self._enter(place_of(stage.value, self.step))
-        if due:
-            with self.own_time:
-                row = self._evaluator.measure(due, stage, self.step)
-                rows = self.row_exchange.gather_rows(stage.value, row, {"step": self.step})
-                self._evaluator.judge(due, stage, rows, self.step)
+        if not due:
+            return
+        with self.own_time:
+            now = due
+            if stage == CheckStage.AFTER_STEP:
+                # the rows that have waited first: what is measured next takes their place in the checks
+                now = [check for check in due if not self.row_exchange.has_begun(check, stage)]
+                waiting = [check for check in due if check not in now]
+                self.row_exchange.exchange(_entries(waiting, stage), stage.value, self.step)
+                due = [check for check in due if self.row_exchange.is_on(check)]
+            self.row_exchange.measure(due, stage, self.step)
+            self.row_exchange.exchange(_entries(now, stage), stage.value, self.step)
 
-    def judge_late_rows(self) -> None:
-        """Judge the rows that wait for their check to be due again: what comes now must not come before them.
+    def _judge_last_step(self, place: str) -> None:
+        """Judge the rows of a step that wait for their check to be due again.
 
         Raises:
             DDPLossError: on every rank, for findings whose action is ``raise``.
 
-        Communication: one gather; none on the CPU, where no row waits.
+        Communication: one gather.
         """
-        due: list[tuple[Check, CheckStage]] = []
-        if judges_late(self.trainer):
-            for stage, checks in self._checks_at.items():
-                due += [(check, stage) for check in checks if stage in check.late_stages]
-        if due:
-            with self.own_time:
-                row = self._evaluator.measure_waiting(due)
-                rows = self.row_exchange.gather_rows("rows of the last step", row, {"step": self.step})
-                self._evaluator.judge_at(due, rows, self.step)
+        with self.own_time:
+            stage = CheckStage.AFTER_STEP
+            checks = [check for check in self.checks if stage in check.stages and self.row_exchange.is_on(check)]
+            self.row_exchange.exchange(_entries(checks, stage), place, self.step)
 
-    def due(self, stage: CheckStage) -> list[Check]:
+    def _due(self, stage: CheckStage) -> list[Check]:
         """Return the checks that run now; the same on every rank."""
-        if not stage.repeats_every_step:
-            return self._checks_at[stage]
-        step = self.step
-        return [check for check in self._checks_at[stage] if step % check.every_n_steps == 0]
+        every, step = not stage.repeats_every_step, self.step
+        due = [check for check in self.checks if stage in check.stages and self.row_exchange.is_on(check)]
+        return [check for check in due if every or step % check.every_n_steps == 0]
+
+    def _enter(self, place: str) -> None:
+        """Note where the main thread is now, and stop here if a peer has failed."""
+        if self.row_exchange.watch is not None:
+            self.row_exchange.watch.enter(place)
 
     def _observe(self, observation: str, *args: Any) -> None:
         """Let each check that wants to see something see it; what it raises is reported when it is due next."""
         if observation not in self._observers:
-            self._observers[observation] = [check for check in self.checks if check.overrides(observation)]
-            if observation != "stop":  # also one that failed must leave nothing behind
-                self._observers[observation] = [c for c in self._observers[observation] if id(c) not in self._blind]
+            # also one that failed must leave nothing behind
+            blinded = set() if observation == "stop" else self._blinded
+            observers = [check for check in self.checks if check.overrides(observation) and id(check) not in blinded]
+            self._observers[observation] = observers
         for check in self._observers[observation]:
             self._show(check, observation, *args)
 
@@ -393,48 +447,30 @@ class CheckRunner:
         except Exception as error:  # a rank must not leave its peers alone
             if isinstance(error, DDPLossError) and error.collective:  # every rank raises it
                 raise
-            self.note_failure(check, observation, error)
+            self._note_failure(check, observation, error)
 
     # ------------------------------------------------------------------ checks that fail by themselves
 
-    def guarded(self, check: Check, function: Callable[..., None]) -> Callable[..., None]:
-        """Return a function for a hook before the user's forward: what it raises is the check's failure, and not the training's.
-
-        A function and no method: a copy of the module (the dry run makes one) must not copy the check along.
-        """
-
-        def call(*args: Any) -> None:
-            if id(check) in self._blind:
-                return
-            try:
-                function(*args)
-            except Exception as error:
-                self.note_failure(check, "a hook before forward", error)
-
-        return call
-
-    def note_failure(self, check: JudgedCheck, method: str, error: Exception) -> None:
+    def _note_failure(self, check: Check, method: str, error: Exception) -> None:
         """Remember what a check raised on this rank, for its next row. One of ours looks at nothing more here."""
-        self._evaluator.note_failure(check, method, error)
-        if check.is_built_in and id(check) not in self._blind:
-            self._blind.add(id(check))
-            self._observers = {}
-            with contextlib.suppress(Exception):  # it has failed already
-                check.stop(self.trainer, self.module)
+        self.row_exchange.note_failure(check, method, error)
+        if check.is_built_in and id(check) not in self._blinded:
+            self._blind(check)
 
-    def _switch_off(self, check: JudgedCheck) -> None:
-        """Run a check no more in this fit; called on every rank at the same place."""
-        for stage, checks in self._checks_at.items():
-            # a new list: the old one may be gone through just now
-            self._checks_at[stage] = [each for each in checks if each is not check]
-        self._blind.add(id(check))
+    def _blind(self, check: Check) -> None:
+        """Show a check nothing more in this fit."""
+        self._blinded.add(id(check))
         self._observers = {}
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # it has failed already
             check.stop(self.trainer, self.module)
 
 
+def _entries(checks: Sequence[Check], stage: CheckStage) -> list[Entry]:
+    return [(check, stage) for check in checks]
+
+
 def _last_words(check: Check) -> tuple[dict[str, float], list[str]]:
-    """Return what a check has to say at the end of a fit; one of ours that cannot says that."""
+    """Return figures and remarks of a check at the end of a fit; one of ours that fails there gets a remark that says so."""
     try:
         return check.figures(), check.remarks()
     except Exception as error:
@@ -443,17 +479,20 @@ def _last_words(check: Check) -> tuple[dict[str, float], list[str]]:
         return {}, [f"{check.title} has no figures: {type(error).__name__}: {error}"]
 
 
-def _options_text(check: Check) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in sorted(check.options().items()))
-
-
 class Stopwatch:
     """Adds up the time inside ``with`` blocks that do not nest."""
 
     seconds = 0.0
+
+    def __init__(self) -> None:
+        self._made = time.perf_counter()
 
     def __enter__(self) -> None:
         self._began = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
         self.seconds += time.perf_counter() - self._began
+
+    def share(self) -> float:
+        """Return the share of the time since it was made."""
+        return self.seconds / max(time.perf_counter() - self._made, 1e-9)

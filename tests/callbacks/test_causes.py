@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses import DDPChecks, GradientFlowCheck, ParameterSyncCheck
-from lightning_ddp_losses.callbacks.causes import group_by_cause
-from lightning_ddp_losses.callbacks.findings import Finding
+from lightning_ddp_losses.callbacks.findings import Finding, group_by_cause
 from tests.callbacks.harness import Case, Subject, run
 from tests.callbacks.optimizers import InAList, Rates
 from tests.callbacks.parameters import CLIP, Clipped, Created, Halved, OwnBackward

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import BatchCheck, ClipLoss, CommunicationMonitor, DDPChecks, GlobalBatchLoss, LossCheck
 from lightning_ddp_losses.callbacks import device_check
-from lightning_ddp_losses.callbacks.check_stage import place_of
+from lightning_ddp_losses.callbacks.findings import place_of
 from tests.callbacks.data_cases import HEALTHY, Lonely
 from tests.callbacks.harness import WIDTH, Subject
 from tests.callbacks.loss_cases import MissingLoss

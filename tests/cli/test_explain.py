@@ -14,7 +14,7 @@ import lightning_ddp_losses
 from lightning_ddp_losses import AuditReport
 from lightning_ddp_losses.audit.context import Diagnosis
 from lightning_ddp_losses.callbacks import Finding
-from lightning_ddp_losses.callbacks.causes import Cause
+from lightning_ddp_losses.callbacks.findings import Cause
 from lightning_ddp_losses.cli import main, manual
 from lightning_ddp_losses.cli.explain import find_page, run_explain
 from lightning_ddp_losses.cli.pages import faults, numbers, recipes, release
