@@ -4,13 +4,10 @@
 measures.
 
 =========================  ==========================================================================================================
-base                       `RankCheck`, what a check writes; `CheckCallback`, the Lightning hooks through which checks run
-ddp_checks                 `DDPChecks`: all checks in one callback
-check_stage                `CheckStage`: when checks measure and judge
-findings                   `Finding`, and `LocalFindings` that one rank makes by itself
-runner                     `CheckRunner`: a fit from start to end, one gather at each stage
-check_evaluator            `CheckEvaluator`: rows to findings, the same on all ranks; a check that fails by itself is one too
-row_exchange               rows as bytes, and their way between ranks
+base                       `RankCheck`, the parts that a check writes; `DDPChecks`, all checks in one callback
+runner                     `CheckRunner`: a fit from start to end, the schedule of checks, one gather at each stage
+row_exchange               `RowExchange`: rows measured, exchanged and judged; a check that fails by itself is a finding too
+findings                   `CheckStage`, `Finding`; `LocalFindings` that one rank makes by itself; findings by their cause
 report                     where findings go: errors, warnings, a file, the logger, a table
 batch_check                `BatchCheck`; batch_reader and loss_observations read for it
 buffer_sync                `BufferSyncCheck`; what it reads is in buffers
@@ -28,17 +25,19 @@ ddp_state                  what DDP saw at the start, and why ranks went apart s
 
 To add a check:
 
-1. ``callbacks/<name>.py``: ``class NameCheck(RankCheck, default=True)``, which makes it one of those that ``DDPChecks()`` runs. Say
-   ``stages`` (when), ``faults`` (which ids of ``faults.FAULTS``) and whether it ``needs_peers``. Look at things in ``start``,
-   ``see_batch``, ``see_loss``, ``see_gradients``, ``see_step``, ``see_batch_end``, ``stop``: local, no communication, cheap.
-   ``measure`` returns this rank's row: a short 1-D tensor of int64, float64 or uint8, or a list of ints or floats, which is faster
-   (rows share a handshake, which grows with them: keep yours small; ours are ``NamedTuple``, so that ``judge`` reads them by name).
-   ``judge`` gets the table (W, n), a tensor or a list of such lists, and returns findings; it decides from the table alone (and from
-   what is the same on every rank), so that every rank comes to the same findings. Rows of unequal length are padded with zeros.
-   ``self.runner`` has ``step``, ``synchronising``, ``backwards``, ``stepping``, ``checkpoint`` and ``shared``.
-2. Where a finding needs more than the row holds, ``describe`` gives a text of this rank, ``explain`` makes findings of all texts, and
-   ``tensor`` names the tensor whose largest difference is to be told. They run only when there is a finding, on every rank. What one
-   rank can find by itself it adds to the ``local`` findings of a ``LocalCheck``, which do all this.
+1. ``callbacks/<name>.py``: ``class NameCheck(RankCheck, default=True)``, which makes it one of those that ``DDPChecks()`` runs. Give
+   its ``stages`` (when), its ``faults`` (ids of ``FAULTS``), and whether it ``needs_peers``. Observe in ``start``, ``see_batch``,
+   ``see_loss``, ``see_gradients``, ``see_step``, ``see_batch_end`` and ``stop``: local, no communication, cheap. ``measure`` returns this
+   rank's row: a short 1-D tensor of int64, float64 or uint8, or a list of ints or floats, which is faster. Numbers of a device must not be
+   waited for: return the tensor itself, or a function that reads a ``HostNumbers`` when the row travels. Rows share a handshake, which
+   grows with them: keep yours small. Ours are ``NamedTuple``, so that ``judge`` reads them by name. ``judge`` gets the table (W, n), a
+   tensor or a list of such lists, and returns findings. It decides from the table alone (and from values that are the same on every rank),
+   so that every rank comes to the same findings. Rows of unequal length are padded with zeros. ``self.runner`` has ``step``,
+   ``synchronising``, ``backwards``, ``stepping``, ``checkpoint`` and ``shared``.
+2. A row after a step is judged at the next step, the first one at once (``runner``); before that ``measure`` is not called again, so
+   ``describe`` finds what ``measure`` has kept. If a finding needs more than the row holds, ``describe`` gives a text of this rank,
+   ``explain`` makes findings of all texts, and ``tensor`` names the tensor whose largest difference is added. They run only when there is
+   a finding, on every rank. A ``LocalCheck`` adds findings of one rank by itself to ``local``, which does all this.
 3. ``figures`` returns numbers for the logger and the summary.
 4. Export it here, and write one row, sick and healthy, in a file of ``tests/callbacks``. (A check of ours also has its line in
    ``configs/checks_all.yaml``, and a new fault its row in ``faults.yaml``.)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import struct
 import time
 from array import array
@@ -264,11 +265,14 @@ class RowExchange:
 
     # ------------------------------------------------------------------ transport
 
-    def gather_rows(self, place: str, row: bytes, must_match: Mapping[str, object] | None = None) -> list[bytes]:
+    def gather_rows(
+        self, place: str, row: bytes, must_match: Mapping[str, object] | None = None, *, patience: float = math.inf
+    ) -> list[bytes]:
         """Return the rows of all ranks, in rank order.
 
         Raises:
             RankMismatchError: on every rank, when ranks are at different places, or ``must_match`` differs.
+            TimeoutError: when the peers have not come after ``patience`` seconds.
 
         Communication: one gather; one more when a row outgrew the agreed size. None in a world of one.
         """
@@ -283,6 +287,8 @@ class RowExchange:
                 continue
             if self.watch is not None:
                 self.watch.check_peers()
+            if waited > patience:
+                raise TimeoutError(place)
             time.sleep(min(max(waited / 20, _FIRST_NAP_SECONDS), _NAP_SECONDS))
         rows = pending.finish()
         self.gathers += process_groups.world_size() > 1
@@ -374,7 +380,7 @@ class RowExchange:
             return encode_failure(self._failures.pop(id(check)))
         return part
 
-    def exchange(self, entries: Sequence[Entry], place: str, step: int) -> None:
+    def exchange(self, entries: Sequence[Entry], place: str, step: int, *, patience: float = math.inf) -> None:
         """Exchange the waiting rows of these checks, and judge them.
 
         Raises:
@@ -383,7 +389,7 @@ class RowExchange:
         Communication: one gather. More only if there is a new finding. None without entries.
         """
         if entries:
-            rows = self.gather_rows(place, self.pack(entries), {"step": step})
+            rows = self.gather_rows(place, self.pack(entries), {"step": step}, patience=patience)
             self.judge(entries, rows, place, step)
 
     def judge(self, entries: Sequence[Entry], rows: Sequence[bytes], place: str, step: int) -> None:

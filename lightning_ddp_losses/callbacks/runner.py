@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +39,9 @@ from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMismatchError
 
 _ERROR_TIMEOUT = timedelta(seconds=2)
+_PATIENCE_SECONDS = 10.0  # for peers that have the same error
 _THE_END = "the end"
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -355,6 +359,9 @@ class CheckRunner:
         Raises:
             PeerError: in the exception's place, if a peer's failure is behind it.
         """
+        # a fault of the step before may be behind an error that every rank has, as a NaN in a gradient is behind one in an embedding
+        if self.steps and handshake.has_reached_all(exception) and not getattr(exception, "findings", ()):
+            self._add_last_step(exception)
         # another rank's failure broke this rank's collective
         watch = self.row_exchange.watch
         peer_error = None if watch is None else watch.report_failure(exception)
@@ -366,6 +373,16 @@ class CheckRunner:
             # peers that wait in a handshake of the strategy's get it there; those that know of it already open no more
             with contextlib.suppress(Exception):
                 handshake.raise_on_all_ranks(exception, "training", timeout=_ERROR_TIMEOUT)
+
+    def _add_last_step(self, exception: BaseException) -> None:
+        """Judge the step before an error that all ranks raise; findings become a note of the error."""
+        try:
+            self._judge_last_step("an error on all ranks", patience=_PATIENCE_SECONDS)
+        except DDPLossError as fault:
+            if fault.findings:
+                exception.__notes__ = [*getattr(exception, "__notes__", ()), str(fault)]
+        except Exception as error:
+            _log.debug("The step before the error was not judged: %s", error)
 
     def close(self) -> None:
         """Leave nothing behind."""
@@ -407,7 +424,7 @@ class CheckRunner:
             self.row_exchange.measure(due, stage, self.step)
             self.row_exchange.exchange(_entries(now, stage), stage.value, self.step)
 
-    def _judge_last_step(self, place: str) -> None:
+    def _judge_last_step(self, place: str, *, patience: float = math.inf) -> None:
         """Judge the rows of a step that wait for their check to be due again.
 
         Raises:
@@ -418,7 +435,7 @@ class CheckRunner:
         with self.own_time:
             stage = CheckStage.AFTER_STEP
             checks = [check for check in self.checks if stage in check.stages and self.row_exchange.is_on(check)]
-            self.row_exchange.exchange(_entries(checks, stage), place, self.step)
+            self.row_exchange.exchange(_entries(checks, stage), place, self.step, patience=patience)
 
     def _due(self, stage: CheckStage) -> list[Check]:
         """Return the checks that run now; the same on every rank."""

@@ -6,11 +6,20 @@ Waits for a device are counted on the pretended one (``tests/test_pretend_device
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_ddp_losses import DDPChecks, GradientFlowCheck, OptimizerCheck, ParameterSyncCheck, RankCheck
+from lightning_ddp_losses import (
+    DDPChecks,
+    DDPLossError,
+    GradientFlowCheck,
+    OptimizerCheck,
+    ParameterSyncCheck,
+    RankCheck,
+)
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.row_exchange import Row
 from tests.callbacks.harness import BATCHES, Case, Outcome, Subject, run
@@ -123,3 +132,29 @@ def picklable_after_a_fit() -> bool:
 
 def test_a_check_lets_go_of_its_fit(pool: RankPool) -> None:
     assert pool.run(2, picklable_after_a_fit) == [True, True]
+
+
+class WrongAtStepOne(Subject):
+    """Rank 1 changes a parameter in its second step."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.odd and args[1] == 1:
+            with torch.no_grad():
+                self.head.weight[0, 0] += 1e-6
+
+
+def saved_steps(folder: str) -> tuple[str, list[str]]:
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    checks = DDPChecks([ParameterSyncCheck()], summary=False, file=False)
+    try:
+        make_trainer("ddp", callbacks=[checks, save], enable_checkpointing=True).fit(WrongAtStepOne(True))
+    except DDPLossError as error:
+        return str(error), sorted(path.name for path in Path(folder).iterdir())
+    return "", []
+
+
+def test_a_step_is_judged_before_its_checkpoint_is_written(pool: RankPool, tmp_path: Path) -> None:
+    for text, names in pool.run(2, saved_steps, str(tmp_path)):
+        assert "after the optimizer step of step 1" in text
+        assert names == ["step=1.ckpt"]

@@ -187,7 +187,6 @@ PLANTED: list[tuple[Callable[[Towers], None], list[str]]] = [
     (a_layer_stays_whole, ["encoder.0.weight", "rank 1"]),
     (a_layer_is_not_gathered_by_itself, ["encoder.0 divided by fully_shard", "rank 1"]),
     (a_step_is_skipped, ["F14", "rank 1"]),
-    (a_part_becomes_nan, ["F79", "gradient of `encoder.0.weight` is not finite", "rank 1"]),
 ]
 
 
@@ -196,6 +195,18 @@ def test_a_planted_fault_is_the_same_error_on_every_rank(
     pool: RankPool, plant: Callable[[Towers], None], words: list[str]
 ) -> None:
     assert_same_error(pool.errors(2, fit_checked, "three", plant), *words)
+
+
+def test_an_error_that_a_fault_of_the_step_before_leads_to_names_it(pool: RankPool) -> None:
+    errors = pool.errors(2, fit_checked, "three", a_part_becomes_nan)
+    assert_same_error(errors, "embeddings")
+    for error in errors:
+        for words in (
+            "F79, after the optimizer step of step 2",
+            "gradient of `encoder.0.weight` is not finite",
+            "rank 1",
+        ):
+            assert words in error.traceback
 
 
 # ---------------------------------------------------------------------- a scaler, and pieces
