@@ -10,6 +10,7 @@
 * ``backward_exchange``: exchanges in backward, each opened by a handshake that names its forward
 * ``gathered_batch``: several tensors in one gather, with their gradients
 * ``accumulation``: windows of several micro-batches, divided by what all of them count; ``accumulation_window`` for hand-written loops
+* ``window_graph``: the paths from the value that a window back-propagates to the parameters
 * ``upstream_grad``: whether a global value is back-propagated alike on all ranks
 * ``shard``: the tag on a parameter that is sharded
 * ``fingerprint``: 64-bit hashes of tensors and texts, to compare between ranks

@@ -35,7 +35,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -43,10 +42,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad, walk_graph
+from lightning_ddp_losses.core.autograd_graph import walk_graph
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.shard import local_part
-from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.distributed.window_graph import TITLE, WindowGraph, window_call
+from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 
 
 @contextlib.contextmanager
@@ -85,8 +85,7 @@ def accumulation_window(model: nn.Module, *losses: nn.Module, micro_batches: int
         ...     for rows in (torch.ones(4, 3), torch.ones(2, 3)):
         ...         global_mean(model(rows).square().sum(), len(rows)).backward()
     """
-    if is_open():
-        raise ConfigurationError("accumulation_window", expected="no window around it", got="one that is open")
+    expect(not is_open(), "accumulation_window", expected="no window around it", got="one that is open")
     parameters = {}
     for i, module in enumerate((model, *losses)):
         named = module.named_parameters(prefix=f"losses[{i - 1}]" if i else "")
@@ -136,30 +135,7 @@ def _refuses_steps(window: AccumulationWindow) -> Iterator[None]:
 
 
 _EQUAL = 1e-12  # relative difference of two factors that counts as rounding
-_TITLE = "lightning_ddp_losses: loss"  # keys of a graph node's metadata
-_PARTS = "lightning_ddp_losses: parts"
-_TOP = 32  # nodes by which the form of a graph is recognised
-# nodes that only pass on, scale or add what is below them
-_PASSED = ("Add", "Sub", "Mul", "Div", "Neg", "Clone", "ToCopy", "_DDPSink", "AccumulateGrad")
-# nodes whose value is linear in each of their inputs
-_LINEAR = (
-    *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Clone", "ToCopy", "Alias", "_DDPSink", "_AttachZeroGrad", "_Note"),
-    *(
-        "SumBackward",
-        "MeanBackward",
-        "Stack",
-        "Cat",
-        "Select",
-        "Slice",
-        "Unbind",
-        "Index",
-        "Squeeze",
-        "Unsqueeze",
-        "View",
-        "Reshape",
-    ),
-    *("Expand", "Permute"),
-)
+_PARTS = "lightning_ddp_losses: parts"  # a key of a graph node's metadata
 _active: ContextVar[AccumulationWindow | None] = ContextVar("accumulation_window", default=None)
 
 
@@ -273,11 +249,6 @@ class _WindowValue(torch.autograd.Function):
         return grad * ctx.weight, None, None
 
 
-def _window_call(node: Any) -> WindowCall | None:
-    """Return the call whose value a graph node made; None for all other nodes."""
-    return getattr(node, "window_call", None)
-
-
 # ---------------------------------------------------------------------- one window
 
 
@@ -299,14 +270,13 @@ class AccumulationWindow:
         micro_batches: int,
         gathered: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
-        self._parameters, self._gathered = dict(parameters), gathered
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._parameters = dict(parameters)
+        self._graph = WindowGraph(parameters, gathered)
         self._expected_micro_batches = max(micro_batches, 1)
         self._divisors: dict[tuple[object, int, int], _Divisor] = {}
         self._without_rows: dict[object, str] = {}  # losses with a part without rows, beside which nothing counted yet
         self._sources: list[object] = []  # kept, so that an id stays theirs
         self._calls: dict[object, int] = {}  # of each loss, in this micro-batch
-        self._known_graphs: set[tuple[object, ...]] = set()
         self._is_last: bool | None = None
         self.micro_batch = 1
 
@@ -438,11 +408,11 @@ class AccumulationWindow:
 
     def _refuse_expectations(self, counts: Mapping[str, Sequence[float]]) -> None:
         for title, several in counts.items():
-            if not all(math.isfinite(count) and count >= 0 for count in several):
-                raise InputError(f"expect_counts: {title}", expected="finite counts, not negative", got=several)
-        if self.is_open:
-            expected = "before the first backward of the accumulation window"
-            raise InputError("expect_counts", expected=expected, got=f"in micro-batch {self.micro_batch}")
+            is_count = all(math.isfinite(count) and count >= 0 for count in several)
+            expected = "finite counts, not negative"
+            expect(is_count, f"expect_counts: {title}", expected=expected, got=several, error=InputError)
+        expected, got = "before the first backward of the accumulation window", f"in micro-batch {self.micro_batch}"
+        expect(not self.is_open, "expect_counts", expected=expected, got=got, error=InputError)
 
     def _expect(self, source: object, totals: Sequence[float]) -> None:
         key, title = self._key(source), _title_of(source)
@@ -462,95 +432,11 @@ class AccumulationWindow:
             ConfigurationError: for a path that passes none of the losses, or two of them, or ends in an unknown parameter.
         """
         if not self.is_single:
-            for call in self._find_calls(roots):
+            for call in self._graph.calls_below(roots):
                 call.commit_()
         if self._is_last is None:
             self.micro_batch += 1
             self._calls.clear()
-
-    def _find_calls(self, roots: Sequence[Tensor]) -> list[WindowCall]:
-        """Return the calls below what is back-propagated; above them there must be nothing that reaches a parameter."""
-        found = list[Any]()
-        above = dict[Any, Any]()
-        parents = dict[Any, list[tuple[Any, int]]]()
-        queue: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
-        for node in queue:
-            if _window_call(node) is not None:
-                found.append(node)
-                continue
-            if self._name_of(node) is not None:
-                raise self._no_divisor(node, above)
-            children = node.next_functions
-            if attaches_zero_grad(node):  # its other children get nothing but zeros
-                children = children[:1]
-            for place, (child, _) in enumerate(children):
-                if child is not None:
-                    parents.setdefault(child, []).append((node, place))
-                if child is not None and child not in above:
-                    above[child] = node
-                    queue.append(child)
-        _refuse_nonlinear(found, parents)
-        # what lies below is looked at once for each form of the graph
-        form = tuple(type(node).__name__ for node, _ in islice(walk_graph(roots), _TOP))
-        if form not in self._known_graphs:
-            for node in found:
-                self._check_below(node)
-            self._known_graphs.add(form)
-        return [node.window_call for node in found]
-
-    def _check_below(self, node: Any) -> None:
-        """Refuse a loss of a loss, and parameters whose gradients nobody will correct."""
-        title = node.window_call.title
-        for inner, _ in walk_graph([], nodes=[child for child, _ in node.next_functions]):
-            call = _window_call(inner)
-            if call is not None:
-                raise ConfigurationError(
-                    f"accumulation window: {title}",
-                    expected="a loss of rows",
-                    got=f"one that depends on {call.title}, whose divisor counts already",
-                    fix="Add the two, or detach the inner one.",
-                )
-            name = self._name_of(inner)
-            if name is not None and id(inner.variable) not in self._names:
-                self._names.update({id(tensor): known for known, tensor in self._gathered().items()})
-            if name is not None and id(inner.variable) not in self._names:
-                raise ConfigurationError(
-                    f"accumulation window: {title}",
-                    expected="parameters of the module, or of what was handed to accumulation_window",
-                    got=name,
-                    fix="Its gradient would not be corrected: hand in the module that holds it.",
-                )
-
-    def _name_of(self, node: Any) -> str | None:
-        """Return how messages name the parameter whose node this is; None for any other node."""
-        variable = getattr(node, "variable", None)
-        if id(variable) in self._names:
-            return f"`{self._names[id(variable)]}`"
-        return f"a parameter of shape {tuple(variable.shape)}" if isinstance(variable, nn.Parameter) else None
-
-    def _no_divisor(self, leaf: Any, above: Mapping[Any, Any]) -> ConfigurationError:
-        """Return the error for a path to a parameter that passes none of the losses."""
-        path = [leaf]
-        while path[-1] in above:
-            path.append(above[path[-1]])
-        path.reverse()  # from the loss down
-        titles = [node.metadata[_TITLE] for node in path if _TITLE in node.metadata]
-        terms = [node.name() for node in path if not node.name().startswith(_PASSED)]
-        if titles:
-            term = titles[0]
-            fix = (
-                "It is no sum over rows that a micro-batch has a part of: use lightning_ddp_losses.microbatched for the whole "
-                "batch, and windows of one micro-batch."
-            )
-        else:
-            term = " of ".join(["a term", *terms[:3]])
-            fix = "Write it as global_mean(total, count), or wrap a loss of torch.nn or pytorch-metric-learning in GlobalBatchLoss."
-        return ConfigurationError(
-            "accumulation window: what is back-propagated",
-            expected="losses that are divided by what the whole window counts",
-            got=f"{term}, which reaches {self._name_of(leaf)}",
-            fix=fix,
-        )
 
     # ------------------------------------------------------------------ end
 
@@ -599,34 +485,6 @@ class AccumulationWindow:
             compat.multiply_(grads, factor)
 
 
-def _refuse_nonlinear(calls: Sequence[Any], parents: Mapping[Any, Sequence[tuple[Any, int]]]) -> None:
-    """Refuse what is no weighted sum of the losses: its slope in a micro-batch is not that in the whole window.
-
-    Args:
-        calls: Nodes of the losses' values.
-        parents: Of each node, the nodes above it, and as which of their inputs.
-    """
-    reached = dict[Any, set[int]]()  # nodes that depend on a loss, and through which inputs
-    queue = list(calls)
-    for node in queue:
-        for parent, place in parents.get(node, ()):
-            if parent not in reached:
-                queue.append(parent)
-            reached.setdefault(parent, set()).add(place)
-    for node, places in reached.items():
-        name = node.name()
-        is_product_of_two = name.startswith("Mul") and len(places) > 1
-        is_denominator = name.startswith("Div") and 1 in places
-        if not name.startswith(_LINEAR) or is_product_of_two or is_denominator:
-            raise ConfigurationError(
-                "accumulation window: what is back-propagated",
-                expected="a weighted sum of losses",
-                got=f"{name} of {calls[0].window_call.title}",
-                fix="Weigh losses by numbers and add them. What is not linear in a loss (its root, a product of two) has another "
-                "slope in a micro-batch than in the whole window.",
-            )
-
-
 def _is_equal(left: float, right: float) -> bool:
     return math.isclose(left, right, rel_tol=_EQUAL)
 
@@ -658,13 +516,13 @@ def name_value(value: object, title: str) -> None:
     """Let errors of the window name a loss that compares rows, by its value."""
     if is_open() and isinstance(value, Tensor) and value.grad_fn is not None:
         notes: Any = value.grad_fn.metadata
-        notes[_TITLE] = title
+        notes[TITLE] = title
 
 
 def counts_nothing(loss: Tensor) -> bool:
     """Say whether a loss in a window depends on a mean that counts nothing in this micro-batch, and adds nothing to the window."""
-    for node, _ in walk_graph([loss], through=lambda node: _window_call(node) is None):
-        call = _window_call(node)
+    for node, _ in walk_graph([loss], through=lambda node: window_call(node) is None):
+        call = window_call(node)
         if call is not None and call.counts_nothing:
             return True
     return False
