@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ddp_losses.core import compat, nests, precision
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, expect_count, expect_option
 
 
 def microbatched(
@@ -58,12 +58,10 @@ def microbatched(
         >>> encoder = torch.nn.Linear(3, 2)
         >>> embeddings = microbatched(encoder, 4)(torch.randn(10, 3))
     """
-    if not isinstance(encoder, nn.Module):
-        raise ConfigurationError("microbatched: encoder", expected="a torch.nn.Module", got=type(encoder).__name__)
-    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1:
-        raise ConfigurationError("microbatched: chunk_size", expected="an int, 1 or more", got=repr(chunk_size))
-    if batch_norm not in ("refuse", "eval"):
-        raise ConfigurationError("microbatched: batch_norm", expected="'refuse' or 'eval'", got=repr(batch_norm))
+    is_module, got = isinstance(encoder, nn.Module), type(encoder).__name__
+    expect(is_module, "microbatched: encoder", expected="a torch.nn.Module", got=got)
+    expect_count("microbatched: chunk_size", chunk_size)
+    expect_option("microbatched: batch_norm", batch_norm, ("refuse", "eval"))
     if isinstance(encoder, nn.parallel.DistributedDataParallel):
         return _InsideDDP(encoder, _Pieces(encoder.module, chunk_size, batch_norm))
     return _Pieces(encoder, chunk_size, batch_norm)
@@ -158,17 +156,15 @@ class _Pieces:
         return found
 
     def _refuse_batch_norm(self) -> None:
-        if self.batch_norm != "refuse":
-            return
-        found = self._norms()
-        if found:
-            raise ConfigurationError(
-                f"microbatched({type(self.encoder).__name__})",
-                expected="no batch norm in training mode",
-                got=", ".join(f"{name} ({type(module).__name__})" for name, module in found),
-                fix="Its statistics would be those of a piece. Use GroupNorm or LayerNorm, put it into eval() mode, or pass "
-                "batch_norm='eval'.",
-            )
+        found = self._norms() if self.batch_norm == "refuse" else []
+        expect(
+            not found,
+            f"microbatched({type(self.encoder).__name__})",
+            expected="no batch norm in training mode",
+            got=", ".join(f"{name} ({type(module).__name__})" for name, module in found),
+            fix="Its statistics would be those of a piece. Use GroupNorm or LayerNorm, put it into eval() mode, or pass "
+            "batch_norm='eval'.",
+        )
 
     @contextmanager
     def _norms_in_eval(self) -> Iterator[None]:

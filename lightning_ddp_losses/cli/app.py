@@ -41,7 +41,7 @@ from lightning_ddp_losses.cli.explain import run_explain
 from lightning_ddp_losses.cli.report import RunReport
 from lightning_ddp_losses.demo.data import BatchedArrayDataModule
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, expect
 
 QUIET = (
     ".*does not have many workers which may be a bottleneck.*",  # arrays are read faster by the rank itself
@@ -143,9 +143,9 @@ class LossCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the trainer, with a progress bar that every terminal can show and the report at the end."""
         config = self._get(self.config_init, "trainer", default={})
-        if config.get("devices") in (0, "0"):
-            fix = "Set trainer.devices to 1 for plain training in one process, to more for more ranks."
-            raise ConfigurationError("trainer.devices", expected="1 or more ranks", got=0, fix=fix)
+        fix = "Set trainer.devices to 1 for plain training in one process, to more for more ranks."
+        has_ranks = config.get("devices") not in (0, "0")
+        expect(has_ranks, "trainer.devices", expected="1 or more ranks", got=0, fix=fix)
         self.trainer_class = self._trainer_to_make
         if "callbacks" in config:  # a function that makes trainers may take none
             callbacks = _as_list(kwargs.pop("callbacks", config.get("callbacks")))

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.errors import expect
 
 _PACKAGE = Path(__file__).parents[1]
 # of an installed wheel, and of a checkout
@@ -90,10 +90,7 @@ def run_configs(arguments: Sequence[str], console: Console | None = None) -> int
     # which
     names = [Path(name).stem for name in given.name] or list(shipped)
     unknown = [name for name in names if name not in shipped]
-    if unknown:
-        raise ConfigurationError(
-            "ddp-losses configs", expected=f"names out of {', '.join(shipped)}", got=", ".join(unknown)
-        )
+    expect(not unknown, "ddp-losses configs", expected=f"names out of {', '.join(shipped)}", got=", ".join(unknown))
     if given.copy is None:
         table = Table("config", "what it trains")
         for name in names:
@@ -106,10 +103,8 @@ def run_configs(arguments: Sequence[str], console: Console | None = None) -> int
     # copied; nobody's file is overwritten
     folder: Path = given.copy
     there = [name for name in names if (folder / shipped[name].name).exists()]
-    if there:
-        raise ConfigurationError(
-            f"ddp-losses configs --copy {folder}", expected="a folder without them", got=f"{', '.join(there)} in it"
-        )
+    got = f"{', '.join(there)} in it"
+    expect(not there, f"ddp-losses configs --copy {folder}", expected="a folder without them", got=got)
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         shutil.copy(shipped[name], folder)

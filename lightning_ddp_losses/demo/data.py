@@ -398,21 +398,21 @@ def check_cut(size: int, batch_size: int, world_size: int, *, shuffle: bool) -> 
         ConfigurationError: `batch_size` is not a positive multiple of `world_size`.
         InputError: Fewer rows than a training batch, or than ranks.
     """
-    if batch_size < 1 or batch_size % world_size:
-        below = batch_size // world_size * world_size
-        choices = " or ".join(str(choice) for choice in (below, below + world_size) if choice > 0)
-        raise ConfigurationError(
-            "batch_size (rows of the global batch, over all ranks)",
-            expected=f"a positive multiple of the {world_size} ranks",
-            got=batch_size,
-            fix=f"Set data.init_args.batch_size to {choices}, or change trainer.devices.",
-        )
-    if shuffle and size < batch_size:
+    below = batch_size // world_size * world_size
+    choices = " or ".join(str(choice) for choice in (below, below + world_size) if choice > 0)
+    expect(
+        batch_size > 0 and batch_size % world_size == 0,
+        "batch_size (rows of the global batch, over all ranks)",
+        expected=f"a positive multiple of the {world_size} ranks",
+        got=batch_size,
+        fix=f"Set data.init_args.batch_size to {choices}, or change trainer.devices.",
+    )
+    what, least, needs = "held-out rows", world_size, f"at least one for each of {world_size} ranks"
+    fix = "Hold out more rows, or use fewer ranks."
+    if shuffle:
+        what, least, needs = "training rows", batch_size, f"at least batch_size={batch_size}"
         fix = "Lower batch_size, or give more rows."
-        raise InputError("training rows", expected=f"at least batch_size={batch_size}", got=size, fix=fix)
-    if not shuffle and size < world_size:
-        fix = "Hold out more rows, or use fewer ranks."
-        raise InputError("held-out rows", expected=f"at least one for each of {world_size} ranks", got=size, fix=fix)
+    expect(size >= least, what, expected=needs, got=size, fix=fix, error=InputError)
 
 
 def check_classes(labels: np.ndarray, m_per_class: int, batch_size: int) -> None:
@@ -422,16 +422,16 @@ def check_classes(labels: np.ndarray, m_per_class: int, batch_size: int) -> None
         ConfigurationError: `m_per_class` does not divide `batch_size`, or there are too few classes.
     """
     what = f"m_per_class (rows of a class in the global batch of {batch_size})"
-    if m_per_class < 1 or batch_size % m_per_class:
-        raise ConfigurationError(what, expected=f"a divisor of {batch_size}", got=m_per_class)
+    is_divisor = m_per_class > 0 and batch_size % m_per_class == 0
+    expect(is_divisor, what, expected=f"a divisor of {batch_size}", got=m_per_class)
     classes = len(np.unique(labels))
-    if classes * m_per_class < batch_size:
-        raise ConfigurationError(
-            what,
-            expected=f"at least {-(-batch_size // classes)}, as there are {classes} classes",
-            got=m_per_class,
-            fix="Raise m_per_class, or lower batch_size.",
-        )
+    expect(
+        classes * m_per_class >= batch_size,
+        what,
+        expected=f"at least {-(-batch_size // classes)}, as there are {classes} classes",
+        got=m_per_class,
+        fix="Raise m_per_class, or lower batch_size.",
+    )
 
 
 def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -445,8 +445,7 @@ def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np
     Returns:
         Sorted row numbers (train, held out) without overlap.
     """
-    if not 0 < fraction < 1:
-        raise ConfigurationError("held_out (share of every class)", expected="between 0 and 1", got=fraction)
+    expect(0 < fraction < 1, "held_out (share of every class)", expected="between 0 and 1", got=fraction)
     random = np.random.default_rng(seed)
     held_out = []
     for label in np.unique(labels):

@@ -35,7 +35,7 @@ from lightning_ddp_losses.core.forward_patch import ForwardPatch, MethodPatch, e
 from lightning_ddp_losses.core.module_search import unregistered_modules
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError
+from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError, expect
 from lightning_ddp_losses.layers.batch_norm_function import Call, Scope, gather_statistics, normalise
 
 _SHOWN = 6  # names shown in an error
@@ -79,10 +79,10 @@ class SyncBatchNorm(LayerSync):
     def __init__(
         self, group_size: int | None = None, process_group: Group | Callable[[], dist.ProcessGroup] = None
     ) -> None:
-        if group_size is not None and (not isinstance(group_size, int) or group_size < 1):
-            raise ConfigurationError("group_size", expected="a number of ranks", got=repr(group_size))
-        if group_size is not None and process_group is not None:
-            raise ConfigurationError("SyncBatchNorm", expected="group_size= or process_group=, or neither", got="both")
+        is_number = group_size is None or (isinstance(group_size, int) and group_size > 0)
+        expect(is_number, "group_size", expected="a number of ranks", got=repr(group_size))
+        is_one_way = group_size is None or process_group is None
+        expect(is_one_way, "SyncBatchNorm", expected="group_size= or process_group=, or neither", got="both")
         self.group_size, self.process_group = group_size, process_group
         self._patches: list[MethodPatch] = []
         self._layers: list[SyncedForward] = []
@@ -149,61 +149,59 @@ class SyncBatchNorm(LayerSync):
     def _make_scope(self) -> Scope:
         if self.group_size is not None:
             world_size = process_groups.world_size()
-            if world_size % self.group_size:
-                raise ConfigurationError(
-                    "SyncBatchNorm(group_size=)",
-                    expected=f"a divisor of the {world_size} ranks",
-                    got=self.group_size,
-                    fix="Leave it out to normalise over all ranks.",
-                )
+            expect(
+                world_size % self.group_size == 0,
+                "SyncBatchNorm(group_size=)",
+                expected=f"a divisor of the {world_size} ranks",
+                got=self.group_size,
+                fix="Leave it out to normalise over all ranks.",
+            )
             if self.group_size == world_size:
                 return Scope()
             return Scope(process_groups.subgroup_of_size(self.group_size), None, self.group_size)
         group = self.process_group() if callable(self.process_group) else self.process_group
-        if group is not None and process_groups.rank(group) < 0:
-            raise ConfigurationError(
-                "SyncBatchNorm(process_group=)",
-                expected="a group that this rank is a member of",
-                got=f"one without rank {process_groups.rank()}",
-                fix="Make a group for every rank, and hand each rank its own.",
-            )
+        expect(
+            group is None or process_groups.rank(group) >= 0,
+            "SyncBatchNorm(process_group=)",
+            expected="a group that this rank is a member of",
+            got=f"one without rank {process_groups.rank()}",
+            fix="Make a group for every rank, and hand each rank its own.",
+        )
         return Scope(group, group)
 
     def _refuse_wrong_order(self, model: nn.Module, found: list[tuple[str, nn.Module]]) -> None:
-        wrapped = [
-            f"`{name}`" if name else "the model itself"
-            for name, module in model.named_modules()
-            if isinstance(module, DistributedDataParallel) and next(_named_layers(module), None) is not None
-        ]
-        if wrapped:
-            raise ConfigurationError(
-                "SyncBatchNorm",
-                expected="modules before the wrap in DistributedDataParallel",
-                got=f"{', '.join(wrapped)}, wrapped already",
-                fix="Synchronise first, wrap then; under Lightning's Trainer leave both to the strategy.",
-            )
+        """Refuse batch norms that are wrapped, converted or scripted already."""
+        modules = [(f"`{name}`" if name else "the model itself", module) for name, module in model.named_modules()]
+        wrapped, scripted = [], []
+        for name, module in modules:
+            if isinstance(module, DistributedDataParallel) and next(_named_layers(module), None) is not None:
+                wrapped.append(name)
+            if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in getattr(module, "original_name", ""):
+                scripted.append(name)
+        expect(
+            not wrapped,
+            "SyncBatchNorm",
+            expected="modules before the wrap in DistributedDataParallel",
+            got=f"{', '.join(wrapped)}, wrapped already",
+            fix="Synchronise first, wrap then; under Lightning's Trainer leave both to the strategy.",
+        )
         by_us = [title for title, layer in found if isinstance(layer.__dict__.get("forward"), SyncedForward)]
         by_torch = [title for title, layer in found if isinstance(layer, nn.SyncBatchNorm)]
-        if by_us or by_torch:
-            who = "" if by_us else " by torch.nn.SyncBatchNorm.convert_sync_batchnorm"
-            raise ConfigurationError(
-                "SyncBatchNorm",
-                expected="batch norms that nobody has converted",
-                got=f"{', '.join((by_us or by_torch)[:_SHOWN])}, converted already{who}",
-                fix="Convert once: build the model with plain batch norms and leave the rest to the plugin.",
-            )
-        scripted = [
-            f"`{name}`"
-            for name, module in model.named_modules()
-            if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in getattr(module, "original_name", "")
-        ]
-        if scripted:
-            raise ConfigurationError(
-                "SyncBatchNorm",
-                expected="batch norms in plain modules",
-                got=f"{', '.join(scripted[:_SHOWN])} in TorchScript, which nobody can reach into",
-                fix="Script the model after training.",
-            )
+        who = "" if by_us else " by torch.nn.SyncBatchNorm.convert_sync_batchnorm"
+        expect(
+            not by_us and not by_torch,
+            "SyncBatchNorm",
+            expected="batch norms that nobody has converted",
+            got=f"{', '.join((by_us or by_torch)[:_SHOWN])}, converted already{who}",
+            fix="Convert once: build the model with plain batch norms and leave the rest to the plugin.",
+        )
+        expect(
+            not scripted,
+            "SyncBatchNorm",
+            expected="batch norms in plain modules",
+            got=f"{', '.join(scripted[:_SHOWN])} in TorchScript, which nobody can reach into",
+            fix="Script the model after training.",
+        )
 
     def _synchronise_late(self, model: nn.Module, layer: nn.Module) -> SyncedForward | None:
         """Synchronise a layer that was registered after ``apply``; return None for one that still is not."""
@@ -301,13 +299,13 @@ class SyncedForward(ForwardPatch):
         try:
             with _ReplacedBatchNorm(self, scope) as replaced:
                 output = self.original(*args, **kwargs)
-            if not replaced.was_called:
-                raise ConfigurationError(
-                    f"{self.title}: {type(self.module).__name__}.forward",
-                    expected="a call of torch.nn.functional.batch_norm",
-                    got="none: it computes the statistics of this rank's rows by itself",
-                    fix="Leave the layer out, or let its forward end in torch.nn.functional.batch_norm.",
-                )
+            expect(
+                replaced.was_called,
+                f"{self.title}: {type(self.module).__name__}.forward",
+                expected="a call of torch.nn.functional.batch_norm",
+                got="none: it computes the statistics of this rank's rows by itself",
+                fix="Leave the layer out, or let its forward end in torch.nn.functional.batch_norm.",
+            )
         except Exception as error:  # what all ranks raise alike passes through
             raise_in_scope(scope, error, self.title)
         return output

@@ -21,7 +21,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_ddp_losses.core import nests
-from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.errors import ConfigurationError, expect, expect_option
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Composite
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric, check_on_step, check_options
 from lightning_ddp_losses.metrics.states import Gather, torchmetrics_names
@@ -92,10 +92,7 @@ def differentiable(  # type: ignore[misc]
         >>> loss = 1 - differentiable(PearsonCorrCoef())
         >>> loss(torch.tensor([0.1, 0.2, 0.9], requires_grad=True), torch.tensor([0.0, 0.5, 1.0])).backward()
     """
-    if without_gradient not in ("refuse", "keep"):
-        raise ConfigurationError(
-            "differentiable: without_gradient", expected="'refuse' or 'keep'", got=repr(without_gradient)
-        )
+    expect_option("differentiable: without_gradient", without_gradient, ("refuse", "keep"))
     keep = without_gradient == "keep"
 
     # a class: a differentiable subclass
@@ -132,21 +129,21 @@ def _refuse_class(cls: type, keep: bool) -> None:
     if issubclass(cls, (DifferentiableMetric, Composite)) or _base_for(cls) is not DifferentiableMetric:
         return
     reason = _reason_against(cls)  # type: ignore[arg-type]
-    if reason is not None and not keep:
-        raise ConfigurationError(
-            f"differentiable: {cls.__name__}",
-            expected="a metric with a gradient",
-            got=f"none, in one process either: {reason}",
-            fix="To log it beside others: differentiable(metric, without_gradient='keep').",
-        )
+    expect(
+        reason is None or keep,
+        f"differentiable: {cls.__name__}",
+        expected="a metric with a gradient",
+        got=f"none, in one process either: {reason}",
+        fix="To log it next to others: differentiable(metric, without_gradient='keep').",
+    )
     own = next((c for c in cls.__mro__ if "forward" in vars(c)), Metric)
-    if own is not Metric:
-        raise ConfigurationError(
-            f"differentiable: {cls.__name__}",
-            expected="torchmetrics' own forward, or a wrapper that is known here",
-            got=f"the forward of {own.__name__}",
-            fix="Make the metric inside differentiable, or subclass DifferentiableMetric.",
-        )
+    expect(
+        own is Metric,
+        f"differentiable: {cls.__name__}",
+        expected="torchmetrics' own forward, or a wrapper that is known here",
+        got=f"the forward of {own.__name__}",
+        fix="Make the metric inside differentiable, or subclass DifferentiableMetric.",
+    )
 
 
 def _reason_against(cls: type[Metric]) -> str | None:
