@@ -12,7 +12,7 @@
 * ``epoch_ends``: training epochs that end on every rank at the same batch. ``empty_batches``: batches for a rank that ran out.
 * ``training_data``: samplers and data sets of training loaders. ``evaluation``: each row once in evaluation, and one meeting after it.
 * ``windows``: accumulation windows in Lightning's loops. ``interruptions``: signals, and checkpoints after errors.
-* ``sampler_places``, ``loader_states``, ``random_states``: the rows that come next, in a checkpoint.
+* ``resume``: the rows and random numbers that come next, in a checkpoint; ``loader_states``: loaders that have a state
 * ``sharded_ddp``: weights of which each rank holds its own classes, their norms and overflows (``sharded_parameters``) and checkpoints
   (``shard_files``; ``shard_folder`` for a file per rank, ``shard_records`` for the facts that loading compares).
 * ``fsdp_checkpoints``: one file. ``fsdp_folder``: a folder of parts. ``whole_folder``: that folder as one process would have written it.

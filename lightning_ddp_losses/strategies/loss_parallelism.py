@@ -32,11 +32,11 @@ from lightning_ddp_losses.strategies.epoch_ends import JoinedEnds, UnevenEnds
 from lightning_ddp_losses.strategies.evaluation import EvaluationEnds, EvaluationLoaders
 from lightning_ddp_losses.strategies.fit_part import FitPart, HostStrategy
 from lightning_ddp_losses.strategies.interruptions import Interruptions
-from lightning_ddp_losses.strategies.loader_states import Resume
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, loss_kinds
 from lightning_ddp_losses.strategies.loss_forward import LossCalls
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
 from lightning_ddp_losses.strategies.options import LossOptions
+from lightning_ddp_losses.strategies.resume import Resume
 from lightning_ddp_losses.strategies.sharded_ddp import ShardedDDP
 from lightning_ddp_losses.strategies.training_data import GivenLoaders, GlobalSamplers, TrainingRows
 from lightning_ddp_losses.strategies.windows import LightningWindows

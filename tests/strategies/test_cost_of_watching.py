@@ -15,7 +15,7 @@ from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, loader
 
-WATCHING = {"liveness", "interruptions", "rendezvous", "roll_call", "random_states"}
+WATCHING = {"liveness", "interruptions", "rendezvous", "roll_call", "resume"}
 
 
 class CountCalls(Callback):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_losses import DDPLossStrategy, global_mean
-from lightning_ddp_losses.strategies.loader_states import LOADER_STATES
+from lightning_ddp_losses.strategies.resume import LOADER_STATES
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
 from tests.strategies.test_resuming import AFTER, Kill, Killed, Line, X
