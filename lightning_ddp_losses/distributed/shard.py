@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -141,15 +141,6 @@ class ClassShard:
         offsets = [0] * held.ndim
         offsets[self.dim] = self.start * self.per_class
         return torch.Size(offsets)
-
-    def overlap(self, other: ClassShard) -> ClassShard | None:
-        """Return the classes that both hold, None where they share none."""
-        start, stop = max(self.start, other.start), min(self.stop, other.stop)
-        return replace(self, start=start, stop=stop) if start < stop else None
-
-    def part_of_held(self, held: Tensor, part: ClassShard) -> Tensor:
-        """Return some of the classes that ``held`` holds, a view."""
-        return held.narrow(self.dim, (part.start - self.start) * self.per_class, part.classes * self.per_class)
 
     def own_part(self, whole: Tensor) -> Tensor:
         """Return this block of the whole weight, a view."""

@@ -12,11 +12,10 @@
 * ``epoch_ends``: training epochs that end on every rank at the same batch. ``empty_batches``: batches for a rank that ran out.
 * ``training_data``: samplers and data sets of training loaders. ``evaluation``: each row once in evaluation, and one meeting after it.
 * ``windows``: accumulation windows in Lightning's loops. ``interruptions``: signals, and checkpoints after errors.
-* ``resume``: the rows and random numbers that come next, in a checkpoint; ``loader_states``: loaders that have a state
-* ``sharded_ddp``: weights of which each rank holds its own classes, their norms and overflows (``sharded_parameters``) and checkpoints
-  (``shard_files``; ``shard_folder`` for a file per rank, ``shard_records`` for the facts that loading compares).
-* ``fsdp_checkpoints``: one file. ``fsdp_folder``: a folder of parts. ``whole_folder``: that folder as one process would have written it.
-* ``checkpoint_files``: files that are whole or not there, and the same error on every rank.
+* ``resume``: the rows and random numbers that come next, in a checkpoint; ``loader_states``: loaders that have a state.
+* ``shards``: weights of which each rank holds its own classes: their norms, overflows, parts and wholes.
+* ``checkpoints``: Lightning's hooks around checkpoints. ``checkpoint_files``: files that are whole or not there, and the same error on
+  every rank. ``checkpoint_folder``: folders into which each rank writes its parts.
 
 What it gets right, beside plain ``ddp``:
 
@@ -40,12 +39,12 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.strategies.checkpoints import whole_checkpoint
 from lightning_ddp_losses.strategies.ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.strategies.ddp_setup import register_refusals, use_layer_sync
 from lightning_ddp_losses.strategies.fsdp_losses import ModelParallelLossStrategy
 from lightning_ddp_losses.strategies.loss_discovery import register_loss_type
 from lightning_ddp_losses.strategies.loss_forward import use_global_wrapper
-from lightning_ddp_losses.strategies.whole_folder import whole_checkpoint
 
 __all__ = [
     "DDPLossStrategy",

@@ -20,7 +20,7 @@ from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import HiddenLossError
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 from lightning_ddp_losses.strategies.loss_discovery import ADOPTED, FoundLoss, named_tensors
-from lightning_ddp_losses.strategies.sharded_parameters import shard_losses
+from lightning_ddp_losses.strategies.shards import shard_losses
 
 
 class Adoption(FitPart):

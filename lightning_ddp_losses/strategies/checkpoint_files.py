@@ -17,7 +17,8 @@ import secrets
 import shutil
 import socket
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,6 +30,12 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import DDPLossError, InputError
 
 SAVING, LOADING = "saving a checkpoint", "loading a checkpoint"
+
+METADATA = "meta.pt"
+"""File of a checkpoint that is a folder: everything but tensors; Lightning's name."""
+
+BLOCKS = "ddp_losses_blocks"
+"""Key of that file: the folder of the blocks, and the checksums of its files. A loaded checkpoint with this key is a folder."""
 
 _PARTIAL = ".partial-"
 _OWNER = re.compile(re.escape(_PARTIAL) + r"(?P<host>.*)-(?P<pid>\d+)-[0-9a-f]+")
@@ -56,6 +63,11 @@ def use_whole_files(plugin: CheckpointIO | None) -> CheckpointIO:
     if getattr(innermost, "checkpoint_io", innermost) is None:  # wraps what is yet to be chosen
         innermost.checkpoint_io = WholeFileIO()
     return plugin
+
+
+def is_folder(path: Any) -> bool:
+    """Return whether a checkpoint is a folder into which each rank wrote its part."""
+    return (Path(path) / METADATA).is_file()
 
 
 def is_local(path: Any) -> bool:
@@ -168,10 +180,10 @@ def saved_on_all_ranks(path: Any, *, is_collective: bool) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        failed = _saving_error(path, error)
-        if failed is None or not is_collective:
-            raise (failed or error) from error
+    except OSError as error:
+        failed = unwritten(path, {process_groups.rank(): error})
+        if not is_collective:
+            raise failed from error
         try:
             handshake.raise_on_all_ranks(failed, SAVING)
         except DDPLossError as told:
@@ -180,21 +192,20 @@ def saved_on_all_ranks(path: Any, *, is_collective: bool) -> Iterator[None]:
         handshake.all_gather_between_steps(SAVING, {"written": True})
 
 
-def _saving_error(path: Any, error: Exception) -> DDPLossError | None:
-    """Return what to say of a checkpoint that could not be written; None where the error says enough."""
-    # torch's writer of folders collects the errors of all ranks
-    of_ranks = getattr(error, "failures", None)
-    if not isinstance(error, OSError) and not of_ranks:
-        return None
-    failures = {process_groups.rank(): error}
-    if of_ranks:
-        failures = {rank: wrapped[0] if isinstance(wrapped, tuple) else wrapped for rank, wrapped in of_ranks.items()}
+def unwritten(path: Any, failures: Mapping[int, BaseException], *, collective: bool = False) -> DDPLossError:
+    """Return the error for a checkpoint that could not be written.
+
+    Args:
+        path: Path of the checkpoint, as the user knows it.
+        failures: Errors by rank.
+        collective: Whether every rank has them.
+    """
     return DDPLossError(
         f"checkpoint {path}",
         expected="a file that can be written",
-        ranks={rank: first_line(own) for rank, own in failures.items()},
+        ranks={rank: _shown(error) for rank, error in failures.items()},
         fix="Make room there, or save somewhere else; former checkpoints are as they were, and nothing of this one is left.",
-        collective=bool(of_ranks),
+        collective=collective,
     )
 
 
@@ -214,15 +225,16 @@ def load_on_all_ranks(path: Any, load: Callable[[], dict[str, Any]], *, checks_b
 
     Raises:
         InputError: on every rank, naming the file and the ranks that cannot read it.
-        RankMismatchError: on every rank, for checkpoints of different steps.
+        RankMismatchError: on every rank, for different checkpoints.
 
-    Communication: one handshake.
+    Communication: two handshakes.
     """
     checkpoint: dict[str, Any] = {}
+    content = ""
     cause: Exception | None = None
     try:
-        if checks_bits and is_local(path):
-            _refuse_damage(local_path(path))
+        if is_local(path):
+            content = _content_of(local_path(path), checks_bits=checks_bits)
         checkpoint = load()
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise ValueError("it holds no 'state_dict': it is no checkpoint of Lightning")
@@ -242,23 +254,25 @@ def load_on_all_ranks(path: Any, load: Callable[[], dict[str, Any]], *, checks_b
             "values.",
             collective=True,
         ) from cause
-    places = {name: checkpoint.get(name) for name in ("epoch", "global_step")}
+    places = {name: checkpoint.get(name) for name in ("epoch", "global_step")} | {"content": content}
     handshake.all_gather_between_steps(f"{LOADING}: what each rank read", places)
     return checkpoint
 
 
-def _refuse_damage(path: Path) -> None:
-    """Refuse a file that is not what its own checksums say.
+def _content_of(path: Path, *, checks_bits: bool) -> str:
+    """Return a text that is equal for equal files; nothing for a file without checksums, of which ``torch.load`` says what it thinks.
 
     Raises:
-        ValueError: naming the part.
+        ValueError: if bits are checked, for a file that is not what its own checksums say, naming the part.
     """
     if not zipfile.is_zipfile(path):
-        return  # torch.load says what it thinks of it
+        return ""
     with zipfile.ZipFile(path) as file:
-        damaged = file.testzip()
+        damaged = file.testzip() if checks_bits else None
+        checksums = [(part.filename, part.CRC) for part in file.infolist()]
     if damaged is not None:
         raise ValueError(f"{damaged} in it is not what was written (checksum)")
+    return f"{zlib.crc32(repr(checksums).encode()):08x}"
 
 
 @contextlib.contextmanager
@@ -322,13 +336,7 @@ LOSS_KINDS = "ddp_losses_kinds"
 """Key of a checkpoint that says of which class each loss was."""
 
 
-def first_line(error: BaseException) -> str:
-    """Return an error's class and the first line of what it says."""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
-
-
-def _shown(error: Exception, lines: int = 1) -> str:
+def _shown(error: BaseException, lines: int = 1) -> str:
     shown = "\n".join(str(error).strip().splitlines()[:lines])[:_SHOWN_CHARACTERS]
     return f"{type(error).__name__}: {shown}"
 

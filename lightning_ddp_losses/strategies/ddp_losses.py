@@ -11,31 +11,27 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import expect
-from lightning_ddp_losses.strategies import checkpoint_files, ddp_setup, fsdp_checkpoints
-from lightning_ddp_losses.strategies.interruptions import refuse_alone
-from lightning_ddp_losses.strategies.loss_hooks import LossHooks, with_losses
+from lightning_ddp_losses.strategies import ddp_setup
+from lightning_ddp_losses.strategies.checkpoint_files import use_whole_files
+from lightning_ddp_losses.strategies.checkpoints import LossCheckpoints
+from lightning_ddp_losses.strategies.loss_hooks import with_losses
 from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
 from lightning_ddp_losses.strategies.options import LossOptions, refuse_unknown_options, without_defaults
-from lightning_ddp_losses.strategies.whole_folder import whole_checkpoint
 
 
-class DDPLossStrategy(LossHooks, DDPStrategy):
+class DDPLossStrategy(LossCheckpoints, DDPStrategy):
     """DDP in which every learnable loss gets the mean of its gradients, whatever each rank called and in which order.
 
     Equivalent to: ``Trainer(strategy="ddp")`` on a module whose losses are all called once on every rank, but right also
@@ -53,9 +49,9 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             and at least float32 where small gradients share a buffer.
         global_batch: ``"auto"`` evaluates the PML losses it finds over the rows of all ranks, as ``GlobalBatchLoss`` does, without
             a change to the module.
-        sharded_checkpoints: Save the classes of a ``ClassShardedLoss`` as each rank holds them (a folder, written with
-            ``torch.distributed.checkpoint``) instead of the whole weight. Either way a checkpoint records a fingerprint of each rank's
-            classes, and one that is damaged or mixed up is an error on every rank when it is loaded.
+        sharded_checkpoints: Save a folder of ``torch.distributed.checkpoint`` if there is a ``ClassShardedLoss``: each rank writes its
+            classes, and no rank needs memory for the whole weight. ``whole_checkpoint`` makes one file of it. Either way a checkpoint that
+            is damaged or mixed up is an error on every rank when it is loaded.
         accumulation: ``"mean"``: what ``accumulate_grad_batches`` means in Lightning, the mean of the micro-batches' losses, each divided
             by its own count. ``"window"``: the loss of one process on all rows of all ranks and micro-batches, divided by what they
             count together; the last, shorter window of an epoch too. For losses whose divisor is known: ``GlobalBatchLoss`` in mode
@@ -127,8 +123,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     ) -> None:
         options = LossOptions.from_arguments({**locals(), **without_defaults(ddp_kwargs)})
         super().__init__(**ddp_kwargs)
-        self.checkpoint_io = checkpoint_files.use_whole_files(ddp_kwargs.get("checkpoint_io"))
-        self._loaded_from: Any = None  # path of the checkpoint, quoted in errors
+        self.checkpoint_io = use_whole_files(ddp_kwargs.get("checkpoint_io"))
         self._ddp_kwargs = without_defaults(self._ddp_kwargs)
         refuse_unknown_options(type(self), self._ddp_kwargs)
         expect(
@@ -314,96 +309,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
 
     # ------------------------------------------------------------------ checkpoints
 
-    @with_losses
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the plain module's state, with adopted losses and the whole of what is sharded."""
-        losses = self._losses
-        refuse_alone(losses)
-        state = losses.adoption.state_with_adopted(super().lightning_module_state_dict())
-        return losses.sharding.module_state(losses.module, state)
-
-    def whole_module_state(self, receivers: Iterable[int]) -> dict[str, Any]:
-        """Return the plain module's state, with adopted losses, and on some ranks the whole of what is sharded; every rank comes here.
-
-        Args:
-            receivers: Ranks that get the whole; others get tensors of its shape without memory.
-
-        Communication: each rank sends its parts to each receiver.
-        """
-        losses = self._losses
-        state = losses.adoption.state_with_adopted(super().lightning_module_state_dict())
-        return losses.sharding.whole_state(losses.module, state, receivers) if losses.parts else state
-
-    @with_losses
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state, that of sharded weights as the whole."""
-        state: dict[str, Any] = super().optimizer_state(optimizer)
-        return self._losses.sharding.optimizer_state(self._losses.module, optimizer, self.optimizers, state)
-
     @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads files: Lightning's default writes whole files or none here, a plugin of the user's stays."""
-        plugin: CheckpointIO = super().checkpoint_io
-        return plugin
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        DDPStrategy.checkpoint_io.fset(self, checkpoint_files.use_whole_files(io))  # type: ignore[attr-defined]
-
-    @with_losses
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a file, or a folder of shards, with the places of global samplers and the random states of all ranks."""
-        write, losses = super().save_checkpoint, self._losses
-        with checkpoint_files.saved_on_all_ranks(filepath, is_collective=losses.saves_together(filepath)):
-            checkpoint = losses.with_run_states(checkpoint, filepath)
-            losses.sharding.save(
-                losses.module, checkpoint, filepath, lambda rest, path: write(rest, path, storage_options)
-            )
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file, what is not sharded of a folder of shards, or a folder that ``ModelParallelLossStrategy`` wrote.
-
-        What one rank cannot read is an error on every rank.
-        """
-        path, load_file = self._losses.sharding.file_to_load(checkpoint_path), super().load_checkpoint
-        is_folder = fsdp_checkpoints.is_folder(Path(path))
-
-        def load() -> dict[str, Any]:
-            if is_folder:
-                return whole_checkpoint(path, weights_only=weights_only)
-            found: dict[str, Any] = load_file(path, weights_only=weights_only)
-            return found
-
-        if not self._losses.parts:
-            return load()
-        file = Path(path) / fsdp_checkpoints.METADATA if is_folder else path
-        checkpoint = checkpoint_files.load_on_all_ranks(file, load, checks_bits=self.local_rank == 0)
-        self._loaded_from = checkpoint_path
-        self._losses.sharding.compare_wholes(checkpoint)
-        return self._losses.loaded(checkpoint)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part of what is sharded, and no adopted losses where none are registered."""
-        losses = self._losses
-        state = losses.adoption.state_for(self.lightning_module, checkpoint["state_dict"])
-        if not losses.parts:
-            super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
-            return
-        state = losses.sharding.own_module_state(losses.module, state)
-        if isinstance(self.precision_plugin, DoublePrecision):
-            # Lightning converts the module after it was loaded, which would round what was saved to float32
-            self.precision_plugin.convert_module(losses.module)
-        if losses.module.trainer.state.fn == TrainerFn.FITTING:
-            saved_kinds = checkpoint.get(checkpoint_files.LOSS_KINDS)
-            checkpoint_files.refuse_other_losses(self._loaded_from, saved_kinds, losses.kinds())
-        with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "parameters and buffers"):
-            super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)
-
-    @with_losses
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's part of what belongs to sharded weights."""
-        losses = self._losses
-        saved = checkpoint["optimizer_states"]
-        states = losses.sharding.own_optimizer_states(losses.module, self.optimizers, saved)
-        with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "states of optimizers"):
-            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+    def _writes_folder(self) -> bool:
+        """Whether a checkpoint is a folder."""
+        return self._losses.options.sharded_checkpoints and self._losses.sharding.is_divided

@@ -28,15 +28,16 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.precision import parameters_of
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies import checkpoint_files, ddp_setup, fsdp_checkpoints, fsdp_setup
-from lightning_ddp_losses.strategies.interruptions import refuse_alone
+from lightning_ddp_losses.strategies import ddp_setup, fsdp_setup
+from lightning_ddp_losses.strategies.checkpoint_files import use_whole_files
+from lightning_ddp_losses.strategies.checkpoints import LossCheckpoints
 from lightning_ddp_losses.strategies.loss_discovery import find_losses
-from lightning_ddp_losses.strategies.loss_hooks import LossHooks, with_losses
+from lightning_ddp_losses.strategies.loss_hooks import with_losses
 from lightning_ddp_losses.strategies.loss_parallelism import PARTS, LossParallelism
 from lightning_ddp_losses.strategies.options import LossOptions
 
 
-class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
+class ModelParallelLossStrategy(LossCheckpoints, ModelParallelStrategy):
     """FSDP2 in which every learnable loss, beside the sharded model, gets the gradient of one process.
 
     The encoder is divided over all ranks, by the user's ``configure_model``::
@@ -126,16 +127,14 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self.checkpoint_io = checkpoint_files.use_whole_files(None)
+        self.checkpoint_io = use_whole_files(None)
         parts = (*PARTS, fsdp_setup.ShardedBackward, fsdp_setup.PartsOfScaledGradients)
         self._losses = LossParallelism(self, options, parts)
         self._roots: list[FSDPModule] = []
         self._sharded: list[FSDPModule] = []  # they, and those inside them
         self._divided: list[str] = []
         self._parts: list[Tensor] = []  # what the module held in a step when each rank held its parts alone
-        self._writes_folder = save_distributed_checkpoint
-        self._loaded_from: Any = None  # path of the checkpoint, quoted in errors
-        self._is_folder = False
+        self._saves_folder = save_distributed_checkpoint
         self._sync_blocked = False
 
     @classmethod
@@ -262,110 +261,32 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         """Optimizers are restored when Lightning says so, as under DDP; not while the checkpoint is read."""
         return bool(self._losses.parts) or super().lightning_restore_optimizer
 
+    @property
+    def _writes_folder(self) -> bool:
+        """Whether a checkpoint is a folder."""
+        return self._saves_folder
+
     @with_losses
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state: in one file whole on rank 0, in a folder what this rank holds. Every rank comes here."""
-        losses = self._losses
-        refuse_alone(losses)
+        """Return the module's state, of which each rank holds its parts."""
         fsdp_setup.reshard(self._sharded)
-        state = losses.adoption.state_with_adopted(losses.module.state_dict())
-        if self._writes_folder:
-            return state
-        whole = {name: fsdp_checkpoints.on_rank_zero(value) for name, value in state.items()}
-        return losses.sharding.module_state(losses.module, whole)
-
-    @with_losses
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state, as ``lightning_module_state_dict`` does that of the module."""
-        losses = self._losses
-        inner = compat.unwrapped_optimizer(optimizer)
-        if self._writes_folder:
-            return fsdp_checkpoints.named_optimizer_state(losses.module, inner)
-        state = inner.state_dict()
-        entries = {}
-        for index, entry in state["state"].items():
-            entries[index] = {key: fsdp_checkpoints.on_rank_zero(value) for key, value in entry.items()}
-        return losses.sharding.optimizer_state(losses.module, inner, self.optimizers, {**state, "state": entries})
-
-    @with_losses
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a file or a folder, with the places of global samplers and the random states of all ranks."""
-        losses = self._losses
-        path = Path(self.broadcast(filepath))
-        with checkpoint_files.saved_on_all_ranks(path, is_collective=losses.saves_together(path)):
-            checkpoint = losses.with_run_states(checkpoint, path)
-            if self._writes_folder:
-                from lightning_ddp_losses.strategies import fsdp_folder
-
-                fsdp_folder.write_folder(path, losses.module, checkpoint)
-                return
-            if self.is_global_zero and fsdp_checkpoints.is_folder(path):
-                checkpoint_files.remove_folder(path)
-            write = super(ModelParallelStrategy, self).save_checkpoint  # the file of any strategy
-            losses.sharding.save(losses.module, checkpoint, path, lambda rest, to: write(rest, to, storage_options))
+        return super().lightning_module_state_dict()
 
     @with_losses
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file, of any strategy and number of ranks, or what is no tensor of a folder; an error is one on every rank."""
-        self._loaded_from = path = Path(self.broadcast(checkpoint_path))
-        self._is_folder = fsdp_checkpoints.is_folder(path)
-        checks_bits = self.local_rank == 0
-        if self._is_folder:
-            from lightning_ddp_losses.strategies import fsdp_folder
+        """Load a file or a folder, that of rank 0."""
+        return super().load_checkpoint(Path(self.broadcast(checkpoint_path)), weights_only=weights_only)
 
-            rest = checkpoint_files.load_on_all_ranks(
-                path / fsdp_checkpoints.METADATA,
-                lambda: fsdp_folder.read_rest(path, weights_only=weights_only),
-                checks_bits=checks_bits,
-            )
-            return self._losses.loaded(rest)
-        file = self._losses.sharding.file_to_load(path)
-
-        def load() -> dict[str, Any]:
-            # mapped, so that a rank reads what it keeps
-            found: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only)
-            return found
-
-        checkpoint = checkpoint_files.load_on_all_ranks(file, load, checks_bits=checks_bits)
-        self._losses.sharding.compare_wholes(checkpoint)
-        return self._losses.loaded(checkpoint)
+    def _read_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        # mapped, so that a rank reads only its parts
+        found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        return found
 
     @with_losses
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part of what is divided."""
-        losses = self._losses
+        """Load the module's state, of what is divided this rank's part."""
         fsdp_setup.reshard(self._sharded)
-        if losses.module.trainer.state.fn == TrainerFn.FITTING:
-            saved_kinds = checkpoint.get(checkpoint_files.LOSS_KINDS)
-            checkpoint_files.refuse_other_losses(self._loaded_from, saved_kinds, losses.kinds())
-        if self._is_folder:
-            from lightning_ddp_losses.strategies import fsdp_folder
-
-            with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "parameters and buffers"):
-                fsdp_folder.read_module_(Path(self._loaded_from), losses.module, strict=strict)
-            return
-        state = losses.adoption.state_for(losses.module, checkpoint["state_dict"])
-        state = losses.sharding.own_module_state(losses.module, state)
-        own = losses.module.state_dict()
-        with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "parameters and buffers"):
-            parts = {name: fsdp_checkpoints.own_part(v, own[name]) if name in own else v for name, v in state.items()}
-            losses.module.load_state_dict(parts, strict=strict)
-
-    @with_losses
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's part of what belongs to divided parameters."""
-        losses = self._losses
-        if self._is_folder:
-            from lightning_ddp_losses.strategies import fsdp_folder
-
-            with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "states of optimizers"):
-                for number, optimizer in enumerate(self.optimizers):
-                    fsdp_folder.read_optimizer_(Path(self._loaded_from), losses.module, optimizer, number)
-            return
-        states = losses.sharding.own_optimizer_states(losses.module, self.optimizers, checkpoint["optimizer_states"])
-        with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "states of optimizers"):
-            for optimizer, state in zip(self.optimizers, states, strict=True):
-                optimizer.load_state_dict(fsdp_checkpoints.own_optimizer_state(optimizer, state))
+        super().load_model_state_dict(checkpoint, strict=strict)
 
     # ------------------------------------------------------------------ end
 

@@ -37,7 +37,7 @@ from lightning_ddp_losses.strategies.loss_forward import LossCalls
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
 from lightning_ddp_losses.strategies.options import LossOptions
 from lightning_ddp_losses.strategies.resume import Resume
-from lightning_ddp_losses.strategies.sharded_ddp import ShardedDDP
+from lightning_ddp_losses.strategies.shards import Shards
 from lightning_ddp_losses.strategies.training_data import GivenLoaders, GlobalSamplers, TrainingRows
 from lightning_ddp_losses.strategies.windows import LightningWindows
 
@@ -86,9 +86,7 @@ class LossParallelism:
     ) -> None:
         self.strategy, self.options, self.kinds_of_parts = strategy, options, kinds_of_parts
         self.adoption = Adoption(self)
-        self.sharding = ShardedDDP(
-            self.adoption.parameters_with_adopted, sharded_checkpoints=options.sharded_checkpoints
-        )
+        self.sharding = Shards(self, self.adoption.parameters_with_adopted)
         self._reset()
 
     def _reset(self) -> None:
@@ -103,7 +101,7 @@ class LossParallelism:
         self.parts: list[FitPart] = []
         if self.options.losses != []:
             self.parts = [kind(self) for kind in self.kinds_of_parts if kind.is_on(self.options)]
-            self.parts += [ClassShards(self), self.adoption, self._calls]
+            self.parts += [self.sharding, self.adoption, self._calls]
         # a hook that a part does not override is never called
         self._hooks: dict[str, list[Callable[..., Any]]] = {}
         for name in _HOOKS:
@@ -169,7 +167,7 @@ class LossParallelism:
             refuse(module)
             # 1. the losses, sharded before their values are remembered
             self.found = find_losses(module, self.options.losses)
-            self.sharding.setup_shards(module)
+            self.sharding.setup_shards()
             for inner in module.modules():
                 if isinstance(inner, process_groups.WithProcessGroup):
                     inner.create_internal_groups()  # a rank may fail before it has ever used it
@@ -181,7 +179,7 @@ class LossParallelism:
             if fitting:
                 if refuse_optimizers is not None:
                     refuse_optimizers(module, self.strategy.optimizers)
-                self.sharding.install(self.strategy.optimizers, self.strategy.precision_plugin)
+                self.sharding.install()
                 self._adopt_or_refuse_hidden()
             # 4. forward patches, then what exists now counts as synchronised
             self._calls.install()
@@ -191,11 +189,11 @@ class LossParallelism:
 
     def _adopt_or_refuse_hidden(self) -> None:
         """Adopt or refuse trainable losses that are not registered; watch those that no optimizer holds."""
-        hidden, strategy = self.adoption.find(), self.strategy
+        hidden = self.adoption.find()
         self._calls.watch_unregistered(hidden.idle)
         if hidden.optimised:
             self.found += self.adoption.adopt(hidden)
-            self.sharding.setup_new_shards(self.module, strategy.optimizers, strategy.precision_plugin)
+            self.sharding.setup_new_shards()
 
     def _watch_losses(self) -> None:
         """Start the call check; what exists now counts as synchronised."""
@@ -442,26 +440,6 @@ def _all_of(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None
         for context in contexts:
             stack.enter_context(context)
         yield
-
-
-class ClassShards(FitPart):
-    """Weights of which each rank holds its own classes, after backward and at the end of a fit."""
-
-    def __init__(self, fit: LossParallelism) -> None:
-        super().__init__(fit)
-        self._sharding = fit.sharding
-
-    def after_backward(self) -> None:
-        """Let a shard's gradient that overflowed on one rank count on all."""
-        self._sharding.share_overflow(self.fit.strategy.precision_plugin)
-
-    def on_train_end(self) -> None:
-        """Refuse shards that something has broadcast. Communication: one handshake for each loss with shards."""
-        self._sharding.refuse_equal_shards()
-
-    def teardown(self) -> None:
-        """Take back what was installed."""
-        self._sharding.remove()
 
 
 class Advice:

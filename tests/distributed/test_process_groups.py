@@ -18,7 +18,7 @@ from lightning_ddp_losses.distributed import handshake, process_groups, rendezvo
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.distributed.raw_collectives import Ring, start_mean
 from lightning_ddp_losses.distributed.shard import ClassShard
-from lightning_ddp_losses.strategies.shard_files import assemble
+from lightning_ddp_losses.strategies.shards import assemble
 from tests.lightning_ranks import make_trainer
 from tests.processes import run_python
 from tests.rank_pool import RankPool

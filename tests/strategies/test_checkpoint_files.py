@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss
+from lightning_ddp_losses.strategies import checkpoint_folder, whole_checkpoint
 from lightning_ddp_losses.strategies.checkpoint_files import WholeFileIO, write_whole
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankFailure, RankPool
@@ -274,3 +276,40 @@ def test_a_folder_that_cannot_be_written_says_so_in_one_process(pool: RankPool, 
     (tmp_path / "file").write_text("")
     with pytest.raises(RankFailure, match=r"checkpoint .*file/x.ckpt: expected a file that can be written\n\s*rank 0"):
         pool.run(1, save_after_fit, str(tmp_path / "file" / "x.ckpt"))
+
+
+def save_and_die(path: str, index: bool) -> None:
+    """Save, double the weight, and lose rank 0 while it replaces the file that names the new blocks, or the index for torch alone."""
+    module, strategy = Sharded(), DDPLossStrategy(sharded_checkpoints=True)
+    trainer = make_trainer(strategy, max_epochs=1)
+    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    trainer.save_checkpoint(path)
+    module.loss.weight.data.mul_(2)
+
+    def die(file: Path, write: Callable[[IO[bytes]], Any]) -> None:
+        if file.name == (".metadata" if index else "meta.pt"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_whole(file, write)
+
+    with mock.patch.object(checkpoint_folder, "write_whole", die):
+        trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("index", [False, True], ids=["before it counts", "after"])
+def test_a_killed_save_of_a_folder_leaves_one_of_both_checkpoints(pool: RankPool, tmp_path: Path, index: bool) -> None:
+    path, good = str(tmp_path / "x.ckpt"), str(tmp_path / "good.ckpt")
+    with pytest.raises(RankFailure):
+        pool.run(2, save_and_die, path, index)
+    states = pool.run(2, train, Sharded, save=good, **SHARDED)
+    weight = torch.cat([state["loss.W"] for state in states], 1)
+    assert torch.equal(whole_checkpoint(path)["state_dict"]["loss.W"], 2 * weight if index else weight)
+    # what was left goes with the next save
+    pool.run(2, train, Sharded, load=path, save=path, epochs=2, **SHARDED)
+    assert len(names_below(Path(path))) == len(names_below(Path(good)))
+
+
+def test_a_folder_without_its_main_file_is_refused_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "rest.ckpt").write_bytes(b"")
+    errors = pool.errors(2, load_own, [str(tmp_path / "folder")] * 2)
+    assert_same_error(errors, f"checkpoint {tmp_path / 'folder'}", "expected a whole file", "directory")

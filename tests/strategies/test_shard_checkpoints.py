@@ -13,13 +13,11 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_ddp_losses import ClassShardedLoss
-from lightning_ddp_losses.strategies.shard_files import BLOCKS, REST
-from lightning_ddp_losses.strategies.shard_records import RECORDS
+from lightning_ddp_losses.strategies.checkpoint_files import METADATA
+from lightning_ddp_losses.strategies.shards import RECORDS
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 from tests.strategies.jobs import TASK, fit_alone
@@ -70,12 +68,12 @@ def test_a_folder_is_written_again(pool: RankPool, tmp_path: Path, expected: dic
 
 def test_shards_with_replicas_are_saved_by_one_rank_each(pool: RankPool, tmp_path: Path) -> None:
     path = save_half(pool, 4, tmp_path / "parts", "ArcFaceLoss", make=Parts, strategy=SHARDED)
-    blocks = torch.load(Path(path, REST))[RECORDS]["state_dict/loss.W"]["blocks"]
-    assert [block[:2] for block in blocks] == [[0, 3], [3, 5]]
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata["state_dict.loss.W"]
+    assert sorted((chunk.offsets[1], chunk.sizes[1]) for chunk in saved.chunks) == [(0, 3), (3, 2)]
     assert_close(go_on(pool, 3, path, "ArcFaceLoss"), fit_alone(lambda: Plain("ArcFaceLoss", "adam"), max_epochs=2))
 
 
-# ---------------------------------------------------------------------- what earlier releases saved
+# ---------------------------------------------------------------------- without what only this package writes
 
 
 def blocks_of(folder: Path) -> Path:
@@ -85,13 +83,9 @@ def blocks_of(folder: Path) -> Path:
 
 
 def without_records(path: str) -> None:
-    file = Path(path, REST) if Path(path).is_dir() else Path(path)
+    file = Path(path, METADATA) if Path(path).is_dir() else Path(path)
     checkpoint = torch.load(file)
     del checkpoint[RECORDS]
-    checkpoint.pop(BLOCKS, None)
-    if file.name == REST:  # earlier releases had blocks and rest in one folder
-        for block in blocks_of(Path(path)).iterdir():
-            block.rename(Path(path, block.name))
     torch.save(checkpoint, file)
 
 
@@ -102,40 +96,6 @@ def test_a_checkpoint_without_records_loads(
     path = save_half(pool, 2, tmp_path / "half", strategy=strategy)
     without_records(path)
     assert_close(go_on(pool, 3, path), expected["SubCenterArcFaceLoss"])
-
-
-def save_as_release_0_1(folder: str, tensors: dict[str, Tensor], per_class: int) -> None:
-    """Write this rank's classes beside the ranges that a DTensor works out by rows, as release 0.1 did."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    mesh, pieces = init_device_mesh("cpu", (world,)), {}
-    for key, whole in tensors.items():
-        size = -(-whole.shape[1] // per_class // world) * per_class
-        own = whole[:, rank * size : (rank + 1) * size].contiguous()
-        pieces[key] = DTensor.from_local(
-            own, mesh, [Shard(1)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-    save(pieces, checkpoint_id=folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", ["SubCenterArcFaceLoss", "ArcFaceLoss"])
-@pytest.mark.parametrize("source", [2, 3])
-def test_a_folder_of_release_0_1_loads_where_it_was_right_and_where_its_ranges_were_not(
-    pool: RankPool, tmp_path: Path, loss: str, source: int
-) -> None:
-    truth = fit_alone(lambda: Plain(loss, "adam"), max_epochs=2)
-    path = save_half(pool, source, tmp_path / "half", loss, strategy=SHARDED)
-    # what that release would have put beside our own rest
-    whole = torch.load(save_half(pool, 1, tmp_path / "whole.ckpt", loss))
-    state = whole["optimizer_states"][0]["state"]
-    last = max(state)
-    tensors = {"state_dict/loss.W": whole["state_dict"]["loss.W"]}
-    tensors |= {f"optimizer_states/0/{last}/{key}": state[last][key] for key in ("exp_avg", "exp_avg_sq")}
-    without_records(path)
-    Path(path, ".metadata").unlink()
-    pool.run(source, save_as_release_0_1, path, tensors, 3 if loss == "SubCenterArcFaceLoss" else 1)
-    for target in (2, 3):
-        assert_close(go_on(pool, target, path, loss), truth)
 
 
 # ---------------------------------------------------------------------- what does not belong together
@@ -165,7 +125,7 @@ DAMAGE: dict[str, Any] = {
         shutil.copy(blocks_of(other) / name, blocks_of(folder))
         for name in ("__0_0.distcp", "__1_0.distcp", ".metadata")
     ],
-    "the rest of another checkpoint": lambda folder, other: shutil.copy(other / REST, folder),
+    "the rest of another checkpoint": lambda folder, other: shutil.copy(other / METADATA, folder),
     "no metadata": lambda folder, other: (blocks_of(folder) / ".metadata").unlink(),
 }
 
@@ -187,38 +147,12 @@ def test_a_damaged_folder_is_the_same_error_on_every_rank(
     shutil.copytree(two_folders[0], folder)
     DAMAGE[damage](folder, two_folders[1])
     errors = pool.errors(2, fit_sharded, "SubCenterArcFaceLoss", "adam", load=str(folder), max_epochs=3)
-    assert_same_error(errors, "checkpoint: class shards", "rank 1:")
+    assert_same_error(errors, f"checkpoint {folder}", "blocks-")
     assert errors[0].type == "InputError"
 
 
 def change_weight(checkpoint: dict[str, Any]) -> None:
     checkpoint["state_dict"]["loss.W"][0, -1] += 1e-9
-
-
-def change_moment(checkpoint: dict[str, Any]) -> None:
-    state = checkpoint["optimizer_states"][0]["state"]
-    state[max(state)]["exp_avg"][0, 0] = 0
-
-
-def change_ranges(checkpoint: dict[str, Any]) -> None:
-    checkpoint[RECORDS]["state_dict/loss.W"]["blocks"][0][1] -= 1
-
-
-CHANGES = {
-    "state_dict/loss.W: classes 3 to 5": change_weight,
-    "exp_avg: classes 0 to 3": change_moment,
-    "state_dict/loss.W: the record": change_ranges,
-}
-
-
-@pytest.mark.parametrize("words", CHANGES)
-def test_a_changed_file_is_the_same_error_on_every_rank(pool: RankPool, tmp_path: Path, words: str) -> None:
-    path = save_half(pool, 2, tmp_path / "half.ckpt")
-    checkpoint = torch.load(path)
-    CHANGES[words](checkpoint)
-    torch.save(checkpoint, path)
-    errors = pool.errors(3, fit_sharded, "SubCenterArcFaceLoss", "adam", load=path, max_epochs=2)
-    assert_same_error(errors, words, "rank 0:", "rank 2:")
 
 
 def load_another_file_on_each_rank(paths: list[str]) -> None:
@@ -231,7 +165,7 @@ def test_a_file_damaged_on_one_rank_is_the_same_error_on_every_rank(pool: RankPo
     change_weight(checkpoint)
     torch.save(checkpoint, copy)
     errors = pool.errors(3, load_another_file_on_each_rank, [path, copy, path])
-    assert_same_error(errors, "rank 0: nothing wrong", "rank 1: state_dict/loss.W", "rank 2: nothing wrong")
+    assert_same_error(errors, "loading a checkpoint", "content", "rank 0", "rank 1", "rank 2")
 
 
 class OtherRows(Sharded):

@@ -126,7 +126,7 @@ def test_a_sharded_checkpoint_goes_on_at_any_size(
     pool: RankPool, saved: Callable[..., str], two_epochs: dict[str, Tensor], source: str, target: str
 ) -> None:
     folder = saved(source, sharded=True)
-    assert Path(folder, "rest.ckpt").is_file()
+    assert Path(folder, "meta.pt").is_file()
     assert_close(train_at(pool, target, 2, folder, None, **SHARDED), two_epochs)
 
 

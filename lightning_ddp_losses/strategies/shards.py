@@ -1,0 +1,490 @@
+"""`Shards`: parameters of which each rank holds its own classes, treated as one weight by everything around them.
+
+Losses divide themselves (``Shardable``) and tag their parameters. Lightning, DDP, optimizers and checkpoints take parameters to be equal
+on all ranks; here is the difference: they are divided at set-up, left out of broadcasts, scaled and clipped by the norm of the whole,
+and put together for a checkpoint in one file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
+from lightning_ddp_losses.distributed.shard import (
+    ClassShard,
+    Shardable,
+    first_holders,
+    local_part,
+    shard_of,
+    tags_kept,
+)
+from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, expect
+from lightning_ddp_losses.strategies import ddp_setup
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
+
+Owners = list[tuple[int, ClassShard]]
+"""Who holds the classes of a parameter: one rank for each block, in the order of the classes."""
+
+RECORDS = "ddp_losses_shards"
+"""Key of a checkpoint under which each divided weight has its number of rows per class."""
+
+_SAVING, _LOADING = "saving a checkpoint", "loading a checkpoint"
+
+# norms, factors or directions of a whole weight, or of all weights together
+_OF_WHOLE_WEIGHTS = frozenset({"adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"})
+
+
+class Shards(FitPart):
+    """Divides class weights over the ranks, and lets everything else treat the parts as one weight.
+
+    Args:
+        fit: The fit.
+        parameters_of: Returns the parameters that checkpoints of a module hold, by name.
+
+    Attributes:
+        parameters: Divided parameters by name.
+        owners: By name, the rank of each block of classes.
+    """
+
+    def __init__(self, fit: Fit, parameters_of: Callable[[nn.Module], Mapping[str, nn.Parameter]]) -> None:
+        super().__init__(fit)
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.owners: dict[str, Owners] = {}
+        self._parameters_of = parameters_of
+        self._replicas: dict[str, int] = {}
+        self._is_set_up = False
+        self._restore: list[Callable[[], None]] = []
+
+    # ------------------------------------------------------------------ set-up
+
+    def setup_shards(self) -> None:
+        """Divide the losses that can be divided, once the ranks exist; once per fit.
+
+        Raises:
+            RankMismatchError: on every rank, when the blocks of a parameter leave classes out or overlap.
+            ConfigurationError: on every rank, for custom gradient clipping, which would see one rank's rows.
+
+        Communication: one handshake if there are shards.
+        """
+        if self._is_set_up:
+            return
+        module = self.fit.module
+        shard_losses(module)
+        tagged = {name: (p, shard_of(p)) for name, p in self._parameters_of(module).items()}
+        shards = {name: shard for name, (_, shard) in tagged.items() if shard is not None}
+        owners: dict[str, Owners] = {}
+        replicas: dict[str, int] = {}
+        if shards:
+            # every rank learns who holds which classes
+            own = [[name, s.start, s.stop, s.num_classes, s.dim, s.per_class] for name, s in shards.items()]
+            payloads = handshake.all_gather("class shards", {}, json.dumps(own).encode())
+            rows = [json.loads(payload) for payload in payloads]
+            for index, name in enumerate(shards):
+                column = [ClassShard(*row[index][1:]) for row in rows]
+                owners[name] = _owners_of_blocks(name, column)
+                replicas[name] = sum(s.classes for s in column) // column[0].num_classes
+            _refuse_custom_clipping(module, shards)
+        self.parameters = {name: tagged[name][0] for name in shards}
+        self.owners, self._replicas, self._is_set_up = owners, replicas, True
+
+    @contextlib.contextmanager
+    def moving(self, module: LightningModule) -> Iterator[None]:
+        """Keep the tags of shards while the module is moved to another device inside the block, which may make new parameters."""
+        with tags_kept(module):
+            yield
+        parameters = self._parameters_of(module) if self.parameters else {}
+        self.parameters = {name: parameters[name] for name in self.parameters}
+
+    def install(self) -> None:
+        """Let optimizers and gradient clipping treat shards as parts of a whole.
+
+        Raises:
+            ConfigurationError: on every rank, for an optimizer that computes with a weight as a whole.
+        """
+        module, strategy = self.fit.module, self.fit.strategy
+        if self.parameters:
+            for optimizer in strategy.optimizers:
+                self._refuse_optimizer_of_whole_weights(optimizer)
+                for loss in _shardable(module):
+                    loss.attach(optimizer)
+        # a rank holds a part of some parameter: classes of a loss, or of a model that ``fully_shard`` divides
+        if self.parameters or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            self._install_clipping(strategy.precision_plugin)
+
+    def setup_new_shards(self) -> None:
+        """Divide and install once more, after losses were registered in the middle of set-up."""
+        self.teardown()
+        self.setup_shards()
+        self.install()
+
+    def teardown(self) -> None:
+        """Undo ``install``; the next use looks for shards again."""
+        for undo in self._restore:
+            undo()
+        self.parameters, self.owners, self._replicas = {}, {}, {}
+        self._is_set_up, self._restore = False, []
+
+    @staticmethod
+    @contextlib.contextmanager
+    def excluded(module: nn.Module) -> Iterator[None]:
+        """Keep the shards out of a broadcast of the module's states."""
+        names = {name for name, p in module.named_parameters() if shard_of(p) is not None}
+        with ddp_setup.ignoring(module, names) if names else contextlib.nullcontext():
+            yield
+
+    @staticmethod
+    def refuse_shards(module: nn.Module) -> None:
+        """Refuse losses that shard themselves if the strategy is plain DDP.
+
+        Raises:
+            ConfigurationError: naming them.
+        """
+        found = [name for name, inner in module.named_modules() if isinstance(inner, Shardable)]
+        expect(
+            not found,
+            "losses=[]",
+            expected="no loss whose classes are divided over the ranks",
+            got=", ".join(found),
+            fix="Plain DDP would broadcast one rank's rows to all; leave losses at 'auto'.",
+        )
+
+    def _refuse_optimizer_of_whole_weights(self, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        if process_groups.world_size() == 1 or name.lower() not in _OF_WHOLE_WEIGHTS:
+            return
+        stepped = [self.of(parameter) for parameter in parameters_in_order(optimizer)]
+        divided = [found for found in stepped if found is not None]
+        if divided:
+            raise ConfigurationError(
+                f"optimizer of {divided[0]}",
+                expected="one that treats each number by itself (SGD, Adam, ...): a rank holds some of the rows",
+                got=f"{name}, which computes with the weight as a whole",
+                fix="Give the divided weight an optimizer of its own, or leave ClassShardedLoss out.",
+                collective=True,
+            )
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether there are weights of which no rank holds all classes."""
+        return bool(self.parameters)
+
+    def of(self, parameter: Tensor) -> str | None:
+        """Return the name of a shard, None for another parameter."""
+        return next((name for name, p in self.parameters.items() if p is parameter), None)
+
+    def on_train_end(self) -> None:
+        """Refuse shards that something has broadcast since their last call. Communication: one handshake for each loss with shards."""
+        for loss in _shardable(self.fit.module) if self.parameters else ():
+            loss.refuse_equal_shards()
+
+    def after_backward(self) -> None:
+        """Let a gradient that overflowed on one rank count on all, so that a gradient scaler skips the step everywhere or nowhere.
+
+        Communication: with a scaler, one sum of a number per shard.
+        """
+        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        has_scaler = getattr(self.fit.strategy.precision_plugin, "scaler", None) is not None
+        if not grads or process_groups.world_size() == 1 or not has_scaler:
+            return
+        # 1. which shards overflowed, on any rank; a rank may hold no rows of one
+        sizes = [torch.linalg.vector_norm(g, ord=torch.inf) if g.numel() else g.new_zeros(()) for g in grads]
+        own = torch.stack([(~torch.isfinite(size)).float() for size in sizes])
+        overflowed = raw_collectives.sum_over_ranks(own, None) > 0
+        # 2. their first entry shows it, without waiting for the device
+        for grad, flag in zip(grads, overflowed, strict=True):
+            first = grad[(slice(1),) * grad.ndim]
+            first.copy_(torch.where(flag, torch.inf, first))
+
+    def _install_clipping(self, plugin: Any) -> None:
+        """Let the precision plugin clip by the norm over the parts of all ranks."""
+
+        def clip(optimizer: Any, clip_val: float) -> None:
+            self._clip_(list(plugin.main_params(optimizer)), float(clip_val))
+
+        def clip_values(optimizer: Any, clip_val: float) -> None:
+            # torch takes no list in which some tensors are DTensors
+            for parameter in plugin.main_params(optimizer):
+                if parameter.grad is not None:
+                    local_part(parameter.grad).clamp_(-float(clip_val), float(clip_val))
+
+        plugin.clip_grad_by_norm, plugin.clip_grad_by_value = clip, clip_values
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            self._restore.append(partial(plugin.__dict__.pop, name, None))
+
+    def _clip_(self, parameters: list[nn.Parameter], limit: float) -> None:
+        """Clip as ``torch.nn.utils.clip_grad_norm_`` does in one process that holds every class."""
+        grads = [(local_part(p.grad), self._copies(p)) for p in parameters if p.grad is not None]
+        if not grads:
+            return
+        # 1. squares of what is equal on all ranks, and of this rank's parts (once for all their replicas)
+        equal = torch.zeros((), device=grads[0][0].device)
+        own_parts = torch.zeros_like(equal)
+        for grad, copies in grads:
+            square = torch.linalg.vector_norm(grad).to(equal.device).square()
+            if copies is None:
+                equal = equal + square
+            else:
+                own_parts = own_parts + square / copies
+        # 2. the norm of the whole
+        parts_of_all_ranks = raw_collectives.sum_over_ranks(own_parts.reshape(1), None)[0]
+        norm = (equal + parts_of_all_ranks).sqrt()
+        # 3. scale, as torch does
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for grad, _ in grads:
+            grad.mul_(factor.to(grad.device))
+
+    def _copies(self, parameter: nn.Parameter) -> int | None:
+        """Return how many ranks hold the same part of a parameter; None if all hold the whole."""
+        name = self.of(parameter)
+        if name is not None:
+            return self._replicas[name]
+        if not isinstance(parameter, DTensor):
+            return None
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_shard())
+
+    # ------------------------------------------------------------------ checkpoints in one file
+
+    def whole_state(self, state: Mapping[str, Any], receivers: Iterable[int] = (0,)) -> dict[str, Any]:
+        """Return the module's state with the whole of what is divided, on some ranks.
+
+        Args:
+            state: State of the module, each rank's own.
+            receivers: Ranks that get whole class weights. The others get tensors of that shape without memory. The whole of a
+                ``DTensor`` is on rank 0.
+
+        Communication: each rank sends its classes to each receiver; one gather for each ``DTensor``.
+        """
+        found = {name: _on_rank_zero(value) for name, value in state.items()}
+        for receiver in receivers:
+            for name in filter(state.__contains__, self.parameters):
+                whole = self._assemble(name, state[name], receiver)
+                if found[name] is state[name] or not whole.is_meta:
+                    found[name] = whole
+        return found
+
+    def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state dict with the whole of what belongs to a divided parameter, on rank 0."""
+        entries = dict(state["state"])
+        for number, parameter in enumerate(parameters_in_order(optimizer)):
+            if number in entries:
+                entry = {key: _on_rank_zero(value) for key, value in entries[number].items()}
+                name = self.of(parameter)
+                # moments have the parameter's shape; step counts and the like do not
+                for key, value in entry.items():
+                    if name is not None and is_part(value, parameter):
+                        entry[key] = self._assemble(name, value)
+                entries[number] = entry
+        return {**state, "state": entries}
+
+    def completed(self, checkpoint: Mapping[str, Any], *, as_folder: bool) -> dict[str, Any]:
+        """Return a checkpoint whose averages, which a callback put in place of the weights, are whole too. Every rank comes here.
+
+        Raises:
+            ConfigurationError: on every rank, for averages in a folder: the weights beside them would be one rank's.
+
+        Communication: one handshake if there are shards.
+        """
+        state = dict(checkpoint["state_dict"])
+        if not self.parameters:
+            return dict(checkpoint)
+        parts = []
+        for name, parameter in self.parameters.items():
+            value, shard = state.get(name), shard_of(parameter)
+            if shard is None or value is None or not is_part(value, parameter):
+                continue
+            is_replaced = not as_folder or not value.is_set_to(parameter)
+            if is_replaced and shard.classes < shard.num_classes:
+                parts.append(name)
+        handshake.all_gather(_SAVING, {"class shards that a callback replaced": ", ".join(parts)})
+        if parts and as_folder:
+            raise ConfigurationError(
+                "sharded_checkpoints",
+                expected="the module's own weights in the checkpoint",
+                got=f"what a callback put in the place of {', '.join(parts)}",
+                fix="Save ordinary checkpoints: DDPLossStrategy(sharded_checkpoints=False).",
+                collective=True,
+            )
+        state |= {name: self._assemble(name, state[name]) for name in parts}
+        records = {}
+        for name, blocks in self.owners.items():
+            records[f"state_dict/{name}"] = {"per_class": blocks[0][1].per_class}
+        return {**checkpoint, "state_dict": state, RECORDS: records}
+
+    def refuse_other_classes(self, checkpoint: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint with other classes before anything is loaded.
+
+        Args:
+            checkpoint: Loaded checkpoint.
+            state: State of the module in it.
+
+        Raises:
+            InputError: on every rank, naming the parameter and both shapes.
+
+        Communication: none, or one handshake that meets the peers' next one.
+        """
+        fix = "Load a checkpoint of a loss with the same classes and embedding size; nothing was loaded."
+        try:
+            for name, parameter in self.parameters.items():
+                shard, value = shard_of(parameter), state.get(name)
+                if shard is None or value is None:
+                    continue
+                expected, got = shard.whole_shape(parameter), tuple(value.shape)
+                whole = f"{expected}, the whole of {shard.num_classes} classes"
+                expect(got == expected, f"checkpoint: {name}", expected=whole, got=got, fix=fix, error=InputError)
+                record = checkpoint.get(RECORDS, {}).get(f"state_dict/{name}", {})
+                per_class = record.get("per_class", shard.per_class)
+                expect(
+                    per_class == shard.per_class,
+                    f"checkpoint: {name}",
+                    expected=f"{shard.num_classes} classes of {shard.per_class} weight rows",
+                    got=f"{got[shard.dim] // per_class} classes of {per_class}",
+                    fix=fix,
+                    error=InputError,
+                )
+        except Exception as error:
+            handshake.raise_on_all_ranks(error, _LOADING)
+
+    def _assemble(self, name: str, value: Tensor, receiver: int = 0) -> Tensor:
+        shard = shard_of(self.parameters[name])
+        assert shard is not None
+        return assemble(value, shard, self.owners[name], receiver)
+
+
+# ---------------------------------------------------------------------- set-up
+
+
+def shard_losses(module: nn.Module) -> None:
+    """Let every loss that can divide its classes over the ranks do so; all ranks come here."""
+    for loss in _shardable(module):
+        loss.shard_classes()
+
+
+def _shardable(module: nn.Module) -> list[Shardable]:
+    return [inner for inner in module.modules() if isinstance(inner, Shardable)]
+
+
+def _owners_of_blocks(name: str, column: list[ClassShard]) -> Owners:
+    """Return one holder per block; the blocks must follow each other from the first class to the last."""
+    ranks = first_holders(column)
+    if ranks is None:
+        raise RankMismatchError(
+            f"classes of `{name}`",
+            expected=f"each of {column[0].num_classes} classes on one rank (on as many as every other class)",
+            ranks=[f"{s.start} to {s.stop} of {s.num_classes}" for s in column],
+            fix="Build the loss with the same group and the same classes on every rank.",
+            collective=True,
+        )
+    return [(rank, column[rank]) for rank in ranks]
+
+
+def _refuse_custom_clipping(module: LightningModule, names: Iterable[str]) -> None:
+    if process_groups.world_size() > 1 and is_overridden("configure_gradient_clipping", module):
+        raise ConfigurationError(
+            "configure_gradient_clipping",
+            expected="Lightning's own, where classes are divided over the ranks",
+            got=f"an override in {type(module).__name__}, which sees one rank's rows of {', '.join(names)}",
+            fix="Use Trainer(gradient_clip_val=...): the norm then counts the rows of all ranks once.",
+            collective=True,
+        )
+
+
+# ---------------------------------------------------------------------- parts and wholes
+
+
+def parameters_in_order(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """Yield an optimizer's parameters in the order of its groups, in which ``state_dict`` numbers them."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def names_of(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> list[str]:
+    """Return the name of each parameter of an optimizer, in the order of its groups."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return [names.get(id(p), f"parameter {i} of the optimizer") for i, p in enumerate(parameters_in_order(optimizer))]
+
+
+def named_optimizer_state(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state dict with the names of parameters in place of their numbers."""
+    names = names_of(parameters, optimizer)
+    state = optimizer.state_dict()
+    groups = [{**group, "params": list(map(names.__getitem__, group["params"]))} for group in state["param_groups"]]
+    return {"state": {names[i]: entry for i, entry in state["state"].items()}, "param_groups": groups}
+
+
+def is_part(value: Any, parameter: Tensor) -> bool:
+    """Return whether a value belongs to a parameter entry by entry, as a moment does."""
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
+
+
+def assemble(part: Tensor, shard: ClassShard, owners: Owners, receiver: int = 0) -> Tensor:
+    """Return the whole, on one rank; a tensor of its shape without memory on the others.
+
+    (``DTensor.full_tensor`` would give every rank the memory of the whole.)
+
+    Communication: each rank sends its part to the receiver.
+    """
+    shape, rank = shard.whole_shape(part), process_groups.rank()
+    if len(owners) > 1:
+        process_groups.internal_groups().warm_up(part.device)  # before two of all ranks need their group
+    device = part.device if rank == receiver else torch.device("meta")
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.empty(shape, dtype=part.dtype, device=device)
+        for owner, block in owners:
+            # 1. the receiver has its own
+            if rank == receiver == owner:
+                block.own_part(whole).copy_(part)
+            # 2. and gets the others'
+            elif rank == receiver:
+                wanted = list(shape)
+                wanted[block.dim] = block.classes * block.per_class
+                block.own_part(whole).copy_(raw_collectives.receive(wanted, part, owner))
+            elif rank == owner:
+                raw_collectives.send(part, receiver)
+    return whole
+
+
+def _on_rank_zero(value: Any) -> Any:
+    """Return the whole of a ``DTensor`` on rank 0, elsewhere a tensor of its shape without memory; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    whole = value.full_tensor().detach()
+    return whole.cpu() if process_groups.rank() == 0 else torch.empty_like(whole, device="meta")
+
+
+def own_part(value: Any, like: Tensor | None) -> Any:
+    """Return this rank's part of a saved whole if ``like`` is divided; anything else as it is. Communication: none."""
+    if like is None or not isinstance(value, Tensor):
+        return value
+    if isinstance(like, DTensor) and value.shape == like.shape:
+        # every rank has read the whole and keeps its part: nothing is sent
+        whole = value.to(like.to_local().device)
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    shard = shard_of(like)
+    if shard is not None and tuple(value.shape) == shard.whole_shape(like) != tuple(like.shape):
+        part = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
+        return part.copy_(shard.own_part(value))
+    return value
+
+
+def own_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved optimizer's state with this rank's part of what belongs to divided parameters."""
+    entries = dict(state["state"])
+    for number, parameter in enumerate(parameters_in_order(optimizer)):
+        if number in entries:
+            entries[number] = {key: own_part(value, parameter) for key, value in entries[number].items()}
+    return {**state, "state": entries}
