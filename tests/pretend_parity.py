@@ -62,7 +62,7 @@ def _tiled(device: Device, name: str, sizes: list[int], rank: int) -> Found:
     return measure(device, lambda: GlobalBatchLoss(make().double(), **options), (), kwargs=given)
 
 
-def _listed(run: Callable[[], Found]) -> Found:
+def _in_bands(run: Callable[[], Found]) -> Found:
     with (
         mock.patch.object(evaluator, "MASKED_BYTES", 0),
         mock.patch.object(pair_losses.SupCon, "masks_any_size", False),
@@ -97,9 +97,9 @@ def _runs(device: Device, rank: int) -> Runs:
     for sizes in TILED_SPLITS:
         for name in test_tiled.CASES:
             yield f"tiles; {name}; {sizes}", partial(_tiled, device, name, sizes, rank)
-        # pairs as lists, as in large matrices
+        # pairs in a band of columns, as in large matrices
         for name in test_tiled.SYMMETRIC:
-            yield f"lists; {name}; {sizes}", partial(_listed, partial(_tiled, device, name, sizes, rank))
+            yield f"bands; {name}; {sizes}", partial(_in_bands, partial(_tiled, device, name, sizes, rank))
 
 
 def _as_rank(device: Device, rank: int) -> dict[str, tuple[float, str]]:

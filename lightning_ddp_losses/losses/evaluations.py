@@ -46,7 +46,7 @@ from lightning_ddp_losses.losses.partial_sums import (
 from lightning_ddp_losses.losses.pml_registry import facts_of, is_pml_loss
 from lightning_ddp_losses.losses.products import ProductForm
 from lightning_ddp_losses.losses.row_chunks import RowChunks, chunks_of
-from lightning_ddp_losses.losses.tiled import TileCompiler, TiledEvaluator, TiledPlan
+from lightning_ddp_losses.losses.tiled import TileCompiler, TiledCall, TiledPlan
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Tiled:
         exchange, rows = self.exchange, call.given["embeddings"]
         with_counts = collects_counts(self.loss)
         on_device = not with_counts and travels_on_device(rows, exchange.group)
-        tiled = TiledEvaluator(
+        tiled = TiledCall(
             self.loss,
             self.plan,
             call,
@@ -172,8 +172,8 @@ class Tiled:
         # this rank's sums, divisors and statistics; peers wait for as many bytes if it fails
         handshake_bytes = handshake.HANDSHAKE_BYTES + tiled.payload_capacity()
         try:
-            tiled.forward()
-            partials, present = tiled.partial_sums(), tiled.is_no_zero()
+            forward = tiled.forward()
+            partials, present = forward.partial_sums(), forward.is_no_zero()
         except Exception as error:
             handshake.raise_on_all_ranks(error, exchange.title, handshake_bytes=handshake_bytes, group=exchange.group)
         # those of all ranks: the number now, the gradient tile by tile in backward
@@ -182,11 +182,11 @@ class Tiled:
             rows,
             with_counts=with_counts,
             present=present,
-            row_stats=tiled.row_stats if self.symmetric else None,
+            row_stats=forward.row_stats if self.symmetric else None,
             rows_by_rank=call.counts["embeddings"],
             handshake_bytes=handshake_bytes,
         )
-        graph, value = tiled.value(sums, row_stats)
+        graph, value = forward.value(sums, row_stats)
         if with_counts:
             _record_counts(self.loss, sums)
         record_norms(self.loss.distance, call.arguments["embeddings"], call.references)

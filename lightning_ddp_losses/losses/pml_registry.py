@@ -95,16 +95,18 @@ LOSSES: dict[type[nn.Module], LossFacts] = {
     # sums over anchors; what PML computes for every pair of pairs, or for every triplet, is sooner worth sharing
     pml.AngularLoss: LossFacts("rows", few_rows=128, memory="positives x columns", column_elements=True),
     pml.CircleLoss: LossFacts("rows", column_elements=True),
-    pml.ContrastiveLoss: LossFacts("rows", pair_loss="tiled.margin_losses.Contrastive", few_rows=192),
+    pml.ContrastiveLoss: LossFacts("rows", pair_loss="tiled.pair_losses.Contrastive", few_rows=192),
     pml.GeneralizedLiftedStructureLoss: LossFacts("rows", column_elements=True),
     pml.MarginLoss: LossFacts("rows", few_rows=64, memory="triplets"),
     pml.MultiSimilarityLoss: LossFacts(
         "rows", pair_loss="tiled.pair_losses.MultiSimilarity", few_rows=192, column_elements=True
     ),
     pml.NTXentLoss: LossFacts("rows", pair_loss="tiled.pair_losses.NTXent", few_rows=32, memory="pairs x pairs"),
-    pml.SignalToNoiseRatioContrastiveLoss: LossFacts("rows", pair_loss="tiled.margin_losses.Contrastive"),
+    pml.SignalToNoiseRatioContrastiveLoss: LossFacts("rows", pair_loss="tiled.pair_losses.Contrastive"),
     pml.SupConLoss: LossFacts("rows", pair_loss="tiled.pair_losses.SupCon", few_rows=192),
-    pml.TripletMarginLoss: LossFacts("rows", pair_loss="tiled.margin_losses.Triplets", few_rows=64, memory="triplets"),
+    pml.TripletMarginLoss: LossFacts(
+        "rows", pair_loss="tiled.pair_losses.TripletMargin", few_rows=64, memory="triplets"
+    ),
     pml.TupletMarginLoss: LossFacts("rows", few_rows=32, memory="pairs x pairs", column_elements=True),
     # replicated like all that have no row, but called in a way of their own
     pml.CrossBatchMemory: LossFacts(

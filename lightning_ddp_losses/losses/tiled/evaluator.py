@@ -1,9 +1,9 @@
-"""The evaluation of a loss over pairs in tiles: which losses have one, and one call, there and back.
+"""The evaluation of a loss over pairs in tiles: which losses have one, and one call, forward and backward.
 
-Forward adds each row up, tile by tile, and keeps ``k`` numbers of it; one handshake gives every rank all ranks' sums and these numbers.
-Backward computes each tile once more and turns it into its gradient. What is alive at a time: the embeddings, two or three tiles, k
-numbers a row. Matrix products in all: three where the matrix is symmetric, four else; one less where a single tile takes it all, and
-where a tile's gradient follows from the tile alone.
+A tile is a few of this rank's rows against all columns. Forward computes a few numbers of each row and keeps ``k`` statistics of it. One
+handshake gives every rank all ranks' sums and statistics. Backward computes each tile again and turns it into its gradient. Alive at a time
+are the embeddings, two or three tiles, and the statistics. Matrix products: three if the matrix is symmetric, else four; one less if a
+single tile is all there is, and if a tile's gradient follows from the tile alone.
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` columns over all ranks, ``D`` embedding size, ``T`` rows of a tile, ``k`` statistics
 of a row.
@@ -11,9 +11,9 @@ of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,81 +23,101 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.losses.element_losses import collects_counts, no_loss
 from lightning_ddp_losses.losses.gathered_call import PMLCall
-from lightning_ddp_losses.losses.partial_sums import (
-    SUM_BYTES,
-    GlobalSums,
-    PartialSum,
-    host_number,
-    value_with_grad,
-)
-from lightning_ddp_losses.losses.pml_registry import facts_of
+from lightning_ddp_losses.losses.partial_sums import SUM_BYTES, GlobalSums, PartialSum, host_number, value_with_grad
+from lightning_ddp_losses.losses.pml_registry import DISTANCES, Reduction, facts_of, pair_loss_of, reduction_of
 from lightning_ddp_losses.losses.products import ProductForm, tile_budget
-from lightning_ddp_losses.losses.tiled.distances import Prepared, tile_distance
+from lightning_ddp_losses.losses.tiled.distances import Prepared, TileDistance, tile_distance
+from lightning_ddp_losses.losses.tiled.masks import (
+    NamedPairs,
+    NamedTriplets,
+    Pairs,
+    SortedPairs,
+    Tile,
+    WholePairs,
+)
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
-from lightning_ddp_losses.losses.tiled.plan import TiledPlan
 from lightning_ddp_losses.losses.tiled.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
-from lightning_ddp_losses.losses.tiled.tiles import (
-    LabelPairs,
-    MaskedPairs,
-    MaskedTile,
-    PairList,
-    Pairs,
-    Tile,
-    TripletTuples,
-    TuplePairs,
-)
 
-# Few rows have few classes, hence few columns with positives; too few read the columns too often, and small tiles are all overhead.
+# few rows have few classes, hence few columns with positives; too few read the columns too often, and small tiles are all overhead
 _FEWEST_ROWS, _HOST_BYTES = 64, 512 << 10
 MASKED_BYTES = 64 << 20
-"""Largest matrix of pairs that an accelerator computes with masks in place of lists of pairs; SupCon has no limit.
+"""Largest matrix of pairs whose masks an accelerator makes of all columns, in place of a band that the host has to know.
 
-A list has a length that the host waits for, which costs the launches of everything that could have been queued meanwhile, about a
-millisecond. Masks cost bytes. Bytes read and written by a tile's elements, in both directions, as multiples of the tile's own bytes; lists
-of one positive a row:
-
-| | SupCon | NTXent | MultiSimilarity | Contrastive |
-|---|---|---|---|---|
-| masks | 20 | 40 | 35 | 35 |
-| lists | 14 | 14 | 14 | 22 |
-
-The longer the lists, the more they cost: with ten classes as much as SupCon's masks. At 64 MiB and 3 TB/s 26 times the bytes are 0.6 ms,
-less than the wait. For larger matrices, in tiles of 256 MiB, neither the wait of a call nor the 65 launches of a listed tile bound the
-time. Triplets with masks are sorted twice. With few positives a row that is many times the cost of lists.
+To know the bands costs a wait, and with it the launches of everything that could have been queued meanwhile, about a millisecond. Masks of
+all columns cost bytes: of a tile's elements, forward and backward, 20 (SupCon) to 40 (NTXent) times the tile's own bytes, next to 14 with
+a band of a few columns. At 64 MiB and 3 TB/s the difference is 0.6 ms. SupCon has no limit, its difference is small at any size.
 """
 _MOST_STATS = 3  # the largest k of any pair loss
-_FEWEST_PAIRS = 6  # from which on there are two of one kind, whatever the labels
+_FEWEST_PAIRS = 6  # with more pairs there are two of one kind, whatever the labels
+_REFERENCES = (("ref_emb", "embeddings"), ("ref_labels", "labels"))
+
+
+# ---------------------------------------------------------------------- which losses
 
 
 @dataclass(frozen=True)
-class Block:
-    """Columns that are here at a time: those of all ranks, or of one.
+class TiledPlan:
+    """The tiled evaluation of a loss.
 
     Attributes:
-        columns: As the distance keeps them, in the order of ``pairs``.
-        pairs: Of this rank's rows and these columns.
-        start: The first of them in the order of all columns.
-        complete: They are all there are.
+        pair_loss: The loss on tiles.
+        reductions: One per sub-loss.
+        symmetric: Between rows of one batch, the gradient of transposed entries needs no gradient from other ranks.
     """
 
-    columns: Tensor
-    pairs: Pairs | MaskedPairs
-    start: int = 0
-    complete: bool = False
+    pair_loss: type[PairLoss]
+    reductions: tuple[Reduction, ...]
+    symmetric: bool
+
+    def is_symmetric(self, given: Mapping[str, Any], *, two_views: bool) -> bool:
+        """Return whether a call with these arguments compares the rows of one batch with each other.
+
+        Args:
+            given: The arguments by name.
+            two_views: The embeddings are both views of each sample, which need no labels.
+        """
+        if two_views:
+            return self.symmetric
+        if not self.symmetric or "indices_tuple" in given:
+            return False
+        if not isinstance(given.get("embeddings"), Tensor) or not isinstance(given.get("labels"), Tensor):
+            return False
+        return all(given.get(reference, given[own]) is given[own] for reference, own in _REFERENCES)
+
+
+def tiled_plan(loss: Any) -> TiledPlan | None:
+    """Plan the tiled evaluation of a loss as it is configured; None: it has none."""
+    pair_loss: type[PairLoss] | None = pair_loss_of(loss)
+    if pair_loss is None or type(loss.distance) not in DISTANCES or _learns(loss) or not pair_loss.supports(loss):
+        return None
+    reductions = []
+    for name in pair_loss.sub_losses:
+        reduction = reduction_of(loss.reducer, name)
+        if reduction is None or reduction.given_divisor or not pair_loss.supports_reduction(reduction):
+            return None
+        reductions.append(reduction)
+    symmetric = pair_loss.symmetric and DISTANCES[type(loss.distance)].symmetric
+    return TiledPlan(pair_loss, tuple(reductions), symmetric)
+
+
+def _learns(loss: Any) -> bool:
+    """Return whether a temperature or margin is a tensor, which may need a gradient; pair losses take numbers."""
+    held = [*loss.parameters(), *vars(loss).values(), *vars(loss.distance).values()]
+    return any(isinstance(value, Tensor) for value in held)
 
 
 def rows_of_a_tile(row_bytes: int, columns: int, device: torch.device, tile_bytes: int | None) -> int:
-    """Computes how many rows fit a tile.
+    """Return how many rows fit a tile.
 
     Args:
-        row_bytes: Of one row.
+        row_bytes: Bytes of one row.
         columns: C.
-        device: Where the tile lies.
-        tile_bytes: The most that a tile may take; None: what is fast on the device.
+        device: Device of the tile.
+        tile_bytes: The most that a tile may take; None: a size that is fast on the device.
 
     Raises:
-        InputError: where not even one row fits.
+        InputError: if not even one row fits.
     """
     if tile_bytes is None:
         return max(_FEWEST_ROWS, tile_budget(device, _HOST_BYTES) // row_bytes)
@@ -112,293 +132,426 @@ def rows_of_a_tile(row_bytes: int, columns: int, device: torch.device, tile_byte
     return size
 
 
-class TiledEvaluator:
-    """One call of a loss on tiles, from gathered rows to its value and gradient.
+# ---------------------------------------------------------------------- one call
 
-    Args:
+
+@dataclass(frozen=True)
+class TiledCall:
+    """One call of a loss on tiles, with its options; ``forward`` evaluates it.
+
+    Attributes:
         loss: pytorch-metric-learning's.
         plan: Its tiled evaluation.
         call: The arguments over all ranks.
         symmetric: Whether ``plan.is_symmetric``; the gathered rows then get no gradient.
         tile_bytes: The most that a tile may take; None: a default.
-        on_device: What ranks exchange stays on the device, which nobody waits for.
-        compiler: Compiles what is elementwise; pairs are then masks on every device. None: nothing is compiled.
-        products: How rows are multiplied, where the distance is a product.
+        on_device: Exchanged numbers stay on the device, which is not synchronized.
+        compiler: Compiles the tile functions; pairs are then ``WholePairs`` on every device. None: nothing is compiled.
+        products: Form of products of rows, if the distance is one.
     """
 
-    def __init__(
-        self,
-        loss: Any,
-        plan: TiledPlan,
-        call: PMLCall,
-        *,
-        symmetric: bool,
-        tile_bytes: int | None,
-        on_device: bool,
-        compiler: TileCompiler | None,
-        products: ProductForm,
-    ) -> None:
-        self._products = products
-        self._loss, self._plan, self._call, self._symmetric = loss, plan, call, symmetric
-        self._tile_bytes = tile_bytes
-        self._on_device, self._compiler, self._masked = on_device, compiler, False
-        self._references: Tensor | None = None  # with their graph, where they want a gradient
-        self._prepared_references: Prepared | None = None
-        self._rows_are_columns = False  # and get their gradient with these
-        self._buffers: list[Tensor] = []
-        self._kept_tile: Tile | None = None
-        self._kept_masked_tile: MaskedTile | None = None
-        # what each sub-loss gives back to rows and columns, where forward has it already
-        self._sub_loss_sums: list[tuple[Tensor, Tensor | None]] = []
-        self._global_pairs: tuple[int, int] | None = None  # positive, negative; None: not known yet
+    loss: Any
+    plan: TiledPlan
+    call: PMLCall
+    symmetric: bool
+    tile_bytes: int | None
+    on_device: bool
+    compiler: TileCompiler | None
+    products: ProductForm
 
     def payload_capacity(self) -> int:
-        """Computes bytes that any rank's payload fits in; the same on all ranks."""
-        totals = SUM_BYTES * len(self._plan.pair_loss.sub_losses)
-        if not self._symmetric:
+        """Return bytes that any rank's payload fits in; the same on all ranks."""
+        totals = SUM_BYTES * len(self.plan.pair_loss.sub_losses)
+        if not self.symmetric:
             return totals
-        item: int = self._call.given["embeddings"].element_size()
-        return totals + max(self._call.counts["embeddings"]) * _MOST_STATS * item
-
-    # ------------------------------------------------------------------ there
-
-    def forward(self) -> None:
-        """Goes over the tiles; the other ranks then need ``partial_sums`` and, if symmetric, ``row_stats``."""
-        loss, call = self._loss, self._call
-        # this rank's rows, and all columns that are here, as the distance compares them
-        embeddings, references = call.given["embeddings"], call.references
-        self._embeddings = match_requires_grad(embeddings, call.arguments["embeddings"].requires_grad)
-        self._distance = tile_distance(loss.distance, references.shape[0], self._products)
-        columns = self._distance.prepare(references)
-        self._masked = self._fits_masks()
-        self._prepared = self._prepared_rows(columns)
-        self._rows = self._prepared.rows
-        self._pair_loss = self._new_pair_loss(embeddings.shape[0], self._rows)
-        # in which order tiles take both
-        self._set_gathered_columns(columns)
-        del columns  # sorted ones take their place
-        self._kept_rows = self._distance.kept_rows(_sorted(self._rows, self._row_order))
-        # sums over each row's entries
-        backward_comes = self._embeddings.requires_grad or self._references is not None
-        backward_comes = backward_comes and torch.is_grad_enabled()
-        self._totals, self.row_stats = self._accumulate_tiles(backward_comes=backward_comes)
-        self._buffers.clear()  # no tile is alive between forward and backward
+        item: int = self.call.given["embeddings"].element_size()
+        return totals + max(self.call.counts["embeddings"]) * _MOST_STATS * item
 
     @torch.no_grad()
     def rehearse(self, title: str, group: Group) -> None:
-        """Lets the ranks compile together what ``forward`` and backward will call, where that is new."""
-        compiler, call = self._compiler, self._call
-        if compiler is None or not self._may_mask():
+        """Let the ranks compile together the functions of forward and backward that are new."""
+        compiler, call = self.compiler, self.call
+        if compiler is None or not self._may_be_whole():
             return
         rows, labels = call.given["embeddings"], call.local_labels
         assert labels is not None
-        has_ids = call.ref_labels is call.arguments["labels"]
-        kind = (str(rows.dtype), rows.device.type, str(labels.dtype), self._symmetric, has_ids)
+        is_one_batch = call.ref_labels is call.arguments["labels"]
+        kind = (str(rows.dtype), rows.device.type, str(labels.dtype), self.symmetric, is_one_batch)
 
         def rehearsal(run: Callable[..., Any]) -> None:
             # a tile of a few rows and columns, which takes the same branches
             like = torch.linspace(-1, 1, 15, dtype=rows.dtype, device=rows.device).view(3, 5)
-            pair_loss = self._new_pair_loss(3, like, run)
+            pair_loss = self.new_pair_loss(like, run)
             column_labels = torch.tensor([0, 1, 0, 1, 1], device=rows.device).to(labels.dtype)
-            first = 0 if has_ids else None
-            keys = MaskedPairs(column_labels[:3], column_labels, first, like, compiled=True).keys(slice(0, 3))
-            tile = MaskedTile(like, slice(0, 3), slice(0, 5), keys)
-            if pair_loss.masked_grad_in_forward:
-                pair_loss.masked_numbers_with_grads(tile, None)
-            numbers = pair_loss.masked_numbers(tile, None, complete=True)
-            pair_loss.take_numbers(numbers)
-            pair_loss.finalize(torch.zeros_like(column_labels[:3]))
+            first, part = 0 if is_one_batch else None, slice(0, 3)
+            keys = WholePairs(column_labels[:3], column_labels, first, like, compiled=True)
+            tile = Tile(like, part, keys.masks(part, overwrites=False))
+            numbers, _ = pair_loss.rows(tile, with_grads=pair_loss.grad_in_forward)
+            pair_loss.finalize(numbers, torch.zeros_like(column_labels[:3]))
             stats, column_stats = like.new_ones(3, pair_loss.width), None
-            if self._symmetric:
+            if self.symmetric:
                 column_stats = like.new_ones(5, pair_loss.width)
-            pair_loss.prepare_masked_backward(stats, column_stats, [host_number(1.0)] * len(pair_loss.sub_losses))
-            pair_loss.masked_grad(tile)
+            pair_loss.prepare_backward(stats, column_stats, [like.new_ones(())] * len(pair_loss.sub_losses))
+            pair_loss.grad(tile)
 
         compiler.rehearse(title, kind, rehearsal, group)
 
-    def value(self, sums: GlobalSums, row_stats: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Computes the loss from the numbers of all ranks.
+    def forward(self) -> TiledForward:
+        """Evaluate the tiles; the other ranks then need ``pack`` or ``device_stats`` of the result."""
+        whole = self._is_whole()
+        inputs, rows, columns = _Inputs.of(self, copy=not whole)
+        pairs = self._whole_pairs(rows) if whole else self._known_pairs(rows, len(columns))
+        pair_loss = self.new_pair_loss(rows, self.compiler if whole else None)
+        tiles = _Tiles.of(inputs.distance, pairs, rows, columns, pair_loss.scale, self.tile_bytes)
+        return TiledForward(self, inputs, tiles, pair_loss)
+
+    def new_pair_loss(self, like: Tensor, run: Callable[..., Any] | None) -> PairLoss:
+        """Return the loss on tiles like these, which calls their functions by ``run``."""
+        plan = self.plan
+        return plan.pair_loss(self.loss, plan.reductions, like, run, records=collects_counts(self.loss))
+
+    # pairs
+
+    def _may_be_whole(self) -> bool:
+        """Return whether the host need not know anything about the pairs; the same on all ranks."""
+        call, plan = self.call, self.plan
+        if "indices_tuple" in call.arguments or not plan.pair_loss.supports_whole(self.loss, plan.reductions):
+            return False
+        if collects_counts(self.loss):  # numbers of the host
+            return False
+        # with two rows or so PML makes a zero, which depends on their labels
+        return call.total_rows * call.total_references > _FEWEST_PAIRS
+
+    def _is_whole(self) -> bool:
+        """Return whether pairs are ``WholePairs``: if the host would wait for more, at a higher cost, or functions are compiled."""
+        rows = self.call.given["embeddings"]
+        if not len(rows) or not self._may_be_whole():
+            return False
+        if self.compiler is not None:
+            return True
+        if not self.on_device:
+            return False
+        matrix_bytes = len(rows) * self.call.total_references * rows.element_size()
+        return self.plan.pair_loss.masks_any_size or matrix_bytes <= MASKED_BYTES
+
+    def _whole_pairs(self, like: Tensor) -> WholePairs:
+        labels, reference_labels, first = self._labels()
+        return WholePairs(labels, reference_labels, first, like, compiled=self.compiler is not None)
+
+    def _known_pairs(self, like: Tensor, columns: int) -> Pairs:
+        """Return the pairs of this rank's rows and all columns: those of a miner, else those of the labels."""
+        call = self.call
+        labels, reference_labels, first = self._labels()
+        if "indices_tuple" not in call.arguments:
+            kind = torch.promote_types(labels.dtype, reference_labels.dtype)
+            return SortedPairs(labels.to(kind), reference_labels.to(kind), first, call.arguments["labels"].to(kind))
+        tuples = call.local_tuples()
+        if len(tuples) == 3 and facts_of(self.loss).compares_triplets:
+            return NamedTriplets(tuples, len(labels))
+        pairs = NamedPairs(tuples, len(labels), columns, like.dtype, once=self.plan.pair_loss.counts_pairs_once)
+        if pairs.contradict:
+            raise InputError(
+                f"{type(self.loss).__name__}: indices_tuple",
+                expected="each pair to be either positive or negative",
+                got="a pair that is both",
+            )
+        return pairs
+
+    def _labels(self) -> tuple[Tensor, Tensor, int | None]:
+        """Return the labels of this rank's rows and of the columns, and the column of the first row, if rows are columns."""
+        call = self.call
+        labels, reference_labels = call.local_labels, call.ref_labels
+        assert labels is not None
+        assert reference_labels is not None
+        return labels, reference_labels, call.bound[0] if reference_labels is call.arguments["labels"] else None
+
+
+class _Inputs(NamedTuple):
+    """Embeddings of a call and their prepared rows, for the way back.
+
+    Attributes:
+        distance: Prepares rows and computes tiles.
+        embeddings: (B, D), with their graph.
+        prepared: As the distance compares them.
+        references: (G, D), with their graph; None: they need no gradient.
+        prepared_references: As the distance compares them.
+        bound: Rows of this rank among the references, if it gets the gradient with these; else None.
+    """
+
+    distance: TileDistance
+    embeddings: Tensor
+    prepared: Prepared
+    references: Tensor | None
+    prepared_references: Prepared | None
+    bound: slice | None
+
+    @classmethod
+    def of(cls, tiled: TiledCall, *, copy: bool) -> tuple[_Inputs, Tensor, Tensor]:
+        """Prepare this rank's rows and all columns; return them too.
 
         Args:
-            sums: All ranks' sub-losses.
-            row_stats: (G, k), statistics of all ranks' rows, if ``symmetric``.
-
-        Returns:
-            The loss with its graph, and as a number.
+            tiled: The call.
+            copy: The columns are sorted: views of the unsorted ones would keep them alive.
         """
-        value, factors = sums.reduce()
-        column_stats = None if row_stats is None else _sorted(row_stats, self._column_order)
+        call = tiled.call
+        embeddings, references = call.given["embeddings"], call.references
+        everyone = call.arguments["embeddings"]
+        embeddings = match_requires_grad(embeddings, everyone.requires_grad)
+        distance = tile_distance(tiled.loss.distance, references.shape[0], tiled.products)
+        columns = distance.prepare(references)
+        is_one_batch = references is everyone
+        prepared = columns.part(*call.bound, copy=copy) if is_one_batch else distance.prepare(embeddings)
+        found = cls(distance, embeddings, prepared, None, None, None)
+        if references.requires_grad and not tiled.symmetric:
+            bound = slice(*call.bound) if is_one_batch else None
+            found = cls(distance, embeddings, prepared, references, columns, bound)
+        return found, prepared.rows, columns.rows
 
-        def vjp(wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-            references, prepared, distance = self._references, self._prepared_references, self._distance
-            wants_columns = wanted[-1] and references is not None
-            rows_grad, columns_grad = self._backward_tiles(column_stats, factors, wants_columns=wants_columns)
-            if columns_grad is not None:
-                assert references is not None
-                assert prepared is not None
-                if self._rows_are_columns:
-                    columns_grad[slice(*self._call.bound)] += rows_grad
-                columns_grad = distance.prepare_vjp(references, prepared, columns_grad)
-            if self._rows_are_columns:
-                return (columns_grad,)
-            if wanted[0]:
-                return distance.prepare_vjp(self._embeddings, self._prepared, rows_grad), columns_grad
-            return None, columns_grad
+    def with_graph(self) -> list[Tensor]:
+        """Return the tensors that get a gradient."""
+        if self.references is None:
+            return [self.embeddings]
+        return [self.references] if self.bound is not None else [self.embeddings, self.references]
 
-        if self._rows_are_columns:
-            return value_with_grad(value, self._references, vjp=vjp), value
-        return value_with_grad(value, self._embeddings, self._references, vjp=vjp), value
+    def vjp(self, rows_grad: Tensor, columns_grad: Tensor | None, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """Return the gradients of ``with_graph``, from those of the prepared rows and columns."""
+        back, references = self.distance.prepare_vjp, self.references
+        if columns_grad is not None and references is not None and self.prepared_references is not None:
+            if self.bound is not None:
+                columns_grad[self.bound] += rows_grad
+            columns_grad = back(references, self.prepared_references, columns_grad)
+        if self.bound is not None:
+            return (columns_grad,)
+        found = back(self.embeddings, self.prepared, rows_grad) if wanted[0] else None
+        return (found,) if references is None else (found, columns_grad)
+
+
+class _Tiles:
+    """Rows and columns in the order and form in which tiles take them.
+
+    Args:
+        distance: Computes tiles.
+        pairs: Pairs of rows and columns.
+        rows: (B, ...), this rank's, as the distance keeps them.
+        columns: (C, ...), likewise.
+        scale: Factor of the distances.
+        parts: Rows of each tile.
+    """
+
+    def __init__(
+        self,
+        distance: TileDistance,
+        pairs: Pairs,
+        rows: Tensor,
+        columns: Tensor,
+        scale: float,
+        parts: list[slice],
+    ) -> None:
+        self.distance, self.pairs, self.rows, self.columns = distance, pairs, rows, columns
+        self.scale, self.parts = scale, parts
+        self._buffer = rows.new_empty(0)
+
+    @classmethod
+    def of(
+        cls,
+        distance: TileDistance,
+        pairs: Pairs,
+        rows: Tensor,
+        columns: Tensor,
+        scale: float,
+        tile_bytes: int | None,
+    ) -> _Tiles:
+        """Cut prepared rows into tiles of one size against all prepared columns."""
+        total, parts = len(rows), list[slice]()
+        if len(columns):
+            row_bytes = distance.row_bytes(len(columns), rows)
+            size = rows_of_a_tile(row_bytes, len(columns), rows.device, tile_bytes)
+            if total:
+                size = -(-total // -(-total // size))
+            parts = [slice(start, min(start + size, total)) for start in range(0, total, size)]
+        rows = distance.kept_rows(_sorted(rows, pairs.row_order))
+        columns = distance.kept_columns(_sorted(columns, pairs.column_order))
+        return cls(distance, pairs, rows, columns, scale, parts)
+
+    def __iter__(self) -> Iterator[slice]:
+        yield from self.parts
+        self._buffer = self.rows.new_empty(0)  # no tile is alive between forward and backward
+
+    def tile(self, part: slice, *, keep: bool) -> Tile:
+        """Compute a tile; its matrix must stay as it is if it is kept, or if the distance needs it for its gradient."""
+        rows, columns = part.stop - part.start, len(self.columns)
+        if self._buffer.numel() < rows * columns:
+            self._buffer = self.rows.new_empty(rows * columns)  # memory that all tiles of a pass share
+        matrix = self._buffer[: rows * columns].view(rows, columns)
+        matrix = self.distance.matrix(self.rows[part], self.columns, self.scale, matrix)
+        overwrites = not (keep or self.distance.needs_matrix_in_vjp)
+        return Tile(matrix, part, self.pairs.masks(part, overwrites=overwrites))
+
+    def add_vjp_(self, tile: Tile, grad: Tensor, row_sums: Tensor, column_sums: Tensor | None) -> None:
+        """Add the gradients of rows and columns, from that of a tile's matrix, or of its band of columns."""
+        matrix, columns = tile.matrix, self.columns
+        if grad.shape != matrix.shape:
+            band = tile.keys.band  # type: ignore[union-attr]
+            matrix, columns = matrix[:, band], columns[band]
+            column_sums = None if column_sums is None else column_sums[band]
+        rows = tile.rows
+        self.distance.vjp_(self.rows[rows], columns, self.scale, matrix, grad, row_sums[rows], column_sums)
+
+
+class TiledForward:
+    """The evaluated tiles of a call: this rank's sums and statistics, then the loss with its gradient.
+
+    Args:
+        tiled: The call.
+        inputs: Its embeddings.
+        tiles: Its tiles.
+        pair_loss: The loss on them.
+
+    Attributes:
+        row_stats: (B, k), statistics of this rank's rows.
+    """
+
+    def __init__(self, tiled: TiledCall, inputs: _Inputs, tiles: _Tiles, pair_loss: PairLoss) -> None:
+        self._tiled, self._inputs, self._tiles, self._pair_loss = tiled, inputs, tiles, pair_loss
+        self._is_whole = isinstance(tiles.pairs, WholePairs)
+        self._kept_tile: Tile | None = None
+        # gradients of rows and columns by each sub-loss, if forward computes them already
+        self._grad_sums: list[tuple[Tensor, Tensor | None]] = []
+        wants_grad = inputs.embeddings.requires_grad or inputs.references is not None
+        self._totals, self.row_stats = self._accumulate_tiles(backward_comes=wants_grad and torch.is_grad_enabled())
 
     @torch.no_grad()
     def _accumulate_tiles(self, *, backward_comes: bool) -> tuple[list[PartialSum], Tensor]:
-        """Lets the pair loss see each tile once; returns the sub-losses' totals, and (B, k) statistics in the order of the rows."""
-        pair_loss = self._pair_loss
-        if self._masked:
-            return self._accumulate_masked_tiles(backward_comes=backward_comes)
-        pair_loss.allocate_()
-        if pair_loss.grad_in_forward and backward_comes and self._symmetric:
-            self._sub_loss_sums = [(torch.zeros_like(self._kept_rows), None) for _ in pair_loss.sub_losses]
-        complete = False
-        for block in self._blocks():
-            complete = block.complete
-            for part in self._parts:
-                tile = self._tile(block, part)
-                if self._sub_loss_sums:
-                    self._accumulate_with_grads_(block, tile)
-                    continue
-                if backward_comes and complete and len(self._parts) == 1:
-                    # so small a batch need not be computed twice
-                    self._kept_tile = tile._replace(matrix=tile.matrix.clone())
-                if pair_loss.needs_second_pass and complete:
-                    # the tile's rows are complete at once, and its positives still here
-                    entries = tile.positive_entries()
-                    pair_loss.accumulate_(tile)
-                    pair_loss.accumulate_positives_(tile.rows, tile.positives, entries)
-                else:
-                    pair_loss.accumulate_(tile)
-        if pair_loss.needs_second_pass and not complete:
-            self._accumulate_positives_()
-        return self._reduced_rows()
-
-    def _reduced_rows(self) -> tuple[list[PartialSum], Tensor]:
-        """Reduces the rows; returns what ``_accumulate_tiles`` returns."""
-        labels = self._call.local_labels
+        """Compute the numbers of all rows; return the sub-losses' totals, and (B, k) statistics in the order of the rows."""
+        tiles, pair_loss, call = self._tiles, self._pair_loss, self._tiled.call
+        # (else a sub-loss would keep a gradient of all columns until backward)
+        has_one_gradient = self._tiled.symmetric or not pair_loss.symmetric
+        with_grads = pair_loss.grad_in_forward and has_one_gradient and backward_comes
+        if with_grads:
+            self._grad_sums = [self._zeros() for _ in pair_loss.sub_losses]
+        # so small a batch is not computed twice
+        keeps = backward_comes and not with_grads and len(tiles.parts) == 1
+        found: list[Numbers] = []
+        for part in tiles:
+            tile = tiles.tile(part, keep=keeps)
+            numbers, grads = pair_loss.rows(tile, with_grads=with_grads)
+            found.append(numbers)
+            for sums, grad in zip(self._grad_sums, grads, strict=True):
+                # on an accelerator a product more is cheaper than to wait
+                if grad.device.type != "cpu" or bool(grad.any()):
+                    tiles.add_vjp_(tile, grad, *sums)
+            if keeps:
+                self._kept_tile = tile
+        numbers = _of_all_rows(found) if found else pair_loss.nothing(len(tiles.rows))
+        labels = call.local_labels
         if labels is not None:
-            labels = _sorted(labels, self._row_order)
-        totals, stats = self._pair_loss.finalize(labels)
-        return totals, _unsorted(stats, self._row_order)
+            labels = _sorted(labels, tiles.pairs.row_order)
+        totals, stats = pair_loss.finalize(numbers, labels)
+        return totals, _unsorted(stats, tiles.pairs.row_order)
 
-    def _accumulate_masked_tiles(self, *, backward_comes: bool) -> tuple[list[PartialSum], Tensor]:
-        """Does what ``_accumulate_tiles`` does, with masks in place of lists."""
-        pair_loss, complete = self._pair_loss, False
-        # (elsewhere a sub-loss would keep a gradient of all columns until backward)
-        has_one_gradient = self._symmetric or not pair_loss.symmetric
-        if pair_loss.masked_grad_in_forward and has_one_gradient and backward_comes:
-            self._sub_loss_sums = self._empty_sums()
-        numbers: list[Numbers | None] = [None] * len(self._parts)
-        for block in self._blocks():
-            complete = block.complete
-            for index, part in enumerate(self._parts):
-                tile = self._masked_tile(block, part)
-                if self._sub_loss_sums:
-                    numbers[index] = self._masked_numbers_with_grads_(block, tile, numbers[index])
-                    continue
-                numbers[index] = pair_loss.masked_numbers(tile, numbers[index], complete=complete)
-                if backward_comes and complete and len(self._parts) == 1:
-                    self._kept_masked_tile = tile
-        if pair_loss.needs_second_pass and not complete:
-            for block in self._blocks():
-                for index, part in enumerate(self._parts):
-                    before = numbers[index]
-                    assert before is not None
-                    numbers[index] = pair_loss.masked_second_numbers(self._masked_tile(block, part), before)
-        pair_loss.take_numbers(_of_all_rows(numbers))
-        return self._reduced_rows()
+    def _zeros(self) -> tuple[Tensor, Tensor | None]:
+        """Return empty sums of gradients of rows and, if they are wanted, of columns."""
+        rows, columns = self._tiles.rows, self._tiles.columns
+        return torch.zeros_like(rows), None if self._inputs.references is None else torch.zeros_like(columns)
 
-    def _empty_sums(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Makes sums of nothing for the gradients of rows and, where it is wanted, of columns: of each sub-loss."""
-        sums: list[tuple[Tensor, Tensor | None]] = []
-        for _ in self._pair_loss.sub_losses:
-            of_columns = None if self._references is None else torch.zeros_like(self._gathered_columns)
-            sums.append((torch.zeros_like(self._kept_rows), of_columns))
-        return sums
+    # what ranks exchange
 
-    def _masked_numbers_with_grads_(self, block: Block, tile: MaskedTile, before: Numbers | None) -> Numbers:
-        """Computes the numbers of a tile's rows, and adds up what it gives back, where that needs no other tile."""
-        numbers, matrix_grads = self._pair_loss.masked_numbers_with_grads(tile, before)
-        for sums, matrix_grad in zip(self._sub_loss_sums, matrix_grads, strict=True):
-            self._add_vjp_(block, tile, matrix_grad, *sums)
-        return numbers
+    def partial_sums(self) -> list[PartialSum]:
+        """Return this rank's sub-losses, without graph."""
+        names, no_pairs = self._pair_loss.sub_losses, no_loss(self._inputs.embeddings.detach())
+        counts_on_device = self._is_whole and self._tiled.on_device
+        if not counts_on_device and self._is_zero_loss():
+            return [PartialSum(no_pairs, host_number(0.0), name=name) for name in names]
+        found = []
+        for name, each in zip(names, self._totals, strict=True):
+            total = each.total
+            # a NaN passes no limit: if nothing passes it would be lost
+            if not self._is_whole and each.may_count_nothing:
+                total = total + no_pairs
+            found.append(replace(each, total=total, name=name))
+        return found
 
-    def _add_vjp_(
-        self, block: Block, tile: Tile | MaskedTile, matrix_grad: Tensor, row_sums: Tensor, column_sums: Tensor | None
-    ) -> None:
-        """Adds what the gradient of a masked tile's matrix gives back."""
-        rows, of_columns = tile.rows, None if column_sums is None else column_sums[tile.columns]
-        self._distance.vjp_(
-            self._kept_rows[rows],
-            block.columns,
-            self._pair_loss.scale,
-            tile.matrix,
-            matrix_grad,
-            row_sums[rows],
-            of_columns,
-        )
+    def _is_zero_loss(self) -> bool:
+        """Return whether PML returns a zero at once, for want of pairs; the same on all ranks."""
+        tiled, call, pairs = self._tiled, self._tiled.call, self._tiles.pairs
+        if facts_of(tiled.loss).compares_triplets:
+            return False  # without triplets all totals are 0
+        tuples = call.arguments.get("indices_tuple")
+        if tuples is not None:
+            positive, negative = len(tuples[1]), len(tuples[-1])
+        elif isinstance(pairs, SortedPairs):
+            rows, columns = call.total_rows, call.total_references
+            itself = rows * (call.ref_labels is call.arguments["labels"])
+            positive, negative = pairs.matching - itself, rows * columns - pairs.matching
+        else:
+            positive, negative = call.global_pair_counts()
+        if tiled.plan.pair_loss.needs_both_kinds and not (positive and negative):
+            return True
+        return max(positive, negative) <= 1
 
-    def _accumulate_with_grads_(self, block: Block, tile: Tile) -> None:
-        """Adds up a tile and the rows' gradient from it, where that needs no other tile."""
-        rows, scale = self._kept_rows[tile.rows], self._pair_loss.scale
-        matrix_grads = self._pair_loss.accumulate_with_grads_(tile, self._buffer(1, tile.matrix.shape))
-        # a sub-loss without negatives that count has no second gradient
-        for (row_sums, _), (span, matrix_grad) in zip(self._sub_loss_sums, matrix_grads, strict=False):
-            matrix, columns = tile.matrix[:, span], block.columns[span]
-            self._distance.vjp_(rows, columns, scale, matrix, matrix_grad, row_sums[tile.rows], None)
+    def is_no_zero(self) -> Tensor | None:
+        """Return 0 if PML returns a zero at once, for want of negatives, else 1; None: ``partial_sums`` knows it.
 
-    def _accumulate_positives_(self) -> None:
-        """Goes through the positives once more, now that rows are complete."""
-        for block in self._blocks():
-            for part in self._parts:
-                assert not isinstance(block.pairs, MaskedPairs)
-                tile = self._tile(block, part, block.pairs.positive_columns(part))
-                self._pair_loss.accumulate_positives_(tile.rows, tile.positives, tile.positive_entries())
+        Without positives the loss is 0.
+        """
+        if not (self._is_whole and self._tiled.on_device and self._tiled.plan.pair_loss.needs_both_kinds):
+            return None
+        labels, reference_labels = self._tiled.call.arguments["labels"], self._tiled.call.ref_labels
+        assert reference_labels is not None
+        differ: Tensor = reference_labels != labels[0]
+        if reference_labels is not labels:
+            differ = torch.cat([differ, labels != labels[0]])
+        return differ.any()
 
-    # ------------------------------------------------------------------ and back
+    # the loss and its gradient
+
+    def value(self, sums: GlobalSums, all_stats: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the loss with its graph, and as a number.
+
+        Args:
+            sums: The sub-losses of all ranks.
+            all_stats: (G, k), statistics of all ranks' rows, if ``symmetric``.
+        """
+        value, factors = sums.reduce()
+        column_stats = None if all_stats is None else _sorted(all_stats, self._tiles.pairs.column_order)
+
+        def vjp(wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+            wants_columns = wanted[-1] and self._inputs.references is not None
+            grads = self._backward_tiles(column_stats, factors, wants_columns=wants_columns)
+            return self._inputs.vjp(*grads, wanted)
+
+        return value_with_grad(value, *self._inputs.with_graph(), vjp=vjp), value
 
     @torch.no_grad()
     def _backward_tiles(
         self, column_stats: Tensor | None, factors: Sequence[Tensor], *, wants_columns: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes the gradients of the prepared rows, (B, D), and columns, (C, D).
+        """Compute the gradients of the prepared rows, (B, D), and columns, (C, D).
 
         Args:
             column_stats: (G, k) in the order of the columns; None: the gradient of this rank's share only.
             factors: One per sub-loss.
-            wants_columns: Else there is None of these.
+            wants_columns: Whether the columns' gradient is wanted; else it is None.
         """
-        row_sums, column_sums = torch.zeros_like(self._kept_rows), None
-        if wants_columns:
-            column_sums = torch.zeros_like(self._gathered_columns)
-        if self._sub_loss_sums:
+        tiles, pairs = self._tiles, self._tiles.pairs
+        row_sums, column_sums = self._zeros()
+        if not wants_columns:
+            column_sums = None
+        if self._grad_sums:
             self._weigh_sums_(factors, row_sums, column_sums)
-        elif self._masked:
-            self._add_masked_tiles_(column_stats, factors, row_sums, column_sums)
         else:
-            self._add_listed_tiles_(column_stats, factors, row_sums, column_sums)
-        self._buffers.clear()
-        rows_grad = _unsorted(self._distance.rows_grad_(self._kept_rows, row_sums), self._row_order)
+            self._add_tiles_(column_stats, factors, row_sums, column_sums)
+        rows_grad = _unsorted(tiles.distance.rows_grad_(tiles.rows, row_sums), pairs.row_order)
         if column_sums is None:
             return rows_grad, None
-        columns_grad = self._distance.columns_grad_(self._gathered_columns, column_sums)
-        return rows_grad, _unsorted(columns_grad, self._column_order)
+        return rows_grad, _unsorted(tiles.distance.columns_grad_(tiles.columns, column_sums), pairs.column_order)
 
     def _weigh_sums_(self, factors: Sequence[Tensor], row_sums: Tensor, column_sums: Tensor | None) -> None:
-        """Adds up the sub-losses: what they give back is known since forward, but for the factors."""
+        """Add the gradients of the sub-losses, which are known since forward up to their factors."""
         # transposed entries have the same gradient
-        times = 2.0 if self._symmetric else 1.0
-        for (of_rows, of_columns), factor, sign in zip(
-            self._sub_loss_sums, factors, self._pair_loss.grad_signs, strict=True
-        ):
-            for total, sums in ((row_sums, of_rows), (column_sums, of_columns)):
+        times = 2.0 if self._tiled.symmetric else 1.0
+        for found, factor, sign in zip(self._grad_sums, factors, self._pair_loss.grad_signs, strict=True):
+            for total, sums in zip((row_sums, column_sums), found, strict=True):
                 if total is None or sums is None:
                     continue
                 if factor.device.type == "cpu":
@@ -406,263 +559,41 @@ class TiledEvaluator:
                 else:
                     total.addcmul_(sums, factor.to(sums.dtype), value=times * sign)
 
-    def _add_listed_tiles_(
+    def _add_tiles_(
         self, column_stats: Tensor | None, factors: Sequence[Tensor], row_sums: Tensor, column_sums: Tensor | None
     ) -> None:
-        """Adds what tiles give back whose positives are listed; arguments as of ``_backward_tiles``."""
-        pair_loss, distance = self._pair_loss, self._distance
-        pair_loss.prepare_backward(_sorted(self.row_stats, self._row_order), column_stats, factors)
-        for block in self._blocks():
-            for part in self._parts:
-                # distances, unless forward has kept its only tile
-                tile, self._kept_tile = self._kept_tile, None
-                if tile is None:
-                    tile = self._tile(block, part)
-                matrix_grad = tile.matrix
-                if distance.needs_matrix_in_vjp:
-                    tile = tile._replace(matrix=self._buffer(1, matrix_grad.shape).copy_(matrix_grad))
-                # from distances to their gradient, in place
-                pair_loss.grad_(tile._replace(matrix=matrix_grad))
-                # from distances to embeddings
-                self._add_vjp_(block, tile, matrix_grad, row_sums, column_sums)
-
-    def _add_masked_tiles_(
-        self, column_stats: Tensor | None, factors: Sequence[Tensor], row_sums: Tensor, column_sums: Tensor | None
-    ) -> None:
-        """Does the same with masks in place of lists."""
-        pair_loss = self._pair_loss
-        pair_loss.prepare_masked_backward(self.row_stats, column_stats, factors)
-        for block in self._blocks():
-            for part in self._parts:
-                tile, self._kept_masked_tile = self._kept_masked_tile, None
-                if tile is None:
-                    tile = self._masked_tile(block, part)
-                self._add_vjp_(block, tile, pair_loss.masked_grad(tile), row_sums, column_sums)
+        """Add the gradients of all tiles; arguments as for ``_backward_tiles``."""
+        tiles, pair_loss, row_stats = self._tiles, self._pair_loss, self.row_stats
+        if column_stats is not row_stats:
+            row_stats = _sorted(row_stats, tiles.pairs.row_order)
+        pair_loss.prepare_backward(row_stats, column_stats, factors)
+        for part in tiles:
+            # distances, unless forward has kept its only tile
+            tile, self._kept_tile = self._kept_tile, None
+            if tile is None:
+                tile = tiles.tile(part, keep=False)
+            # their gradient, then that of the embeddings
+            tiles.add_vjp_(tile, pair_loss.grad(tile), row_sums, column_sums)
         if pair_loss.factor is not None:
             for sums in (row_sums, column_sums):
                 if sums is not None:
                     sums.mul_(pair_loss.factor)
 
-    # ------------------------------------------------------------------ columns
 
-    def _new_pair_loss(self, rows: int, like: Tensor, run: Callable[..., Any] | None = None) -> PairLoss:
-        """Makes the loss on tiles of ``rows`` rows, which calls the functions of tiles by ``run``; None: as the call does."""
-        plan = self._plan
-        return plan.pair_loss(self._loss, plan.reductions, rows, like, run or self._compiler)
-
-    def _may_mask(self) -> bool:
-        """Tells whether pairs can be masks; the same on all ranks."""
-        call, plan = self._call, self._plan
-        if "indices_tuple" in call.arguments or not plan.pair_loss.supports_masks(self._loss, plan.reductions):
-            return False
-        # masks count what passes, and not what is only recorded
-        if collects_counts(self._loss):
-            return False
-        # of two rows or so PML makes a zero, which depends on their labels
-        return call.total_rows * call.total_references > _FEWEST_PAIRS
-
-    def _fits_masks(self) -> bool:
-        """Tells whether pairs are masks: where to list them would wait for the device and cost more, or masks are compiled."""
-        rows = self._call.given["embeddings"]
-        if not len(rows) or not self._may_mask():
-            return False
-        if self._compiler is not None:
-            return True
-        if not self._on_device:
-            return False
-        matrix_bytes = len(rows) * self._call.total_references * rows.element_size()
-        return self._plan.pair_loss.masks_any_size or matrix_bytes <= MASKED_BYTES
-
-    def _prepared_rows(self, columns: Prepared) -> Prepared:
-        """Prepare this rank's rows; if they are among the columns, they are those."""
-        call = self._call
-        if call.references is not call.arguments["embeddings"]:
-            return self._distance.prepare(self._embeddings)
-        # lists take columns sorted: views would keep the unsorted ones alive
-        return columns.part(*call.bound, copy=not self._masked)
-
-    def _set_gathered_columns(self, prepared: Prepared) -> None:
-        """Takes all columns as one block."""
-        references, distance = self._call.references, self._distance
-        columns = prepared.rows
-        pairs = self._masked_pairs() if self._masked else self._named_or_labelled_pairs(columns.shape[0])
-        self._row_order, self._column_order = pairs.row_order, pairs.column_order
-        if references.requires_grad and not self._symmetric:
-            self._references, self._prepared_references = references, prepared
-            self._rows_are_columns = references is self._call.arguments["embeddings"]
-        columns = distance.kept_columns(_sorted(columns, self._column_order))
-        self._gathered_columns = columns
-        blocks = [Block(columns, pairs, complete=True)] if len(columns) else []
-        self._blocks: Callable[[], Iterator[Block]] = lambda: iter(blocks)
-        self._parts = self._row_slices(len(columns))
-
-    def _masked_pairs(self, columns: slice = slice(None)) -> MaskedPairs:
-        """Makes masks of this rank's rows and some columns."""
-        call = self._call
-        labels, reference_labels = call.local_labels, call.ref_labels
-        assert labels is not None
-        assert reference_labels is not None
-        # a row is not its own partner, where rows and columns are the same samples
-        first = None
-        if reference_labels is call.arguments["labels"]:
-            first = call.bound[0] - (columns.start or 0)
-        compiled = self._compiler is not None
-        return MaskedPairs(labels, reference_labels[columns], first, self._rows, compiled=compiled)
-
-    def _named_or_labelled_pairs(self, columns: int) -> Pairs:
-        """Makes the pairs of this rank's rows and all columns: those of a miner, else those of the labels."""
-        call, once = self._call, self._plan.pair_loss.counts_pairs_once
-        labels, reference_labels = call.local_labels, call.ref_labels
-        assert labels is not None
-        assert reference_labels is not None
-        if "indices_tuple" not in call.arguments:
-            kind = torch.promote_types(labels.dtype, reference_labels.dtype)
-            all_labels, first = call.arguments["labels"], None
-            if reference_labels is all_labels:
-                first = call.bound[0]
-            label_pairs = LabelPairs(labels.to(kind), reference_labels.to(kind), first, all_labels.to(kind))
-            # the rows themselves match too
-            itself = len(all_labels) * (first is not None)
-            total = len(all_labels) * len(reference_labels)
-            self._global_pairs = label_pairs.matching - itself, total - label_pairs.matching
-            return label_pairs
-        tuples = call.local_tuples()
-        if len(tuples) == 3 and facts_of(self._loss).compares_triplets:
-            return TripletTuples(tuples, labels.shape[0])
-        pairs = TuplePairs(tuples, labels.shape[0], columns, self._rows.dtype, once=once)
-        if pairs.contradict:
-            raise InputError(
-                f"{type(self._loss).__name__}: indices_tuple",
-                expected="each pair to be either positive or negative",
-                got="a pair that is both",
-            )
-        return pairs
-
-    # ------------------------------------------------------------------ tiles
-
-    def _row_slices(self, columns: int) -> list[slice]:
-        """Cuts this rank's rows into tiles of one size against so many columns."""
-        total = len(self._rows)
-        if not columns:
-            return []
-        row_bytes = self._distance.row_bytes(columns, self._rows)
-        size = rows_of_a_tile(row_bytes, columns, self._rows.device, self._tile_bytes)
-        if not total:
-            return []
-        size = -(-total // -(-total // size))
-        return [slice(start, min(start + size, total)) for start in range(0, total, size)]
-
-    def _tile(self, block: Block, part: slice, span: slice | None = None) -> Tile:
-        """Computes a tile of all columns of a block, or of those in ``span``, among which all positives must be."""
-        pairs, columns, start = block.pairs, block.columns, 0
-        assert not isinstance(pairs, MaskedPairs)
-        if span is not None:
-            columns, start = columns[span], span.start
-        width = columns.shape[0]
-        out = self._buffer(0, torch.Size((part.stop - part.start, width)))
-        matrix = self._distance.matrix(self._kept_rows[part], columns, self._pair_loss.scale, out)
-        owners, positives = pairs.positives(part)
-        # rows with themselves, as places in the flattened tile
-        self_pairs = pairs.self_pairs(part)
-        if self_pairs is not None:
-            row_starts = torch.arange(-start, len(self_pairs) * width - start, width, device=self_pairs.device)
-            self_pairs = row_starts.add_(self_pairs)
-        if start:
-            positives = positives - start
-        positive_columns = pairs.positive_columns(part)
-        return Tile(
-            matrix,
-            part,
-            slice(block.start + start, block.start + start + width),
-            PairList(owners, positives, owners * width + positives),
-            self_pairs,
-            pairs.negative_counts(part),
-            slice(positive_columns.start - start, positive_columns.stop - start),
-            pairs.triplets(part),
-            pairs.most_positives(part),
-            pairs.repeats_negatives,
-        )
-
-    def _masked_tile(self, block: Block, part: slice) -> MaskedTile:
-        """Computes a tile of all columns of a block."""
-        assert isinstance(block.pairs, MaskedPairs)
-        width = block.columns.shape[0]
-        out = self._buffer(0, torch.Size((part.stop - part.start, width)))
-        matrix = self._distance.matrix(self._kept_rows[part], block.columns, self._pair_loss.scale, out)
-        return MaskedTile(matrix, part, slice(block.start, block.start + width), block.pairs.keys(part))
-
-    def _buffer(self, index: int, shape: torch.Size) -> Tensor:
-        """Hands out memory that all tiles of a pass share."""
-        while len(self._buffers) <= index:
-            self._buffers.append(self._rows.new_empty(0))
-        if self._buffers[index].numel() < shape.numel():
-            self._buffers[index] = self._rows.new_empty(shape.numel())
-        return self._buffers[index][: shape.numel()].view(shape)
-
-    # ------------------------------------------------------------------ numbers of this rank
-
-    def partial_sums(self) -> list[PartialSum]:
-        """Lists this rank's sub-losses, without graph."""
-        names = self._plan.pair_loss.sub_losses
-        counts_on_device = self._masked and self._on_device
-        if not counts_on_device and self._is_zero_loss():
-            return [PartialSum(self._no_loss(), host_number(0.0), name=name) for name in names]
-        found = []
-        for name, each in zip(names, self._totals, strict=True):
-            total = each.total
-            # a NaN passes no limit of a list: where nothing passes it would be lost
-            if not self._masked and each.may_count_nothing:
-                total = total + self._no_loss()
-            found.append(replace(each, total=total, name=name))
-        return found
-
-    def is_no_zero(self) -> Tensor | None:
-        """Returns 0 if PML returns a zero for want of pairs, else 1; None where ``partial_sums`` knows that."""
-        return self._has_both_kinds() if self._masked and self._on_device else None
-
-    def _no_loss(self) -> Tensor:
-        return no_loss(self._embeddings.detach())
-
-    def _is_zero_loss(self) -> bool:
-        """Tells whether PML returns a zero at once, for want of pairs; the same on all ranks."""
-        if facts_of(self._loss).compares_triplets:
-            return False  # without triplets all totals are 0
-        tuples = self._call.arguments.get("indices_tuple")
-        if tuples is None:
-            positive, negative = self._global_pairs or self._call.global_pair_counts()
-        else:
-            positive, negative = len(tuples[1]), len(tuples[-1])
-        if self._plan.pair_loss.needs_both_kinds and not (positive and negative):
-            return True
-        return max(positive, negative) <= 1
-
-    def _has_both_kinds(self) -> Tensor | None:
-        """Tells whether PML returns no zero at once, for want of negatives; None: it never does. (Without positives the loss is 0.)"""
-        if not self._plan.pair_loss.needs_both_kinds:
-            return None
-        labels, reference_labels = self._call.arguments["labels"], self._call.ref_labels
-        assert reference_labels is not None
-        differ: Tensor = reference_labels != labels[0]
-        if reference_labels is not labels:
-            differ = torch.cat([differ, labels != labels[0]])
-        return differ.any()
-
-
-def _of_all_rows(parts: Sequence[Numbers | None]) -> Numbers:
-    """Concatenates the numbers of the rows of all tiles."""
-    numbers = [part for part in parts if part is not None]
-    if len(numbers) == 1:
-        return numbers[0]
-    return tuple(torch.cat(each) for each in zip(*numbers, strict=True))
+def _of_all_rows(parts: Sequence[Numbers]) -> Numbers:
+    """Return the numbers of the rows of all tiles."""
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
 def _sorted(values: Tensor, order: Tensor | None) -> Tensor:
-    """Takes values in ``order``; None: as they are."""
+    """Return values in ``order``; None: as they are."""
     return values if order is None else values[order]
 
 
 def _unsorted(values: Tensor, order: Tensor | None) -> Tensor:
-    """Puts values back that were taken in ``order``; None: as they are."""
+    """Return values that were taken in ``order`` in their old order; None: as they are."""
     if order is None:
         return values
     return torch.empty_like(values).index_copy_(0, order, values)

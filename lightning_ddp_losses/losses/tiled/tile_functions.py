@@ -1,328 +1,241 @@
-"""The elementwise part of a tile, one pure function per loss and direction, with masks in place of lists.
+"""Formulas of losses on a tile: pure functions of its matrix and its pairs, for each loss the numbers of rows and their gradient.
 
-A list of positives has a length, and to learn it the host would have to wait for the device. A mask has none: whether an entry is a
-positive follows from the labels of its row and column. So nothing here waits, everything is a function of its arguments, and
-``torch.compile`` can fuse each function into one or two kernels (``tile_compiler``). On the CPU lists are several times faster
-(``pair_losses``, ``margin_losses``, whose formulas these are).
+A formula is written once for all masks of pairs (``masks``): on an accelerator of all columns, on the CPU of a band of columns, of a
+miner's names. Nothing here waits for a device, and ``torch.compile`` can fuse each function into one or two kernels.
 
-Every ``*_rows`` returns numbers of the tile's rows, (T,) each; ``before`` are those of other columns, None: these are the first.
-Every ``*_grad`` returns the gradient of the tile's entries, (T, C), of the transposed ones too where ``of_columns`` are given: what
-``of_rows`` are of the tile's rows, (T,) each, of its columns, (C,) each.
+Every ``*_rows`` returns numbers of the tile's rows, (T,) each. Every ``*_grad`` returns the gradient of the tile's entries, (T, C), plus
+that of the transposed entries if terms of the columns are given.
 
-Each operator on a tile is a launch, and a pass over it: what does not count is overwritten once, with a number whose exponential is 0,
-and not weighed; both softmaxes of an entry, of its row and of its column, are one exponential. A softmax is one launch: what it makes of a
-row's largest entry is 1 over the sum of exponentials.
+Each operator on a tile is a launch and a pass over memory. Entries that do not count are overwritten once, with a number whose exponential
+is 0, and not weighed. Both softmaxes of an entry, of its row and of its column, are one exponential. The sum of exponentials of a row comes
+from its softmax: that of the largest entry is 1 over the sum.
 
-Legend: ``T`` rows of a tile, ``C`` columns, ``k`` statistics of a row.
+Legend: ``T`` rows of a tile, ``C`` columns, ``b`` columns of the band that may hold positives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.losses.tiled.masks import Keys, Masks, Triplets, masks_of
+
 Numbers = tuple[Tensor, ...]
 Limits = tuple[float | None, float | None]
-"""What an element must be larger and smaller than to pass; None in place of both: all pass."""
+"""Bounds between which an element passes a reducer; None in place of both: all pass."""
 
-
-class PairKeys(NamedTuple):
-    """What tells positives from negatives.
-
-    Attributes:
-        row_labels: (T,).
-        column_labels: (C,).
-        row_ids: (T,), the number of each row's sample over all ranks; None: rows and columns are different samples.
-        column_ids: (C,), likewise.
-    """
-
-    row_labels: Tensor
-    column_labels: Tensor
-    row_ids: Tensor | None
-    column_ids: Tensor | None
-
-
-class PairMasks:
-    """Masks of a tile's entries, (T, C) each, made when they are first asked for.
-
-    Args:
-        row_labels: (T,).
-        column_labels: (C,).
-        itself: Rows and columns of the tile whose diagonal is the rows with themselves; None: ``ids`` tell them.
-        ids: (T,) and (C,), numbers of the samples; None in place of both: rows and columns are different samples.
-        lowest: Returns the lowest number of the tile's dtype, 0-dim, which to make anew would be a launch; None: nobody has it.
-    """
-
-    def __init__(
-        self,
-        row_labels: Tensor,
-        column_labels: Tensor,
-        itself: tuple[slice, slice] | None,
-        ids: tuple[Tensor, Tensor] | None = None,
-        lowest: Callable[[], Tensor] | None = None,
-    ) -> None:
-        self._row_labels, self._column_labels = row_labels.unsqueeze(1), column_labels
-        self._itself, self._ids, self._lowest = itself, ids, lowest
-        self._same: Tensor | None = None
-        self._differ: Tensor | None = None
-        self._positives: Tensor | None = None
-
-    @property
-    def are_one_batch(self) -> bool:
-        """Whether rows and columns are the same samples."""
-        return self._itself is not None or self._ids is not None
-
-    @property
-    def same(self) -> Tensor:
-        """Entries of the same label, rows with themselves too."""
-        if self._same is None:
-            self._same = self._row_labels == self._column_labels
-        return self._same
-
-    @property
-    def differ(self) -> Tensor:
-        """Entries of different labels."""
-        if self._differ is None:
-            self._differ = self._row_labels != self._column_labels
-        return self._differ
-
-    @property
-    def positives(self) -> Tensor:
-        """Entries of the same label, but for rows with themselves; in the memory of ``same``, which is made anew if it is wanted again."""
-        if self._positives is None:
-            self._positives, self._same = self.fill_itself(self.same, False), None
-        return self._positives
-
-    @property
-    def alike(self) -> Tensor:
-        """``same`` or ``positives``, whichever there is: for whoever overwrites what is of rows with themselves."""
-        return self.same if self._positives is None else self._positives
-
-    def lowest_but(self, mask: Tensor, values: Tensor) -> Tensor:
-        """Copies (T, C) values with the lowest number where a mask is not."""
-        if self._lowest is None:
-            return torch.where(mask, values, _lowest(values))
-        return torch.where(mask, values, self._lowest())
-
-    def fill_itself(self, values: Tensor, fill: float) -> Tensor:
-        """Returns (T, C) values with ``fill`` for rows with themselves: in their memory, or (of ids) in new memory."""
-        if self._itself is not None:
-            if self._itself[0].start < self._itself[0].stop:
-                values[self._itself].diagonal().fill_(fill)
-            return values
-        if self._ids is None:
-            return values
-        row_ids, column_ids = self._ids
-        return values.masked_fill(row_ids.unsqueeze(1) == column_ids, fill)
-
-
-Keys = PairKeys | PairMasks
-"""What tells positives from negatives; of labels a function makes its own masks, which ``torch.compile`` then fuses with the rest."""
-
-
-def _masks(keys: Keys) -> PairMasks:
-    if isinstance(keys, PairMasks):
-        return keys
-    ids = None
-    if keys.row_ids is not None and keys.column_ids is not None:
-        ids = (keys.row_ids, keys.column_ids)
-    return PairMasks(keys.row_labels, keys.column_labels, None, ids)
+_LINEAR_FROM = 50.0  # exp(-x) is lost next to 1 from here on, in float64 too
+_SORT_FROM = 12  # positives of a row, from which on sorting it is cheaper
 
 
 def _lowest(matrix: Tensor) -> float:
-    """Returns what stands for an entry that does not count in a log-sum-exp: finite, so that a row without entries has a maximum."""
+    """Return the entry that does not count in a log-sum-exp: finite, so that a row without entries has a maximum."""
     return torch.finfo(matrix.dtype).min
 
 
-# ---------------------------------------------------------------------- running sums
+# ---------------------------------------------------------------------- softmaxes
 
 
-def _maximum_and_softmax(values: Tensor, before: Numbers | None) -> Numbers:
-    """Computes the maximum of rows and its softmax, (T,) each, which is 1 over the sum of ``exp(entry - maximum)``.
+def _maximum_and_softmax(values: Tensor) -> Numbers:
+    """Return the maximum of rows and its softmax, (T,) each; a row without entries has the lowest number."""
+    return values.amax(1), values.softmax(1).amax(1)
 
-    Args:
-        values: (T, C), the lowest number for what does not count: the softmax of a row without entries means nothing, and counts nothing
-            beside a higher maximum.
-        before: Both of the entries before.
+
+def _log_sum_exp(values: Tensor) -> Tensor:
+    """Return (T,), the log-sum-exp of rows."""
+    return values.amax(1) - values.log_softmax(1).amax(1)
+
+
+class Softmax(NamedTuple):
+    """The softmax of each row (or column), times a count, as the gradient of a tile takes it: ``count * exp(entry - lse)``.
+
+    Attributes:
+        offset: (n,), added to an entry: ``log(count) - lse``, or ``-lse`` if the factor is the count.
+        factor: (n,), multiplies the exponential: the count. None: the offset contains it.
+        shared: Number that is subtracted from all entries, if rows and columns share one exponential; ``factor`` is then
+            ``count * exp(shared - lse)``.
     """
-    maximum, softmax = values.amax(1), values.softmax(1).amax(1)
-    if before is None:
-        return maximum, softmax
-    highest = torch.maximum(maximum, before[0])
-    sum_exp = (maximum - highest).exp() / softmax + (before[0] - highest).exp() / before[1]
-    return highest, sum_exp.reciprocal()
+
+    offset: Tensor
+    factor: Tensor | None = None
+    shared: float | None = None
 
 
-def _log_sum_exp(values: Tensor, before: Numbers | None) -> Tensor:
-    """Computes (T,), the log-sum-exp of rows; values and what is before as for ``_maximum_and_softmax``, but for one number."""
-    lse = values.amax(1) - values.log_softmax(1).amax(1)
-    return lse if before is None else torch.logaddexp(lse, before[0])
-
-
-def _passing(losses: Tensor, mask: Tensor, limits: Limits | None) -> Tensor:
-    """Tells which pairs of a mask pass the reducer's limits."""
-    low, high = limits or (None, None)
-    if low is not None:
-        mask = mask & (losses > low)
-    if high is not None:
-        mask = mask & (losses < high)
-    return mask
-
-
-def _added(found: Numbers, before: Numbers | None) -> Numbers:
-    return found if before is None else tuple(old + new for old, new in zip(before, found, strict=True))
-
-
-def _exponents(matrix: Tensor, of_rows: Tensor, of_columns: Tensor | None, ratio: float = 1.0) -> Tensor:
-    """Computes ``ratio m_ij + log(exp(a_i) + exp(b_j))``, whose exponential is that of two softmaxes: a is ``log(count) - l``."""
+def softmax_grad(values: Tensor, of_rows: Softmax, of_columns: Softmax | None, ratio: float = 1.0) -> Tensor:
+    """Return the softmax of ``ratio * values`` in rows, plus that in columns, (T, C)."""
+    row_offset = of_rows.offset.unsqueeze(1)
     if of_columns is None:
-        return torch.add(of_rows.unsqueeze(1), matrix, alpha=ratio)
-    return torch.logaddexp(of_rows.unsqueeze(1), of_columns).add_(matrix, alpha=ratio)
+        grad = torch.add(row_offset, values, alpha=ratio).exp_()
+        return grad if of_rows.factor is None else grad.mul_(of_rows.factor.unsqueeze(1))
+    if of_rows.factor is None or of_columns.factor is None:
+        return torch.logaddexp(row_offset, of_columns.offset).add_(values, alpha=ratio).exp_()
+    if of_rows.shared is not None:
+        factors = of_rows.factor.unsqueeze(1) + of_columns.factor
+        exponents = values * ratio if ratio != 1 else values
+        return (exponents - of_rows.shared).exp_().mul_(factors)
+    transposed = torch.add(of_columns.offset, values, alpha=ratio).exp_().mul_(of_columns.factor)
+    return torch.add(row_offset, values, alpha=ratio).exp_().mul_(of_rows.factor.unsqueeze(1)).add_(transposed)
+
+
+def on_tensors(function: Callable[[Tensor], Tensor], terms: Any) -> Any:
+    """Return terms, nested tuples, with a function applied to each tensor."""
+    if isinstance(terms, Tensor):
+        return function(terms)
+    if isinstance(terms, Softmax):
+        return Softmax(*(on_tensors(function, term) for term in terms))
+    if isinstance(terms, tuple):
+        return tuple(on_tensors(function, term) for term in terms)
+    return terms
 
 
 def _of_both(of_rows: Tensor, of_columns: Tensor | None) -> Tensor:
-    """Adds a number of each entry's row to that of its column, (T, C) or (T, 1)."""
+    """Add a number of each entry's row to that of its column, (T, n) or (T, 1)."""
     return of_rows.unsqueeze(1) if of_columns is None else of_rows.unsqueeze(1) + of_columns
 
 
-def _each(of_columns: Numbers | None, count: int) -> Numbers | tuple[None, ...]:
-    return (None,) * count if of_columns is None else of_columns
+# ---------------------------------------------------------------------- limits of reducers
+
+
+def _passes(losses: Tensor, limits: Limits) -> Tensor:
+    """Return which losses pass, bool."""
+    low, high = limits
+    if low is None:
+        return losses < high if high is not None else torch.ones_like(losses, dtype=torch.bool)
+    return losses > low if high is None else (losses > low) & (losses < high)
+
+
+def _passing(losses: Tensor, weights: Tensor, limits: Limits | None) -> Tensor:
+    """Return the weights of the pairs that pass, 0 for the others."""
+    return weights if limits is None else weights * _passes(losses, limits)
+
+
+def _recorded(losses: Tensor, weights: Tensor, limits: Limits | None) -> Numbers:
+    """Return the numbers that a reducer only records: of all pairs, and of those above the lower limit."""
+    above = weights
+    if limits is not None:
+        above = weights * _passes(losses, (limits[0], None))
+    return weights.sum(1, dtype=losses.dtype), above.sum(1, dtype=losses.dtype)
 
 
 # ---------------------------------------------------------------------- supervised contrastive
 
 
-def supcon_rows(matrix: Tensor, keys: Keys, before: Numbers | None) -> Numbers:
-    """Computes maximum, sum of exponentials, sum of the positives less the maximum, number of positives."""
-    masks = _masks(keys)
-    matrix = masks.fill_itself(matrix, _lowest(matrix))
+def supcon_rows(matrix: Tensor, keys: Keys) -> Numbers:
+    """Return the maximum, the sum of exponentials relative to it, the sum of the positives relative to it, the number of positives."""
+    masks = masks_of(keys)
+    matrix = masks.without_strangers(matrix, _lowest(matrix))
     maximum = matrix.amax(1)
-    if before is not None:
-        maximum = torch.maximum(maximum, before[0])
     # relative to the row's largest entry, so that a positive which outweighs all others gives a loss of exactly 0
     entries = matrix - maximum.unsqueeze(1)
-    sum_exp = entries.exp().sum(1)
-    total = entries.mul_(masks.positives).sum(1)
-    number = masks.positives.sum(1, dtype=matrix.dtype)
-    if before is None:
-        return maximum, sum_exp, total, number
-    old_maximum, old_sum_exp, old_total, old_number = before
-    raised = old_maximum - maximum
-    total = total + old_total + torch.where(old_number > 0, raised * old_number, 0)
-    return maximum, sum_exp + old_sum_exp * raised.exp(), total, number + old_number
+    total = (masks.in_band(entries) * masks.positives).sum(1)
+    return maximum, entries.exp_().sum(1), total, masks.number_of_positives(matrix)
 
 
-def supcon_grad(matrix: Tensor, keys: Keys, of_rows: Numbers, of_columns: Numbers | None) -> Tensor:
-    """Computes the softmax of the row, less the row's count spread over its positives.
+def supcon_grad(
+    matrix: Tensor,
+    keys: Keys,
+    of_rows: tuple[Softmax, Tensor],
+    of_columns: tuple[Softmax, Tensor] | None,
+) -> Tensor:
+    """Return the softmax of the row, less the row's count spread over its positives.
 
     Args:
         matrix: (T, C).
-        keys: Of the tile.
-        of_rows: The logarithm of the row's count less its log-sum-exp; its count over its number of positives.
-        of_columns: Likewise.
+        keys: Pairs of the tile.
+        of_rows: Softmax of the rows; the count of each over its number of positives.
+        of_columns: The same of the columns; None: the transposed entries have no gradient here.
     """
-    masks = _masks(keys)
-    offsets, shares = _each(of_columns, 2)
-    grad = _exponents(matrix, of_rows[0], offsets).exp_()
-    return masks.fill_itself(grad.addcmul_(_of_both(of_rows[1], shares), masks.alike, value=-1), 0)
+    masks = masks_of(keys)
+    columns, shares = of_columns or (None, None)
+    grad = softmax_grad(matrix, of_rows[0], columns)
+    return masks.subtract_at_positives_(grad, _of_both(of_rows[1], on_tensors(masks.in_band, shares)))
 
 
 # ---------------------------------------------------------------------- NT-Xent
 
 
-def ntxent_negatives(matrix: Tensor, keys: Keys, before: Numbers | None) -> Numbers:
-    """Computes the log-sum-exp of the negatives."""
-    return (_log_sum_exp(_negatives(matrix, _masks(keys).same), before),)
+def ntxent_rows(matrix: Tensor, keys: Keys, limits: Limits | None, tiny: float, records: bool) -> Numbers:
+    """Return the log-sum-exp of the negatives, and sums over the positives: of losses that pass, their number, their pull.
 
-
-def ntxent_positives(
-    matrix: Tensor, keys: Keys, lse: Tensor, before: Numbers | None, limits: Limits | None, tiny: float
-) -> Numbers:
-    """Computes sums of the positives: losses that pass, their number, what they give to the negatives' gradient.
+    The pull of a pair is its part in the gradient of the negatives.
 
     Args:
         matrix: (T, C).
-        keys: Of the tile.
-        lse: (T,), of the rows' negatives.
-        before: Sums of the columns before.
-        limits: What passes.
-        tiny: What PML adds to a ratio.
+        keys: Pairs of the tile.
+        limits: Limits of the reducer.
+        tiny: Number that PML adds to a ratio.
+        records: Whether the numbers that a reducer only records are wanted too.
     """
-    masks = _masks(keys)
+    masks = masks_of(keys)
+    negatives, entries = masks.split(matrix, _lowest(matrix))
+    lse = _log_sum_exp(negatives)
     positives = masks.positives
-    # so far below an entry that is no positive, that it has no loss and gives nothing
-    below = masks.lowest_but(positives, lse.unsqueeze(1) - matrix)
-    losses, pulls = ntxent_pair_(below, tiny)
+    # entries that are no positives lie so far above that they have no loss and no pull
+    below = masks.lowest_but(positives, lse.unsqueeze(1) - entries)
+    losses, pulls = _ntxent_pair_(below, tiny)
     passing = _passing(losses, positives, limits)
-    if limits is not None:
-        losses, pulls = losses.mul_(passing), pulls.mul_(passing)
-    number = passing.sum(1, dtype=matrix.dtype)
+    recorded = _recorded(losses, positives, limits) if records else ()
     # each positive compares itself with all negatives of its row
-    return _added((losses.sum(1), number, pulls.sum(1)), before)
-
-
-def ntxent_rows(matrix: Tensor, keys: Keys, limits: Limits | None, tiny: float) -> Numbers:
-    """Computes both, where the tile has all columns."""
-    masks = _masks(keys)
-    lse = _log_sum_exp(_negatives(matrix, masks.same), None)
-    return (lse, *ntxent_positives(matrix, masks, lse, None, limits, tiny))
+    if limits is not None or masks.counted:
+        losses, pulls = losses.mul_(passing), pulls.mul_(passing)
+    return lse, pulls.sum(1), losses.sum(1), passing.sum(1, dtype=matrix.dtype), *recorded
 
 
 def ntxent_grad(
-    matrix: Tensor, keys: Keys, of_rows: Numbers, of_columns: Numbers | None, limits: Limits | None, tiny: float
+    matrix: Tensor,
+    keys: Keys,
+    of_rows: tuple[Softmax, tuple[Tensor, ...]],
+    of_columns: tuple[Softmax, tuple[Tensor, ...]] | None,
+    limits: Limits | None,
+    tiny: float,
 ) -> Tensor:
-    """Computes the softmax over the row's negatives times the row's weight, and each positive's own derivative.
+    """Return the softmax over the row's negatives times the row's pull, and the derivative of each positive.
 
     Args:
         matrix: (T, C).
-        keys: Of the tile.
-        of_rows: The logarithm of the row's weight less its log-sum-exp; that log-sum-exp; if pairs of different rows count differently,
-            how much.
-        of_columns: Likewise.
-        limits: What passes.
-        tiny: What PML adds to a ratio.
+        keys: Pairs of the tile.
+        of_rows: Softmax of the rows; their log-sum-exp, and if pairs of different rows count differently, the count of a pair.
+        of_columns: The same of the columns; None: the transposed entries have no gradient here.
+        limits: Limits of the reducer.
+        tiny: Number that PML adds to a ratio.
     """
-    masks = _masks(keys)
-    offsets = None if of_columns is None else of_columns[0]
-    grad = _exponents(_negatives(matrix, masks.alike), of_rows[0], offsets).exp_()
+    masks = masks_of(keys)
+    negatives, entries = masks.split(matrix, _lowest(matrix))
+    columns, of_positives = of_columns or (None, None)
+    grad = softmax_grad(negatives, of_rows[0], columns)
     total: Tensor | None = None
-    for numbers, dim in ((of_rows, 1), (of_columns, 0)):
-        if numbers is None:
+    for terms, dim in ((of_rows[1], 1), (on_tensors(masks.in_band, of_positives), 0)):
+        if terms is None:
             continue
-        _, lse, *counts = (number.unsqueeze(dim) for number in numbers)
-        losses, pulls = ntxent_pair_(lse - matrix, tiny, wants_loss=limits is not None)
+        lse, *counts = (term.unsqueeze(dim) for term in terms)
+        losses, pulls = _ntxent_pair_(lse - entries, tiny, wants_loss=limits is not None)
         if limits is not None:
-            pulls.mul_(_passing(losses, masks.alike, limits))
+            pulls.mul_(_passes(losses, limits))
         for count in counts:
             pulls.mul_(count)
         total = pulls if total is None else total.add_(pulls)
     assert total is not None
-    return masks.fill_itself(grad.addcmul_(total, masks.alike, value=-1), 0)
+    return masks.subtract_at_positives_(grad, total)
 
 
-def _negatives(matrix: Tensor, others: Tensor) -> Tensor:
-    """Copies a matrix with the lowest number for what is no negative, by the mask of that."""
-    return matrix.masked_fill(others, _lowest(matrix))
-
-
-def ntxent_pair_(below: Tensor, tiny: float, *, wants_loss: bool = True) -> tuple[Tensor, Tensor]:
-    """Computes the loss of each pair (rubbish unless it is wanted), and minus its derivative by s_ip.
+def _ntxent_pair_(below: Tensor, tiny: float, *, wants_loss: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the loss of each pair (meaningless unless it is wanted), and minus its derivative by the pair's entry.
 
     Args:
-        below: l_i - s_ip; overwritten.
-        tiny: What PML adds to r_ip; 0 where no ratio is so small that it counts.
-        wants_loss: Else only the derivative is.
+        below: Log-sum-exp of the row less the entry; overwritten.
+        tiny: Number that PML adds to a ratio; 0 if no ratio is so small that it counts.
+        wants_loss: Whether the loss is wanted.
     """
     if not tiny:
-        # r = sigmoid(-below), the loss -log(r), its derivative 1 - r
+        # the ratio is r = sigmoid(-below), the loss -log(r), its derivative 1 - r
         losses = below
         if wants_loss:
             losses = torch.nn.functional.softplus(below, threshold=_LINEAR_FROM)
         return losses, below.sigmoid_()
-    # r = sigmoid(-below); not torch.sigmoid: it ends where exp(-x) overflows, before r + tiny is tiny
+    # not torch.sigmoid: it ends where exp(-x) overflows, before r + tiny is tiny
     ratio = torch.nn.functional.logsigmoid(-below).exp_()
     lifted = ratio + tiny
     # the loss is -log(r + tiny), its derivative (1 - r) r / (r + tiny)
@@ -330,49 +243,45 @@ def ntxent_pair_(below: Tensor, tiny: float, *, wants_loss: bool = True) -> tupl
     return lifted.log_().neg_(), pulls
 
 
-_LINEAR_FROM = 50.0  # where exp(-x) is nothing beside 1, in float64 too
-
-
 # ---------------------------------------------------------------------- multi-similarity
 
 
-def multi_similarity_rows(matrix: Tensor, keys: Keys, before: Numbers | None, base: float, ratio: float) -> Numbers:
-    """Computes the maximum of the negatives and its softmax, and those of the positives' exponents, ``(entry - base) ratio``."""
-    masks = _masks(keys)
-    # the 1 of the formula is a first entry, exp(0), at s = base: in the place of the row with itself, else before all others
-    of_negatives = of_positives = None
-    if before is not None:
-        of_negatives, of_positives = before[:2], before[2:]
-    elif not masks.are_one_batch:
-        one = matrix.new_ones(len(matrix))
-        of_negatives, of_positives = (one * base, one), (one * 0, one)
-    negatives = masks.fill_itself(_negatives(matrix, masks.same), base)
-    exponents = (matrix - base).mul_(ratio)
-    exponents = masks.fill_itself(masks.lowest_but(masks.same, exponents), 0)
-    return (*_maximum_and_softmax(negatives, of_negatives), *_maximum_and_softmax(exponents, of_positives))
+def multi_similarity_rows(matrix: Tensor, keys: Keys, base: float, ratio: float) -> Numbers:
+    """Return the maximum of the negatives and its softmax, and those of the positives' exponents, ``(entry - base) * ratio``."""
+    masks = masks_of(keys)
+    negatives, entries = masks.split(matrix, _lowest(matrix))
+    exponents = masks.lowest_but(masks.same, (entries - base).mul_(ratio))
+    # the 1 of the formula is one more entry, exp(0), at s = base: in the place of the row with itself, else next to the others
+    if masks.are_one_batch:
+        negatives, exponents = masks.without_strangers(negatives, base), masks.fill_itself(exponents, 0)
+    else:
+        one = matrix.new_ones(len(matrix), 1)
+        negatives, exponents = torch.cat([negatives, one * base], 1), torch.cat([exponents, one * 0], 1)
+    return *_maximum_and_softmax(negatives), *_maximum_and_softmax(exponents)
 
 
 def multi_similarity_grad(
-    matrix: Tensor, keys: Keys, of_rows: Numbers, of_columns: Numbers | None, base: float, ratio: float
+    matrix: Tensor,
+    keys: Keys,
+    of_rows: tuple[Softmax, Softmax],
+    of_columns: tuple[Softmax, Softmax] | None,
+    ratio: float,
 ) -> Tensor:
-    """Computes the softmax of the negatives, and that of the positives of the opposite sign.
+    """Return the softmax of the negatives, and minus that of the positives.
 
     Args:
         matrix: (T, C).
-        keys: Of the tile.
-        of_rows: The logarithm of the row's count less the log-sum-exp of the negatives' entries less the base, and of the positives'.
-        of_columns: Likewise.
-        base: An entry that all count from.
-        ratio: Of the positives' exponents to the entries.
+        keys: Pairs of the tile.
+        of_rows: Softmax of the rows' negatives; that of their positives times ``ratio``, relative to the base.
+        of_columns: The same of the columns; None: the transposed entries have no gradient here.
+        ratio: Factor of the positives' exponents.
     """
-    masks = _masks(keys)
-    of_negatives, of_positives = _each(of_columns, 2)
-    entries = matrix - base  # smaller numbers, which round less
-    negatives = _exponents(entries, of_rows[0], of_negatives)
-    positives = _exponents(entries, of_rows[1], of_positives, ratio)
-    grad = torch.where(masks.same, positives, negatives).exp_()
-    # minus the positives
-    return masks.fill_itself(grad.addcmul_(grad, masks.same, value=-2), 0)
+    masks = masks_of(keys)
+    negatives, entries = masks.split(matrix, _lowest(matrix))
+    columns, of_positives = of_columns or (None, None)
+    grad = softmax_grad(negatives, of_rows[0], columns)
+    positives = softmax_grad(entries, of_rows[1], on_tensors(masks.in_band, of_positives), ratio)
+    return masks.subtract_at_positives_(grad, positives)
 
 
 # ---------------------------------------------------------------------- contrastive
@@ -381,137 +290,192 @@ def multi_similarity_grad(
 def contrastive_rows(
     matrix: Tensor,
     keys: Keys,
-    before: Numbers | None,
     margins: tuple[float, float],
     sign: float,
     limits: tuple[Limits | None, Limits | None],
-) -> Numbers:
-    """Computes the sum of what passes and its number, of the positives and then of the negatives."""
-    numbers: Numbers = ()
-    for losses, number in _contrastive_losses(matrix, keys, margins, sign, limits):
-        numbers = (*numbers, losses.sum(1), number)
-    return _added(numbers, before)
-
-
-def contrastive_rows_and_grads(
-    matrix: Tensor,
-    keys: Keys,
-    before: Numbers | None,
-    margins: tuple[float, float],
-    sign: float,
-    limits: tuple[Limits | None, Limits | None],
+    records: bool,
 ) -> tuple[Numbers, list[Tensor]]:
-    """Computes the same, and of each kind (T, C) 1 where a pair has a loss that passes, else 0."""
+    """Return sums of losses that pass and their number, and how often each pair has a loss that passes: of positives, then of negatives.
+
+    Args:
+        matrix: (T, C).
+        keys: Pairs of the tile.
+        margins: Margins of positives and negatives.
+        sign: 1 for a distance, -1 for a similarity.
+        limits: Limits of the reducers of positives and negatives.
+        records: Whether the numbers that a reducer only records are wanted too.
+    """
+    masks, (near, far) = masks_of(keys), margins
+    # the loss of a row with itself as a positive is 0
+    matrix = masks.without_strangers(matrix, near)
+    entries = masks.in_band(matrix)
+    violations = (entries - near, far - matrix) if sign > 0 else (near - entries, matrix - far)
     numbers: Numbers = ()
-    grads = []
-    for losses, number in _contrastive_losses(matrix, keys, margins, sign, limits):
-        numbers = (*numbers, losses.sum(1), number)
-        grads.append(losses.sign_())
-    return _added(numbers, before), grads
+    counts: list[Tensor] = []
+    for losses, are_positive, each_limits in zip(violations, (True, False), limits, strict=True):
+        found, passing = _contrastive_kind(losses, masks, each_limits, records, are_positive=are_positive)
+        numbers, counts = (*numbers, *found), [*counts, passing]
+    return numbers, counts
+
+
+def _contrastive_kind(
+    losses: Tensor, masks: Masks, limits: Limits | None, records: bool, *, are_positive: bool
+) -> tuple[Numbers, Tensor]:
+    """Return the numbers of rows, and how often each pair passes, of violations of positives (T, b) or negatives (T, C)."""
+    low, high = limits or (0.0, None)
+    if high is None and low is not None and low >= 0 and not masks.counted:
+        # 0 stands for pairs that do not pass and for entries that are no such pairs
+        kept = losses.mul_(masks.same_or_positives) if are_positive else masks.weigh_negatives_(losses)
+        kept = torch.threshold_(kept, low, 0)
+        total = kept.sum(1)
+        passing = kept.sign_()
+        if limits is not None and not records:
+            return (total, passing.sum(1)), passing
+        of_kind = masks.number_of_positives if are_positive else masks.number_of_negatives
+        number = of_kind(losses)
+        passed = number if limits is None else passing.sum(1)
+        return (total, passed, *((number, passed) if records else ())), passing
+    weights = masks.positives if are_positive else masks.weigh_negatives_(torch.ones_like(losses))
+    losses = losses.clamp_min_(0)
+    passing = _passing(losses, weights, limits)
+    recorded = _recorded(losses, weights, limits) if records else ()
+    numbers = ((losses * passing).sum(1), passing.sum(1, dtype=losses.dtype), *recorded)
+    return numbers, losses.sign_().mul_(passing)
 
 
 def contrastive_grad(
     matrix: Tensor,
     keys: Keys,
-    of_rows: Numbers,
-    of_columns: Numbers | None,
+    of_rows: tuple[Tensor, Tensor],
+    of_columns: tuple[Tensor, Tensor] | None,
     margins: tuple[float, float],
     sign: float,
     limits: tuple[Limits | None, Limits | None],
 ) -> Tensor:
-    """Computes 1 where a pair has a loss that passes, with its sign, times how much a pair of its row and column counts.
+    """Return 1 for a pair whose loss passes, with its sign, times the counts of a pair of its row and column.
 
     Args:
         matrix: (T, C).
-        keys: Of the tile.
-        of_rows: How much a positive and a negative pair count, (T,) or (1,) each.
-        of_columns: Likewise.
-        margins: Of positives and negatives.
-        sign: 1 for a distance, -1 for a similarity.
-        limits: Of positives and negatives.
+        keys: Pairs of the tile.
+        of_rows: Counts of a positive and a negative pair, (T,) each.
+        of_columns: The same of the columns, (C,) each; None: the transposed entries have no gradient here.
+        margins: As for ``contrastive_rows``.
+        sign: As for ``contrastive_rows``.
+        limits: As for ``contrastive_rows``.
     """
-    grads = []
-    losses = _contrastive_losses(matrix, keys, margins, sign, limits)
-    for (each, _), counts, column_counts in zip(losses, of_rows, _each(of_columns, 2), strict=True):
-        grads.append(each.sign_().mul_(_of_both(counts, column_counts)))
-    return grads[0].sub_(grads[1]) if sign > 0 else grads[1].sub_(grads[0])
-
-
-def _contrastive_losses(
-    matrix: Tensor,
-    keys: Keys,
-    margins: tuple[float, float],
-    sign: float,
-    limits: tuple[Limits | None, Limits | None],
-) -> list[tuple[Tensor, Tensor]]:
-    """Computes the losses that pass, (T, C), 0 elsewhere, and their number, (T,): of positives and negatives."""
-    masks, (near, far) = _masks(keys), margins
-    matrix = masks.fill_itself(matrix, near)  # whose loss is 0
-    if sign > 0:
-        above, below = matrix - near, far - matrix
-    else:
-        above, below = near - matrix, matrix - far
-    found = []
-    for losses, are_positive, each_limits in zip((above, below), (True, False), limits, strict=True):
-        low, high = each_limits or (None, None)
-        if low is not None and low >= 0 and high is None:
-            # 0 is what does not pass, and what is no such pair
-            kept = losses.mul_(masks.same) if are_positive else losses.masked_fill_(masks.same, 0)
-            kept = torch.threshold_(kept, low, 0)
-            found.append((kept, torch.linalg.vector_norm(kept, 0, dim=1)))
-            continue
-        pairs = masks.positives if are_positive else masks.differ
-        passing = _passing(losses.clamp_min_(0), pairs, each_limits)
-        found.append((losses.mul_(passing), passing.sum(1, dtype=matrix.dtype)))
-    return found
+    masks = masks_of(keys)
+    _, (positives, negatives) = contrastive_rows(matrix, masks, margins, sign, limits, False)
+    near, far = of_columns or (None, None)
+    positives.mul_(_of_both(of_rows[0], on_tensors(masks.in_band, near)))
+    grad = negatives.mul_(_of_both(of_rows[1], far)).mul_(-sign)
+    masks.in_band(grad).add_(positives, alpha=sign)
+    return grad
 
 
 # ---------------------------------------------------------------------- triplets
 
 
-def triplet_rows(matrix: Tensor, keys: Keys, margin: float, limits: Limits | None) -> Numbers:
-    """Computes minus the sum of the triplets' losses and their number, with ``limits`` of those above 0; the tile has all columns."""
-    return _triplets(matrix, _masks(keys), margin, limits)[0]
+def sorted_triplets(matrix: Tensor, keys: Keys, margin: float, limits: Limits | None) -> tuple[Numbers, Tensor]:
+    """Return minus the sum of the triplets' losses and their number, and the derivative of the sum, for ``relu`` of violations.
 
+    A row is sorted twice: how many negatives violate each positive, and how many positives each negative violates.
 
-def triplet_rows_and_grads(
-    matrix: Tensor, keys: Keys, margin: float, limits: Limits | None
-) -> tuple[Numbers, list[Tensor]]:
-    """Computes the same, and (T, C) how many negatives violate each positive, less how many positives each negative violates."""
-    numbers, negatives, thresholds, violating = _triplets(matrix, _masks(keys), margin, limits)
-    return numbers, [_triplet_counts(negatives, thresholds, violating)]
+    Args:
+        matrix: (T, C).
+        keys: Pairs of the tile, each counted once.
+        margin: Margin of the loss.
+        limits: Limits of the reducer: None, or those of losses above 0.
 
-
-def triplet_grad(matrix: Tensor, keys: Keys, row_counts: Tensor, margin: float) -> Tensor:
-    """Computes these differences times the row's count."""
-    negatives, thresholds = _triplet_entries(matrix, _masks(keys), margin)
-    violating = torch.searchsorted(negatives.sort(1).values, thresholds)
-    return _triplet_counts(negatives, thresholds, violating).mul_(row_counts.unsqueeze(1))
-
-
-def _triplet_entries(matrix: Tensor, masks: PairMasks, margin: float) -> tuple[Tensor, Tensor]:
-    """Makes the negatives' entries, inf elsewhere, and the positives' plus the margin, the lowest number elsewhere."""
-    thresholds = masks.fill_itself(masks.lowest_but(masks.same, matrix + margin), _lowest(matrix))
-    return matrix.masked_fill(masks.same, torch.inf), thresholds
-
-
-def _triplets(
-    matrix: Tensor, masks: PairMasks, margin: float, limits: Limits | None
-) -> tuple[Numbers, Tensor, Tensor, Tensor]:
-    """Computes the numbers of ``triplet_rows``, the entries, and how many negatives violate each positive."""
-    negatives, thresholds = _triplet_entries(matrix, masks, margin)
+    Returns:
+        (T,) twice, and (T, C).
+    """
+    masks = masks_of(keys)
+    negatives, entries = masks.split(matrix, torch.inf)
+    thresholds = masks.lowest_but(masks.positives, entries + margin)
     in_order = negatives.sort(1).values
     violating = torch.searchsorted(in_order, thresholds)
-    # by how much in all, from cumulated sums
+    # the sum of violations, from cumulated sums
     sums = torch.nn.functional.pad(in_order.cumsum(1, dtype=torch.float64), (1, 0))
     total = sums.gather(1, violating).addcmul_(thresholds, violating, value=-1).sum(1)
-    if limits is not None:
-        return (total, violating.sum(1)), negatives, thresholds, violating
-    number = masks.positives.sum(1) * masks.differ.sum(1)
-    return (total, number), negatives, thresholds, violating
+    if limits is None:
+        number = masks.number_of_positives(violating) * masks.number_of_negatives(matrix).to(violating.dtype)
+    else:
+        number = violating.sum(1)
+    # each triplet pulls its positive closer and pushes its negative away
+    counts = torch.searchsorted(thresholds.sort(1).values, negatives, right=True)
+    masks.in_band(counts).add_(violating)
+    return (total, number), torch.sub(counts, thresholds.shape[1], out=torch.empty_like(matrix))
 
 
-def _triplet_counts(negatives: Tensor, thresholds: Tensor, violating: Tensor) -> Tensor:
-    """Computes how many negatives violate each positive, less how many positives each negative violates, in the entries' dtype."""
-    not_violated = torch.searchsorted(thresholds.sort(1).values, negatives, right=True)
-    return torch.sub(not_violated.add_(violating), negatives.shape[1], out=torch.empty_like(negatives))
+def sorting_is_cheaper(keys: Keys) -> bool:
+    """Return whether ``sorted_triplets`` is the cheaper way; the only one if the host does not know how many positives there are."""
+    masks = masks_of(keys)
+    return not masks.counted and (masks.most_positives is None or masks.most_positives >= _SORT_FROM)
+
+
+def triplets_one_by_one(
+    matrix: Tensor, keys: Keys, margin: float, limits: Limits | None, smooth: bool, records: bool
+) -> tuple[Numbers, Tensor]:
+    """Return minus the sum of the triplets' losses that pass and their number, and the derivative of the sum.
+
+    One positive of each row at a time is compared with all negatives of the row.
+
+    Args:
+        matrix: (T, C).
+        keys: Pairs of the tile; the host knows how many positives a row has at most.
+        margin: Margin of the loss.
+        limits: Limits of the reducer.
+        smooth: Whether the loss is ``softplus`` of violations, else ``relu``.
+        records: Whether the numbers that a reducer only records are wanted too.
+
+    Returns:
+        (T,) of each number, and (T, C).
+    """
+    masks = masks_of(keys)
+    assert masks.most_positives is not None
+    weights, columns = masks.positives.to(matrix.dtype).topk(masks.most_positives, 1)
+    entries = masks.in_band(matrix).gather(1, columns)
+    negatives, grad = masks.weigh_negatives_(torch.ones_like(matrix)), torch.zeros_like(matrix)
+    numbers: list[Tensor] = [matrix.new_zeros(len(matrix)) for _ in range(4 if records else 2)]
+    pulls = torch.zeros_like(entries)
+    for k in range(entries.shape[1]):
+        losses, derivatives = _of_violations_(entries[:, k : k + 1] - matrix + margin, smooth=smooth)
+        allowed = negatives * weights[:, k : k + 1]
+        passing = _passing(losses, allowed, limits)
+        found = [-(losses * passing).sum(1), passing.sum(1)]
+        if records:
+            found += _recorded(losses, allowed, limits)
+        for number, added in zip(numbers, found, strict=True):
+            number.add_(added)
+        # each triplet pulls its positive closer and pushes its negative away
+        derivatives.mul_(passing)
+        grad.sub_(derivatives)
+        pulls[:, k] = derivatives.sum(1)
+    masks.in_band(grad).scatter_add_(1, columns, pulls)
+    return tuple(numbers), grad
+
+
+def named_triplets(
+    matrix: Tensor, triplets: Triplets, margin: float, limits: Limits | None, smooth: bool, records: bool
+) -> tuple[Numbers, Tensor]:
+    """Return the same for triplets that a miner names."""
+    anchors, positives, negatives = triplets
+    violations = matrix[anchors, positives] - matrix[anchors, negatives] + margin
+    losses, derivatives = _of_violations_(violations, smooth=smooth)
+    ones = torch.ones_like(losses).unsqueeze(1)
+    passing = _passing(losses.unsqueeze(1), ones, limits)
+    each = [-losses * passing.squeeze(1), passing.squeeze(1)]
+    if records:
+        each += _recorded(losses.unsqueeze(1), ones, limits)
+    numbers = tuple(matrix.new_zeros(len(matrix)).index_add_(0, anchors, number) for number in each)
+    derivatives.mul_(passing.squeeze(1))
+    grad = torch.zeros_like(matrix).index_put_((anchors, positives), derivatives, accumulate=True)
+    return numbers, grad.index_put_((anchors, negatives), -derivatives, accumulate=True)
+
+
+def _of_violations_(violations: Tensor, *, smooth: bool) -> tuple[Tensor, Tensor]:
+    """Return the losses of triplets and their derivatives by the violations, which are overwritten."""
+    if smooth:
+        return torch.nn.functional.softplus(violations), violations.sigmoid_()
+    losses = violations.clamp_min_(0)
+    return losses, losses.sign()

@@ -1,0 +1,438 @@
+"""Pairs of a tile: masks that tell which of its entries are positives and negatives.
+
+A formula of ``tile_functions`` is written once, for any of these masks:
+
+* ``WholePairs``: masks of all columns, from the labels of rows and columns. The host learns nothing about them and never waits.
+* ``SortedPairs``: masks of a band of columns. Rows and columns are sorted by label, so the positives of a tile's rows lie in a few
+  neighbouring columns. Outside the band every entry is a negative. The host reads the bands once a call.
+* ``NamedPairs``: counts for all columns: how often a miner names each entry.
+
+``NamedTriplets`` are no masks: each triplet has its own three rows.
+
+Legend: ``T`` rows of a tile, ``C`` columns, ``b`` columns of a band, ``B`` rows on this rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LabelKeys(NamedTuple):
+    """Tensors from which a compiled function makes its own masks, so that ``torch.compile`` fuses them with the rest.
+
+    Attributes:
+        row_labels: (T,).
+        column_labels: (C,).
+        own_columns: (T, 1), the column of each row itself; None: rows and columns are different samples.
+    """
+
+    row_labels: Tensor
+    column_labels: Tensor
+    own_columns: Tensor | None
+
+
+class LabelMasks:
+    """Masks of a tile whose pairs follow from labels; each is made when it is first needed.
+
+    Args:
+        row_labels: (T,).
+        column_labels: (b,), of the band.
+        own_columns: (T, 1), the column in the band of each row itself; or the first of them, if they follow each other. None: rows and
+            columns are different samples.
+        band: The columns that may hold positives. None: all of them.
+        most_positives: The number of positives of the row with the most. None: the host does not know.
+        overwrites: The tile's matrix may be overwritten, with a band.
+        lowest: Returns the lowest number of the tile's dtype, 0-dim, which costs a launch. None: it is made from a Python number.
+        functional: The masks are made inside a compiled function.
+    """
+
+    counted = False
+
+    def __init__(
+        self,
+        row_labels: Tensor,
+        column_labels: Tensor,
+        own_columns: Tensor | int | None,
+        *,
+        band: slice | None = None,
+        most_positives: int | None = None,
+        overwrites: bool = False,
+        lowest: Callable[[], Tensor] | None = None,
+        functional: bool = False,
+    ) -> None:
+        self._row_labels, self._column_labels, self._own_columns = row_labels.unsqueeze(1), column_labels, own_columns
+        self.band, self.most_positives = band, most_positives
+        self._overwrites, self._lowest, self._functional = overwrites, lowest, functional
+        self._same: Tensor | None = None
+        self._positives: Tensor | None = None
+
+    @property
+    def are_one_batch(self) -> bool:
+        """Whether rows and columns are the same samples."""
+        return self._own_columns is not None
+
+    @property
+    def same(self) -> Tensor:
+        """(T, b), entries of the same label, with the rows themselves."""
+        if self._same is None:
+            self._same = self._row_labels == self._column_labels
+        return self._same
+
+    @property
+    def positives(self) -> Tensor:
+        """(T, b), entries of the same label without the rows themselves; in the memory of ``same``, which is then made again if needed."""
+        if self._positives is None:
+            self._positives, self._same = self.fill_itself(self.same, False), None
+        return self._positives
+
+    @property
+    def same_or_positives(self) -> Tensor:
+        """Either of both that exists, for values that are 0 or overwritten at the rows themselves."""
+        return self.same if self._positives is None else self._positives
+
+    def in_band(self, values: Tensor) -> Tensor:
+        """Return the part (T, b) or (b,) of values (T, C) or (C,) that may belong to positives; a view."""
+        return values if self.band is None else values[..., self.band]
+
+    def fill_itself(self, values: Tensor, fill: float) -> Tensor:
+        """Overwrite (T, b) values of the rows with themselves; return them (in new memory inside a compiled function)."""
+        own = self._own_columns
+        if own is None:
+            return values
+        if isinstance(own, int):
+            values[:, own : own + len(values)].diagonal().fill_(fill)
+            return values
+        if self._functional:
+            return values.masked_fill(torch.arange(values.shape[1], device=values.device) == own, fill)
+        return values.scatter_(1, own, fill)
+
+    def without_strangers(self, matrix: Tensor, fill: float) -> Tensor:
+        """Return a matrix (T, C) with ``fill`` for entries that are no pairs; it may be overwritten."""
+        if self.band is None:
+            return self.fill_itself(matrix, fill)
+        self.fill_itself(self.in_band(matrix), fill)
+        return matrix
+
+    def split(self, matrix: Tensor, fill: float) -> tuple[Tensor, Tensor]:
+        """Return (T, C) negatives, ``fill`` elsewhere, and the entries (T, b) that may be positives."""
+        if self.band is None:
+            return matrix.masked_fill(self.same, fill), matrix
+        entries = self.in_band(matrix).clone()
+        negatives = matrix if self._overwrites else matrix.clone()
+        self.in_band(negatives).masked_fill_(self.same, fill)
+        return negatives, entries
+
+    def lowest_but(self, mask: Tensor, values: Tensor) -> Tensor:
+        """Return a copy of values with the lowest number outside of a mask."""
+        if self._lowest is None:
+            return torch.where(mask, values, torch.finfo(values.dtype).min)
+        return torch.where(mask, values, self._lowest())
+
+    def weigh_negatives_(self, values: Tensor) -> Tensor:
+        """Multiply (T, C) values by how often each entry counts as a negative; return them."""
+        self.in_band(values).masked_fill_(self.same, 0)
+        return values
+
+    def number_of_positives(self, like: Tensor) -> Tensor:
+        """Return (T,), the number of positives of each row, in the dtype of ``like``."""
+        return self.positives.sum(1, dtype=like.dtype)
+
+    def number_of_negatives(self, matrix: Tensor) -> Tensor:
+        """Return (T,), the number of negatives of each row of a matrix (T, C), in its dtype."""
+        return matrix.shape[1] - self.same.sum(1, dtype=matrix.dtype)
+
+    def subtract_at_positives_(self, grad: Tensor, values: Tensor) -> Tensor:
+        """Subtract (T, b) values from the gradient of the positives, and clear that of the rows with themselves; return it."""
+        band = self.in_band(grad).addcmul_(values, self.same_or_positives, value=-1)
+        filled = self.fill_itself(band, 0)
+        return filled if self.band is None else grad
+
+
+class CountedMasks:
+    """Masks of a tile whose pairs a miner names; the interface of ``LabelMasks``.
+
+    Args:
+        positives: (T, C), how often each entry is named as a positive.
+        negatives: (T, C), how often as a negative.
+        most_positives: The number of positives of the row with the most.
+        repeats_negatives: Whether an entry may be named more than once as a negative.
+    """
+
+    counted = True
+    are_one_batch = False
+    band = None
+
+    def __init__(self, positives: Tensor, negatives: Tensor, most_positives: int, *, repeats_negatives: bool) -> None:
+        self.positives, self.negatives, self.most_positives = positives, negatives, most_positives
+        self._repeats_negatives = repeats_negatives
+
+    @property
+    def same(self) -> Tensor:
+        """(T, C), the positives."""
+        return self.positives > 0
+
+    @property
+    def same_or_positives(self) -> Tensor:
+        """(T, C), the positives."""
+        return self.positives
+
+    def in_band(self, values: Tensor) -> Tensor:
+        """Return the values: any column may hold positives."""
+        return values
+
+    def fill_itself(self, values: Tensor, fill: float) -> Tensor:
+        """Return the values: a miner names no row with itself."""
+        return values
+
+    def without_strangers(self, matrix: Tensor, fill: float) -> Tensor:
+        """Return a matrix (T, C) with ``fill`` for entries that are no pairs."""
+        return matrix.masked_fill(self._are_strangers(), fill)
+
+    def split(self, matrix: Tensor, fill: float) -> tuple[Tensor, Tensor]:
+        """Return (T, C) negatives, ``fill`` elsewhere, and all entries. A negative that is named n times is as large as n of them."""
+        negatives = matrix.masked_fill(self.negatives == 0, fill)
+        if self._repeats_negatives:
+            negatives.add_(self.negatives.clamp(min=1).log_())
+        return negatives, matrix
+
+    def lowest_but(self, mask: Tensor, values: Tensor) -> Tensor:
+        """Return a copy of values with the lowest number outside of a mask."""
+        return torch.where(mask > 0, values, torch.finfo(values.dtype).min)
+
+    def weigh_negatives_(self, values: Tensor) -> Tensor:
+        """Multiply (T, C) values by how often each entry counts as a negative; return them."""
+        return values.mul_(self.negatives)
+
+    def number_of_positives(self, like: Tensor) -> Tensor:
+        """Return (T,), the number of positives of each row, in the dtype of ``like``."""
+        return self.positives.sum(1, dtype=like.dtype)
+
+    def number_of_negatives(self, matrix: Tensor) -> Tensor:
+        """Return (T,), the number of negatives of each row."""
+        return self.negatives.sum(1, dtype=matrix.dtype)
+
+    def subtract_at_positives_(self, grad: Tensor, values: Tensor) -> Tensor:
+        """Subtract (T, C) values from the gradient of the positives, and clear that of entries that are no pairs; return it."""
+        return grad.masked_fill_(self._are_strangers(), 0).addcmul_(values, self.positives, value=-1)
+
+    def _are_strangers(self) -> Tensor:
+        return (self.positives + self.negatives) == 0
+
+
+Masks = LabelMasks | CountedMasks
+Keys = Masks | LabelKeys
+"""Pairs of a tile, as a formula gets them."""
+
+
+def masks_of(keys: Keys) -> Masks:
+    """Return the masks of a tile; those of labels inside a compiled function are made here."""
+    if not isinstance(keys, LabelKeys):
+        return keys
+    return LabelMasks(*keys, functional=True)
+
+
+# ---------------------------------------------------------------------- pairs of a batch, tile by tile
+
+
+class WholePairs:
+    """Pairs of all rows and columns, from labels.
+
+    Args:
+        labels: (B,) of this rank's rows.
+        column_labels: (C,).
+        first: Column of this rank's first row, if rows and columns are the same samples (a row is not its own partner); else None.
+        like: Tensor of the tiles' dtype and device.
+        compiled: Whether the tile functions are compiled.
+    """
+
+    row_order: Tensor | None = None
+    column_order: Tensor | None = None
+
+    def __init__(
+        self, labels: Tensor, column_labels: Tensor, first: int | None, like: Tensor, *, compiled: bool
+    ) -> None:
+        self._labels, self._column_labels, self._first, self._compiled = labels, column_labels, first, compiled
+        # made by the first tile that needs it, for all of them
+        self._lowest = functools.cache(lambda: like.new_full((), torch.finfo(like.dtype).min))
+
+    def masks(self, rows: slice, *, overwrites: bool) -> Keys:
+        """Return the masks of some rows against all columns."""
+        labels, own = self._labels[rows], None
+        if self._first is not None:
+            own = rows.start + self._first
+        if not self._compiled:
+            return LabelMasks(labels, self._column_labels, own, lowest=self._lowest)
+        if own is None:
+            return LabelKeys(labels, self._column_labels, None)
+        own_columns = torch.arange(own, own + len(labels), device=labels.device)
+        return LabelKeys(labels, self._column_labels, own_columns.unsqueeze(1))
+
+
+class SortedPairs:
+    """Pairs of all rows and columns, from labels, with rows and columns sorted by them.
+
+    Args:
+        labels: (B,) of this rank's rows.
+        column_labels: (C,).
+        first: Column of this rank's first row, if rows and columns are the same samples (a row is not its own partner); else None.
+        all_labels: (G,) of all ranks' rows.
+
+    Attributes:
+        row_order: (B,), order in which tiles take this rank's rows.
+        column_order: (C,), order of the columns.
+        matching: The number of pairs of all ranks' rows and columns that have the same label, each row with itself included.
+    """
+
+    def __init__(self, labels: Tensor, column_labels: Tensor, first: int | None, all_labels: Tensor) -> None:
+        if labels.dtype == torch.bool:  # torch does not search among these
+            labels, column_labels, all_labels = labels.byte(), column_labels.byte(), all_labels.byte()
+        self._labels, self.row_order = torch.sort(labels, stable=True)
+        self._columns, self.column_order = torch.sort(column_labels, stable=True)
+        # the positives of a row are the columns from the first to the last of its label
+        starts = torch.searchsorted(self._columns, self._labels)
+        stops = torch.searchsorted(self._columns, self._labels, right=True)
+        self._own_columns: Tensor | None = None
+        if first is not None:
+            # columns of the rows themselves, after sorting
+            places = torch.empty_like(self.column_order)
+            places[self.column_order] = torch.arange(len(places), device=places.device)
+            self._own_columns = places[first : first + len(labels)][self.row_order].unsqueeze(1)
+        matching = torch.searchsorted(self._columns, all_labels, right=True)
+        matching = (matching - torch.searchsorted(self._columns, all_labels)).sum().view(1)
+        # one transfer to the host
+        on_host: list[int] = torch.cat([starts, stops, matching]).tolist()
+        self._starts, self._stops, self.matching = on_host[: len(labels)], on_host[len(labels) : -1], on_host[-1]
+
+    def masks(self, rows: slice, *, overwrites: bool) -> LabelMasks:
+        """Return the masks of some rows against their band of columns."""
+        band = slice(self._starts[rows.start], self._stops[rows.stop - 1])
+        longest = max(stop - start for start, stop in zip(self._starts[rows], self._stops[rows], strict=True))
+        own = None
+        if self._own_columns is not None:
+            own, longest = self._own_columns[rows] - band.start, longest - 1
+        return LabelMasks(
+            self._labels[rows],
+            self._columns[band],
+            own,
+            band=band,
+            most_positives=longest,
+            overwrites=overwrites,
+        )
+
+
+class NamedPairs:
+    """Pairs that a miner names.
+
+    Args:
+        tuples: (anchor, positive, negative), or (anchor, positive, anchor, negative): anchors count this rank's rows, the others
+            columns.
+        rows: B.
+        columns: C.
+        dtype: Dtype of the counts.
+        once: A pair counts once, however often it is named.
+
+    Attributes:
+        contradict: Whether a pair is named as a positive and as a negative; known if each counts once.
+    """
+
+    row_order: Tensor | None = None
+    column_order: Tensor | None = None
+
+    def __init__(self, tuples: tuple[Tensor, ...], rows: int, columns: int, dtype: torch.dtype, *, once: bool) -> None:
+        anchors, positives, *rest = tuples
+        negative_anchors, negatives = (anchors, *rest) if len(rest) == 1 else rest
+        self._columns, self._dtype, self._once = columns, dtype, once
+        # places in the flattened matrix of all pairs, sorted, so that those of a tile are neighbours
+        pairs = ((anchors, positives), (negative_anchors, negatives))
+        self._places = [torch.sort(own * columns + others).values for own, others in pairs]
+        # the first place of each row, and the end of the last one; with both flags in one transfer to the host
+        ends = torch.arange(rows + 1, device=anchors.device) * columns
+        starts = [torch.searchsorted(places, ends) for places in self._places]
+        repeats = (self._places[1].diff() == 0).any().view(1)
+        contradict = torch.zeros_like(repeats)
+        if once:
+            contradict = _have_common(*self._places).view(1)
+        on_host: list[int] = torch.cat([*starts, repeats, contradict]).tolist()
+        self._starts = on_host[: rows + 1], on_host[rows + 1 : -2]
+        self._repeats_negatives, self.contradict = bool(on_host[-2]) and not once, bool(on_host[-1])
+
+    def masks(self, rows: slice, *, overwrites: bool) -> CountedMasks:
+        """Return the counts of some rows against all columns."""
+        starts = self._starts[0][rows.start : rows.stop + 1]
+        longest = max(stop - start for start, stop in itertools.pairwise(starts))
+        positives, negatives = self._counts(rows, 0), self._counts(rows, 1)
+        return CountedMasks(positives, negatives, longest, repeats_negatives=self._repeats_negatives)
+
+    def _counts(self, rows: slice, kind: int) -> Tensor:
+        """Count how often each entry of some rows is named, (T, C): as a positive (0) or a negative (1)."""
+        starts = self._starts[kind]
+        places = self._places[kind][starts[rows.start] : starts[rows.stop]] - rows.start * self._columns
+        counts = torch.zeros(rows.stop - rows.start, self._columns, dtype=self._dtype, device=places.device)
+        one = torch.ones((), dtype=self._dtype, device=places.device)
+        if self._once:
+            counts.view(-1).index_fill_(0, places, 1)
+        else:
+            counts.view(-1).index_add_(0, places, one.expand(len(places)))
+        return counts
+
+
+def _have_common(places: Tensor, others: Tensor) -> Tensor:
+    """Return whether two ascending lists have a place in common, 0-dim."""
+    if not len(others):
+        return torch.zeros((), dtype=torch.bool, device=places.device)
+    return (others[torch.searchsorted(others, places).clamp_max(len(others) - 1)] == places).any()
+
+
+class NamedTriplets:
+    """Triplets that a miner names, for a loss over triplets.
+
+    Args:
+        tuples: (anchor, positive, negative): anchors count this rank's rows, the others columns.
+        rows: B.
+    """
+
+    row_order: Tensor | None = None
+    column_order: Tensor | None = None
+
+    def __init__(self, tuples: tuple[Tensor, ...], rows: int) -> None:
+        self._anchors, order = torch.sort(tuples[0], stable=True)
+        self._positives, self._negatives = tuples[1][order], tuples[2][order]
+        # the first triplet of each row, and the end of the last one
+        ends = torch.arange(rows + 1, device=self._anchors.device)
+        self._starts: list[int] = torch.searchsorted(self._anchors, ends).tolist()
+
+    def masks(self, rows: slice, *, overwrites: bool) -> Triplets:
+        """Return the triplets of some rows."""
+        part = slice(self._starts[rows.start], self._starts[rows.stop])
+        return Triplets(self._anchors[part] - rows.start, self._positives[part], self._negatives[part])
+
+
+class Triplets(NamedTuple):
+    """Triplets of a tile, (n,) each: the row of the tile and two columns."""
+
+    anchors: Tensor
+    positives: Tensor
+    negatives: Tensor
+
+
+Pairs = WholePairs | SortedPairs | NamedPairs | NamedTriplets
+
+
+class Tile(NamedTuple):
+    """A few rows against all columns.
+
+    Attributes:
+        matrix: (T, C), scaled distances; the formulas of a loss may overwrite entries of rows with themselves, and with a band all.
+        rows: Rows of this rank.
+        keys: Its pairs.
+    """
+
+    matrix: Tensor
+    rows: slice
+    keys: Keys | Triplets
