@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,11 +97,6 @@ class RowsOfARing:
         if dtype is None:
             return message.view(self.own.dtype).view(-1, self.own.shape[1])
         return self.narrow.expand(message.view(dtype).view(-1, self.narrow.rows.shape[1]))
-
-    def visit(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, its rows) in turn, own ones first. Communication: as ``ring_rows``."""
-        for source, message in ring_rows(self.message(), self.sizes(), self.group):
-            yield source, self.received(source, message)
 
 
 _AWAKE_SECONDS = 0.002
@@ -420,73 +415,56 @@ def sum_over_ranks(tensor: Tensor, group: Group) -> Tensor:
 # ---------------------------------------------------------------------- messages from rank to rank
 
 
-def ring_rows(rows: Tensor, counts: Sequence[int], group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Visit every rank's rows in turn, own ones first: two ranks' rows are here at a time, and the next travel while these are used.
+def ring_round_trip(
+    rows: Tensor,
+    counts: Sequence[int],
+    visit: Callable[[int, Tensor], Tensor | None],
+    join: Callable[[Tensor, Tensor], Tensor],
+    found_counts: Sequence[int] | None,
+    group: Group,
+) -> Tensor | None:
+    """Visit every rank's rows in turn, own ones first; return the results of all ranks for this rank's rows.
+
+    The next rows travel while these are visited, so two ranks' rows are here at a time. Results follow the rows.
 
     Args:
         rows: (B, ...), this rank's.
         counts: B of each rank.
+        visit: Rank and its rows -> this rank's result, (n, ...), of one dtype and width for all; called W times.
+        join: One rank's result and that of the ranks before it -> both.
+        found_counts: n of each rank; None: results are not collected.
         group: Process group.
 
     Returns:
-        (rank, its rows), W times; every rank must go all the way.
+        (n, ...), joined over all ranks: that of the next rank first, own last. None if results are not collected.
 
-    Communication: W - 1 messages to the next rank.
+    Communication: W - 1 messages to the next rank, and as many of results.
     """
     world_size, rank = process_groups.world_size(group), process_groups.rank(group)
     here = rows.detach().contiguous()
     if world_size == 1:
-        yield rank, here
-        return
-    ring = Ring(here, group)
+        found = visit(rank, here)
+        return None if found_counts is None else found
+    ring, own = Ring(here, group), None
+    receive_found: Callable[[], Tensor] | None = None
     for step in range(world_size):
         source = (rank - step) % world_size
-        is_last = step + 1 == world_size
         receive_next = None
-        if not is_last:
+        if step + 1 < world_size:
             receive_next = ring.send(here, counts[source - 1])
-        yield source, here
+        found = visit(source, here)
+        if step == 0:
+            own = found
+        elif found_counts is not None and found is not None:
+            if receive_found is not None:
+                found = join(found, receive_found())
+            # the last ones are about this rank's own rows
+            receive_found = ring.send(found, found_counts[source - 1])
+        del found  # else it would be held while the next one is made
         if receive_next is not None:
             here = receive_next()
-
-
-def ring_round_trip(
-    rows: Tensor,
-    counts: Sequence[int],
-    visit: Callable[[int, Tensor], Tensor],
-    join: Callable[[Tensor, Tensor], Tensor],
-    found_counts: Sequence[int],
-    group: Group,
-) -> Tensor:
-    """Return what all ranks find out about this rank's rows, which pass by all of them; what is found goes on behind the rows.
-
-    Args:
-        rows: (B, ...), this rank's.
-        counts: B of each rank.
-        visit: Rank and its rows -> what this rank finds, (n, ...), of one dtype and width for all; called W times.
-        join: What one rank found and what those before it did -> both.
-        found_counts: n of each rank.
-        group: Process group.
-
-    Returns:
-        (n, ...), joined over all ranks: that of the next rank first, own last.
-
-    Communication: 2 (W - 1) messages to the next rank. Each found block travels while the next one is computed.
-    """
-    own: Tensor | None = None
-    receive_found: Callable[[], Tensor] | None = None
-    ring = Ring(rows, group) if process_groups.world_size(group) > 1 else None
-    for source, here in ring_rows(rows, counts, group):
-        found = visit(source, here)
-        if own is None or ring is None:
-            own = found
-            continue
-        if receive_found is not None:
-            found, receive_found = join(found, receive_found()), None
-        # what comes last is about this rank's own rows
-        receive_found = ring.send(found, found_counts[source - 1])
-        del here, found  # else they would be held while the next are made
-    assert own is not None
+    if found_counts is None or own is None:
+        return None
     return own if receive_found is None else join(own, receive_found())
 
 

@@ -20,7 +20,7 @@ from lightning_ddp_losses.distributed.collectives import once_differentiable_str
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather, group_for
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.losses.column_blocks import ColumnBlock, ColumnBlocks, Products, RingColumns, RowForm
+from lightning_ddp_losses.losses.column_blocks import ColumnBlock, ColumnBlocks, Products, RowForm
 from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks, global_quotient
 from lightning_ddp_losses.losses.products import ProductChoice
@@ -171,7 +171,8 @@ class _Clip(torch.autograd.Function):
             return _packed_stats(column_lse)
 
         # columns joined over ranks, where they travel; rows are complete
-        column_stats = columns.collect_stats(visit, texts, _join_stats)
+        column_stats = columns.collect(visit, texts, join=_join_stats, counts=columns.text_counts)
+        assert column_stats is not None
         row_log_probs = _own_log_probs(row_lse, paired_logits[own_texts])
         total = row_log_probs.sum()
         if mean_column is not None:  # both are means over all targets of (z_ii - z_ij), in closed form
@@ -271,7 +272,7 @@ def _columns_and_value(
     """
     group, world = columns.group, process_groups.world_size(columns.group)
     column_lse = RunningLogSumExp(*column_stats.unbind(1))
-    if isinstance(columns, RingColumns):  # each rank knows its own texts' part
+    if columns.ring is not None:  # each rank knows its own texts' part
         log_probs = _own_log_probs(column_lse, paired_logits)
 
         def agree(payload: bytes) -> list[bytes]:

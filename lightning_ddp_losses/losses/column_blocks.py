@@ -1,14 +1,13 @@
-"""The second tower's rows of all ranks, as one rank gets to see them: gathered, or a rank's at a time as they go round a ring.
+"""The second tower's rows of all ranks in blocks of columns, gathered or a rank's at a time as they go round a ring, and their products.
 
-A two-tower loss is written once, for blocks of columns. What it finds out about the columns of a block is this rank's part where the
-columns of all ranks are here; where they travel, it travels behind them, joined with what the other ranks found, to the rank they are of.
+A two-tower loss is written once, for blocks of columns. Its result for the columns of a block is this rank's part if the columns of all
+ranks are here. In a ring the result travels behind the columns, joined with those of the other ranks, to the rank that owns them.
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` texts of all ranks, ``M`` columns (texts and further negatives), ``D`` embedding size.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +23,6 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     RowsOfARing,
     as_bytes,
     ring_round_trip,
-    ring_rows,
 )
 from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, product, product_grad_, scaled
 
@@ -197,193 +195,126 @@ class BlockProducts:
             parts.add_to_right_(d_columns[tile.columns])
 
 
-Visit = Callable[[ColumnBlock], Tensor]
+Visit = Callable[[ColumnBlock], Tensor | None]
 Join = Callable[[Tensor, Tensor], Tensor]
 
 
-class ColumnBlocks(ABC):
-    """How many columns there are on each rank, and the ways to go through them; it holds none but the queue.
-
-    Args:
-        text_counts: Rows of each rank, each with an image of its own.
-        extra_counts: Rows of each rank that are negatives alone.
-        queue: (q, D), further negatives that every rank holds, without gradient; None: none.
-        group: Process group.
+@dataclass(frozen=True)
+class RingSource:
+    """How a rank's columns go round the ranks.
 
     Attributes:
-        total: G.
-        width: M.
-        first: Where this rank's texts begin among those whose numbers ``column_stats`` holds.
+        narrow: Rows from which this rank's columns are made, texts and then further negatives.
+        dtypes: Dtype in which each rank's travel; None: the columns themselves do.
+        exchange: Handshake of the ranks in backward.
     """
 
-    first = 0
-
-    def __init__(
-        self, text_counts: Sequence[int], extra_counts: Sequence[int], queue: Tensor | None, group: Group
-    ) -> None:
-        self.total = sum(text_counts)
-        self.width = self.total + sum(extra_counts)
-        if queue is not None:
-            self.width += len(queue)
-        self.group = group
-        self._text_counts, self._extra_counts, self._queue = text_counts, extra_counts, queue
-
-    def blocks(self, columns: Tensor, column_stats: Tensor | None = None) -> Iterator[ColumnBlock]:
-        """Yields all columns, once.
-
-        Args:
-            columns: (m, D): of all ranks if ``GatheredColumns``, this rank's own if ``RingColumns``; texts first.
-            column_stats: (t,), a number for each text among them.
-        """
-        yield from self._rank_blocks(columns, column_stats)
-        yield from self._queue_blocks(columns)
-
-    def collect_stats(self, visit: Visit, columns: Tensor, join: Join) -> Tensor:
-        """Collects what is found out about texts, (t, k): if gathered by this rank about all, in a ring by all ranks about its own.
-
-        Args:
-            visit: Block -> what this rank finds out about its texts, (texts, k).
-            columns: As for ``blocks``.
-            join: What two ranks found about the same texts -> both.
-        """
-        return self._collect(visit, columns, None, join, self._text_counts)
-
-    def collect_grad(
-        self, visit: Visit, columns: Tensor, column_stats: Tensor | None = None, *, wanted: bool
-    ) -> Tensor | None:
-        """Collects the gradient of the columns, (m, D): if gathered this rank's part for all, in a ring the full one of its own.
-
-        Args:
-            visit: Block -> this rank's part of the gradient of its columns, (n, D).
-            columns: As for ``blocks``.
-            column_stats: As for ``blocks``.
-            wanted: Whether the gradient is; the same on all ranks.
-        """
-        if wanted:
-            counts = [texts + extras for texts, extras in zip(self._text_counts, self._extra_counts, strict=True)]
-            return self._collect(visit, columns, column_stats, Tensor.add_, counts)
-        for block in self.blocks(columns, column_stats):
-            visit(block)
-        return None
-
-    def _collect(
-        self, visit: Visit, columns: Tensor, column_stats: Tensor | None, join: Join, counts: Sequence[int]
-    ) -> Tensor:
-        found = self._collect_from_ranks(visit, columns, column_stats, join, counts)
-        for block in self._queue_blocks(columns):
-            visit(block)
-        return found
-
-    def _queue_blocks(self, like: Tensor) -> Iterator[ColumnBlock]:
-        if self._queue is not None:
-            yield ColumnBlock(self._queue, 0, None, like.new_empty(0), trained=False)
-
-    @abstractmethod
-    def _rank_blocks(self, columns: Tensor, column_stats: Tensor | None) -> Iterator[ColumnBlock]:
-        """Yields what does not lie in the queue."""
-
-    @abstractmethod
-    def _collect_from_ranks(
-        self, visit: Visit, columns: Tensor, column_stats: Tensor | None, join: Join, counts: Sequence[int]
-    ) -> Tensor:
-        """Collects what is found out about it; ``counts``: for how many columns of each rank."""
+    narrow: NarrowRows
+    dtypes: Sequence[torch.dtype | None]
+    exchange: BackwardExchange
 
 
-class GatheredColumns(ColumnBlocks):
-    """All columns are here: the texts of all ranks in rank order, then their further negatives."""
+@dataclass(frozen=True)
+class ColumnBlocks:
+    """The columns of all ranks, block by block: all at once if they are gathered, else a rank's at a time as they go round a ring.
 
-    def __init__(
-        self, text_counts: Sequence[int], extra_counts: Sequence[int], queue: Tensor | None, group: Group
-    ) -> None:
-        super().__init__(text_counts, extra_counts, queue, group)
-        self.first = sum(text_counts[: process_groups.rank(group)])
-
-    def _rank_blocks(self, columns: Tensor, column_stats: Tensor | None) -> Iterator[ColumnBlock]:
-        if column_stats is None:
-            column_stats = columns.new_empty(0)
-        yield ColumnBlock(columns, self.total, self.first, column_stats)
-
-    def _collect_from_ranks(
-        self, visit: Visit, columns: Tensor, column_stats: Tensor | None, join: Join, counts: Sequence[int]
-    ) -> Tensor:
-        (block,) = self._rank_blocks(columns, column_stats)
-        return visit(block)
-
-
-class RingColumns(ColumnBlocks):
-    """Own columns are here, texts and then further negatives; the others' come by in turn, with their ``column_stats``.
-
-    A message is bytes: the rows, in the dtype in which they travel, and the stats in that of the columns.
-
-    Args:
-        text_counts: As ``ColumnBlocks`` has them.
-        extra_counts: Likewise.
-        queue: Likewise.
+    Attributes:
+        text_counts: Rows of each rank that have an image of their own.
+        extra_counts: Rows of each rank that are only negatives.
+        queue: (q, D), further negatives that every rank holds, without gradient; None: none.
         group: Process group.
-        exchange: Meets the peers in backward.
-        narrow: What columns are made of, texts and then further negatives of this rank.
-        dtypes: By rank, in which these travel; None: columns themselves do.
+        ring: The way round the ranks; None: the columns are gathered.
     """
 
-    def __init__(
+    text_counts: Sequence[int]
+    extra_counts: Sequence[int]
+    queue: Tensor | None
+    group: Group
+    ring: RingSource | None = None
+
+    @property
+    def total(self) -> int:
+        """G."""
+        return sum(self.text_counts)
+
+    @property
+    def width(self) -> int:
+        """M."""
+        return self.total + sum(self.extra_counts) + (0 if self.queue is None else len(self.queue))
+
+    @property
+    def column_counts(self) -> list[int]:
+        """Columns of each rank."""
+        return [texts + extras for texts, extras in zip(self.text_counts, self.extra_counts, strict=True)]
+
+    @property
+    def first(self) -> int:
+        """The first text of this rank among those whose statistics are known here."""
+        return 0 if self.ring is not None else sum(self.text_counts[: process_groups.rank(self.group)])
+
+    def collect(
         self,
-        text_counts: Sequence[int],
-        extra_counts: Sequence[int],
-        queue: Tensor | None,
-        group: Group,
-        exchange: BackwardExchange,
-        narrow: NarrowRows,
-        dtypes: Sequence[torch.dtype | None],
-    ) -> None:
-        super().__init__(text_counts, extra_counts, queue, group)
-        self._exchange, self._narrow, self._dtypes = exchange, narrow, dtypes
+        visit: Visit,
+        columns: Tensor,
+        column_stats: Tensor | None = None,
+        *,
+        join: Join = Tensor.add_,
+        counts: Sequence[int] | None = None,
+    ) -> Tensor | None:
+        """Visit all blocks; return the results, (n, k): this rank's part for all columns, in a ring of all ranks for its own columns.
+
+        Args:
+            visit: Block -> this rank's result for its columns, (n, k), or for its texts.
+            columns: (m, D), texts first: of all ranks, in a ring this rank's own.
+            column_stats: (t,), a number for each text among them.
+            join: Results of two ranks for the same columns -> both.
+            counts: n of each rank; None: the results are not collected.
+
+        Communication: none; in a ring W - 1 messages of columns to the next rank, and as many of results.
+        """
+        if self.ring is None:
+            stats = columns.new_empty(0) if column_stats is None else column_stats
+            found = visit(ColumnBlock(columns, self.total, self.first, stats))
+        else:
+            rows = RowsOfARing(columns.detach(), self.ring.narrow, self.ring.dtypes, self.column_counts, self.group)
+            message, sizes = self._message(rows, column_stats)
+
+            def visit_received(source: int, received: Tensor) -> Tensor | None:
+                return visit(self._received_block(source, received, rows))
+
+            found = ring_round_trip(message, sizes, visit_received, join, counts, self.group)
+        if self.queue is not None:
+            visit(ColumnBlock(self.queue, 0, None, columns.new_empty(0), trained=False))
+        return None if counts is None else found
 
     def collect_grad(
         self, visit: Visit, columns: Tensor, column_stats: Tensor | None = None, *, wanted: bool
     ) -> Tensor | None:
-        """As ``ColumnBlocks.collect_grad``, once all ranks have met in this backward."""
-        self._exchange.open()
-        return super().collect_grad(visit, columns, column_stats, wanted=wanted)
+        """Collect the gradient of the columns, (m, D), as ``collect`` does; ``wanted`` is the same on all ranks.
 
-    def _rank_blocks(self, columns: Tensor, column_stats: Tensor | None) -> Iterator[ColumnBlock]:
-        rows = self._rows_of_a_ring(columns)
-        message, sizes = self._message(rows, column_stats)
-        for source, received in ring_rows(message, sizes, self.group):
-            yield self._received_block(source, received, rows)
-
-    def _collect_from_ranks(
-        self, visit: Visit, columns: Tensor, column_stats: Tensor | None, join: Join, counts: Sequence[int]
-    ) -> Tensor:
-        rows = self._rows_of_a_ring(columns)
-
-        def visit_received(source: int, received: Tensor) -> Tensor:
-            return visit(self._received_block(source, received, rows))
-
-        message, sizes = self._message(rows, column_stats)
-        return ring_round_trip(message, sizes, visit_received, join, counts, self.group)
-
-    def _rows_of_a_ring(self, columns: Tensor) -> RowsOfARing:
-        counts = [texts + extras for texts, extras in zip(self._text_counts, self._extra_counts, strict=True)]
-        return RowsOfARing(columns.detach(), self._narrow, self._dtypes, counts, self.group)
+        Communication: in a ring one handshake more, before all.
+        """
+        if self.ring is not None:
+            self.ring.exchange.open()
+        return self.collect(visit, columns, column_stats, counts=self.column_counts if wanted else None)
 
     def _message(self, rows: RowsOfARing, column_stats: Tensor | None) -> tuple[Tensor, list[int]]:
-        """Packs columns and their stats as bytes; returns them and how many there are of each rank."""
-        message, row_sizes = rows.message(), rows.sizes()
+        """Return this rank's columns and their statistics as bytes, and the number of bytes of each rank."""
+        message, sizes = rows.message(), rows.sizes()
         if column_stats is None:
-            return message, row_sizes
-        # the stats at a place from which they can be read
-        starts = [aligned(size) for size in row_sizes]
-        own_start = starts[process_groups.rank(self.group)]
-        gap = message.new_zeros(own_start - len(message))
-        stats_bytes = [texts * column_stats.element_size() for texts in self._text_counts]
-        sizes = [start + size for start, size in zip(starts, stats_bytes, strict=True)]
+            return message, sizes
+        # the statistics at a place from which they can be read
+        starts = [aligned(size) for size in sizes]
+        gap = message.new_zeros(starts[process_groups.rank(self.group)] - len(message))
+        item = column_stats.element_size()
+        sizes = [start + texts * item for start, texts in zip(starts, self.text_counts, strict=True)]
         return torch.cat([message, gap, as_bytes(column_stats)]), sizes
 
     def _received_block(self, source: int, message: Tensor, rows: RowsOfARing) -> ColumnBlock:
-        """Unpacks a rank's message."""
+        """Return the columns of a rank, from its message."""
         size = rows.sizes()[source]
         stats = rows.own.new_empty(0)
         if len(message) > size:
             stats = message[aligned(size) :].view(rows.own.dtype)
         first_own = 0 if source == process_groups.rank(self.group) else None
-        return ColumnBlock(rows.received(source, message[:size]), self._text_counts[source], first_own, stats)
+        return ColumnBlock(rows.received(source, message[:size]), self.text_counts[source], first_own, stats)

@@ -151,14 +151,17 @@ class _PairSum(torch.autograd.Function):
         bias: Tensor,
     ) -> Tensor:
         sums, products = list[Tensor](), Products(columns.width, form)
-        for block in columns.blocks(texts):
+
+        def visit(block: ColumnBlock) -> None:
             block_products = products.with_block(images, scale, block)
             for tile in block.tiles(images, tile_bytes):
                 # -logsigmoid(t z) = softplus(-t z)
                 opposed_logits = _opposed_logits_(block_products.compute(tile), tile, bias)
                 block_products.keep(opposed_logits)
                 sums.append(nn.functional.softplus(opposed_logits).sum())
-                del opposed_logits  # else it is there beside the next tile
+                del opposed_logits  # else it is there next to the next tile
+
+        columns.collect(visit, texts)
         ctx.columns, ctx.form, ctx.tile_bytes, ctx.products = columns, form, tile_bytes, products
         ctx.save_for_backward(images, texts, scale, bias)
         return _sum_of(sums, images)

@@ -27,8 +27,7 @@ from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, expect_option
 from lightning_ddp_losses.losses.column_blocks import (
     ColumnBlocks,
-    GatheredColumns,
-    RingColumns,
+    RingSource,
     RowForm,
 )
 from lightning_ddp_losses.losses.products import (
@@ -219,14 +218,14 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         gathered = batch.tensors[: len(second_tower)]
         if self.gather == "all":
             del narrow
-            columns: ColumnBlocks = GatheredColumns(text_counts, extra_counts, queue, self._group)
+            columns = ColumnBlocks(text_counts, extra_counts, queue, self._group)
             products = batch.tensors[-1] if self.compares_with_own_pair else None
             return self._evaluate(columns, form, images, _concatenated(gathered), products, given)
         # in a ring every rank takes part in backward where any rank needs it
         exchange = BackwardExchange(type(self).__name__, self._group)
         travelling = NarrowRows(_concatenated([rows.rows for rows in narrow.values()]), narrow["texts"].expand)
-        dtypes = batch.narrow_dtypes[0]
-        columns = RingColumns(text_counts, extra_counts, queue, self._group, exchange, travelling, dtypes)
+        ring = RingSource(travelling, batch.narrow_dtypes[0], exchange)
+        columns = ColumnBlocks(text_counts, extra_counts, queue, self._group, ring)
         images = autograd_graph.match_requires_grad(images, any(flag[0] for flag in batch.extras))
         own_columns = _concatenated(list(second_tower.values()))
         own_columns = autograd_graph.match_requires_grad(own_columns, any(t.requires_grad for t in gathered))
