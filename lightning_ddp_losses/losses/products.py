@@ -134,7 +134,7 @@ class Operand:
     Attributes:
         rows: (n, D), of float32 or bf16.
         lengths: (n,), the factors by which bf16 rows are longer than the caller's; None: they are equal.
-        factor: Factor of products of ``scaled`` bf16 rows, (n,) or one number.
+        factor: Factor of products of ``scaled`` rows: (n,), (1,) or one number.
     """
 
     rows: Tensor
@@ -167,8 +167,8 @@ def as_operand(rows: Tensor, form: ProductForm, lengths: Tensor | None = None) -
 
 
 def scaled(operand: Operand, scale: Tensor | float) -> Operand:
-    """Return an operand of ``scale`` times the rows; bf16 rows stay as they are."""
-    if not operand.is_bf16:
+    """Return an operand of ``scale`` times the rows; bf16 rows stay as they are, and with a Python number all do."""
+    if isinstance(scale, Tensor) and not operand.is_bf16:
         return Operand(operand.rows * scale)
     factor = scale.reshape(1) if isinstance(scale, Tensor) else scale
     if operand.lengths is not None:
@@ -187,7 +187,11 @@ def product(left: Operand, right: Operand, scale: Tensor | float | None = None) 
     if scale is not None:
         left = scaled(left, scale)
     if not left.is_bf16:
-        return left.rows @ right.rows.t()
+        assert not isinstance(left.factor, Tensor)
+        if left.factor == 1:
+            return left.rows @ right.rows.t()
+        found = left.rows.new_empty(len(left.rows), len(right.rows))
+        return torch.addmm(found, left.rows, right.rows.t(), beta=0, alpha=left.factor, out=found)
     found = _multiply(left.rows, right.rows.t())
     factor = left.factor
     found.mul_(factor.unsqueeze(1) if isinstance(factor, Tensor) else factor)
@@ -202,46 +206,55 @@ class ProductGrad:
         terms: (n, m) each, one in float32 or two in bf16, the smaller first; the gradient is their sum.
         left: The operand of its rows.
         right: The operand of its columns.
+        scale: Factor of products with float32 terms.
     """
 
     terms: tuple[Tensor, ...]
     left: Operand
     right: Operand
+    scale: float = 1.0
 
-    def add_to_left_(self, grad: Tensor) -> None:
-        """Add the gradient of the left rows, (n, D)."""
-        _add_products_(grad, self.terms, self.right.rows, self.left.lengths)
+    def add_to_left_(self, grad: Tensor, *, overwrite: bool = False) -> None:
+        """Add the gradient of the left rows, (n, D), or overwrite with it."""
+        self._add_(grad, self.terms, self.right.rows, self.left.lengths, overwrite=overwrite)
 
-    def add_to_right_(self, grad: Tensor) -> None:
-        """Add the gradient of the right rows, (m, D)."""
-        _add_products_(grad, [term.t() for term in self.terms], self.left.rows, self.right.lengths)
+    def add_to_right_(self, grad: Tensor, *, overwrite: bool = False) -> None:
+        """Add the gradient of the right rows, (m, D), or overwrite with it."""
+        terms = [term.t() for term in self.terms]
+        self._add_(grad, terms, self.left.rows, self.right.lengths, overwrite=overwrite)
+
+    def _add_(
+        self, grad: Tensor, terms: Sequence[Tensor], rows: Tensor, lengths: Tensor | None, *, overwrite: bool
+    ) -> None:
+        if rows.dtype != torch.bfloat16:
+            torch.addmm(grad, terms[0], rows, beta=0 if overwrite else 1, alpha=self.scale, out=grad)
+            return
+        low, high = terms
+        # the smaller one first, so that its digits are not lost one by one
+        found = _multiply(low, rows).add_(_multiply(high, rows))
+        if lengths is not None:
+            found.mul_(lengths.unsqueeze(1))
+        if overwrite:
+            grad.copy_(found)
+        else:
+            grad.add_(found)
 
 
-def product_grad_(grad: Tensor, left: Operand, right: Operand) -> ProductGrad:
-    """Prepare the gradient (n, m) of the rows' products, without their scale; it is overwritten.
+def product_grad_(grad: Tensor, left: Operand, right: Operand, scale: float = 1.0) -> ProductGrad:
+    """Prepare the gradient (n, m) of ``scale`` times the rows' products; it is overwritten.
 
     Both lengths divide it before it is split, so that one split serves both operands. Each takes its own back from the sum.
     """
     if not left.is_bf16:
-        return ProductGrad((grad,), left, right)
+        return ProductGrad((grad,), left, right, scale)
+    if scale != 1:
+        grad.mul_(scale)
     for lengths in (None if left.lengths is None else left.lengths.unsqueeze(1), right.lengths):
         if lengths is not None:
             grad.div_(lengths)
     high = grad.to(torch.bfloat16)
     low = grad.sub_(high).to(torch.bfloat16)
     return ProductGrad((low, high), left, right)
-
-
-def _add_products_(grad: Tensor, terms: Sequence[Tensor], rows: Tensor, lengths: Tensor | None) -> None:
-    if rows.dtype != torch.bfloat16:
-        grad.addmm_(terms[0], rows)
-        return
-    low, high = terms
-    # the smaller one first, so that its digits are not lost one by one
-    found = _multiply(low, rows).add_(_multiply(high, rows))
-    if lengths is not None:
-        found.mul_(lengths.unsqueeze(1))
-    grad.add_(found)
 
 
 def _multiply(left: Tensor, right: Tensor) -> Tensor:

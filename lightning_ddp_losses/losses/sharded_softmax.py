@@ -31,11 +31,11 @@ from lightning_ddp_losses.losses.products import (
     ProductForm,
     UnitRows,
     as_operand,
-    divide_by_length,
     have_length,
     lengths_of,
     product,
     product_grad_,
+    scaled,
 )
 
 Number = float | Tensor
@@ -84,31 +84,6 @@ class Grads(NamedTuple):
     rows: Tensor
     scale: Tensor | None
     weight: Tensor
-
-
-@dataclass(frozen=True)
-class ScaledRows:
-    """Rows and scale of cosines, as they are multiplied with unit rows: one number costs no pass over the rows.
-
-    Attributes:
-        rows: (G, D), times the scale where that is one of each row.
-        number: What multiplies their products.
-    """
-
-    rows: Tensor
-    number: float
-
-    @classmethod
-    def of(cls, rows: Tensor, scale: Scale) -> ScaledRows:
-        """Combine (G, D) rows with their scale."""
-        if isinstance(scale, Tensor):
-            return cls(rows * scale, 1.0)
-        return cls(rows, scale)
-
-    def products(self, unit: Tensor) -> Tensor:
-        """Compute the logits (G, c) of unit rows (c, D)."""
-        logits = unit.new_empty(len(self.rows), len(unit))
-        return torch.addmm(logits, self.rows, unit.t(), beta=0, alpha=self.number, out=logits)
 
 
 @dataclass(frozen=True)
@@ -163,8 +138,8 @@ class ShardedSoftmax:
 
     @property
     def by_hand(self) -> bool:
-        """Whether logits are products of rows with unit weight rows, in float32: with a gradient by hand."""
-        return self.head.is_cosine and self.form == "float32"
+        """Whether logits are products of rows with unit weight rows: with a gradient by hand."""
+        return self.head.is_cosine
 
     def row_losses(self, rows: Tensor, scale: Scale, weight: Tensor) -> RowLosses:
         """Return ``logsumexp_j z_ij - z_iy`` of every row, over the classes of all ranks.
@@ -198,31 +173,23 @@ class ShardedSoftmax:
         if targets.are_none:
             return rows.new_zeros(len(rows)), None
         picked = weight[targets.weight_rows()].view(-1, self.head.per_class, rows.shape[1])
-        if with_slope and self.by_hand and not isinstance(scale, Tensor):
+        if with_slope and self.by_hand and self.form == "float32" and not isinstance(scale, Tensor):
             slope = MarginSlope.of(self.head, self.head.cosines(targets.of(rows), picked))
             return targets.spread(slope.values.detach() * scale), slope
         picked_scale = targets.of(scale) if isinstance(scale, Tensor) else scale
         return targets.spread(self.head.targets(targets.of(rows), picked_scale, picked)), None
 
-    def logits(self, operands: Operands, block: Tensor, rows: Operand | None) -> Tensor:
-        """Compute the logits (G, c) of a block of classes, no margin in them.
+    def row_operand(self, rows: Tensor, scale: Scale) -> Operand:
+        """Prepare rows and scale of cosines for products with unit weight rows."""
+        if isinstance(scale, Tensor):
+            return Operand(rows * scale)
+        return scaled(as_operand(rows, self.form, self.lengths), scale)
 
-        Args:
-            operands: What they are made of.
-            block: (c * K, D), weight rows.
-            rows: The rows, prepared for products on tensor cores; None: the head computes.
-        """
-        if rows is None:
-            return self.head.logits(operands.rows, operands.scale, block)
-        return product(rows, self.weight_operand(block), operands.scale)
-
-    def row_operand(self, rows: Tensor) -> Operand | None:
-        """Prepare the rows for products on tensor cores; None: the head computes."""
-        return None if self.form == "float32" else as_operand(rows, self.form, self.lengths)
-
-    def weight_operand(self, block: Tensor) -> Operand:
-        """Prepare a block of weight rows as unit rows: the rows as they are, with their lengths."""
-        return Operand(block.to(torch.bfloat16), lengths_of(block))
+    def weight_operand(self, block: Tensor, lengths: Tensor) -> Operand:
+        """Prepare weight rows and their lengths (n, 1) as unit rows; rows of bf16 stay as they are."""
+        if self.form == "bf16":
+            return Operand(block.to(torch.bfloat16), lengths.squeeze(1))
+        return Operand(block / lengths)
 
 
 class _WeightLengths:
@@ -259,7 +226,7 @@ class _SoftmaxFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         head, classes = call.head, call.classes
         targets = classes.local_targets(weight, listed=head.collects_angles)
-        operands, row_operand = Operands(rows, scale, weight), call.row_operand(rows)
+        operands = Operands(rows, scale, weight)
         # 1. the target's logit where its class is here, 0 elsewhere: a sum over ranks will know it
         slope: MarginSlope | None = None
         if head.has_margin:
@@ -270,13 +237,13 @@ class _SoftmaxFunction(torch.autograd.Function):
         local_lse = RunningLogSumExp.empty(len(rows), rows)
         penalty: Number = 0.0
         divisor: Number = 0.0
-        scaled = ScaledRows.of(rows, scale) if call.by_hand else None
+        left = call.row_operand(rows, scale) if call.by_hand else None
         lengths = _WeightLengths(classes, weight) if call.by_hand else None
         for start, stop, block in classes.chunks(weight):
-            if scaled is not None and lengths is not None:
-                logits = scaled.products(block / lengths.of_chunk(start, stop, block))
+            if left is not None and lengths is not None:
+                logits = product(left, call.weight_operand(block, lengths.of_chunk(start, stop, block)))
             else:
-                logits = call.logits(operands, block, row_operand)
+                logits = head.logits(rows, scale, block)
             inside = targets.in_chunk(start, stop)
             if head.has_margin:
                 inside.put_(logits, target)
@@ -338,9 +305,7 @@ class _SoftmaxFunction(torch.autograd.Function):
         operands = Operands(rows, scale, weight)
         step = _Backward(call, operands, targets, lse, at_targets, grad, grad_penalty)
         if call.by_hand:
-            step.add_cosine_grads_(grads, ctx.weight_lengths)
-        elif call.form != "float32":
-            step.add_product_grads_(grads)
+            step.add_product_grads_(grads, ctx.weight_lengths)
         else:
             step.add_chunk_grads_(grads)
         # 4. through the targets' logits, where their margin has not gone the way of the others
@@ -401,54 +366,46 @@ class _Backward:
                 grads.scale.add_(grad_scale[0])
             self._put_block_(grads, start, stop, block, grad_block)
 
-    def add_cosine_grads_(self, grads: Grads, weight_lengths: Tensor | None) -> None:
+    def add_product_grads_(self, grads: Grads, weight_lengths: Tensor | None) -> None:
         """Add the same for cosines, by hand: half the passes over memory.
 
         Args:
-            grads: To which they are added; those of the rows overwritten.
+            grads: Sums of the gradients; those of the rows are overwritten.
             weight_lengths: (c' * K, 1), of the weight rows of the classes looked at; None: there are none.
         """
         if weight_lengths is None:
             return
-        rows, scale, weight = self.operands
-        scaled, column = ScaledRows.of(rows, scale), self.grad.unsqueeze(1)
-        weighted, has_length, per_class = scaled.rows * column, have_length(weight_lengths), self.call.classes.per_class
-        for start, stop, block in self.call.classes.chunks(weight):
+        call, (rows, scale, weight) = self.call, self.operands
+        left, column = call.row_operand(rows, scale), self.grad.unsqueeze(1)
+        is_bf16, number = left.is_bf16, 1.0 if isinstance(scale, Tensor) else scale
+        # the gradient of the losses is a factor of float32 rows; rows of bf16 stay as they are, it is one of their products
+        weighted = left if is_bf16 else Operand(left.rows * column)
+        has_length = have_length(weight_lengths)
+        for start, stop, block in call.classes.chunks(weight):
             # logits and softmax of the chunk
-            looked_at = slice(start * per_class, stop * per_class)
-            unit = UnitRows(block / weight_lengths[looked_at], weight_lengths[looked_at])
-            share = self._softmax_(scaled.products(unit.rows), start, stop)
-            # to the rows; what multiplies each row comes after the last chunk
-            grads.rows.addmm_(share, unit.rows, beta=int(start > 0), alpha=scaled.number)
+            looked_at = slice(start * call.classes.per_class, stop * call.classes.per_class)
+            lengths = weight_lengths[looked_at]
+            right = call.weight_operand(block, lengths)
+            share = self._softmax_(product(left, right), start, stop)
+            if is_bf16:
+                share.mul_(column)
+            found = product_grad_(share, weighted, right, number)
+            # to the rows
+            found.add_to_left_(grads.rows, overwrite=not start)
             # to the weight rows, in the memory where they stay if nothing is added to them
-            place = self.call.classes.weight_rows(start, stop)
-            stays = isinstance(place, slice) and self.call.penalty is None
+            place = call.classes.weight_rows(start, stop)
+            stays = isinstance(place, slice) and call.penalty is None
             out = grads.weight[place] if stays else torch.empty_like(block)
-            torch.addmm(out, share.t(), weighted, beta=0, alpha=scaled.number, out=out)
+            found.add_to_right_(out, overwrite=True)
+            unit = UnitRows(block / lengths if is_bf16 else right.rows, lengths)
             unit.vjp(out, out=out, has_length=has_length[looked_at])
             if not stays:
                 self._put_block_(grads, start, stop, block, out)
-        grads.rows.mul_(column)
+        if not is_bf16:
+            grads.rows.mul_(column)
         if grads.scale is not None and isinstance(scale, Tensor):
             grads.scale.add_((grads.rows * rows).sum(1, keepdim=True))
             grads.rows.mul_(scale)
-
-    def add_product_grads_(self, grads: Grads) -> None:
-        """Add the same for cosines whose products run on tensor cores; the scale is one number."""
-        rows, scale, weight = self.operands
-        row_operand = self.call.row_operand(rows)
-        assert row_operand is not None
-        for start, stop, block in self.call.classes.chunks(weight):
-            # logits, softmax and the loss's gradient of the chunk
-            weight_operand = self.call.weight_operand(block)
-            share = self._softmax_(product(row_operand, weight_operand, scale), start, stop)
-            found = product_grad_(share.mul_(self.grad.unsqueeze(1)).mul_(scale), row_operand, weight_operand)
-            # to the rows, and to the weight's unit rows
-            found.add_to_left_(grads.rows)
-            grad_unit = torch.zeros_like(block)
-            found.add_to_right_(grad_unit)
-            # to the weight rows
-            self._put_block_(grads, start, stop, block, divide_by_length(block).vjp(grad_unit, out=grad_unit))
 
     def add_target_grads_(self, grads: Grads, grad_target: Tensor) -> None:
         """Add the gradients through the targets' logits, margin included, for the rows whose class is on this rank."""

@@ -201,7 +201,7 @@ class TensorCoreProduct(TileDistance):
         row_sums: Tensor,
         column_sums: Tensor | None,
     ) -> None:
-        grad = product_grad_(matrix_grad.mul_(scale), self._operand(rows), self._operand(columns))
+        grad = product_grad_(matrix_grad, self._operand(rows), self._operand(columns), scale)
         grad.add_to_left_(self._without_lengths(row_sums))
         if column_sums is not None:
             grad.add_to_right_(self._without_lengths(column_sums))
