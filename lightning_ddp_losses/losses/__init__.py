@@ -29,7 +29,7 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``two_views`` | two views without labels, as rows with identities |
 | ``anchor_tuples`` | pairs and triplets of some anchors |
 | ``partial_sums`` | numerators, divisors, the factor W, a number with a gradient of its own |
-| ``products`` | rows times rows in float32 or on tensor cores (``products=``), rows of unit length |
+| ``products`` | rows times rows in float32 or on tensor cores (``products=``), rows of unit length, running log-sum-exp |
 | ``row_chunks`` | PML's own formula, some anchors at a time |
 | ``tiled`` | the common losses in tiles of our own |
 | ``torch_losses``, ``separable``, ``recorded_stats`` | torch.nn's losses as sums; a check of such claims; PML's statistics |
@@ -38,7 +38,6 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``class_logits``, ``partial_fc``, ``class_sharded_options`` | logits and best classes to evaluate; sampled classes; options refused |
 | ``clip``, ``siglip``, ``two_towers``, ``column_blocks`` | losses between two towers |
 | ``global_mean`` | `global_mean`: any hand-written sum over any count |
-| ``log_sum_exp`` | sums of exponentials that arrive in pieces |
 
 Under ``torch.compile`` a call is one break of the graph, in forward and in backward: groups and handshakes are no business of a compiler's.
 What a loss wraps may be compiled by itself.

@@ -21,9 +21,8 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather, group_for
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.column_blocks import ColumnBlock, ColumnBlocks, Products, RowForm
-from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks, global_quotient
-from lightning_ddp_losses.losses.products import ProductChoice
+from lightning_ddp_losses.losses.products import ProductChoice, RunningLogSumExp
 from lightning_ddp_losses.losses.two_towers import TwoTowerLoss, is_not_positive
 
 
@@ -161,9 +160,9 @@ class _Clip(torch.autograd.Function):
                 is_kept = block_products.keep(logits)
                 # texts: max and sum-exp of their columns
                 if tile.text_count:
-                    column_lse.accumulate_(logits[:, : tile.text_count].t(), rows=tile.texts, keep=True, finite=True)
+                    column_lse.accumulate_(logits[:, : tile.text_count].t(), rows=tile.texts, keep=True)
                 # images: of their rows, likewise
-                row_lse.accumulate_(logits, rows=tile.rows, keep=is_kept, finite=True)
+                row_lse.accumulate_(logits, rows=tile.rows, keep=is_kept)
             if mean_column is not None:
                 rows = call.form.rows(block.columns)
                 mean_column.add_(rows.sum(0) / columns.width)

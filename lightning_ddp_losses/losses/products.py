@@ -1,4 +1,4 @@
-"""Products of rows with rows: in float32 or on tensor cores, rows of unit length, and how many products are alive at a time.
+"""Products of rows with rows, in float32 or on tensor cores; rows of unit length, and sums of exponentials of products.
 
 A product of two bf16 numbers is exact in float32, so bf16 rows multiplied into float32 differ from the float32 product of the same values
 by the order of summation only. Anything that would lose digits stays out of the product: rows are multiplied as they came, not at unit
@@ -16,7 +16,7 @@ Against float64, 60 rows x 24, the worst of CLIP, SigLIP, SupCon, NTXent, MultiS
 ``torch.mm(..., out_dtype=torch.float32)`` exists on some devices (NVIDIA's: torch 2.8 and later). Elsewhere, as on the CPU, the same bf16
 values are multiplied in float32.
 
-Legend: ``n``, ``m`` rows of two operands, ``D`` their width, ``L`` lengths of rows.
+Legend: ``n``, ``m`` rows of two operands, ``D`` their width, ``T`` rows and ``C`` columns of a piece, ``k`` parts.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ ProductForm: TypeAlias = Literal["float32", "bf16"]
 SMALLEST_LENGTH = 1e-12  # as in torch.nn.functional.normalize
 
 DEVICE_BYTES = 256 << 20
+_MOST_PARTS = 16  # of a running log-sum-exp: a merge is nine operators
 
 
 def tile_budget(device: torch.device, host_bytes: int) -> int:
@@ -333,3 +334,119 @@ class _UnitRows(torch.autograd.Function):
     @once_differentiable_strict("a loss of unit rows")
     def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         return (None if grad is None else UnitRows(*ctx.saved_tensors).vjp(grad),)
+
+
+# ---------------------------------------------------------------------- sums of exponentials
+
+
+class RunningLogSumExp:
+    """Log-sum-exp of rows whose entries arrive in pieces: from tiles, chunks of classes or other ranks.
+
+    Two numbers a row are enough: the largest entry ``m`` and ``s = sum exp(entry - m)``. Pieces are parts with numbers of their own, and
+    some are merged at a time: the largest ``m`` rescales each ``s`` once. Two ranks' numbers merge the same way. No exponential overflows,
+    and no piece is needed again. A row without entries has the smallest finite number as its maximum and a sum of 0: with ``-inf`` in its
+    place ``m - m`` would be nan, which costs two more passes to prevent.
+
+    Args:
+        maximum: (n,), the largest entry so far.
+        sum_exp: (n,), the sum of ``exp(entry - maximum)``.
+    """
+
+    def __init__(self, maximum: Tensor, sum_exp: Tensor) -> None:
+        self._rows, self._like = len(maximum), maximum
+        # (k, n) each: numbers of k parts, of which part i has pieces of its first ``_taken[i]`` rows, at most
+        self._parts: tuple[Tensor, Tensor] | None = (maximum.unsqueeze(0), sum_exp.unsqueeze(0))
+        self._taken = [self._rows]
+
+    @classmethod
+    def empty(cls, rows: int, like: Tensor) -> RunningLogSumExp:
+        """Return rows without entries, of the dtype and on the device of ``like``."""
+        made = cls.__new__(cls)
+        made._rows, made._like, made._parts, made._taken = rows, like, None, []
+        return made
+
+    @property
+    def maximum(self) -> Tensor:
+        """(n,), the largest entry so far."""
+        return self._merged()[0]
+
+    @property
+    def sum_exp(self) -> Tensor:
+        """(n,), the sum of ``exp(entry - maximum)``."""
+        return self._merged()[1]
+
+    @classmethod
+    def merged(cls, maxima: Tensor, sums: Tensor) -> RunningLogSumExp:
+        """Merge k parts of the same rows, (k, n) each, added in their order."""
+        maximum = maxima.amax(0)
+        return cls(maximum, (sums * torch.exp(maxima - maximum)).sum(0))
+
+    def accumulate_(self, values: Tensor, *, rows: slice = slice(None), keep: bool = False) -> None:
+        """Add a piece to some of the rows.
+
+        Args:
+            values: (T, C), all finite; overwritten unless ``keep``.
+            rows: The T rows; all by default.
+            keep: Leave the values as they are, at the price of a copy.
+        """
+        if not values.shape[1]:
+            return
+        is_first = self._parts is None and len(values) == self._rows
+        places = (None, None) if is_first else self._part_for(rows)
+        maximum = torch.amax(values, 1, out=places[0])
+        column = maximum.unsqueeze(1)
+        differences = torch.sub(values, column) if keep else values.sub_(column)
+        sum_exp = torch.sum(differences.exp_(), 1, out=places[1])
+        if is_first:
+            self._parts, self._taken = (maximum.unsqueeze(0), sum_exp.unsqueeze(0)), [self._rows]
+
+    def above_maximum(self) -> Tensor:
+        """Return (n,), the log-sum-exp less the maximum: exactly 0 where one entry outweighs all others."""
+        return self.sum_exp.log()
+
+    def relative_to(self, entries: Tensor) -> Tensor:
+        """Return (n,), the log-sum-exp less an entry of each row. Digits are kept if that is close to the largest."""
+        return (self.maximum - entries) + self.above_maximum()
+
+    def _part_for(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return (T,) places for the maximum and the sum of a piece of some rows, in a part that has none of these yet."""
+        start, stop, _ = rows.indices(self._rows)
+        maxima, sums = self._started()
+        if min(self._taken) > start:
+            maxima, sums = self._with_more_parts(maxima, sums)
+        index = next(index for index, taken in enumerate(self._taken) if taken <= start)
+        self._taken[index] = stop
+        return maxima[index, start:stop], sums[index, start:stop]
+
+    def _with_more_parts(self, maxima: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Make room for twice as many parts; for as many as before once they are too many and are merged."""
+        wanted = 2 * len(maxima)
+        if wanted > _MOST_PARTS:
+            wanted = _MOST_PARTS
+            maxima, sums = (numbers.unsqueeze(0) for numbers in self._merged())
+        old = len(maxima)
+        self._taken += [0] * (wanted - old)
+        self._parts = _nothing(wanted, self._rows, self._like)
+        for numbers, before in zip(self._parts, (maxima, sums), strict=True):
+            numbers[:old] = before
+        return self._parts
+
+    def _merged(self) -> tuple[Tensor, Tensor]:
+        """Merge all parts; return both numbers, (n,) each."""
+        maxima, sums = self._started()
+        if len(maxima) > 1:
+            whole = RunningLogSumExp.merged(maxima, sums)
+            self._parts, self._taken = whole._started(), whole._taken
+            maxima, sums = self._parts
+        return maxima[0], sums[0]
+
+    def _started(self) -> tuple[Tensor, Tensor]:
+        """Return both numbers of the parts; one without entries if no piece has come yet."""
+        if self._parts is None:
+            self._parts, self._taken = _nothing(1, self._rows, self._like), [0]
+        return self._parts
+
+
+def _nothing(parts: int, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of parts without entries, (k, n) each."""
+    return like.new_full((parts, rows), torch.finfo(like.dtype).min), like.new_zeros((parts, rows))

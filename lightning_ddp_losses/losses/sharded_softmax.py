@@ -24,11 +24,11 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, reduce_mean_
 from lightning_ddp_losses.losses.class_heads import Head, Scale
 from lightning_ddp_losses.losses.class_targets import LocalClasses, LocalTargets
-from lightning_ddp_losses.losses.log_sum_exp import RunningLogSumExp
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.products import (
     Operand,
     ProductForm,
+    RunningLogSumExp,
     UnitRows,
     as_operand,
     have_length,
@@ -252,7 +252,7 @@ class _SoftmaxFunction(torch.autograd.Function):
                 target = inside.entries_or(target, logits)
             if call.log_weight is not None:
                 logits += call.log_weight[start:stop]
-            local_lse.accumulate_(logits, finite=True)
+            local_lse.accumulate_(logits)
             if call.penalty is not None:
                 terms, number = call.penalty(block)
                 penalty, divisor = penalty + terms, divisor + number
