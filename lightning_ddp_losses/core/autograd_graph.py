@@ -212,6 +212,7 @@ def run_full_precision(
     kwargs: dict[str, Any],
     *,
     paths: ParameterPaths | None = None,
+    tensors: precision.CallTensors | None = None,
 ) -> Any:
     """Call ``forward`` in ``promote(float32, parameters, inputs)`` with autocast off.
 
@@ -221,11 +222,12 @@ def run_full_precision(
         args: Positional arguments; floating tensors among them are cast.
         kwargs: Keyword arguments, likewise.
         paths: Where the parameters were found in former calls.
+        tensors: Those of this call. None: they are looked for.
     """
     # 1. the dtype of the computation
-    given = nests.tensors_in((args, kwargs))
-    modules = precision.modules_of(module)
-    parameters = precision.parameters_in(modules)
+    if tensors is None:
+        tensors = precision.CallTensors.of(module, args, kwargs)
+    given, modules, parameters = tensors.given, tensors.modules, tensors.parameters
     dtype = precision.compute_dtype([*parameters, *given])
     devices = {tensor.device.type for tensor in given}
     # 2. the call; contexts take time, and usually none is needed

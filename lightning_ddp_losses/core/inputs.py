@@ -7,7 +7,6 @@ The losses of pytorch-metric-learning (PML) that hold one weight per class share
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -15,7 +14,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import nests, precision
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.errors import InputError
 
@@ -39,11 +37,11 @@ class ValueReading:
     def __init__(self) -> None:
         self._called = False
 
-    def next_call(self, tree: Any) -> bool:
-        """Note a call whose inputs are ``tree``, and say whether its values are looked at."""
+    def next_call(self, given: Iterable[Tensor]) -> bool:
+        """Note a call with these tensors, and return whether its values are looked at."""
         self._number += 1
         if self._called:
-            return on_host(tree)
+            return on_host(given)
         self._called = True
         return True
 
@@ -54,7 +52,6 @@ class ValueReading:
         extremes = labels.new_empty(2)
         torch.aminmax(labels.detach(), out=(extremes[0], extremes[1]))
         self._late = LateLabels(f"{title}: labels of call {self._number}", HostCopy(extremes), num_classes)
-        _with_late_values.add(self)
         return labels.clamp(0, num_classes - 1)
 
     def note_nan(self, title: str, embeddings: Any) -> None:
@@ -63,7 +60,6 @@ class ValueReading:
             return
         found = HostCopy(embeddings.detach().isnan().any())
         self._late_nan = LateNaN(f"{title}: embeddings of call {self._number}", found)
-        _with_late_values.add(self)
 
     def raise_late(self) -> None:
         """Refuse the labels of the call before this one, where they had to be clamped, and its embeddings, where they held NaN.
@@ -114,30 +110,21 @@ class LateNaN:
     found: HostCopy
 
 
-_with_late_values: weakref.WeakSet[ValueReading] = weakref.WeakSet()
+def readings_in(module: nn.Module) -> list[ValueReading]:
+    """Return the readings that losses inside a module keep as ``value_reading``."""
+    found = [vars(inner).get("value_reading") for inner in module.modules()]
+    return [reading for reading in found if isinstance(reading, ValueReading)]
 
 
-def raise_late_values() -> None:
-    """Refuse labels and embeddings that no later call has looked at: to be called when training ends.
-
-    Raises:
-        InputError: naming the loss and the call.
-    """
-    readings = list(_with_late_values)
-    _with_late_values.clear()
-    for reading in readings:
-        reading.raise_late()
-
-
-def on_host(tree: Any) -> bool:
-    """Say whether all tensors in a nest are on the CPU."""
-    return all(tensor.device.type == "cpu" for tensor in nests.tensors_in(tree))
+def on_host(given: Iterable[Tensor]) -> bool:
+    """Return whether all of these tensors are on the CPU."""
+    return all(tensor.device.type == "cpu" for tensor in given)
 
 
 def check_devices(
     title: str,
     given: Mapping[str, Any],
-    module: nn.Module,
+    parameters: Iterable[Tensor],
     *,
     buffers: Iterable[Tensor] = (),
     states: Mapping[str, Tensor] | None = None,
@@ -147,7 +134,7 @@ def check_devices(
     Args:
         title: How messages name the loss or metric.
         given: Arguments of the call, by name; what is no tensor, or a tensor of one number, may lie where it will.
-        module: The loss or metric, whose parameters count.
+        parameters: Parameters of the loss or metric.
         buffers: Those of its buffers that must lie beside the rows too; pytorch-metric-learning moves its own.
         states: What a metric has accumulated, by name.
 
@@ -163,7 +150,7 @@ def check_devices(
         shown = ", ".join(f"{name} on {other}" for name, other in devices.items())
         fix = "Move them to the device of the encoder's output: `tensor.to(embeddings.device)`."
         _refuse(f"{title}: devices", "all tensors of a call on one device", shown, fix)
-    held = [("parameter", parameter) for parameter in precision.parameters_of(module)]
+    held = [("parameter", parameter) for parameter in parameters]
     held += [("buffer", buffer) for buffer in buffers]
     for kind, tensor in held:
         if tensor.device != device:
@@ -178,6 +165,11 @@ def check_devices(
                 f"Move the metric: `metric.to({str(device)!r})`; as an attribute of the LightningModule it moves along."
             )
             _refuse(f"{title}: devices", "the metric on the device of its rows", shown, fix)
+
+
+def is_floating(value: object) -> bool:
+    """Return whether a value is a tensor of a floating dtype."""
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def num_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

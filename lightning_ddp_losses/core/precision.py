@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,32 @@ def narrow_dtype(tensors: Iterable[object]) -> torch.dtype | None:
         return None
     (dtype,) = dtypes
     return dtype if dtype in (torch.bfloat16, torch.float16) else None
+
+
+@dataclass(frozen=True)
+class CallTensors:
+    """The tensors of one call of a module, found in one walk over both.
+
+    Attributes:
+        given: Tensors among the arguments.
+        modules: The module, and all inside it.
+        parameters: Their parameters.
+    """
+
+    given: list[Tensor]
+    modules: list[nn.Module]
+    parameters: list[Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallTensors:
+        """Walk over a module and its arguments."""
+        modules = modules_of(module)
+        return cls(nests.tensors_in((args, kwargs)), modules, parameters_in(modules))
+
+    def are_on_one_device(self) -> bool:
+        """Return whether all tensors with a dimension lie on one device."""
+        devices = {tensor.device for tensor in self.given if tensor.ndim}
+        return len(devices.union(parameter.device for parameter in self.parameters)) < 2
 
 
 def is_full(dtype: torch.dtype, device_types: Iterable[str], tensors: Iterable[Tensor]) -> bool:

@@ -38,7 +38,30 @@ class _PendingValue:
     recorder: UpstreamGradRecorder | None = None
 
 
-_pending_values: weakref.WeakSet[_PendingValue] = weakref.WeakSet()
+class _WorldNotes:
+    """What the world still has to compare; lives as long as its groups.
+
+    Attributes:
+        pending: Values that no recorder follows yet.
+        noted: Watches that have noted something since training began.
+    """
+
+    def __init__(self) -> None:
+        self.pending: weakref.WeakSet[_PendingValue] = weakref.WeakSet()
+        self.noted: weakref.WeakSet[UpstreamGradWatch] = weakref.WeakSet()
+
+    @classmethod
+    def of_world(cls) -> _WorldNotes | None:
+        """Return those of this world; None in a world of one, which compares nothing."""
+        if process_groups.world_size() == 1:
+            return None
+        notes = process_groups.internal_groups(None).notes
+        if cls not in notes:
+            notes[cls] = cls()
+        found: _WorldNotes = notes[cls]
+        return found
+
+
 _note_numbers = itertools.count()
 
 
@@ -68,10 +91,11 @@ class UpstreamGradRecorder:
     def start(self) -> None:
         """Forget what an earlier backward left, and follow the values that were made since."""
         self._noted.clear()
-        if len(_pending_values):  # to go through an empty WeakSet takes longer than to ask
-            for value in _pending_values:
+        notes = _WorldNotes.of_world()
+        if notes is not None and len(notes.pending):  # to go through an empty WeakSet takes longer than to ask
+            for value in notes.pending:
                 value.recorder = self
-            _pending_values.clear()
+            notes.pending.clear()
 
     def add(self, watch: UpstreamGradWatch, upstream_grad: Tensor) -> None:
         """Note what came back into a value of ``watch``."""
@@ -98,24 +122,23 @@ class UpstreamGradWatch:
             value: Over the ranks of ``group``.
             group: Ranks of which one weighs it as the other; subgroups of the world may differ.
         """
-        everywhere = group is None or process_groups.world_size(group) == process_groups.world_size()
-        self._everywhere = everywhere
-        return nests.map_tensors(lambda tensor: self._watch(tensor, everywhere), value)
+        self._everywhere = group is None or process_groups.world_size(group) == process_groups.world_size()
+        return nests.map_tensors(self._watch, value)
 
-    def _watch(self, value: Tensor, everywhere: bool) -> Tensor:
+    def _watch(self, value: Tensor) -> Tensor:
         if not value.requires_grad:
             return value
-        pending = None
-        if everywhere and value.device.type == "cpu":
+        pending, notes = None, _WorldNotes.of_world()
+        if self._everywhere and notes is not None and value.device.type == "cpu":
             pending = _PendingValue()
-            _pending_values.add(pending)
+            notes.pending.add(pending)
         if value.is_leaf:  # a parameter, on which a hook would stay
             value = _Note.apply(value, self, pending)  # type: ignore[no-untyped-call]
         else:
             value.register_hook(partial(self.note, pending=pending))  # type: ignore[no-untyped-call]
-        if everywhere:
-            notes: Any = value.grad_fn.metadata  # type: ignore[union-attr]
-            notes[_GLOBAL] = True
+        if self._everywhere:
+            metadata: Any = value.grad_fn.metadata  # type: ignore[union-attr]
+            metadata[_GLOBAL] = True
         return value
 
     def take(self) -> str:
@@ -140,7 +163,10 @@ class UpstreamGradWatch:
     @eager_recursive  # a hook in backward, which a compiled step would trace
     def note(self, grad: Tensor, pending: _PendingValue | None) -> None:
         """Remember an upstream gradient without waiting for the device; of one with dimensions its sum and sum of squares."""
-        _with_late_notes.add(self)
+        notes = _WorldNotes.of_world()
+        if notes is None:
+            return
+        notes.noted.add(self)
         if grad.ndim:
             grad = torch.stack([grad.sum(), grad.square().sum()])
         if grad.device.type != "cpu":
@@ -158,18 +184,20 @@ class UpstreamGradWatch:
         return UpstreamGradWatch, ()
 
 
-_with_late_notes: weakref.WeakSet[UpstreamGradWatch] = weakref.WeakSet()
-
-
 def forget_late_notes() -> None:
     """Leave what was noted until now to the next calls: to be called when training begins."""
-    _with_late_notes.clear()
+    world = _WorldNotes.of_world()
+    if world is not None:
+        world.noted.clear()
 
 
 def take_late_notes() -> str:
     """Return what came back into values and was not compared since, as text for a handshake of the world: when training ends."""
-    watches = list(_with_late_notes)
-    _with_late_notes.clear()
+    world = _WorldNotes.of_world()
+    if world is None:
+        return "none"
+    watches = list(world.noted)
+    world.noted.clear()
     notes: list[_NotedGrad] = []
     for watch in watches:
         notes += watch.take_late()

@@ -238,7 +238,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         # what ranks compare with each other
         self._fingerprint = ""
         self._upstream_grads = UpstreamGradWatch()
-        self._value_reading = inputs.ValueReading()
+        self.value_reading = inputs.ValueReading()
         if process_groups.is_distributed():
             self.shard_classes()
 
@@ -455,9 +455,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     def _checked_labels(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Refuse labels out of range, and sampling whose optimizer is not attached, together with the peers; return the labels."""
         try:
-            inputs.check_devices(self._title, {"embeddings": embeddings, "labels": labels}, self)
-            read_values = self._value_reading.next_call((embeddings, labels))
-            self._value_reading.raise_late()
+            inputs.check_devices(self._title, {"embeddings": embeddings, "labels": labels}, [self.weight])
+            read_values = self.value_reading.next_call(filter(torch.is_tensor, (embeddings, labels)))
+            self.value_reading.raise_late()
             inputs.check_labels(self._title, labels, len(embeddings), self.num_classes, read_values=read_values)
             if self._training_sampler() is not None and self._row_optimizer is None:
                 raise ConfigurationError(
@@ -470,7 +470,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
         if read_values:
             return labels
-        return self._value_reading.clamp_labels(self._title, labels, self.num_classes)
+        return self.value_reading.clamp_labels(self._title, labels, self.num_classes)
 
     # ------------------------------------------------------------------ sharding, loading, saving
 
@@ -613,7 +613,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         """Gather the embeddings of all ranks, for their logits with this rank's classes; ``k`` must be equal on all ranks."""
         self._check_embeddings(embeddings)
         try:
-            inputs.check_devices(self._title, {"embeddings": embeddings}, self)
+            inputs.check_devices(self._title, {"embeddings": embeddings}, [self.weight])
         except DDPLossError as error:
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
         dtype = precision.compute_dtype([embeddings, self.weight])

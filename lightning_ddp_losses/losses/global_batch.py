@@ -8,16 +8,16 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pytorch_metric_learning.losses import CrossBatchMemory
 from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import autograd_graph, inputs, nests, precision
+from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.core.forward_patch import eager_recursive, refuse_capture
@@ -65,6 +65,18 @@ from lightning_ddp_losses.losses.two_views import (
 )
 
 _WATCHED_CALLS = 3  # in which labels that count a rank's own rows are looked for
+
+
+class RowsAsGiven(NamedTuple):
+    """What the rows of one call were before they are made wider.
+
+    Attributes:
+        narrow_dtype: bfloat16 or float16 if all of them are that; they travel in it.
+        form: How they are multiplied.
+    """
+
+    narrow_dtype: torch.dtype | None
+    form: ProductForm
 
 
 class GlobalBatchLoss(WithProcessGroup, nn.Module):
@@ -120,12 +132,6 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     """
 
     sees_global_batch = True
-    compile_tiles = False
-    _tile_compiler: TileCompiler | None = None  # pickles of before have none
-    # what was pickled before there was a choice
-    products: ProductChoice = "float32"
-    _form_to_match: ProductForm = "float32"
-    _given_dtype: torch.dtype | None = None  # of the floating arguments of this call, where narrow
 
     def __init__(
         self,
@@ -151,9 +157,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self.batch_dims = dict(batch_dims or {})
         self.tile_bytes = tile_bytes
         self.gather = gather
-        self.compile_tiles = compile_tiles
-        if compile_tiles:
-            self._tile_compiler = TileCompiler()
+        self._tile_compiler = TileCompiler() if compile_tiles else None
         self.products = products
         self._group = group
         # what calls leave behind
@@ -161,10 +165,14 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self._seeds = SeedCounter()
         self._warned = False
         self._upstream_grad = UpstreamGradWatch()
-        self._reading = inputs.ValueReading()
-        self._is_pml = is_pml_loss(loss)
+        self.value_reading = inputs.ValueReading()
         memories = [module for module in loss.modules() if isinstance(module, CrossBatchMemory)]
         self.queue_position = QueuePosition(memories) if memories else None
+
+    @property
+    def compile_tiles(self) -> bool:
+        """Whether tiles are compiled."""
+        return self._tile_compiler is not None
 
     def extra_repr(self) -> str:
         """Show the mode that runs, and how rows are evaluated."""
@@ -192,7 +200,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             return ("replicated",)
         loss = labelled_loss(self.loss)
         allowed = allowed_modes(loss)
-        if not self._is_pml:
+        if not is_pml_loss(self.loss):
             return allowed
         return tuple(mode for mode in allowed if mode == "replicated" or is_separable(loss, mode))
 
@@ -208,57 +216,59 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 tensors are batches along dim 0, 0-dim tensors are not.
             kwargs: The same by name.
         """
-        args, kwargs = self._validated(args, kwargs)
-        form = self._product_form(self._by_name(args) | kwargs)
-        self._given_dtype = precision.narrow_dtype(nests.tensors_in((args, kwargs)))
-        value = autograd_graph.run_full_precision(self, partial(self._evaluate, form), args, kwargs)
+        args, kwargs, tensors, rows = self._prepare(args, kwargs)
+        evaluate = partial(self._evaluate, rows)
+        value = autograd_graph.run_full_precision(self, evaluate, args, kwargs, tensors=tensors)
         autograd_graph.remember_global_value(value)
         name_value(value, self._title)
         if self.backward == "sum":
             return value
         return self._upstream_grad.watch(value, group=self._group)
 
-    def _validated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Refuse inputs that this rank cannot take, together with the peers; return them, as they may be used."""
-        read = self._reading.next_call((args, kwargs))
+    def _prepare(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], precision.CallTensors, RowsAsGiven]:
+        """Refuse inputs that this rank cannot take, together with the peers; return them as they may be used.
+
+        One walk over the arguments and the loss serves all questions: device, shape, labels, dtype.
+        """
+        tensors = precision.CallTensors.of(self, args, kwargs)
+        read = self.value_reading.next_call(tensors.given)
+        form: ProductForm = "float32"
         try:
             refuse_capture(self._title)
-            # class weights of torch's own losses
-            buffers = self.loss.buffers() if isinstance(self.loss, TORCH_LOSS_TYPES) else ()
-            inputs.check_devices(self._title, {**self._by_name(args), **kwargs}, self.loss, buffers=buffers)
-            self._reading.raise_late()
+            self._check_devices(tensors, args, kwargs)
+            self.value_reading.raise_late()
             inputs.check_inputs(
                 self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True
             )
+            if self.products != "float32":
+                rows = [value for value in (*args, *kwargs.values()) if inputs.is_floating(value)]
+                form = choose_form(self._title, self.products, rows) if rows else "float32"
         except DDPLossError as error:
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
-        if read:
-            return args, kwargs
-        return inputs.clamp_labels(self.loss, self._title, args, kwargs, self._reading)
+        if not read:
+            args, kwargs = inputs.clamp_labels(self.loss, self._title, args, kwargs, self.value_reading)
+        return args, kwargs, tensors, RowsAsGiven(precision.narrow_dtype(tensors.given), form)
 
-    def _product_form(self, given: dict[str, Any]) -> ProductForm:
-        """Choose how rows are multiplied, from the dtypes that they have before they are made wider."""
-        if self.products == "float32":
-            return "float32"
-        rows = [value for value in given.values() if isinstance(value, Tensor) and value.is_floating_point()]
-        try:
-            form = choose_form(self._title, self.products, rows) if rows else "float32"
-        except DDPLossError as error:
-            handshake.raise_on_all_ranks(error, self._title, group=self._group)
-        self._form_to_match = form
-        return form
+    def _check_devices(self, tensors: precision.CallTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse tensors on several devices; class weights of torch's own losses must lie there too."""
+        buffers = [*self.loss.buffers()] if isinstance(self.loss, TORCH_LOSS_TYPES) else []
+        if buffers or not tensors.are_on_one_device():
+            given = {**self._by_name(args), **kwargs}
+            inputs.check_devices(self._title, given, precision.parameters_of(self.loss), buffers=buffers)
 
-    def _evaluate(self, form: ProductForm, /, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, rows: RowsAsGiven, /, *args: Any, **kwargs: Any) -> Any:
         """Choose an evaluation for this call, and run it."""
         modes = self.exact_modes()
         mode = modes[0] if self.mode == "auto" else self.mode
         if mode not in modes:
             handshake.raise_on_all_ranks(not_exact(self._title, mode, modes), self._title, group=self._group)
         try:
-            if self._is_pml:
-                evaluation, call = self._choose_pml(mode, form, args, kwargs)
+            if is_pml_loss(self.loss):
+                evaluation, call = self._choose_pml(mode, rows, args, kwargs)
             else:
-                evaluation, call = self._choose_torch(mode, args, kwargs)
+                evaluation, call = self._choose_torch(mode, rows, args, kwargs)
             value = evaluation.run(call)
         except Exception as error:  # what all ranks raise alike passes through
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
@@ -268,17 +278,19 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     # ------------------------------------------------------------------ choose
 
-    def _choose_torch(self, mode: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _choose_torch(
+        self, mode: str, rows: RowsAsGiven, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
         """Return how a loss that is not PML's is evaluated, and its call."""
         if mode == "elements":
-            return Elements(self.loss, self._exchange()), LocalCall(args, kwargs)
+            return Elements(self.loss, self._exchange(rows)), LocalCall(args, kwargs)
         call = TensorCall(
-            self._title, args, kwargs, self.batch_dims, lambda batches: self._gather(batches, self.backward)
+            self._title, args, kwargs, self.batch_dims, lambda batches: self._gather(rows, batches, self.backward)
         )
         return Replicated(self.loss), call
 
     def _choose_pml(
-        self, mode: str, form: ProductForm, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, mode: str, rows: RowsAsGiven, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Return how a PML loss is evaluated, and its call; the same evaluation on every rank."""
         given = by_name(self._title, self.loss, self._argument_names(args), args, kwargs)
@@ -292,9 +304,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             and set(given) <= {"embeddings", "labels"}
             and isinstance(given.get("embeddings"), Tensor)
         ):
-            return Elements(self.loss, self._exchange()), LocalCall((), given)
+            return Elements(self.loss, self._exchange(rows)), LocalCall((), given)
         # all else needs the rows of all ranks
-        call = self._gather_pml(mode, given)
+        call = self._gather_pml(mode, rows, given)
         self._warn_identities(call)
         self._warn_moved_pairs(call)
         # a sum over anchors: tiles of our own where there are any, else PML's formula on this rank's anchors
@@ -302,9 +314,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             plan = tiled_plan(loss)
             if plan is not None and call.ref_labels is not None:
                 symmetric, compiler = plan.is_symmetric(given, two_views=two_views), self._tile_compiler
-                return Tiled(loss, self._exchange(), plan, symmetric, self.tile_bytes, compiler, form), call
+                return Tiled(loss, self._exchange(rows), plan, symmetric, self.tile_bytes, compiler, rows.form), call
             if call.rows_possible():
-                return Rows(loss, self._exchange(), self.tile_bytes), call
+                return Rows(loss, self._exchange(rows), self.tile_bytes), call
         # the full loss on every rank
         if self.queue_position is not None:
             self.queue_position.check(call.rows_to_remember(), self._title)
@@ -312,7 +324,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _by_name(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """Return positional arguments by what messages call them."""
-        names = self._argument_names(args) if self._is_pml else tuple(f"argument {i}" for i in range(len(args)))
+        names = (
+            self._argument_names(args) if is_pml_loss(self.loss) else tuple(f"argument {i}" for i in range(len(args)))
+        )
         return dict(zip(names, args, strict=False))
 
     def _argument_names(self, args: tuple[Any, ...]) -> tuple[str, ...]:
@@ -322,7 +336,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             return PML_NAMES
         return facts.arguments
 
-    def _gather_pml(self, mode: str, given: dict[str, Any]) -> PMLCall:
+    def _gather_pml(self, mode: str, rows: RowsAsGiven, given: dict[str, Any]) -> PMLCall:
         """Gather the rows of all ranks."""
         loss, two_views = labelled_loss(self.loss), stacks_views(self.loss)
 
@@ -331,7 +345,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             return "sum" if mode == "rows" and not self._are_few(counts) else self.backward
 
         def gather(batches: dict[str, Tensor]) -> GatheredBatch:
-            return self._gather(batches, backward)
+            return self._gather(rows, batches, backward)
 
         return PMLCall(loss, given, gather, process_groups.rank(self._group), two_views=two_views)
 
@@ -350,7 +364,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         labels = call.given.get("labels")
         if labels is None or self._warned:
             return
-        watched = _WATCHED_CALLS if inputs.on_host(labels) else 1  # to look at labels waits for an accelerator
+        watched = _WATCHED_CALLS if inputs.on_host([labels]) else 1  # to look at labels waits for an accelerator
         if self._seeds.number > watched or process_groups.world_size(self._group) == 1:
             return
         self._warned = call.ranks_with_local_identities() > 1
@@ -380,28 +394,27 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     # ------------------------------------------------------------------ exchange
 
     def _gather(
-        self, batches: dict[str, Tensor], backward: Backward | BackwardChoice, counted: Sequence[str] = ()
+        self, rows: RowsAsGiven, batches: dict[str, Tensor], backward: Backward | BackwardChoice
     ) -> GatheredBatch:
-        seed, must_match = self._seeds.next(), self._take_must_match()
+        seed, must_match = self._seeds.next(), self._take_must_match(rows)
         return gather_batch(
             self._title,
             batches,
             must_match,
             backward=backward,
             extra=seed,
-            counted=counted,
-            narrow=narrow_batches(batches, self._given_dtype),
+            narrow=narrow_batches(batches, rows.narrow_dtype),
             group=self._group,
         )
 
-    def _exchange(self) -> SumExchange:
-        return SumExchange(self._title, self._take_must_match_of, self._group)
+    def _exchange(self, rows: RowsAsGiven) -> SumExchange:
+        return SumExchange(self._title, partial(self._take_must_match_of, rows), self._group)
 
-    def _take_must_match_of(self, like: Tensor) -> dict[str, object]:
-        rows = f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"
-        return {**self._take_must_match(), "rows of embeddings": rows}
+    def _take_must_match_of(self, rows: RowsAsGiven, like: Tensor) -> dict[str, object]:
+        form = f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"
+        return {**self._take_must_match(rows), "rows of embeddings": form}
 
-    def _take_must_match(self) -> dict[str, object]:
+    def _take_must_match(self, rows: RowsAsGiven) -> dict[str, object]:
         """Return what must be equal on all ranks; takes what was noted of the last backward."""
         if not self._fingerprint:
             self._fingerprint = configuration_digest(self.loss)
@@ -409,7 +422,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         must_match["configuration"] = self._fingerprint
         if self.compile_tiles:
             must_match["compile_tiles"] = True
-        must_match["products"] = self._form_to_match
+        must_match["products"] = rows.form
         must_match |= micro_batch_to_match()
         if self.backward == "own_slice":
             noted = self._upstream_grad.take()
@@ -443,7 +456,6 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
     """
 
     sees_global_batch = True
-    _given_dtype: torch.dtype | None = None
 
     def __init__(self, miner: nn.Module, *, group: Group = None) -> None:
         super().__init__()
@@ -460,24 +472,24 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
         """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""
-        self._given_dtype = precision.narrow_dtype(nests.tensors_in((args, kwargs)))
         title = f"GlobalBatchMiner({type(self.miner).__name__})"
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         try:
             refuse_capture(title)
             given = by_name(title, self.miner, names, args, kwargs)
-            inputs.check_devices(title, given, self.miner)
-            return autograd_graph.run_full_precision(self, partial(self._mine, title), (), given)  # type: ignore[no-any-return]
+            inputs.check_devices(title, given, precision.parameters_of(self.miner))
+            mine = partial(self._mine, title, precision.narrow_dtype(given.values()))
+            return autograd_graph.run_full_precision(self, mine, (), given)  # type: ignore[no-any-return]
         except Exception as error:  # what all ranks raise alike passes through
             handshake.raise_on_all_ranks(error, title, group=self._group)
 
-    def _mine(self, title: str, /, **given: Any) -> GlobalTuples:
+    def _mine(self, title: str, narrow_dtype: torch.dtype | None, /, **given: Any) -> GlobalTuples:
         if not self._fingerprint:
             self._fingerprint = configuration_digest(self.miner)
 
         def gather(batches: dict[str, Tensor]) -> GatheredBatch:
             must_match = {"configuration": self._fingerprint}
-            narrow = narrow_batches(batches, self._given_dtype)
+            narrow = narrow_batches(batches, narrow_dtype)
             return gather_batch(title, batches, must_match, extra=self._seeds.next(), narrow=narrow, group=self._group)
 
         call = PMLCall(self.miner, given, gather, process_groups.rank(self._group))

@@ -326,7 +326,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
                     got=tensor.shape[1],
                     fix="Project both towers to one embedding size.",
                 )
-        inputs.check_devices(title, given, self)
+        inputs.check_devices(title, given, self.parameters())
         if len(images) != len(texts):
             raise InputError(
                 f"{title}: rows",

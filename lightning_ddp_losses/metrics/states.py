@@ -118,7 +118,7 @@ class MetricStates(Metric):
         arguments = {f"tensor {place} of the call": tensor for place, tensor in enumerate(given)}
         held = {name: getattr(self, name) for name in self._defaults}
         states = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-        inputs.check_devices(f"metric {type(self).__name__}", arguments, self, states=states)
+        inputs.check_devices(f"metric {type(self).__name__}", arguments, precision.parameters_of(self), states=states)
         record.configuration = record.configuration or configuration(self)
         dtype = precision.compute_dtype([*precision.parameters_of(self), *given])
         for name, default in self._defaults.items():

@@ -17,7 +17,7 @@ import torch
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import nn
 
-from lightning_ddp_losses.core import autograd_graph, inputs
+from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.compat import uncompiled
 from lightning_ddp_losses.core.forward_patch import ForwardPatch, eager
 from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
@@ -50,7 +50,7 @@ class LossForwardPatch(ForwardPatch):
         self.counting = False
         self.calls = self.rows = 0
         self._refuse_nan = refuse_nan
-        self._reading = inputs.ValueReading()
+        self.value_reading = inputs.ValueReading()
         self._paths = autograd_graph.ParameterPaths()
 
     def reset(self) -> None:
@@ -67,8 +67,9 @@ class LossForwardPatch(ForwardPatch):
             self.calls += 1
             self.rows += inputs.num_rows(args, kwargs)
         # 2. check the inputs; to look at values on an accelerator waits for it
-        read = self._reading.next_call((args, kwargs))
-        self._reading.raise_late()
+        tensors = precision.CallTensors.of(self.module, args, kwargs)
+        read = self.value_reading.next_call(tensors.given)
+        self.value_reading.raise_late()
         inputs.check_inputs(
             self._inner,
             self._title,
@@ -79,14 +80,16 @@ class LossForwardPatch(ForwardPatch):
             allow_empty=self.sees_global_batch,
         )
         if not read and self._refuse_nan:
-            inputs.note_nan(self._title, args, kwargs, self._reading)
+            inputs.note_nan(self._title, args, kwargs, self.value_reading)
         # 3. evaluate
         if self._global_loss is None:
             if not read:
-                args, kwargs = inputs.clamp_labels(self._inner, self._title, args, kwargs, self._reading)
+                args, kwargs = inputs.clamp_labels(self._inner, self._title, args, kwargs, self.value_reading)
             if getattr(self._inner, "sees_global_batch", False) and isinstance(self._inner, WithProcessGroup):
                 return self.original(*args, **kwargs)  # which computes wide by itself, and sends rows as they come
-            return autograd_graph.run_full_precision(self.module, self.original, args, kwargs, paths=self._paths)
+            return autograd_graph.run_full_precision(
+                self.module, self.original, args, kwargs, paths=self._paths, tensors=tensors
+            )
         self._in_global_loss = True
         try:
             return self._global_loss(*args, **kwargs)

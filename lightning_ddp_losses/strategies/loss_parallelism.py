@@ -364,7 +364,8 @@ class LossParallelism:
         if not self.parts:
             return
         with self.raise_on_all_ranks("the end of training"):
-            inputs.raise_late_values()
+            for reading in (*inputs.readings_in(self.module), *(patch.value_reading for patch in self._calls.patches)):
+                reading.raise_late()
             self.call("on_train_end")
             # a rank that learns here of an error in another part of the world informs the parts that it belongs to
             upstream_grads = handshake.all_gather("the end of training", {}, take_late_notes().encode())

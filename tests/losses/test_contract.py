@@ -320,7 +320,8 @@ def labels_of_the_last_call(divided: bool) -> str:
         for step in range(3):
             loss(torch.randn(2, 3), torch.tensor([0, 3]) + (step == 2) * dist.get_rank())
     try:
-        inputs.raise_late_values()
+        for reading in inputs.readings_in(nn.ModuleDict({"loss": loss})):
+            reading.raise_late()
     except InputError as error:
         return str(error)
     return ""
@@ -346,10 +347,10 @@ def test_nan_on_an_accelerator_is_an_error_one_call_later() -> None:
         with pytest.raises(InputError, match=r"embeddings of call 2: expected numbers, got NaN"):
             module["loss"](rows, labels)
         module["loss"](rows, labels)
-        inputs.raise_late_values()
+        patch.value_reading.raise_late()
         module["loss"](rows * torch.nan, labels)
         with pytest.raises(InputError, match="embeddings of call 5"):
-            inputs.raise_late_values()
+            patch.value_reading.raise_late()
 
 
 class Noisy(pml.SupConLoss):
