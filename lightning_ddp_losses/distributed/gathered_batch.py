@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
-from lightning_ddp_losses.distributed.collectives import Backward, once_differentiable_strict
+from lightning_ddp_losses.distributed.collectives import Backward, BackwardExchange, once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import NARROW_DTYPES, NarrowRows, gather, group_for, host_bytes
 

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
-from lightning_ddp_losses.distributed.collectives import forbid_second_derivative
+from lightning_ddp_losses.distributed.collectives import BackwardExchange, forbid_second_derivative
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, sum_over_ranks
 from lightning_ddp_losses.errors import InputError

@@ -20,24 +20,27 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 
 | file | what it holds |
 |---|---|
-| ``global_batch`` | `GlobalBatchLoss`, `GlobalBatchMiner`: validate, choose, run |
-| ``global_batch_options``, ``queue_position`` | options that they refuse; where a cross-batch memory stands |
+| ``global_batch``, ``global_batch_options`` | `GlobalBatchLoss`, `GlobalBatchMiner`: prepare, choose, run; options that they refuse |
+| ``call_arguments`` | a call's arguments on this rank: names, shapes, two views without labels as rows with identities |
 | ``evaluations`` | `Elements`, `Rows`, `Tiled`, `Replicated`: how a call is evaluated |
 | ``pml_registry`` | pytorch-metric-learning (PML) by class: losses, reducers, distances |
 | ``gathered_call`` | a call's arguments over all ranks, its shared seed |
-| ``miner_tuples`` | what a miner returns: over all ranks' rows, malformed, as weights of rows |
-| ``two_views`` | two views without labels, as rows with identities |
-| ``anchor_tuples`` | pairs and triplets of some anchors |
-| ``partial_sums`` | numerators, divisors, the factor W, a number with a gradient of its own |
+| ``miner_tuples`` | pairs and triplets of some anchors, from labels or from a miner |
+| ``element_losses`` | element losses as sums and divisors: PML's with their reducers, torch.nn's; PML's statistics |
+| ``partial_sums`` | sums and divisors of all ranks, the factor W, the value with its gradient; `global_mean` |
 | ``products`` | rows times rows in float32 or on tensor cores (``products=``), rows of unit length, running log-sum-exp |
 | ``row_chunks`` | PML's own formula, some anchors at a time |
 | ``tiled`` | the common losses in tiles of our own |
-| ``torch_losses``, ``separable``, ``recorded_stats`` | torch.nn's losses as sums; a check of such claims; PML's statistics |
+| ``separable`` | a numerical check that a loss is a sum over samples or anchors |
 | ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; which are where; what a logit is |
 | ``sharded_softmax``, ``class_targets`` | its cross entropy; where targets are among a rank's classes |
 | ``class_logits``, ``partial_fc``, ``class_sharded_options`` | logits and best classes to evaluate; sampled classes; options refused |
 | ``clip``, ``siglip``, ``two_towers``, ``column_blocks`` | losses between two towers |
-| ``global_mean`` | `global_mean`: any hand-written sum over any count |
+
+The way of a call: ``GlobalBatchLoss._prepare`` walks over arguments and loss once, and refuses what this rank cannot take. An
+evaluation is chosen. The rows are gathered (``gathered_call``) unless it is ``Elements``. It computes a ``PartialSum`` of each sub-loss;
+``SumExchange.gather`` exchanges them, ``GlobalSums.reduce`` makes the value and the factors, and the value gets its gradient.
+``Replicated`` has the value at once.
 
 Under ``torch.compile`` a call is one break of the graph, in forward and in backward: groups and handshakes are no business of a compiler's.
 What a loss wraps may be compiled by itself.
@@ -54,7 +57,7 @@ gathered in rank order: own rows first would make losses that depend on the inde
 from lightning_ddp_losses.losses.class_sharded import ClassShardedLoss
 from lightning_ddp_losses.losses.clip import ClipLoss
 from lightning_ddp_losses.losses.global_batch import GlobalBatchLoss, GlobalBatchMiner
-from lightning_ddp_losses.losses.global_mean import global_mean
+from lightning_ddp_losses.losses.partial_sums import global_mean
 from lightning_ddp_losses.losses.pml_registry import register_element_wise, register_row_separable
 from lightning_ddp_losses.losses.separable import check_separable
 from lightning_ddp_losses.losses.siglip import SigLipLoss

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
+from lightning_ddp_losses.distributed.collectives import BackwardExchange
 from lightning_ddp_losses.distributed.gathered_batch import aligned
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import (

@@ -23,90 +23,25 @@ from lightning_ddp_losses.core import nests
 from lightning_ddp_losses.core.random_state import CountedDraws, preserve_random_state, torch_generators
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses.anchor_tuples import (
+from lightning_ddp_losses.losses.call_arguments import by_view, identities_of
+from lightning_ddp_losses.losses.miner_tuples import (
+    GlobalTuples,
     anchor_tuples,
     are_ordinary,
     count_indices,
     named_anchors,
+    refuse_malformed_tuples,
     same_label_counts,
 )
-from lightning_ddp_losses.losses.miner_tuples import GlobalTuples, refuse_malformed_tuples
 from lightning_ddp_losses.losses.pml_registry import (
     compares_named_rows,
     facts_of,
-    is_of_pml,
     may_draw,
-    takes_class_labels,
 )
-from lightning_ddp_losses.losses.two_views import TWO_VIEWS, by_view, fix_for_views, identities_of
 
 _SEED = struct.Struct("<QQ")
 # PML asks whether the references are the very same tensors as the rows
 _REFERENCES = (("ref_emb", "embeddings"), ("ref_labels", "labels"))
-_SHAPES = (("embeddings", "(n, D)", 2), ("labels", "(n,)", 1), ("ref_emb", "(n, D)", 2), ("ref_labels", "(n,)", 1))
-
-
-def by_name(
-    title: str, inner: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Return a call's arguments by name, without those that are None.
-
-    Args:
-        title: How the message names what is called.
-        inner: The loss or miner.
-        names: Of the positional ones.
-        args: By position.
-        kwargs: By name.
-
-    Raises:
-        InputError: for more positional arguments than names, for one that is given twice, for labels that are no classes, and for
-            embeddings that are not (n, D).
-    """
-    twice = [name for name in names[: len(args)] if name in kwargs]
-    if len(args) > len(names) or twice:
-        got = f"{len(args)} positional ones"
-        if twice:
-            got = f"{', '.join(twice)} twice"
-        fix = None
-        if len(args) > len(names) and tuple(names) == TWO_VIEWS:
-            fix = (
-                "It compares two views. For more, hand in torch.cat(views) with labels that are unique over all ranks."
-            )
-        raise InputError(f"{title}: arguments", expected=f"{', '.join(names)}, each once", got=got, fix=fix)
-    given = dict(zip(names, args, strict=False)) | kwargs
-    given = {name: value for name, value in given.items() if value is not None}
-    if takes_class_labels(inner):
-        _refuse_float_labels(title, inner, given)
-    if is_of_pml(inner):
-        _refuse_odd_shapes(title, given)
-    return given
-
-
-def _refuse_float_labels(title: str, inner: nn.Module, given: Mapping[str, Any]) -> None:
-    """Refuse labels that are no classes: a second view in their place, or numbers that a lower precision would make equal."""
-    for name in ("labels", "ref_labels"):
-        labels = given.get(name)
-        if not isinstance(labels, Tensor) or not (labels.is_floating_point() or labels.is_complex()):
-            continue
-        fix = "Pass class indices: labels.long()."
-        if labels.ndim > 1:
-            fix = fix_for_views(inner)
-        raise InputError(
-            f"{title}: {name}",
-            expected="an integer per row (torch.int64)",
-            got=f"a floating dtype of shape {tuple(labels.shape)}",
-            fix=fix,
-        )
-
-
-def _refuse_odd_shapes(title: str, given: Mapping[str, Any]) -> None:
-    """Refuse embeddings and labels of other shapes than PML's."""
-    for name, shape, dimensions in _SHAPES:
-        value = given.get(name)
-        if value is None or (isinstance(value, Tensor) and value.ndim == dimensions):
-            continue
-        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"{title}: {name}", expected=f"a tensor of shape {shape}", got=got)
 
 
 # ---------------------------------------------------------------------- a call of PML's

@@ -28,13 +28,19 @@ from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, Gath
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import narrow_batches
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
+from lightning_ddp_losses.losses.call_arguments import (
+    by_name,
+    compares_one_way,
+    labelled_arguments,
+    labelled_loss,
+    stacks_views,
+)
 from lightning_ddp_losses.losses.evaluations import Elements, LocalCall, Replicated, Rows, Tiled
 from lightning_ddp_losses.losses.gathered_call import (
     PMLCall,
     SeedCounter,
     TensorCall,
-    by_name,
     same_draws,
 )
 from lightning_ddp_losses.losses.global_batch_options import (
@@ -55,14 +61,7 @@ from lightning_ddp_losses.losses.pml_registry import (
     is_separable,
 )
 from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form
-from lightning_ddp_losses.losses.queue_position import QueuePosition
 from lightning_ddp_losses.losses.tiled import TileCompiler, tiled_plan
-from lightning_ddp_losses.losses.two_views import (
-    compares_one_way,
-    labelled_arguments,
-    labelled_loss,
-    stacks_views,
-)
 
 _WATCHED_CALLS = 3  # in which labels that count a rank's own rows are looked for
 
@@ -498,3 +497,45 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         ranks = process_groups.members(self._group)
         rows_of_ranks = dict(zip(ranks, call.counts["embeddings"], strict=True))
         return GlobalTuples.of(tuples, rows_of_ranks, call.total_references)
+
+
+class QueuePosition(nn.Module):
+    """Where the next row of a ``CrossBatchMemory`` goes; PML keeps it in plain attributes, which no checkpoint saves.
+
+    Args:
+        memories: Of one loss, in the order of its modules.
+    """
+
+    position: Tensor
+    memories: list[CrossBatchMemory]
+
+    def __init__(self, memories: list[CrossBatchMemory]) -> None:
+        super().__init__()
+        self.__dict__["memories"] = memories  # no submodules: they are registered beside this one
+        self.register_buffer("position", torch.zeros(2 * len(memories), dtype=torch.int64))
+        self.register_load_state_dict_post_hook(_restore)  # type: ignore[no-untyped-call]
+
+    def check(self, rows: int, title: str) -> None:
+        """Refuse a global batch that a memory cannot hold."""
+        for memory in self.memories:
+            if rows > memory.memory_size:
+                raise InputError(
+                    f"{title}: memory_size",
+                    expected=f"at least the global batch of {rows} rows",
+                    got=memory.memory_size,
+                    fix="The memory takes the rows of all ranks; raise memory_size.",
+                    collective=True,
+                )
+
+    def update_(self) -> None:
+        """Copy the memories' positions into the buffer."""
+        positions = []
+        for memory in self.memories:
+            positions += [memory.queue_idx, int(memory.has_been_filled)]
+        self.position.copy_(torch.tensor(positions))
+
+
+def _restore(module: nn.Module, _: Any) -> None:
+    assert isinstance(module, QueuePosition)
+    for memory, (index, filled) in zip(module.memories, module.position.view(-1, 2).tolist(), strict=True):
+        memory.queue_idx, memory.has_been_filled = index, bool(filled)

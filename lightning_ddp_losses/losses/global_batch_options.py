@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.errors import ConfigurationError, expect
+from lightning_ddp_losses.losses.call_arguments import labelled_loss
 from lightning_ddp_losses.losses.pml_registry import (
     MODES,
     allowed_modes,
@@ -17,7 +18,6 @@ from lightning_ddp_losses.losses.pml_registry import (
 from lightning_ddp_losses.losses.products import ProductChoice, refuse_products
 from lightning_ddp_losses.losses.tiled import tiled_plan
 from lightning_ddp_losses.losses.tiled.distances import is_one_product
-from lightning_ddp_losses.losses.two_views import labelled_loss
 
 
 def refuse_unfit(loss: nn.Module, mode: str, backward: str) -> None:

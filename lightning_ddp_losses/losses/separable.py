@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
-from lightning_ddp_losses.losses.anchor_tuples import anchor_tuples
+from lightning_ddp_losses.losses.call_arguments import labelled_loss
 from lightning_ddp_losses.losses.element_losses import anchor_losses, element_losses, partial_sums_of, torch_partial_sum
+from lightning_ddp_losses.losses.miner_tuples import anchor_tuples
 from lightning_ddp_losses.losses.partial_sums import PartialSum
 from lightning_ddp_losses.losses.pml_registry import Mode, can_split, facts_of
-from lightning_ddp_losses.losses.two_views import labelled_loss
 
 _HALVES = ((0, 5), (5, 12))  # unequal on purpose
 # what a loss raises that cannot be run on a part at all

@@ -19,7 +19,7 @@ from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.forward_patch import eager_recursive, refuse_capture
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.accumulation import name_value
-from lightning_ddp_losses.distributed.backward_exchange import BackwardExchange
+from lightning_ddp_losses.distributed.collectives import BackwardExchange
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import NarrowRows

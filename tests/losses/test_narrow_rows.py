@@ -19,7 +19,7 @@ from pytorch_metric_learning.distances import LpDistance
 from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
-from lightning_ddp_losses.distributed import backward_exchange, gathered_batch
+from lightning_ddp_losses.distributed import collectives, gathered_batch
 from lightning_ddp_losses.distributed.raw_collectives import Ring
 from tests.counting import nothing_rides
 from tests.rank_pool import RankPool
@@ -91,11 +91,11 @@ def measure(name: str, dtypes: list[torch.dtype], narrow: torch.dtype) -> Result
         gradients.add(tensor.dtype)
         return plain_reduce_scatter(tensor, *args)
 
-    plain_gather, plain_reduce_scatter = gathered_batch.gather, backward_exchange.reduce_scatter_rows
+    plain_gather, plain_reduce_scatter = gathered_batch.gather, collectives.reduce_scatter_rows
     plain_send = Ring.send
     with (
         mock.patch.object(gathered_batch, "gather", gather),
-        mock.patch.object(backward_exchange, "reduce_scatter_rows", reduce_scatter),
+        mock.patch.object(collectives, "reduce_scatter_rows", reduce_scatter),
         mock.patch.object(Ring, "send", send),
     ):
         value = module(leaves[0], leaves[1] if "LIP" in name or "views" in name else labels)

@@ -1,8 +1,9 @@
-"""Two views of each sample without labels, as pytorch-metric-learning's (PML) ``SelfSupervisedLoss`` compares them.
+"""The arguments of one call as this rank gives them: by name, of PML's shapes; two views of each sample as rows with identities.
 
-That class is no formula of its own: row i of one view has the identity of row i of the other, and the loss inside it compares rows by these
-labels. PML numbers the rows of one process, so each rank would count from 0 again. Here the rows of both views are one batch per rank, and
-the identities are counted over all ranks; then whatever evaluates labelled rows (tiles, a ring) evaluates two views.
+pytorch-metric-learning's (PML) ``SelfSupervisedLoss`` is no formula of its own: row i of one view has the identity of row i of the other,
+and the loss inside it compares rows by these labels. PML numbers the rows of one process, so each rank would count from 0 again. Here the
+rows of both views are one batch per rank, and the identities are counted over all ranks. Then every evaluation of labelled rows evaluates
+two views.
 
 * symmetric: the loss inside gets both views as rows of one batch (SimCLR's objective with ``NTXentLoss``).
 * one way (``symmetric=False``): the rows of one view are anchors, those of the other references.
@@ -20,9 +21,78 @@ from pytorch_metric_learning.losses import SelfSupervisedLoss, VICRegLoss
 from torch import Tensor, nn
 
 from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.losses.pml_registry import is_of_pml, takes_class_labels
+
+_SHAPES = (("embeddings", "(n, D)", 2), ("labels", "(n,)", 1), ("ref_emb", "(n, D)", 2), ("ref_labels", "(n,)", 1))
 
 TWO_VIEWS = ("embeddings", "ref_emb")
 """How ``SelfSupervisedLoss`` calls its views."""
+
+
+def by_name(
+    title: str, inner: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a call's arguments by name, without those that are None.
+
+    Args:
+        title: How the message names what is called.
+        inner: The loss or miner.
+        names: Of the positional ones.
+        args: By position.
+        kwargs: By name.
+
+    Raises:
+        InputError: for more positional arguments than names, for one that is given twice, for labels that are no classes, and for
+            embeddings that are not (n, D).
+    """
+    twice = [name for name in names[: len(args)] if name in kwargs]
+    if len(args) > len(names) or twice:
+        got = f"{len(args)} positional ones"
+        if twice:
+            got = f"{', '.join(twice)} twice"
+        fix = None
+        if len(args) > len(names) and tuple(names) == TWO_VIEWS:
+            fix = (
+                "It compares two views. For more, hand in torch.cat(views) with labels that are unique over all ranks."
+            )
+        raise InputError(f"{title}: arguments", expected=f"{', '.join(names)}, each once", got=got, fix=fix)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    given = {name: value for name, value in given.items() if value is not None}
+    if takes_class_labels(inner):
+        _refuse_float_labels(title, inner, given)
+    if is_of_pml(inner):
+        _refuse_odd_shapes(title, given)
+    return given
+
+
+def _refuse_float_labels(title: str, inner: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuse labels that are no classes: a second view in their place, or numbers that a lower precision would make equal."""
+    for name in ("labels", "ref_labels"):
+        labels = given.get(name)
+        if not isinstance(labels, Tensor) or not (labels.is_floating_point() or labels.is_complex()):
+            continue
+        fix = "Pass class indices: labels.long()."
+        if labels.ndim > 1:
+            fix = fix_for_views(inner)
+        raise InputError(
+            f"{title}: {name}",
+            expected="an integer per row (torch.int64)",
+            got=f"a floating dtype of shape {tuple(labels.shape)}",
+            fix=fix,
+        )
+
+
+def _refuse_odd_shapes(title: str, given: Mapping[str, Any]) -> None:
+    """Refuse embeddings and labels of other shapes than PML's."""
+    for name, shape, dimensions in _SHAPES:
+        value = given.get(name)
+        if value is None or (isinstance(value, Tensor) and value.ndim == dimensions):
+            continue
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"{title}: {name}", expected=f"a tensor of shape {shape}", got=got)
+
+
+# ---------------------------------------------------------------------- two views without labels
 
 
 def labelled_loss(loss: nn.Module) -> Any:
