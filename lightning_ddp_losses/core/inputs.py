@@ -7,8 +7,8 @@ The losses of pytorch-metric-learning (PML) that hold one weight per class share
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -25,89 +25,58 @@ _NAN_FIX = "Look for the first layer or sample that gives NaN; lower the learnin
 class ValueReading:
     """Decides when the values of a loss's inputs are looked at, which waits for the device.
 
-    On the CPU that is at every call. Elsewhere it is at the first one; from then on labels are clamped into their range, so that the
-    device survives a wrong one (an index out of range kills the process there), and their extremes, and whether embeddings hold NaN, are
-    read one call later.
+    On the CPU that is at every call. Elsewhere it is at the first one. From then on labels are clamped into their range, so that the
+    device survives a wrong one (an index out of range kills the process there). Their extremes, and whether embeddings hold NaN, are read
+    one call later.
     """
 
-    _number = 0
-    _late: LateLabels | None = None
-    _late_nan: LateNaN | None = None
-
     def __init__(self) -> None:
-        self._called = False
+        self._number = 0
+        # copies that were not looked at yet, and the function that refuses bad ones
+        self._late: list[tuple[HostCopy, Callable[[Tensor], None]]] = []
 
     def next_call(self, given: Iterable[Tensor]) -> bool:
         """Note a call with these tensors, and return whether its values are looked at."""
         self._number += 1
-        if self._called:
-            return on_host(given)
-        self._called = True
-        return True
+        return self._number == 1 or on_host(given)
 
     def clamp_labels(self, title: str, labels: Tensor, num_classes: int) -> Tensor:
-        """Return labels clamped to 0 ... C - 1, and look at what they were in ``raise_late``."""
+        """Return labels clamped to 0 ... C - 1. ``raise_late`` looks at what they were."""
         if not labels.numel():
             return labels
         extremes = labels.new_empty(2)
         torch.aminmax(labels.detach(), out=(extremes[0], extremes[1]))
-        self._late = LateLabels(f"{title}: labels of call {self._number}", HostCopy(extremes), num_classes)
+        judge = partial(_refuse_out_of_range, f"{title}: labels of call {self._number}", num_classes)
+        self._late.append((HostCopy(extremes), judge))
         return labels.clamp(0, num_classes - 1)
 
     def note_nan(self, title: str, embeddings: Any) -> None:
         """Look for NaN in embeddings that are on an accelerator, in ``raise_late``."""
-        if not isinstance(embeddings, Tensor) or not embeddings.is_floating_point() or not embeddings.numel():
+        if not is_floating(embeddings) or not embeddings.numel():
             return
-        found = HostCopy(embeddings.detach().isnan().any())
-        self._late_nan = LateNaN(f"{title}: embeddings of call {self._number}", found)
+        judge = partial(_refuse_late_nan, f"{title}: embeddings of call {self._number}")
+        self._late.append((HostCopy(embeddings.detach().isnan().any()), judge))
 
     def raise_late(self) -> None:
-        """Refuse the labels of the call before this one, where they had to be clamped, and its embeddings, where they held NaN.
+        """Refuse the embeddings of the call before this one if they held NaN, and its labels if they had to be clamped.
 
         Raises:
             InputError: naming that call.
         """
-        late_nan, self._late_nan = self._late_nan, None
-        if late_nan is not None and bool(late_nan.found.read()):
-            _refuse(late_nan.what, "numbers", "NaN", _NAN_FIX)
-        late, self._late = self._late, None
-        if late is None:
+        if not self._late:
             return
-        low, high = late.extremes.read().tolist()
-        if low < 0 or high >= late.num_classes:
-            _refuse_range(late.what, low, high, late.num_classes)
+        late, self._late = self._late, []
+        for copy, judge in late:
+            judge(copy.read())
 
     def __getstate__(self) -> dict[str, Any]:
-        # what is on its way from a device cannot be pickled
-        return {**vars(self), "_late": None, "_late_nan": None}
+        # copies on their way from a device cannot be pickled
+        return {**vars(self), "_late": []}
 
 
-@dataclass(frozen=True)
-class LateLabels:
-    """The smallest and the largest label of a call that were not looked at yet.
-
-    Attributes:
-        what: How the message names them.
-        extremes: Both.
-        num_classes: C.
-    """
-
-    what: str
-    extremes: HostCopy
-    num_classes: int
-
-
-@dataclass(frozen=True)
-class LateNaN:
-    """Whether the embeddings of a call held NaN, which was not looked at yet.
-
-    Attributes:
-        what: How the message names them.
-        found: One bool.
-    """
-
-    what: str
-    found: HostCopy
+def _refuse_late_nan(what: str, found: Tensor) -> None:
+    if bool(found):
+        _refuse(what, "numbers", "NaN", _NAN_FIX)
 
 
 def readings_in(module: nn.Module) -> list[ValueReading]:
@@ -331,9 +300,7 @@ def check_labels(title: str, labels: object, rows: int, num_classes: int, *, rea
             f"{title}: labels", f"shape ({rows},), one per embedding", tuple(labels.shape), "Pass one label per row."
         )
     if read_values and labels.numel():
-        low, high = (int(v) for v in torch.aminmax(labels))
-        if low < 0 or high >= num_classes:
-            _refuse_range(f"{title}: labels", low, high, num_classes)
+        _refuse_out_of_range(f"{title}: labels", num_classes, torch.stack(torch.aminmax(labels)))
 
 
 def _class_weight(loss: nn.Module) -> tuple[str, Tensor] | None:
@@ -344,13 +311,16 @@ def _class_weight(loss: nn.Module) -> tuple[str, Tensor] | None:
     return None
 
 
-def _refuse_range(what: str, low: int, high: int, num_classes: int) -> NoReturn:
-    _refuse(
-        what,
-        f"0 to {num_classes - 1} (num_classes={num_classes})",
-        f"{low} to {high}",
-        "Map labels to 0 ... num_classes - 1, or raise num_classes.",
-    )
+def _refuse_out_of_range(what: str, num_classes: int, extremes: Tensor) -> None:
+    """Refuse labels by their smallest and largest, unless both are 0 ... C - 1."""
+    low, high = extremes.tolist()
+    if low < 0 or high >= num_classes:
+        _refuse(
+            what,
+            f"0 to {num_classes - 1} (num_classes={num_classes})",
+            f"{low} to {high}",
+            "Map labels to 0 ... num_classes - 1, or raise num_classes.",
+        )
 
 
 def _refuse(what: str, expected: object, got: object, fix: str) -> NoReturn:

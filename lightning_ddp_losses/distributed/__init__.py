@@ -6,8 +6,7 @@
 * ``header``: the header of a handshake, and the one error that ranks which disagree raise
 * ``handshake``: ``all_gather`` of one header and a few bytes per rank before anything else, and errors that all ranks raise together
 * ``raw_collectives``: plain collectives on tensors of known shapes, and rows that pass round a ring
-* ``collectives``: the differentiable ones, each with the gradient that it gives
-* ``backward_exchange``: exchanges in backward, each opened by a handshake that names its forward
+* ``collectives``: the differentiable ones, each with the gradient that it gives, and exchanges in backward
 * ``gathered_batch``: several tensors in one gather, with their gradients
 * ``accumulation``: windows of several micro-batches, divided by what all of them count; ``accumulation_window`` for hand-written loops
 * ``window_graph``: the paths from the value that a window back-propagates to the parameters

@@ -216,7 +216,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     ) -> None:
         head = head_of(loss)
         penalty = penalty_of(loss, head.per_class)
-        refuse_unfit(loss, "auto", "own_slice")
+        refuse_unfit(loss)
         super().__init__()
         # the loss without its weight, and this rank's classes of the weight
         self.loss = compat.without_parameter(loss, head.weight_name)

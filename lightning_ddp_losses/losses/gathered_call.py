@@ -61,7 +61,6 @@ class PMLCall:
         given: What this rank gave.
         arguments: The arguments over all ranks, for ``inner(**arguments)``.
         counts: Rows of each rank, per gathered tensor.
-        narrow_dtypes: In which each rank's rows travel, per gathered tensor; None: in that of the tensor.
         local_labels: This rank's labels; its own identities where none were given.
         seed: For random draws, the same on every rank.
     """
@@ -93,7 +92,6 @@ class PMLCall:
         self.seed = shared_seed(gathered)
         names = [*batches, *indices]
         self.counts = dict(zip(names, gathered.counts, strict=True))
-        self.narrow_dtypes = dict(zip(names, gathered.narrow_dtypes, strict=True))
         # every rank sees every rank's numbers of rows
         self._refuse_lengths()
         if isinstance(tuples, GlobalTuples):

@@ -28,7 +28,7 @@ from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, Gath
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import narrow_batches
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
+from lightning_ddp_losses.errors import DDPLossError, InputError, expect
 from lightning_ddp_losses.losses.call_arguments import (
     by_name,
     compares_one_way,
@@ -43,12 +43,7 @@ from lightning_ddp_losses.losses.gathered_call import (
     TensorCall,
     same_draws,
 )
-from lightning_ddp_losses.losses.global_batch_options import (
-    not_exact,
-    refuse_tensor_cores,
-    refuse_tiles,
-    refuse_unfit,
-)
+from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_options
 from lightning_ddp_losses.losses.miner_tuples import GlobalTuples
 from lightning_ddp_losses.losses.partial_sums import SumExchange
 from lightning_ddp_losses.losses.pml_registry import (
@@ -146,9 +141,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         group: Group = None,
     ) -> None:
         super().__init__()
-        refuse_unfit(loss, mode, backward)
-        refuse_tiles(loss, tile_bytes, gather)
-        refuse_tensor_cores(loss, mode, products)
+        refuse_options(loss, mode=mode, backward=backward, tile_bytes=tile_bytes, gather=gather, products=products)
         # how the loss is configured
         self.loss = loss
         self.mode = mode
@@ -458,10 +451,8 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
 
     def __init__(self, miner: nn.Module, *, group: Group = None) -> None:
         super().__init__()
-        if not isinstance(miner, BaseMiner):
-            raise ConfigurationError(
-                "GlobalBatchMiner: miner", expected="a miner of pytorch-metric-learning", got=repr(miner)
-            )
+        is_miner = isinstance(miner, BaseMiner)
+        expect(is_miner, "GlobalBatchMiner: miner", expected="a miner of pytorch-metric-learning", got=repr(miner))
         self.miner = miner
         self._group = group
         self._seeds = SeedCounter()

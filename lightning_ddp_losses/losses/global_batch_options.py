@@ -20,60 +20,31 @@ from lightning_ddp_losses.losses.tiled import tiled_plan
 from lightning_ddp_losses.losses.tiled.distances import is_one_product
 
 
-def refuse_unfit(loss: nn.Module, mode: str, backward: str) -> None:
-    """Refuse what cannot be made global, by name.
+def refuse_options(
+    loss: nn.Module, *, mode: str, backward: str, tile_bytes: int | None, gather: str, products: ProductChoice
+) -> None:
+    """Refuse a loss that cannot be made global, and options that do not fit it.
 
     Raises:
-        ConfigurationError: no module, an unknown mode, a reduction that happens later, a mode that is not exact for the loss.
+        ConfigurationError: naming the option.
     """
-    if not isinstance(loss, nn.Module):
-        raise ConfigurationError("GlobalBatchLoss: loss", expected="a torch.nn.Module", got=repr(loss))
+    refuse_unfit(loss)
     title = f"GlobalBatchLoss({type(loss).__name__})"
-    if mode not in ("auto", *MODES):
-        raise ConfigurationError("GlobalBatchLoss: mode", expected=f"'auto' or one of {MODES}", got=repr(mode))
-    if backward not in ("own_slice", "sum"):
-        raise ConfigurationError("GlobalBatchLoss: backward", expected="'own_slice' or 'sum'", got=repr(backward))
-    # what is reduced later cannot be made global here
-    if any(returns_no_number(getattr(module, "reducer", None)) for module in loss.modules()):
-        raise ConfigurationError(
-            f"{title}: reducer",
-            expected="one that returns a number",
-            got="DoNothingReducer, which returns a dict",
-            fix="Give the loss the reducer that you apply afterwards.",
-        )
-    _refuse_global_parts(loss)
-    if isinstance(loss, TORCH_LOSS_TYPES) and getattr(loss, "reduction", "mean") == "none":
-        raise ConfigurationError(
-            f"{title}: reduction",
-            expected="'mean' or 'sum'",
-            got="'none'",
-            fix="What is reduced later cannot be made global here; let the loss reduce.",
-        )
+    known = mode in ("auto", *MODES)
+    expect(known, "GlobalBatchLoss: mode", expected=f"'auto' or one of {MODES}", got=repr(mode))
+    known = backward in ("own_slice", "sum")
+    expect(known, "GlobalBatchLoss: backward", expected="'own_slice' or 'sum'", got=repr(backward))
     allowed = allowed_modes(labelled_loss(loss))
     if mode != "auto" and mode not in allowed:
         raise not_exact(title, mode, allowed)
-
-
-def _refuse_global_parts(loss: nn.Module) -> None:
-    """Refuse parts that gather by themselves: rows gathered once more would count W times."""
-    for name, module in loss.named_modules():
-        if gathers_by_itself(module):
-            place = f" in {name}" if name else ""
-            raise ConfigurationError(
-                f"GlobalBatchLoss({type(loss).__name__})",
-                expected="losses and miners that look at the rows they are given",
-                got=f"{type(module).__name__}{place}, which gathers the rows of all ranks by itself",
-                fix="Leave out one of the two wrappers.",
-            )
-
-
-def refuse_tiles(loss: nn.Module, tile_bytes: int | None, gather: str) -> None:
-    """Refuse a tile of no size, and rows that travel in a ring, as those of the two-tower losses can."""
-    title = f"GlobalBatchLoss({type(loss).__name__})"
-    if tile_bytes is not None and (isinstance(tile_bytes, bool) or not isinstance(tile_bytes, int) or tile_bytes < 1):
-        raise ConfigurationError(
-            f"{title}: tile_bytes", expected="a positive number of bytes, or None", got=repr(tile_bytes)
-        )
+    # tiles
+    is_size = isinstance(tile_bytes, int) and not isinstance(tile_bytes, bool) and tile_bytes >= 1
+    expect(
+        tile_bytes is None or is_size,
+        f"{title}: tile_bytes",
+        expected="a positive number of bytes, or None",
+        got=repr(tile_bytes),
+    )
     expect(
         gather == "all",
         f"{title}: gather",
@@ -82,22 +53,53 @@ def refuse_tiles(loss: nn.Module, tile_bytes: int | None, gather: str) -> None:
         fix="Leave it out: a rank holds the rows of all ranks, and `tile_bytes` bounds the distances between them. Only ClipLoss and "
         "SigLipLoss pass rows round a ring.",
     )
-
-
-def refuse_tensor_cores(loss: nn.Module, mode: str, products: ProductChoice) -> None:
-    """Refuse tensor cores for a loss whose tiles are not products of rows."""
-    title = f"GlobalBatchLoss({type(loss).__name__})"
     refuse_products(title, products)
-    if products in ("float32", "auto"):
-        return
-    inner = labelled_loss(loss)
-    is_tiled = mode in ("auto", "rows") and tiled_plan(inner) is not None
-    if not is_tiled or not is_one_product(inner.distance):
-        raise ConfigurationError(
-            f"{title}: products",
-            expected="'float32' or 'auto' for a loss that is not evaluated in tiles of products (cosine similarity or dot product)",
-            got=repr(products),
+    expect(
+        products in ("float32", "auto") or _has_tiles_of_products(labelled_loss(loss), mode),
+        f"{title}: products",
+        expected="'float32' or 'auto' for a loss that is not evaluated in tiles of products (cosine similarity or dot product)",
+        got=repr(products),
+    )
+
+
+def refuse_unfit(loss: nn.Module) -> None:
+    """Refuse a loss that cannot be made global."""
+    expect(isinstance(loss, nn.Module), "GlobalBatchLoss: loss", expected="a torch.nn.Module", got=repr(loss))
+    title = f"GlobalBatchLoss({type(loss).__name__})"
+    # a loss that is reduced later cannot be made global here
+    expect(
+        not any(returns_no_number(getattr(module, "reducer", None)) for module in loss.modules()),
+        f"{title}: reducer",
+        expected="one that returns a number",
+        got="DoNothingReducer, which returns a dict",
+        fix="Give the loss the reducer that you apply afterwards.",
+    )
+    _refuse_global_parts(loss)
+    expect(
+        not isinstance(loss, TORCH_LOSS_TYPES) or getattr(loss, "reduction", "mean") != "none",
+        f"{title}: reduction",
+        expected="'mean' or 'sum'",
+        got="'none'",
+        fix="What is reduced later cannot be made global here; let the loss reduce.",
+    )
+
+
+def _refuse_global_parts(loss: nn.Module) -> None:
+    """Refuse parts that gather by themselves: rows gathered once more would count W times."""
+    for name, module in loss.named_modules():
+        place = f" in {name}" if name else ""
+        expect(
+            not gathers_by_itself(module),
+            f"GlobalBatchLoss({type(loss).__name__})",
+            expected="losses and miners that look at the rows they are given",
+            got=f"{type(module).__name__}{place}, which gathers the rows of all ranks by itself",
+            fix="Leave out one of the two wrappers.",
         )
+
+
+def _has_tiles_of_products(loss: nn.Module, mode: str) -> bool:
+    is_tiled = mode in ("auto", "rows") and tiled_plan(loss) is not None
+    return is_tiled and is_one_product(loss.distance)
 
 
 def not_exact(title: str, mode: str, modes: Sequence[str]) -> ConfigurationError:

@@ -28,7 +28,7 @@ from pytorch_metric_learning.utils.distributed import DistributedLossWrapper, Di
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES, child_modules
-from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.errors import expect
 
 Mode = Literal["replicated", "rows", "elements"]
 MODES: tuple[Mode, ...] = ("elements", "rows", "replicated")  # cheapest first
@@ -289,8 +289,8 @@ def _inherited(cls: type) -> LossFacts:
 
 
 def _register(cls: T, mode: Mode, what: str) -> T:
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise ConfigurationError(what, expected="a subclass of torch.nn.Module", got=repr(cls))
+    is_module = isinstance(cls, type) and issubclass(cls, nn.Module)
+    expect(is_module, what, expected="a subclass of torch.nn.Module", got=repr(cls))
     known = LOSSES.get(cls, _NO_FACTS)
     if MODES.index(mode) < MODES.index(known.mode):  # of two claims the cheaper one stands
         LOSSES[cls] = replace(_inherited(cls), mode=mode)
