@@ -128,8 +128,8 @@ class UpstreamGradWatch:
     def _watch(self, value: Tensor) -> Tensor:
         if not value.requires_grad:
             return value
-        pending, notes = None, _WorldNotes.of_world()
-        if self._everywhere and notes is not None and value.device.type == "cpu":
+        pending, notes = None, self._world_notes()
+        if notes is not None and value.device.type == "cpu":
             pending = _PendingValue()
             notes.pending.add(pending)
         if value.is_leaf:  # a parameter, on which a hook would stay
@@ -140,6 +140,10 @@ class UpstreamGradWatch:
             metadata: Any = value.grad_fn.metadata  # type: ignore[union-attr]
             metadata[_GLOBAL] = True
         return value
+
+    def _world_notes(self) -> _WorldNotes | None:
+        """Return those of the world, unless the value is one of a subgroup: its ranks alone are here."""
+        return _WorldNotes.of_world() if self._everywhere else None
 
     def take(self) -> str:
         """Return what was noted since the last call, as text for a handshake."""
@@ -163,10 +167,11 @@ class UpstreamGradWatch:
     @eager_recursive  # a hook in backward, which a compiled step would trace
     def note(self, grad: Tensor, pending: _PendingValue | None) -> None:
         """Remember an upstream gradient without waiting for the device; of one with dimensions its sum and sum of squares."""
-        notes = _WorldNotes.of_world()
-        if notes is None:
+        notes = self._world_notes()
+        if notes is not None:
+            notes.noted.add(self)
+        elif self._everywhere:
             return
-        notes.noted.add(self)
         if grad.ndim:
             grad = torch.stack([grad.sum(), grad.square().sum()])
         if grad.device.type != "cpu":
