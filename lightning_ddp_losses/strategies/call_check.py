@@ -1,14 +1,11 @@
-"""The call check: one handshake in each synchronising backward, which says what losses ran on each rank, how often, on how many rows.
+"""The call check: one handshake in each synchronising backward with the number of calls and rows of each loss on each rank.
 
-It is read at one point: before the first gradients of the model can leave, and wait for a peer that does not come. A hook on the
-model's parameters, which runs before DDP's own, finds it by counting bytes, as all ranks do; without such gradients it is the end of
-autograd's backward. It is sent there too, but where it is the only handshake of the fit: then it leaves as soon as backward is through
-with the losses, and the peers do not wait for it. (What a loss or a batch norm exchanges opens with a handshake in forward, of which all
-ranks have opened as many; in backward it has another one, which ranks that send at different places would meet in another order.)
+It is exchanged at one point: before the first gradients of the model can leave, and wait for a peer that does not come. A hook on the
+model's parameters, which runs before DDP's own, finds that point by counting bytes, as all ranks do. Without such gradients it is the end
+of autograd's backward.
 
-By then backward has passed through the losses: what came back into their global values travels along and is compared before
-anything is reduced; a rank whose loss failed in backward is met here by its peers. Payloads of checks travel along too, and what is known
-of the losses' gradients (``EarlyGradients``).
+By then backward has passed through the losses. The upstream gradients of their global values travel along and are compared before
+anything is reduced. A rank whose loss failed in backward is met here by its peers. Payloads of checks travel along too.
 """
 
 from __future__ import annotations
@@ -87,7 +84,7 @@ class _SaidByRank(NamedTuple):
         calls: Of each loss: calls, rows, whether a gradient is there already.
         attached: The bytes of the checks.
         upstream_grads: What came back into global values.
-        end: Where that ends, and gradients begin.
+        end: Where that ends, and flags of gradients begin.
     """
 
     calls: list[Any]
@@ -100,7 +97,7 @@ class CallCheck:
     """Compares the ranks' calls in each synchronising backward.
 
     Args:
-        reducer: Averages gradients, and may send few bytes along.
+        reducer: Averages gradients, and sends flags along.
         counters: The calls of each loss.
 
     Communication: one handshake per synchronising backward, one more in a step in which parameters appeared.
@@ -112,9 +109,6 @@ class CallCheck:
         self._attached: list[AttachedPayload] = []
         self._upstream_grads = UpstreamGradRecorder()
         self._prepared: _UnsentHandshake | None = None
-        self._sent: handshake.PendingHandshake | None = None
-        # whether no other handshake was opened since the set-up
-        self._is_only_one, self._number_opened = True, handshake.number_opened()
         self._calls: Calls | None = None
         self._ready_bytes = 0
         self._hooks: list[RemovableHandle] = []
@@ -149,16 +143,13 @@ class CallCheck:
             "new parameters": ", ".join(p.name for p in new) or "none",
             "parameters frozen since the model was wrapped": ", ".join(self._parameters.frozen) or "none",
         }
-        called = [counter.calls > 0 for counter in self._counters]
-        self._reducer.start_backward(parameters, called)
         has_grad = {p.owner for p in parameters if p.parameter.grad is not None}
         payload = b"".join(_CALL.pack(c.calls, c.rows, i in has_grad) for i, c in enumerate(self._counters))
         for counter in self._counters:
             counter.reset()
         for attached in self._attached:
             payload += sized(attached.measure())
-        self._prepared, self._sent = _UnsentHandshake(must_match, payload, parameters, new), None
-        self._is_only_one = self._is_only_one and handshake.number_opened() == self._number_opened
+        self._prepared = _UnsentHandshake(must_match, payload, parameters, new)
         self._calls, self._ready_bytes = None, 0
         # what came back into global values by then travels along
         self._upstream_grads.start()
@@ -167,19 +158,11 @@ class CallCheck:
         if self._prepared is None:
             return
         self._ready_bytes += num_bytes
-        if self._is_only_one and self._sent is None and self._reducer.is_complete():
-            self._send(self._prepared)
         if self._ready_bytes >= self._parameters.first_bucket:
             self.exchange()
 
-    def _send(self, prepared: _UnsentHandshake) -> handshake.PendingHandshake:
-        """Let this rank's handshake leave, with what is known by now."""
-        own = prepared.payload + sized(self._upstream_grads.take().encode()) + self._reducer.pack()
-        self._sent = handshake.start("backward", prepared.must_match, own)
-        return self._sent
-
     def exchange(self) -> None:
-        """Read the handshakes of all ranks, once per backward; this rank's leaves now if it has not.
+        """Exchange the handshake of this backward, once.
 
         Raises:
             LossCallError: on every rank, when a learnable loss ran on some ranks only.
@@ -189,9 +172,9 @@ class CallCheck:
         prepared, self._prepared = self._prepared, None
         if prepared is None:
             return
-        pending = self._sent or self._send(prepared)
-        self._sent = None
-        payloads = pending.finish()
+        flags = self._reducer.pack_flags(prepared.parameters)
+        own = prepared.payload + sized(self._upstream_grads.take().encode()) + flags
+        payloads = handshake.all_gather("backward", prepared.must_match, own)
         self._calls = self._compare(payloads, prepared.parameters)
         if prepared.new_parameters:
             self._parameters.admit(prepared.new_parameters)
@@ -201,10 +184,6 @@ class CallCheck:
         self.exchange()
         calls, self._calls = self._calls, None
         return calls
-
-    def end(self) -> None:
-        """Say that gradients are reduced: what was opened until here belongs to this backward."""
-        self._number_opened = handshake.number_opened()
 
     def _compare(self, payloads: Sequence[bytes], parameters: list[ReducedParameter]) -> Calls:
         # most ranks say the same, which is read once
@@ -226,11 +205,11 @@ class CallCheck:
         refuse_other_upstream_grads([rank.upstream_grads for rank in said])
         for index, attached in enumerate(self._attached):
             attached.judge([rank.attached[index] for rank in said])
-        self._reducer.receive([memoryview(p)[rank.end :] for p, rank in zip(payloads, said, strict=True)])
+        self._reducer.receive_flags([memoryview(p)[rank.end :] for p, rank in zip(payloads, said, strict=True)])
         return calls
 
     def _read(self, payload: bytes) -> _SaidByRank:
-        """Read a rank's payload, as far as its gradients."""
+        """Read a rank's payload, as far as its flags."""
         end = _CALL.size * len(self._counters)
         calls, parts = list(_CALL.iter_unpack(payload[:end])), list[bytes]()
         for _ in range(len(self._attached) + 1):

@@ -309,16 +309,12 @@ class LossParallelism:
         """
         if self.reducer is None or not self.strategy.sync_gradients:
             return
-        if self.call_check is None:
+        calls = None if self.call_check is None else self.call_check.finish()
+        if calls is None:
             self.reducer.reduce()
         else:
-            calls = self.call_check.finish()
-            if calls is None:
-                self.reducer.reduce()
-            else:
-                self.reducer.reduce(calls.parameters, calls.expected)
-                self.advice.uneven_rows(calls.uneven)
-            self.call_check.end()
+            self.reducer.reduce(calls.parameters, calls.expected)
+            self.advice.uneven_rows(calls.uneven)
         self.call("on_gradients_reduced")
 
     def after_backward(self) -> None:

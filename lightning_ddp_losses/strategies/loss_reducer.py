@@ -1,33 +1,20 @@
 """The losses' gradients: one mean over ranks, by name, once per synchronising backward.
 
-Whatever this rank called, and in whatever order: gradients are read from the live module after backward, so parameters that were
-created, replaced or unfrozen after the wrap take part, and no hook can be lost. It covers every trainable parameter that the model's
-own DDP does not reduce (nor a shard, nor one the user told DDP to ignore).
+Gradients are read from the live module after backward, so parameters that were created, replaced or unfrozen after the wrap take part, and
+no hook can be lost. The reduction covers every trainable parameter that the model's own DDP does not reduce (nor a shard, nor one the user
+told DDP to ignore). Every gradient has its mean when ``reduce`` returns:
 
-Every gradient has its mean when ``reduce`` returns, at one place, when autograd's backward is through:
-
-0. ``EarlyGradients``, an optimisation, and the only one: what was complete when the call check was exchanged. It has said which
-   gradients are there; few bytes on the CPU travelled in it, other small ones on the CPU left in a bucket then, beside the rest of
-   backward. They are put in place, if none of them changed since. Else:
-1. One flat buffer of [a has-gradient flag per parameter | small gradients of the losses that may have some]. On an accelerator the
-   flags travel by handshake (host to host), so that nothing waits for the device.
+1. One flat buffer of [a has-gradient flag per parameter | small gradients of the losses that may have some]. On an accelerator flags travel
+   from host to host instead, so that nothing waits for the device: in the call check, or in a handshake if gradients came later than that.
 2. Flags must sum to 0 or W: else the same error on every rank.
-3. What was not in 0 or 1, each gradient over ``LARGE_BYTES`` in its own memory.
-
-What step 0 is worth, beside ``ddp`` (``ddp_find_unused_parameters`` for two losses that alternate): steps interleaved on 2 ranks, a busy
-machine of 2 cores; processor time more per step, and the ratio of wall times (torch 2.13, Lightning 2.6.6; 2026).
-
-| module | A/A | with step 0, in which small gradients leave early | inline ones only | without |
-|---|---|---|---|---|
-| ArcFace (inline) | 0.0 ms, 1.00 | 1.8 ms, 1.16 | 2.1 ms, 1.18 | 2.3 ms, 1.23 |
-| 3 losses (a bucket) | 0.1 ms, 0.98 | 3.3 ms, 1.21 | 5.0 ms, 1.30 | 5.0 ms, 1.30 |
-| 2 losses that alternate (inline) | 0.0 ms, 1.00 | 1.5 ms, 1.13 | 1.6 ms, 1.13 | 1.9 ms, 1.13 |
+3. The remaining gradients, all at once. Each one over ``LARGE_BYTES`` is reduced in its own memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from operator import is_
 from typing import NamedTuple
@@ -36,17 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core.precision import parameters_of
-from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.raw_collectives import host_bytes
+from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
-from lightning_ddp_losses.strategies.gradient_buckets import (
-    EarlyGradients,
-    GradientBucket,
-    SeenGradient,
-    gradient_flag,
-    launch_in_place,
-)
 
 LARGE_BYTES = 1 << 20
 _EXACT_WORLD = 256  # bfloat16 counts flags exactly up to here
@@ -149,7 +128,7 @@ class ReducedParameters:
 
         Communication: one handshake.
         """
-        own = [hashlib.sha256(host_bytes(p.parameter.cpu())).hexdigest() for p in new]
+        own = [hashlib.sha256(raw_collectives.host_bytes(p.parameter.cpu())).hexdigest() for p in new]
         payloads = handshake.all_gather("new parameters", {}, json.dumps(own).encode())
         columns = zip(*map(json.loads, payloads), strict=True)
         differ = [f"`{p.name}`" for p, column in zip(new, columns, strict=True) if len(set(column)) > 1]
@@ -162,6 +141,48 @@ class ReducedParameters:
                 collective=True,
             )
         self._equal_on_all_ranks.update({p.name: p.parameter for p in new})
+
+
+class GradientBucket:
+    """The small gradients of one backward in one flat buffer, which opens with flags.
+
+    Args:
+        parameters: Whose gradients travel; one without a gradient contributes zeros and keeps none.
+        dtype: Of the buffer.
+        flags: This rank's small integers, as many on every rank.
+
+    Communication: one all-reduce (for few bytes on the CPU one gather), started by ``launch`` and awaited by ``finish``.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, flags: Sequence[int] = ()) -> None:
+        self._parameters, self._dtype, self._flags = parameters, dtype, flags
+        self._grads = [dense_gradient(parameter) for parameter in parameters]
+        self._wait: Callable[[], Tensor] | None = None
+
+    def launch(self) -> None:
+        """Pack flags and gradients, and start their mean over ranks."""
+        pieces = []
+        if self._flags:
+            device = self._parameters[0].device if self._parameters else torch.device("cpu")
+            pieces.append(torch.tensor(self._flags, dtype=self._dtype, device=device))
+        for parameter, grad in zip(self._parameters, self._grads, strict=True):
+            own = parameter.new_zeros(parameter.numel()) if grad is None else grad.detach().reshape(-1)
+            pieces.append(own.to(self._dtype))
+        if pieces:
+            self._wait = raw_collectives.start_mean(torch.cat(pieces))
+
+    def finish(self) -> list[int]:
+        """Wait, write the means into the gradients, and return the sums of the flags over ranks."""
+        if self._wait is None:
+            return []
+        mean, world_size = self._wait(), process_groups.world_size()
+        sums = [round(value * world_size) for value in mean[: len(self._flags)].tolist()]
+        offset = len(self._flags)
+        for parameter, grad in zip(self._parameters, self._grads, strict=True):
+            if grad is not None:
+                grad.copy_(mean[offset : offset + parameter.numel()].view(grad.shape))
+            offset += parameter.numel()
+        return sums
 
 
 class LossReducer:
@@ -177,77 +198,35 @@ class LossReducer:
 
     def __init__(self, parameters: ReducedParameters, wire_dtype: torch.dtype | None = None) -> None:
         self.parameters, self._wire_dtype = parameters, wire_dtype
-        self._may_leave_early = True
-        self._early: EarlyGradients | None = None
-        self._backward_parameters: Sequence[ReducedParameter] = ()
-        self._unwritten: list[SeenGradient] = []
-        self._all_belong_to_losses = False
+        # flags that the ranks exchanged in the call check: those of this rank, and their sums
+        self._early_flags: tuple[list[int], list[int]] | None = None
 
-    # ------------------------------------------------------------------ in backward: what is complete leaves early
+    # ------------------------------------------------------------------ in the call check
 
-    def start_backward(self, parameters: Sequence[ReducedParameter], called: Sequence[bool]) -> None:
-        """Look at the gradients before backward, to know later which of them it has written.
-
-        Args:
-            parameters: As they are in this backward.
-            called: Per loss, whether it ran on this rank.
-        """
-        self._backward_parameters = parameters
-        # what belongs to no loss gets its gradient later
-        self._all_belong_to_losses = all(p.owner >= 0 for p in parameters)
-        self._unwritten = [
-            SeenGradient(p.parameter)
-            for p in parameters
-            if p.owner >= 0 and called[p.owner] and p.parameter.requires_grad
-        ]
-
-    def is_complete(self) -> bool:
-        """Say whether backward has written the gradients of all losses that ran: each once, when all that comes into it is there."""
-        while self._unwritten and self._unwritten[-1].has_changed():
-            self._unwritten.pop()
-        return not self._unwritten and self._all_belong_to_losses
-
-    def pack(self) -> bytes:
-        """Return for the call check's handshake which gradients are there, and few bytes of them; nothing where some are yet to come."""
-        self._early = None
-        parameters = self._backward_parameters
-        if not parameters or not self._may_leave_early or not self.is_complete():
+    def pack_flags(self, parameters: Sequence[ReducedParameter]) -> bytes:
+        """Return this rank's flags by now for the call check; nothing on the CPU, where flags travel with small gradients."""
+        self._early_flags = None
+        # a parameter of no loss gets its gradient later
+        if self._flags_in_bucket(parameters) or any(p.owner < 0 for p in parameters):
             return b""
-        tensors = [p.parameter for p in parameters]
-        is_small = [_is_small(p) for p in parameters]
-        dtype = self._bucket_dtype(tensors)
-        is_inline = (
-            all(is_small)
-            and self._flags_in_bucket(parameters)
-            and EarlyGradients.num_bytes(tensors, dtype) <= handshake.inline_capacity()
-        )
-        self._early = EarlyGradients(tensors, dtype, is_inline=is_inline, is_small=is_small)
-        return self._early.pack()
+        flags = [gradient_flag(p.parameter.grad) for p in parameters]
+        self._early_flags = flags, []
+        return array("I", flags).tobytes()
 
-    def receive(self, payloads: Sequence[bytes | memoryview]) -> None:
-        """Take what all ranks packed; it counts only where all of them packed something."""
-        if self._early is not None and all(payloads):
-            self._early.start(payloads)
+    def receive_flags(self, payloads: Sequence[bytes | memoryview]) -> None:
+        """Take the flags of all ranks; they count only if every rank sent some."""
+        if self._early_flags is not None and all(payloads):
+            columns = zip(*[array("I", bytes(payload)) for payload in payloads], strict=True)
+            self._early_flags = self._early_flags[0], [sum(column) for column in columns]
         else:
-            self._early = None
+            self._early_flags = None
 
-    def _take_early(self, parameters: Sequence[ReducedParameter]) -> EarlyGradients | None:
-        """Return what left early, if no gradient has changed since.
-
-        A hook, or a backward inside of backward (checkpointing), may have added to a gradient after it was packed. On all ranks then, or
-        the handshake that says so meets another one, and is an error on every rank.
-        """
-        early, self._early = self._early, None
-        if early is None:
+    def _take_early_sums(self, flags: Sequence[int]) -> list[int] | None:
+        """Return the sums of the flags from the call check, if all ranks agreed there and no gradient came since."""
+        early, self._early_flags = self._early_flags, None
+        if early is None or early[0] != flags or not {0, process_groups.world_size()}.issuperset(early[1]):
             return None
-        grown = early.find_grown()
-        if not grown:
-            return early
-        names = ", ".join(parameters[i].name for i in grown)
-        handshake.all_gather("gradients that grew after their losses", {"parameters": names})
-        early.discard()
-        self._may_leave_early = False  # it would happen again
-        return None
+        return early[1]
 
     # ------------------------------------------------------------------ after backward
 
@@ -263,35 +242,27 @@ class LossReducer:
         Raises:
             LossCallError: on every rank, when a parameter has a gradient on some ranks only.
 
-        Communication: one all-reduce, one more for each gradient over ``LARGE_BYTES``; on an accelerator one handshake.
+        Communication: one all-reduce, one more for each gradient over ``LARGE_BYTES``; on an accelerator at most one handshake.
         """
         world_size = process_groups.world_size()
-        self._unwritten = []  # it holds gradients, which must not outlive the step
         if parameters is None:
             parameters = self.parameters.now()
         if not parameters or world_size == 1:
-            self._early = None
             return
+        # 1. flags, and small gradients with them
         flags = [gradient_flag(p.parameter.grad) for p in parameters]
-        # 0. the ranks know already which gradients are there
-        early = self._take_early(parameters)
-        if early is not None:
-            sums = early.sums
-        # 1. else flags, and small gradients with them
-        elif self._flags_in_bucket(parameters):
+        reduced = [False] * len(parameters)
+        if self._flags_in_bucket(parameters):
             reduced = [_is_small(p) and (expected is None or p.owner < 0 or expected[p.owner]) for p in parameters]
             bucket = self._small_bucket([p for p, packed in zip(parameters, reduced, strict=True) if packed], flags)
             bucket.launch()
             sums = bucket.finish()
         else:
-            reduced = [False] * len(parameters)
-            sums = self._sum_flags_by_handshake(parameters, flags)
+            sums = self._take_early_sums(flags) or self._sum_flags_by_handshake(parameters, flags)
         # 2. every gradient is there on all ranks, or on none
         if any(total not in (0, world_size) for total in sums):
             raise partial_gradients([p.name for p in parameters], flags)
-        if early is not None:
-            reduced = early.finish()
-        # 3. what is left, all at once
+        # 3. the remaining gradients, all at once
         rest = [p for p, total, done in zip(parameters, sums, reduced, strict=True) if total and not done]
         self._reduce_present(rest)
 
@@ -331,6 +302,43 @@ class LossReducer:
         must_match = {"parameters": self.parameters.describe(parameters)}
         payloads = handshake.all_gather("gradients", must_match, json.dumps(flags).encode())
         return [sum(column) for column in zip(*map(json.loads, payloads), strict=True)]
+
+
+def launch_in_place(grad: Tensor, wire_dtype: torch.dtype | None) -> Callable[[], None]:
+    """Start replacing one large gradient by its mean over ranks, in its own memory where dtypes allow.
+
+    Args:
+        grad: Dense, on every rank.
+        wire_dtype: dtype on the wire; None: its own, which needs no copy.
+
+    Returns:
+        What waits for the mean and puts it in place.
+
+    Communication: one all-reduce.
+    """
+    own = grad.detach()
+    travelling = own if wire_dtype is None else own.to(wire_dtype)
+    wait = raw_collectives.start_mean(travelling.contiguous())
+
+    def finish() -> None:
+        mean = wait()
+        if mean is not own and mean.data_ptr() != own.data_ptr():
+            own.copy_(mean)
+
+    return finish
+
+
+def gradient_flag(grad: Tensor | None) -> int:
+    """Return 0 without a gradient, 1 with one, more than all ranks together for a sparse one, which cannot be reduced."""
+    if grad is None:
+        return 0
+    return process_groups.world_size() + 1 if grad.is_sparse else 1
+
+
+def dense_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Return a parameter's gradient; None where there is none, or a sparse one."""
+    grad = parameter.grad
+    return None if grad is None or grad.is_sparse else grad
 
 
 def _is_small(reduced: ReducedParameter) -> bool:
