@@ -251,10 +251,9 @@ class DDPLossStrategy(LossCheckpoints, DDPStrategy):
             self._losses.call_check.watch_gradients()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Refuse what was frozen since the step began, then prepare the call check."""
+        """Refuse parameters that were frozen since the step began, then prepare the call check."""
         if self._losses.reducer is not None and self.sync_gradients:
-            with self._losses.raise_on_all_ranks("training_step"):
-                self._refuse_frozen()
+            self._refuse_frozen()
         super().pre_backward(closure_loss)
 
     def _refuse_frozen(self) -> None:
@@ -265,7 +264,8 @@ class DDPLossStrategy(LossCheckpoints, DDPStrategy):
             return
         if not all(p.requires_grad for p in parameters.elsewhere.values()):
             frozen = ddp_setup.frozen_names(module, parameters.elsewhere.values())
-            ddp_setup.refuse_frozen(frozen, compat.ddp_comm_state(self))
+            with self._losses.raise_on_all_ranks("training_step"):
+                ddp_setup.refuse_frozen(frozen, compat.ddp_comm_state(self))
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Take note that a static graph is known now."""
