@@ -208,7 +208,7 @@ class Slope:
         make: Number of tiles -> the module.
         inputs: Its arguments, on the host.
         launches: Per tile.
-        is_large: As for a matrix over ``evaluator.MASKED_BYTES``, whose pairs are lists but for SupCon.
+        is_large: As for a matrix over ``evaluator.MASKED_BYTES``, whose masks are those of a band but for SupCon.
     """
 
     make: Callable[[int], nn.Module]
@@ -224,9 +224,8 @@ def in_tiles(loss: type[nn.Module], **options: Any) -> Callable[[int], nn.Module
 
 # Aimed at: about 25. A tile is computed in forward and once more in backward (Contrastive and Triplet in forward alone, where their
 # gradient is known but for a factor). NTXent needs 29 since each positive is a softmax of its own, against the negatives of its row and
-# of its column; MultiSimilarity 26 since a row is two log-sum-exps. Lists of pairs, of matrices over `MASKED_BYTES`, are made anew for each
-# tile, some 15 launches of a few bytes each: kept, they would take 24 bytes a positive pair, more than a tile where classes are few.
-# How much of their cost a GPU hides behind tiles of 256 MiB has not been measured.
+# of its column; MultiSimilarity 26 since a row is two log-sum-exps. Bands of columns, of matrices over `MASKED_BYTES`, cost some launches
+# of a few bytes more. How much of their cost a GPU hides behind tiles of 256 MiB has not been measured.
 SLOPES: dict[str, Slope] = {
     "SupCon": Slope(in_tiles(pml.SupConLoss), pairs_of_rows, 20),
     "NTXent": Slope(in_tiles(pml.NTXentLoss), pairs_of_rows, 29),

@@ -160,8 +160,8 @@ class TwoOfEachClass(Contest):
         self.loss: Any = loss
         self.ours = {
             "ours": lambda: self._ours("float32"),
-            "ours, pairs as masks": lambda: self._with_pairs(masked=True),
-            "ours, pairs as lists": lambda: self._with_pairs(masked=False),
+            "ours, masks of all columns": lambda: self._with_pairs(masked=True),
+            "ours, masks of a band": lambda: self._with_pairs(masked=False),
         }
         self.plain = {"torch, float32": self._plain}
         self.tolerance = {"ours": 1e-4, "torch": 1e-4}
@@ -172,7 +172,7 @@ class TwoOfEachClass(Contest):
         return value
 
     def _with_pairs(self, *, masked: bool) -> Tensor:
-        """Compute with masks or lists of pairs whatever the size of their matrix, which chooses (``tile_budget``)."""
+        """Compute with masks of all columns or of a band, whatever the size of the matrix, which chooses (``evaluator.MASKED_BYTES``)."""
         most = 1 << 62 if masked else 0
         with (
             mock.patch.object(pair_losses.SupCon, "masks_any_size", masked),

@@ -32,9 +32,9 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``row_chunks`` | PML's own formula, some anchors at a time |
 | ``tiled`` | the common losses in tiles of our own |
 | ``separable`` | a numerical check that a loss is a sum over samples or anchors |
-| ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; which are where; what a logit is |
+| ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; which are where; logits of a loss |
 | ``sharded_softmax``, ``class_targets`` | its cross entropy; where targets are among a rank's classes |
-| ``class_logits``, ``partial_fc``, ``class_sharded_options`` | logits and best classes to evaluate; sampled classes; options refused |
+| ``partial_fc`` | sampled classes |
 | ``clip``, ``siglip``, ``two_towers``, ``column_blocks`` | losses between two towers |
 
 The way of a call: ``GlobalBatchLoss._prepare`` walks over arguments and loss once, and refuses what this rank cannot take. An

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.errors import ConfigurationError, expect
 from lightning_ddp_losses.losses.element_losses import partial_sums_of
 from lightning_ddp_losses.losses.pml_registry import (
     CLASS_REGULARIZERS,
@@ -27,7 +27,7 @@ from lightning_ddp_losses.losses.pml_registry import (
     losses_with_head,
     reduction_of,
 )
-from lightning_ddp_losses.losses.products import lengths_of, unit_rows
+from lightning_ddp_losses.losses.products import ProductChoice, lengths_of, refuse_products, unit_rows
 
 Scale: TypeAlias = Tensor | float
 """What multiplies logits: one number, or one of each row, (n, 1)."""
@@ -402,3 +402,73 @@ class ClassPenalty:
         index = torch.arange(len(terms), device=block.device)
         info = {"losses": terms, "indices": index, "reduction_type": "element", "divisor": 2 * len(terms)}
         return {"loss": info}
+
+
+# ---------------------------------------------------------------------- options that cannot work
+
+
+def refuse_options(num_classes: int, chunk_size: int | None, sample_rate: float, *, is_regularized: bool) -> None:
+    """Refuse a chunk or a share of the classes that cannot be.
+
+    Raises:
+        ConfigurationError: with the name of the option.
+    """
+    is_whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
+    expect(
+        chunk_size is None or (is_whole and 1 <= chunk_size <= num_classes),
+        "ClassShardedLoss: chunk_size",
+        expected=f"1 to {num_classes} classes, or None",
+        got=repr(chunk_size),
+    )
+    expect(
+        0 < sample_rate <= 1,
+        "ClassShardedLoss: sample_rate",
+        expected="above 0 and at most 1",
+        got=repr(sample_rate),
+    )
+    expect(
+        sample_rate == 1 or not is_regularized,
+        "ClassShardedLoss: weight_regularizer",
+        expected="none together with sample_rate below 1",
+        got=f"one, and sample_rate={sample_rate}",
+        fix="It would see the sampled classes only; use the optimizer's weight_decay, which the sampled rows get.",
+    )
+
+
+def refuse_products_with(title: str, head: Head, products: ProductChoice) -> None:
+    """Refuse an unknown form of products, and tensor cores for logits that are not one product.
+
+    Raises:
+        ConfigurationError: with the choices.
+    """
+    refuse_products(title, products)
+    expect(
+        products != "bf16" or head.is_one_product,
+        f"{title}: products",
+        expected="'float32' or 'auto', since the logits of this loss are not one number times cosines",
+        got=repr(products),
+    )
+
+
+def refuse_with_replicas(title: str, loss: Any, sampler: Any) -> None:
+    """Refuse options with which the parts of the world would differ, if each holds all classes.
+
+    Raises:
+        ConfigurationError: on every rank.
+    """
+    option: tuple[str, object, object]
+    regularizer = getattr(loss, "embedding_regularizer", None)
+    if regularizer is not None:
+        option = "embedding_regularizer", "none", type(regularizer).__name__
+    elif sampler is not None:  # parts would draw other classes, and step other rows of equal weights
+        option = "sample_rate", 1, sampler.rate
+    else:
+        return
+    name, expected, got = option
+    raise ConfigurationError(
+        f"{title}: {name}",
+        expected=f"{expected} where group= is a part of the ranks",
+        got=got,
+        fix="Divide the classes over all ranks (group=None).",
+        collective=True,
+    )

@@ -4,8 +4,7 @@ A million classes of 128 numbers are half a gigabyte of weight and as much of gr
 at every step. Here each rank holds C / W classes; what travels is embeddings and three numbers per row.
 
 The loss has its parts: a ``ShardedWeight`` (``sharded_weight``: which classes are here), a head (``class_heads``: PML's logits), a
-``ShardedSoftmax`` each call (``sharded_softmax``; without a gradient ``ClassLogits``, ``class_logits``), and, with ``sample_rate`` below
-1, a ``ClassSampler`` and a ``SampledRowOptimizer`` (``partial_fc``).
+``ShardedSoftmax`` each call (``sharded_softmax``; without a gradient ``ClassLogits``), and, with ``sample_rate`` below 1, a ``ClassSampler`` and a ``SampledRowOptimizer`` (``partial_fc``).
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``D`` embedding size, ``C`` classes, ``c`` classes
 on this rank, ``K`` weight rows per class (sub-centers).
@@ -35,9 +34,9 @@ from lightning_ddp_losses.distributed.raw_collectives import NarrowRows
 from lightning_ddp_losses.distributed.shard import ClassShard, as_dtensor, mesh_of_shards, tag_shard, tags_kept
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
-from lightning_ddp_losses.losses.class_heads import head_of, penalty_of
-from lightning_ddp_losses.losses.class_logits import ClassLogits
-from lightning_ddp_losses.losses.class_sharded_options import (
+from lightning_ddp_losses.losses.class_heads import (
+    head_of,
+    penalty_of,
     refuse_options,
     refuse_products_with,
     refuse_with_replicas,
@@ -50,7 +49,7 @@ from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient
 from lightning_ddp_losses.losses.partial_sums import global_loss, sums_of_all_rows
 from lightning_ddp_losses.losses.pml_registry import can_split, is_separable, reduction_of
 from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form, tile_budget
-from lightning_ddp_losses.losses.sharded_softmax import RowLosses, ShardedSoftmax
+from lightning_ddp_losses.losses.sharded_softmax import ClassLogits, RowLosses, ShardedSoftmax
 from lightning_ddp_losses.losses.sharded_weight import ShardedWeight, empty_loss, full_weight, refuse_joint_draws
 
 _NAMED = "rows named by the miner"  # how often

@@ -108,9 +108,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         backward none where ``evaluation`` is symmetric and the call has labels only, else handshake + exchange. Rows of bfloat16 and
         float16 travel as they are, gradients as float32. Few bytes on the CPU
         (``handshake.inline_capacity``) need no gather and no exchange: they travel in the handshake from the second call on. On
-        an accelerator sums and statistics do not: one gather more (two where symmetric). Nothing waits for it, but where pairs are
-        listed (a list's length is known to the host): a matrix of them over 64 MiB (SupCon: at no size), smooth triplets and row tiles,
-        once a call, a miner's tuples up to five times; and ``collect_stats``, whose numbers are the host's.
+        an accelerator sums and statistics do not: one gather more (two where symmetric). The host waits once a call
+        if it has to know the pairs: for a matrix of them over 64 MiB (SupCon: at no size), smooth triplets and row tiles; for a miner's
+        tuples up to five times; and for ``collect_stats``, whose numbers are the host's.
 
     Raises:
         ConfigurationError: a mode that is not exact for the loss; a reduction that cannot be made global.

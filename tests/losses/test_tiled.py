@@ -145,7 +145,7 @@ def cases() -> dict[str, tuple[Make, Give]]:
         if (name.startswith("Triplet") and "PerAnchor" in kind) or weighs_a_column:
             continue  # PML cannot; PML multiplies a column by a row
         make = partial(_with, loss, reducer=partial(reducer, LARGE.get(name, 1.0)))
-        # PML takes no mined pairs with a reducer per anchor; limits of single elements are counted in matrices, columns and lists
+        # PML takes no mined pairs with a reducer per anchor; limits of single elements are counted in matrices, columns and named pairs
         kinds_of_rows = ["", "references"] if "PerAnchor" in kind else ["", "references", "mined pairs"]
         if name not in ("Contrastive", "Triplet") or not kind.startswith("Threshold"):
             kinds_of_rows = [kinds_of_rows[(i + j) % len(kinds_of_rows)]]
@@ -219,7 +219,7 @@ def on_ranks(
         make, give = CASES[name]
         rows = {n: t[part].clone() for n, t in batch().items()}
         leaf, views = rows["embeddings"].requires_grad_(), rows["views"].requires_grad_()
-        # tiles that are compiled record nothing: it would need lists
+        # tiles that are compiled record nothing: the host does not know their pairs
         loss = make().double() if "compile_tiles" in (options or {}) else recording(make)
         wrapped = GlobalBatchLoss(loss, mode="rows", tile_bytes=tile_bytes, **(options or {}))
         assert wrapped.evaluation.startswith("tiled")
