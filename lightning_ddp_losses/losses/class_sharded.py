@@ -4,7 +4,8 @@ A million classes of 128 numbers are half a gigabyte of weight and as much of gr
 at every step. Here each rank holds C / W classes; what travels is embeddings and three numbers per row.
 
 The loss has its parts: a ``ShardedWeight`` (``sharded_weight``: which classes are here), a head (``class_heads``: PML's logits), a
-``ShardedSoftmax`` each call (``sharded_softmax``; without a gradient ``ClassLogits``), and, with ``sample_rate`` below 1, a ``ClassSampler`` and a ``SampledRowOptimizer`` (``partial_fc``).
+``ShardedSoftmax`` each call (``sharded_softmax``; without a gradient ``ClassLogits``), and, with ``sample_rate`` below 1, a
+``ClassSampler`` and a ``SampledRowOptimizer`` (``partial_fc``).
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``D`` embedding size, ``C`` classes, ``c`` classes
 on this rank, ``K`` weight rows per class (sub-centers).
@@ -16,7 +17,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,16 @@ _NAMED = "rows named by the miner"  # how often
 _HELD_CLASSES = "held classes"  # what a state dict notes of the weight
 _CHUNK_BYTES = 2 << 20  # of logits at a time: what a core's cache holds
 _MIN_CHUNK = 16  # classes
+
+
+class _Options(NamedTuple):
+    """Options of a loss, as its constructor takes them."""
+
+    chunk_size: int | None
+    sample_rate: float
+    unbiased: bool
+    products: ProductChoice
+    group: Group
 
 
 class ClassShardedLoss(WithProcessGroup, nn.Module):
@@ -116,7 +127,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     sees_global_batch = True
     loss: Any
     sampler: ClassSampler | None
-    products: ProductChoice = "float32"  # what was pickled before there was a choice
+    products: ProductChoice
     _given_dtype: torch.dtype | None = None  # of the embeddings of this call, where narrow
 
     def __init__(
@@ -130,17 +141,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         group: Group = None,
     ) -> None:
         weight = full_weight(loss).detach()
-        self._set_up(
-            loss,
-            weight,
-            weight.shape,
-            None,
-            chunk_size=chunk_size,
-            sample_rate=sample_rate,
-            unbiased=unbiased,
-            products=products,
-            group=group,
-        )
+        self._set_up(loss, weight, weight.shape, None, _Options(chunk_size, sample_rate, unbiased, products, group))
 
     @classmethod
     def build(
@@ -187,31 +188,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         made = cls.__new__(cls)
         if seed is None:
             seed = int(torch.randint(1 << 62, ()))
-        made._set_up(
-            template,
-            nothing,
-            shape,
-            seed,
-            chunk_size=chunk_size,
-            sample_rate=sample_rate,
-            unbiased=unbiased,
-            products=products,
-            group=group,
-        )
+        made._set_up(template, nothing, shape, seed, _Options(chunk_size, sample_rate, unbiased, products, group))
         return made
 
     def _set_up(
-        self,
-        loss: Any,
-        weight: Tensor,
-        full_shape: Sequence[int],
-        seed: int | None,
-        *,
-        chunk_size: int | None,
-        sample_rate: float,
-        unbiased: bool,
-        products: ProductChoice,
-        group: Group,
+        self, loss: Any, weight: Tensor, full_shape: Sequence[int], seed: int | None, options: _Options
     ) -> None:
         head = head_of(loss)
         penalty = penalty_of(loss, head.per_class)
@@ -224,14 +205,13 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         self._sharded = ShardedWeight(self._title, head, full_shape, seed=seed)
         self.register_parameter(head.weight_name, self._sharded.parameter(weight))
         # options
-        refuse_options(self.num_classes, chunk_size, sample_rate, is_regularized=penalty is not None)
-        refuse_products_with(self._title, self._head, products)
-        self.products = products
-        self.chunk_size = chunk_size
-        self._group = group
+        sample_rate = options.sample_rate
+        refuse_options(self.num_classes, options.chunk_size, sample_rate, is_regularized=penalty is not None)
+        refuse_products_with(self._title, self._head, options.products)
+        self.products, self.chunk_size, self._group = options.products, options.chunk_size, options.group
         self._replica_group: Group = None
         # sampled negatives
-        self.sampler = ClassSampler(sample_rate, unbiased) if sample_rate < 1 else None
+        self.sampler = ClassSampler(sample_rate, options.unbiased) if sample_rate < 1 else None
         self._sampled_gradient = SampledGradient()
         self._row_optimizer: SampledRowOptimizer | None = None
         # what ranks compare with each other
@@ -388,14 +368,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         positions, has_all = positions_in(shard, labels), process_groups.world_size(self._group) == 1
         chunk = self._chunk(len(labels), embeddings.element_size(), embeddings.device)
         lengths = self._head.lengths(embeddings) if form == "bf16" else None
-        make = partial(
-            ShardedSoftmax,
-            self._head,
-            group=self._group,
-            replica_group=self._replica_group,
-            form=form,
-            lengths=lengths,
-        )
+        group, replicas = self._group, self._replica_group
+        make = partial(ShardedSoftmax, self._head, group=group, replica_group=replicas, form=form, lengths=lengths)
         sampler = self._training_sampler()
         if sampler is None:
             return make(LocalClasses(positions, chunk, per_class, has_all=has_all), penalty=self._penalty)
@@ -620,12 +594,6 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         narrow = {"embeddings": NarrowRows(embeddings, lambda rows: rows.to(dtype))}
         batch = gather_batch(f"{self._title}: logits", batches, {"k": k}, narrow=narrow, group=self._group)
         rows = batch.tensors[0]
-        return ClassLogits(
-            self._head,
-            self._sharded,
-            self._sharded.rows(self.weight),
-            rows,
-            batch.counts[0],
-            self._chunk(len(rows), rows.element_size(), rows.device),
-            self._group,
-        )
+        chunk = self._chunk(len(rows), rows.element_size(), rows.device)
+        weight = self._sharded.rows(self.weight)
+        return ClassLogits(self._head, self._sharded, weight, rows, batch.counts[0], chunk, self._group)

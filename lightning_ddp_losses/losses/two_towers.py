@@ -60,7 +60,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
 
     sees_global_batch = True
     compares_with_own_pair = True  # each text's product with its own image is needed beside all products
-    products: ProductChoice = "float32"  # what was pickled before there was a choice
+    products: ProductChoice
     _given_dtype: torch.dtype | None = None  # of the rows of this call, where narrow
 
     def __init__(
