@@ -33,7 +33,6 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``tiled`` | the common losses in tiles of our own |
 | ``separable`` | a numerical check that a loss is a sum over samples or anchors |
 | ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; which are where; logits of a loss |
-| ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; which are where; logits of a loss |
 | ``sharded_softmax``, ``class_targets`` | its cross entropy; where targets are among a rank's classes |
 | ``partial_fc`` | sampled classes |
 | ``clip``, ``siglip``, ``two_towers``, ``column_blocks`` | losses between two towers |
