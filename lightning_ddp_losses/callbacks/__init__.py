@@ -15,8 +15,8 @@ checkpoint_check           `CheckpointCheck`
 communication_monitor      `CommunicationMonitor`
 device_check               `DeviceCheck`
 gradient_flow              `GradientFlowCheck`; its dry run before the first step is in gradient_scale
-loss_check                 `LossCheck`; element_weights reads the loss's graph, micro_batches judges what Lightning accumulates,
-                           logged_means what it logs of an epoch; logged_values names that are reduced, values that decide
+loss_check                 `LossCheck`; loss_reader reads the losses of a rank, element_weights their graphs; logged_values compares
+                           names that are reduced, values that decide, epoch means
 optimizer_check            `OptimizerCheck`
 parameter_sync             `ParameterSyncCheck`
 replicated_parameters      which parameters ranks must hold alike, and slices of them

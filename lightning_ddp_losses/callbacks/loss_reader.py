@@ -1,0 +1,320 @@
+"""The losses of one rank: value, weight of each element, and the micro-batches of an accumulation window.
+
+A loss is copied to the host on the way and read in the next step, so that reading it does not wait for a device.
+
+Lightning divides each micro-batch's loss by their number, so that micro-batches count equally whatever each of them was divided by. If
+those divisors differ, an optimizer step is not that of one batch of all their rows.
+
+Legend: ``M`` micro-batches of a window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_ddp_losses.callbacks.ddp_state import send_gradient_scale
+from lightning_ddp_losses.callbacks.element_weights import ElementWeight, element_weights, read_weights
+from lightning_ddp_losses.callbacks.findings import Finding, Remark
+from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers
+from lightning_ddp_losses.distributed.accumulation import counts_nothing
+
+UNSEEN, PRESENT, MISSING = 0.0, 1.0, 2.0
+"""States of a row: no loss came by, there is one, ``training_step`` returned None."""
+_NO_WEIGHT = ElementWeight(0.0, 0.0)
+_MOST = 64  # micro-batches of a window that are looked at
+_SHOWN = 8  # of them in a message
+_EQUAL = 1e-6  # relative: weights in half precision are computed in float32
+
+
+class LossRow(NamedTuple):
+    """Numbers that travel before backward, all as floats.
+
+    Attributes:
+        state: ``PRESENT``, ``MISSING`` or ``UNSEEN``.
+        loss: Its value; of several batches of a step the last one's, or the first one's that is not finite.
+        bad_batch: First batch of this step with a loss that was not finite; -1 for none.
+        weight: Weight of one element in the first reduction of the loss; 0 if it is not known.
+        elements: Number of elements in that reduction.
+        second_weight: As ``weight``, in the second reduction.
+        keys: Hash of the names that are logged and reduced over ranks.
+        zero_steps: Steps since the start in which the loss was exactly zero; -1 once it was not.
+        step: Step of the loss and of all that is read off it: the one before this one, at the first step this one; -1 for none.
+    """
+
+    state: float
+    loss: float
+    bad_batch: float
+    weight: float
+    elements: float
+    second_weight: float
+    keys: float
+    zero_steps: float
+    step: float
+
+
+class _SeenLoss(NamedTuple):
+    """A loss on its way to the host.
+
+    Attributes:
+        step: Optimizer steps before it.
+        batch_idx: Index of its batch.
+        begins_window: Whether it is the first micro-batch of those that Lightning accumulates.
+        value: The back-propagated loss.
+        factor: Factor that gives the value of ``training_step``, without the scale.
+        scale: Scale by which the gradient scaler multiplies the loss; empty if it does not.
+        is_scaled: Whether a gradient scaler looks for overflow.
+        may_be_nan: Whether it is a mean over nothing, which adds nothing.
+        weights: Its reductions.
+    """
+
+    step: int
+    batch_idx: int
+    begins_window: bool
+    value: HostCopy
+    factor: float
+    scale: HostNumbers
+    is_scaled: bool
+    may_be_nan: bool
+    weights: list[ElementWeight]
+
+
+class LossReader:
+    """Reads the losses of a fit.
+
+    Args:
+        compares_rows: Whether the module has a loss that compares rows of this rank.
+        has_windows: Whether micro-batches are compared: a loss that compares rows is no mean over those of several.
+    """
+
+    def __init__(self, *, compares_rows: bool = False, has_windows: bool = False) -> None:
+        self._seen: list[_SeenLoss] = []  # not read yet
+        self._batch_idx, self._begins_window = 0, False
+        # read since the last row
+        self._loss, self._bad_batch, self._step, self._zero_steps = math.nan, -1, -1, 0
+        self._weights: list[ElementWeight] = []
+        self._compares_rows = compares_rows
+        self._micro_batches = MicroBatches() if has_windows else None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a loss has not been read yet."""
+        return bool(self._seen)
+
+    def see_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
+        """Remember which batch it is."""
+        self._batch_idx = batch_idx
+        self._begins_window |= batch_idx % trainer.accumulate_grad_batches == 0
+
+    def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor, step: int) -> None:
+        """Start to copy the loss and its reductions to the host."""
+        # the value that training_step returned: without the scaler's factor and accumulation's divisor
+        factor = 1.0
+        if module.automatic_optimization and is_divided(trainer):
+            factor *= trainer.accumulate_grad_batches
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        is_scaled = scaler is not None and loss is not getattr(trainer.strategy, "closure_loss", None)
+        # the graph is gone when the loss is read; outside a window no mean is known to count nothing
+        asks = not is_divided(trainer)
+        if loss.device.type == "cpu":  # the value is at hand
+            asks = not math.isfinite(float(loss.detach()))
+        seen = _SeenLoss(
+            step=step,
+            batch_idx=self._batch_idx,
+            begins_window=self._begins_window,
+            value=HostCopy(loss),
+            factor=factor,
+            scale=send_gradient_scale(trainer) if is_scaled else HostNumbers([]),
+            is_scaled=is_scaled,
+            may_be_nan=asks and counts_nothing(loss),
+            weights=element_weights(loss),
+        )
+        self._begins_window = False
+        self._seen.append(seen)
+
+    def read(self, before: float) -> None:
+        """Read the losses of steps before this one, which have long arrived.
+
+        Args:
+            before: Number of the step; infinity: all losses.
+        """
+        while self._seen and self._seen[0].step < before:
+            self._read(self._seen.pop(0))
+
+    def _read(self, seen: _SeenLoss) -> None:
+        factor = seen.factor
+        for scale in seen.scale.read():
+            factor /= float(scale)
+        value = float(seen.value.read()) * factor
+        is_good = math.isfinite(value)
+        if not is_good:  # by the scale, so that the scaler will skip this step on every rank; or a mean over nothing, which adds nothing
+            is_good = (seen.is_scaled and math.isinf(value)) or seen.may_be_nan
+        if self._bad_batch < 0:  # a loss that was not finite stays until it is reported
+            self._loss, self._step = value, seen.step
+            if not is_good:
+                self._bad_batch = seen.batch_idx
+        # zero in every step so far
+        if value == 0 and self._zero_steps >= 0:
+            self._zero_steps += 1
+        else:
+            self._zero_steps = -1
+        weights = read_weights(seen.weights)
+        self._weights = []
+        for weight in weights:
+            if weight.kind == "local" and not (weight.is_masked and self._compares_rows):
+                self._weights.append(weight)
+        if self._micro_batches is not None:
+            if seen.begins_window:
+                self._micro_batches.clear()
+            self._micro_batches.add(value, weights, factor)
+
+    def row(self, state: float, keys: float) -> list[float]:
+        """Return the numbers that were read since the last row, and of the micro-batches.
+
+        Args:
+            state: Whether this step has a loss.
+            keys: Hash of the logged names.
+        """
+        # the two reductions next to the loss say enough: a loss is rarely the sum of more
+        first, second = (*self._weights, _NO_WEIGHT, _NO_WEIGHT)[:2]
+        row = LossRow(
+            state=state,
+            loss=self._loss,
+            bad_batch=float(self._bad_batch),
+            weight=float(first.weight),
+            elements=float(first.elements),
+            second_weight=float(second.weight),
+            keys=keys,
+            zero_steps=float(self._zero_steps),
+            step=float(self._step),
+        )
+        measured = [*row]
+        if self._micro_batches is not None:
+            measured += self._micro_batches.row() if self._step >= 0 else [0.0]
+        self._bad_batch, self._step = -1, -1
+        return measured
+
+    def judge_window(self, rows: Sequence[Sequence[float]], bias: float) -> list[Finding]:
+        """Report once how far the mean of the micro-batches' means is from that over all their rows."""
+        found = uneven_micro_batches(rows, bias)
+        if found:
+            self._micro_batches = None
+        return found
+
+
+def is_divided(trainer: pl.Trainer) -> bool:
+    """Return whether Lightning's division of a loss by the number of micro-batches stands."""
+    return getattr(trainer.strategy, "accumulation", "mean") == "mean"
+
+
+# ---------------------------------------------------------------------- micro-batches
+
+
+class MicroBatches:
+    """Remembers this rank's micro-batches of the window that runs."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a window."""
+        self._values: list[float] = []
+        self._weights: list[Sequence[ElementWeight]] = []
+
+    def add(self, value: float, weights: Sequence[ElementWeight], factor: float) -> None:
+        """Note a micro-batch.
+
+        Args:
+            value: Value that ``training_step`` returned.
+            weights: Reductions of the back-propagated loss, read.
+            factor: Factor between the two, which undoes Lightning's division and the scaler's factor.
+        """
+        self._values.append(value)
+        self._weights.append([_times(weight, factor) for weight in weights])
+
+    def row(self) -> list[float]:
+        """Return M, then M values and M divisors; M is 0 if a window is one micro-batch, or divisors are not known."""
+        several = 1 < len(self._values) <= _MOST
+        # a column for each reduction that is known in every micro-batch
+        known = [list(filter(_is_known, weights)) for weights in self._weights]
+        if not several or len(set(map(len, known))) != 1 or not known[0]:
+            return [0.0]
+        columns = [list(map(_divisor_of, column)) for column in zip(*known, strict=True)]
+        # the one that differs most decides
+        divisors = max(columns, key=_spread)
+        is_whole = all(len(weights) == len(known[0]) for weights in self._weights)
+        is_whole = is_whole and all(_spread(c) < 1 + _EQUAL or _in_proportion(c, divisors) for c in columns)
+        values = self._values
+        if not is_whole:  # a mean over all rows would need the value of each term
+            values = [math.nan] * len(values)
+        return [float(len(values)), *values, *divisors]
+
+
+def _times(weight: ElementWeight, factor: float) -> ElementWeight:
+    return ElementWeight(float(weight.weight) * factor, weight.elements, kind=weight.kind)
+
+
+def _is_known(weight: ElementWeight) -> bool:
+    return weight.kind != "unknown"
+
+
+def _divisor_of(weight: ElementWeight) -> float:
+    """Return what a reduction divides by; nan where its elements weigh nothing."""
+    size = abs(float(weight.weight))
+    return 1.0 / size if size else math.nan
+
+
+def _spread(divisors: Sequence[float]) -> float:
+    """Return how many times the largest is the smallest; 1 where one is not known."""
+    if any(map(math.isnan, divisors)) or not max(divisors):
+        return 1.0
+    return max(divisors) / min(divisors) if min(divisors) else math.inf
+
+
+def _in_proportion(left: Sequence[float], right: Sequence[float]) -> bool:
+    pairs = zip(left, right, strict=True)
+    return all(math.isclose(a * right[0], b * left[0], rel_tol=_EQUAL) for a, b in pairs)
+
+
+def uneven_micro_batches(rows: Sequence[Sequence[float]], bias: float) -> list[Finding]:
+    """Report a window whose micro-batches have divisors further apart than ``bias``.
+
+    Args:
+        rows: Rows of all ranks, from ``MicroBatches.row``.
+        bias: Allowed ratio; 1.1 is 10%.
+    """
+    numbers = {row[0] for row in rows if row}
+    if len(numbers) != 1 or numbers == {0.0}:
+        return []
+    number = int(numbers.pop())
+    tables = [list(row[1:]) for row in rows]
+    if all(table == tables[0] for table in tables):  # one loss, which is global
+        tables = tables[:1]
+    # of each micro-batch over all ranks: what it is divided by, its sum, and its mean
+    by_rank = [table[number : 2 * number] for table in tables]
+    divisors = [math.fsum(column) for column in zip(*by_rank, strict=True)]
+    if _spread(divisors) <= bias:
+        return []
+    totals, means = [], []
+    for m, divisor in enumerate(divisors):
+        total = math.fsum(table[m] * table[number + m] for table in tables if table[number + m])
+        mean = math.fsum(table[m] for table in tables) / len(tables)
+        if divisor:
+            mean = total / divisor
+        totals.append(total)
+        means.append(mean)
+    # what counts micro-batches alike, and what counts rows alike
+    of_means, of_rows = math.fsum(means) / number, math.fsum(totals) / math.fsum(divisors)
+    shown = ", ".join(f"{divisor:g}" for divisor in divisors[:_SHOWN])
+    if number > _SHOWN:
+        shown += ", ..."
+    compared = ""
+    if math.isfinite(of_means) and math.isfinite(of_rows):
+        compared = f": the mean of their means is {of_means:.6g}, that over all their rows {of_rows:.6g}"
+        if of_rows:
+            compared += f", {abs(of_means / of_rows - 1):.2%} apart"
+    return [Remark.of("F30", "micro_batches", name="accumulation", number=number, shown=shown, compared=compared)]
