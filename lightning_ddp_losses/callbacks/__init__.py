@@ -10,7 +10,7 @@ row_exchange               `RowExchange`: rows measured, exchanged and judged; a
 findings                   `CheckStage`, `Finding`; `LocalFindings` that one rank makes by itself; findings by their cause
 report                     where findings go: errors, warnings, a file, the logger, a table
 batch_check                `BatchCheck`; batch_reader and loss_observations read for it
-buffer_sync                `BufferSyncCheck`; what it reads is in buffers
+buffer_sync                `BufferSyncCheck`
 checkpoint_check           `CheckpointCheck`
 communication_monitor      `CommunicationMonitor`
 device_check               `DeviceCheck`

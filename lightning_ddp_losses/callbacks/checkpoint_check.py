@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.batch_reader import BatchReader
-from lightning_ddp_losses.callbacks.buffers import cross_batch_memories, has_lost_position
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalRow
 from lightning_ddp_losses.callbacks.replicated_parameters import optimizer_parameters
 from lightning_ddp_losses.distributed import process_groups
@@ -107,8 +106,8 @@ class CheckpointCheck(LocalCheck, default=True):
 
     def _find_lost_positions(self, module: nn.Module) -> None:
         """Find queues that came back without their position."""
-        for name, memory in cross_batch_memories(module).items():
-            if has_lost_position(memory):
+        for name, memory in _cross_batch_memories(module).items():
+            if _has_lost_position(memory):
                 self.local.add("F65", name=name or type(memory).__name__)
 
     def _find_other_batch(self, trainer: pl.Trainer) -> None:
@@ -135,3 +134,19 @@ def _memory_of(tensor: Tensor) -> tuple[int, int]:
     if is_lazy(tensor) or tensor.layout != torch.strided:
         return id(tensor), 0
     return tensor.data_ptr(), tensor.numel()
+
+
+def _cross_batch_memories(module: nn.Module) -> dict[str, Any]:
+    """Return pytorch-metric-learning's cross-batch memories, by path."""
+    return {
+        name: inner
+        for name, inner in module.named_modules()
+        if any(cls.__name__ == "CrossBatchMemory" for cls in type(inner).__mro__) and hasattr(inner, "queue_idx")
+    }
+
+
+def _has_lost_position(memory: Any) -> bool:
+    """Return whether a memory holds rows and reports that it holds none."""
+    # rows came back with the state_dict, the position did not: it is no buffer (PML 2.9)
+    is_filled = bool(getattr(memory, "embedding_memory", torch.zeros(0)).any())
+    return is_filled and int(memory.queue_idx) == 0 and not memory.has_been_filled

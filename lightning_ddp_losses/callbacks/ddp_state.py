@@ -9,6 +9,7 @@ tells its `StepState` (gradients, what DDP does not reduce, optimizer settings, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.replicated_parameters import TensorSlice
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core.autograd_graph import accumulation_node
@@ -294,10 +296,17 @@ class DesyncCause(NamedTuple):
     case: str = "desync"
     others: str = ""
 
-    @property
-    def fix(self) -> str:
-        """Text of the case."""
-        return FAULTS[self.fault].explain(self.case, others=self.others).fix
+    def finding(self, found: Finding, what: str, name: str, ranks: tuple[int, ...]) -> Finding:
+        """Return the finding that names this cause, in place of one that names none.
+
+        Args:
+            found: Finding of a difference.
+            what: The parameter or gradient, for the text.
+            name: Its name.
+            ranks: Ranks on which it is odd.
+        """
+        fix = FAULTS[self.fault].explain(self.case, others=self.others).fix
+        return replace(found, fault=self.fault, what=what, name=name, ranks=ranks, values=self.values, fix=fix)
 
 
 def explain_gradient(name: str, states: Sequence[Mapping[str, Any]], differing: Sequence[str]) -> DesyncCause:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks.base import LocalCheck
-from lightning_ddp_losses.callbacks.buffers import metrics_of
+from lightning_ddp_losses.callbacks.buffer_sync import metrics_of
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalFindings, LocalRow
 from lightning_ddp_losses.callbacks.report import MOST_RANKS_ONE_BY_ONE
 from lightning_ddp_losses.core.host_copy import anonymous_bytes

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,8 +44,6 @@ from lightning_ddp_losses.distributed.shard import local_part
 T = TypeVar("T")
 # steps at which a module's gradient must be zero to be called so: a head that starts at zero is no fault
 _FIRST_ZERO_STEP, _LAST_ZERO_STEP = 0, 3
-_ADD_ZEROS = "Add 0 * sum(p.sum() for p in loss.parameters()) to a zero loss, or train under strategy='ddp_losses'."
-_SAME_PARAMETERS = "the same parameters on every rank"
 
 
 class GraphRow(NamedTuple):
@@ -371,34 +368,22 @@ def _named(finding: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:
     names: dict[str, None] = {}
     for state in states:
         names |= dict.fromkeys(state[key])
-    shown = shown_names(list(names))
     ranks = tuple(rank for rank, state in enumerate(states) if state[key])
-    better = replace(finding, name=", ".join(list(names)[:MOST_NAMES]), ranks=ranks)
+    told: dict[str, Any] = {
+        "name": ", ".join(list(names)[:MOST_NAMES]),
+        "shown": shown_names(list(names)),
+        "ranks": ranks if len(ranks) < len(states) else (),
+    }
     if key == "finite":
-        fix = "Lower the learning rate or clip; LossCheck says on which rank a loss was not finite."
-        return replace(better, what=f"gradient of {shown} is not finite", fix=fix)
-    if len(ranks) == len(states):
-        better = replace(better, ranks=())
+        return finding.refine("F79", "gradients", **told | {"ranks": ranks})
     if key == "zero":
-        fix = (
-            "The loss does not use them (one that is given a scale leaves its own alone), or there is a detach(), .data, numpy() or "
-            "no_grad() in between."
-        )
-        return replace(better, what=f"all gradients of {shown} are zero", fix=fix)
+        return finding.refine("DETACHED", **told)
     if finding.fault == "F38":
-        fix = "Use them in every loss (times 0 where they should not count), or find_unused_parameters=True."
-        return replace(better, what=f"{shown} got no gradient, and DDP waits for one", fix=fix)
+        return finding.refine("F38", **told)
     # parameters that are missing on some ranks: because their loss is zero, or because they took another branch
-    better = replace(
-        better,
-        expected=_SAME_PARAMETERS,
-        values=tuple(f"{len(state[key])} of {len(names)} without" for state in states),
-    )
-    if all(states[rank]["zero_loss"] for rank in ranks):
-        what = f"{shown} not in the graph of a loss that is exactly zero"
-        return replace(better, fault="F32", what=what, fix=_ADD_ZEROS)
-    fix = "Take the branch on all ranks together, or add the unused outputs times 0."
-    return replace(better, what=f"{shown} not in the graph of the loss", fix=fix)
+    has_zero_loss = all(states[rank]["zero_loss"] for rank in ranks)
+    values = tuple(f"{len(state[key])} of {len(names)} without" for state in states)
+    return finding.refine("F32" if has_zero_loss else finding.fault, values=values, **told)
 
 
 def _explain_differences(finding: Finding, states: Sequence[Mapping[str, Any]]) -> list[Finding]:
@@ -411,8 +396,7 @@ def _explain_differences(finding: Finding, states: Sequence[Mapping[str, Any]]) 
     found = []
     for name, values in differing.items():
         cause = ddp_state.explain_gradient(name, states, list(differing))
-        better = replace(finding, fault=cause.fault, what=f"gradient of `{name}`", name=name)
-        found.append(replace(better, ranks=odd_ranks(values), values=cause.values, fix=cause.fix))
+        found.append(cause.finding(finding, f"gradient of `{name}`", name, odd_ranks(values)))
     found.sort(key=lambda each: each.fault in ("F13", "SYNC"))  # what caused the others comes first
     return found[:MOST_NAMES] or [finding]
 

@@ -227,26 +227,17 @@ class OptimizerCheck(RankCheck, default=True):
             found += _compare_settings(start)
             states = [row.state for row in start]
             if len(set(states)) > 1:
-                ranks = odd_ranks(states)
-                fix = "Restore the optimizer from one checkpoint on all ranks."
-                found.append(Finding("F17", "state of the optimizers", "equal on all ranks", ranks, "state", fix=fix))
+                found.append(Finding.of("F17", "state", ranks=odd_ranks(states), name="state"))
             return found
         step = [OptimizerStepRow(*row) for row in table]
         found = _count_problems("F01", [row.forgotten for row in step])
         if all(row.stood_still for row in step):
-            fix = (
-                "The optimizer may hold other objects than the model: build it after the model, from self.parameters()."
-            )
-            found.append(Finding("STEP", "two optimizer steps changed no parameter", name="step", fix=fix))
+            found.append(Finding.of("STEP", name="step"))
         # where ranks made other steps, their scales and settings differ for that reason
         stepped = [row.stepped for row in step]
         if len(set(stepped)) > 1:
             values = tuple(f"{number} optimizer steps" for number in stepped)
-            what = "the optimizer step was skipped on some ranks"
-            return [
-                *found,
-                Finding("F14", what, "", odd_ranks(stepped), "step", values, FAULTS["F14"].explain("desync").fix),
-            ]
+            return [*found, Finding.of("F14", "desync", ranks=odd_ranks(stepped), name="step", values=values)]
         return found + _compare_settings(step)
 
     def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
@@ -318,22 +309,10 @@ def _compare_settings(rows: Sequence[OptimizerStartRow] | Sequence[OptimizerStep
     scales = [row.scale for row in rows]
     if len(set(scales)) > 1:
         values = tuple(map(_from_bits, scales))
-        ranks = odd_ranks(scales)
-        found.append(
-            Finding(
-                "F15",
-                "gradient scale",
-                "equal on all ranks",
-                ranks,
-                "scale",
-                values,
-                FAULTS["F15"].explain("desync").fix,
-            )
-        )
+        found.append(Finding.of("F15", "desync", ranks=odd_ranks(scales), name="scale", values=values))
     settings = [row.settings for row in rows]
     if len(set(settings)) > 1:
-        ranks = odd_ranks(settings)
-        found.append(Finding("F17", "optimizer settings", "equal on all ranks", ranks, "settings"))
+        found.append(Finding.of("F17", "desync", ranks=odd_ranks(settings), name="settings"))
     return found
 
 
@@ -344,9 +323,7 @@ def _name_settings(finding: Finding, settings_by_rank: Sequence[list[dict[str, A
         if keys:
             what = f"{', '.join(keys)} of parameter group {index}"
             values = settings_texts(groups, keys)
-            return replace(
-                finding, what=what, name=", ".join(keys), values=values, fix=FAULTS["F17"].explain("desync").fix
-            )
+            return replace(finding, what=what, name=", ".join(keys), values=values)
     return replace(finding, values=tuple(f"{len(groups)} parameter groups" for groups in settings_by_rank))
 
 

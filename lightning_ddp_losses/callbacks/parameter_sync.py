@@ -1,45 +1,117 @@
 """`ParameterSyncCheck`: every rank holds the same parameters, bit for bit, by name.
 
-A row is two numbers, a hash of names, shapes, dtypes and order, and one fingerprint of all that is looked at; at the start the ranges of
-the class shards follow. Where a divided model has replicas, two numbers of ``part_replicas`` come between. Only where ranks differ are
-the parameters compared one by one.
+A row is a hash of names, shapes, dtypes and order, and one fingerprint of all parameters of a stage; at the start the ranges of the class
+shards follow. Parameters are compared one by one only if ranks differ.
+
+Parts of a divided model may lie on several ranks (HSDP: ``fully_shard`` over a mesh of replicas x shards). Then two numbers follow: which
+parts the rank holds, and one fingerprint of them. Ranks with the same first number must have the same second one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import lightning.pytorch as pl
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.callbacks import ddp_state
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot, StepState
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, odd_ranks
-from lightning_ddp_losses.callbacks.part_replicas import NAME as PARTS
-from lightning_ddp_losses.callbacks.part_replicas import (
-    ComparedParts,
-    PartReplicas,
-    PartRow,
-    explain_parts,
-    judge_parts,
-)
 from lightning_ddp_losses.callbacks.replicated_parameters import (
     RotatingSlices,
     TensorSlice,
     class_shards,
+    divided_parameters,
     is_replicated,
     replicated_parameters,
 )
 from lightning_ddp_losses.callbacks.row_exchange import Row
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.fingerprint import combine, hash_lines, start_fingerprints
-from lightning_ddp_losses.distributed.shard import ClassShard, first_holders
+from lightning_ddp_losses.distributed.shard import ClassShard, first_holders, local_part
+from lightning_ddp_losses.strategies.fsdp_setup import replicated_dim
+
+_PARTS = "parts of parameters"  # name of a finding whose parameters are still to be named
+
+
+class PartRow(NamedTuple):
+    """What travels where parts have replicas.
+
+    Attributes:
+        place: A hash of which parts the rank holds.
+        values: One fingerprint of the slices looked at.
+    """
+
+    place: int
+    values: int
+
+
+@dataclass(frozen=True)
+class ComparedParts:
+    """Holds what was looked at at one stage, on its way to the host.
+
+    Attributes:
+        place: As ``PartRow``.
+        slices: Of the parts.
+        sent: Their fingerprints.
+    """
+
+    place: int
+    slices: list[TensorSlice]
+    sent: HostNumbers
+
+    def row(self) -> PartRow:
+        """Return what travels."""
+        return PartRow(self.place, combine(self.sent.read()))
+
+    def describe(self) -> str:
+        """Return this rank's fingerprints by name, for ``explain``."""
+        by_name: dict[str, list[int]] = {}
+        for piece, value in zip(self.slices, self.sent.read(), strict=True):
+            by_name.setdefault(piece.name, []).append(value)
+        return json.dumps({"place": self.place, "values": by_name})
+
+
+class PartReplicas:
+    """Compares the replicas of each part.
+
+    Args:
+        max_slices: As ``RotatingSlices``.
+    """
+
+    def __init__(self, max_slices: int) -> None:
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._slices = RotatingSlices(max_slices)
+        self._parts: dict[str, Tensor] = {}
+        self._place = 0
+
+    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Find the parameters whose parts have replicas; to be called while none of them is gathered."""
+        divided = divided_parameters(trainer)
+        named = [(name, p) for name, p in module.named_parameters() if name in divided]
+        self._parameters = {name: p for name, p in named if replicated_dim(p) is not None}
+        # the objects stay, and so does what they hold, also while fully_shard has others in their place
+        self._parts = {name: local_part(p.detach()) for name, p in self._parameters.items()}
+        self._place = hash_lines([f"{name} {_place_of(p)}" for name, p in self._parameters.items()])
+        self._slices.update(self._parts)
+
+    def measure(self, choose: Callable[[RotatingSlices], list[TensorSlice]]) -> ComparedParts | None:
+        """Look at this rank's parts; None where each part is on one rank.
+
+        Args:
+            choose: The slices of this stage.
+        """
+        if not self._parameters:
+            return None
+        slices = choose(self._slices)
+        sent = start_fingerprints(piece.of(self._parts[piece.name]) for piece in slices)
+        return ComparedParts(self._place, slices, sent)
 
 
 class ShardRow(NamedTuple):
@@ -232,8 +304,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         # other names or shapes: values cannot be lined up
         structures = [row[0] for row in table]
         if len(set(structures)) > 1:
-            what = "names, shapes, dtypes or order of parameters"
-            return [Finding("F12", what, ranks=odd_ranks(structures), name="parameters")]
+            return [Finding.of("F12", "unnamed", ranks=odd_ranks(structures), name="parameters")]
         if stage == CheckStage.BEFORE_WRAP:
             return []
         rows = [ParameterRow.unpack(row) for row in table]
@@ -248,7 +319,7 @@ class ParameterSyncCheck(RankCheck, default=True):
             found.append(Finding(fault, "parameters", "equal values on all ranks", odd_ranks(values), name="values"))
         # the same part with other values
         parts = [row.parts for row in rows if row.parts is not None]
-        return found + judge_parts(parts, fault)
+        return found + _judge_parts(parts, fault)
 
     # ------------------------------------------------------------------ explain
 
@@ -257,7 +328,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         if finding.name == "parameters":
             before_wrap = finding.moment == CheckStage.BEFORE_WRAP.value
             return json.dumps(_descriptions(module, self._judged.parameters, buffers=before_wrap))
-        if finding.name == PARTS and self._judged.parts is not None:
+        if finding.name == _PARTS and self._judged.parts is not None:
             return self._judged.parts.describe()
         if finding.name != "values" or self._judged.state is None:
             return None
@@ -268,16 +339,15 @@ class ParameterSyncCheck(RankCheck, default=True):
         states = [json.loads(text) for text in texts]
         if finding.name == "parameters":
             return [_name_first_difference(finding, states)]
-        if finding.name == PARTS:
-            return explain_parts(finding, states)
+        if finding.name == _PARTS:
+            return _explain_parts(finding, states)
         found = []
         for name in states[0]["values"]:
             values = [state["values"][name] for state in states]
             if values.count(values[0]) == len(values):
                 continue
             cause = ddp_state.explain_desync(name, states, at_start=finding.fault == "F04")
-            better = replace(finding, fault=cause.fault, what=f"parameter `{name}`", name=name)
-            found.append(replace(better, ranks=odd_ranks(values), values=cause.values, fix=cause.fix))
+            found.append(cause.finding(finding, f"parameter `{name}`", name, odd_ranks(values)))
         return found[:MOST_NAMES] or [finding]
 
     def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
@@ -310,13 +380,13 @@ def _name_first_difference(finding: Finding, lines_by_rank: Sequence[list[str]])
     positions = [position for position, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1]
     values = [_lines_at(lines, positions[:MOST_NAMES]) for lines in padded]
     first_names = dict.fromkeys(lines[positions[0]].split(" ")[0] for lines in padded)
-    return replace(
-        finding,
-        what=f"{len(positions)} of {longest} parameters and buffers, by position",
-        expected="the same names, shapes and dtypes in the same order on every rank",
-        values=tuple(values),
+    return finding.refine(
+        "F12",
+        ranks=finding.ranks,
         name=", ".join(first_names),
-        fix="Register submodules in a fixed order (sort names; no iteration over sets), with the same sizes on every rank.",
+        values=tuple(values),
+        number=len(positions),
+        longest=longest,
     )
 
 
@@ -331,7 +401,51 @@ def _judge_shards(rows: Sequence[ParameterRow], names: Sequence[str]) -> list[Fi
         blocks = [ClassShard(shard.start, shard.stop, shard.num_classes) for shard in shards]
         if first_holders(blocks) is None:
             values = tuple(f"classes {shard.start} to {shard.stop} of {shard.num_classes}" for shard in shards)
-            fix = "Give every rank its own block: build the loss after the process group exists, with the same num_classes."
-            expected = "ranges that tile the classes"
-            found.append(Finding("F16", f"class shards of `{name}`", expected, (), name, values, fix))
+            found.append(Finding.of("F16", name=name, values=values))
     return found
+
+
+# ---------------------------------------------------------------------- findings of parts
+
+
+def _judge_parts(rows: Sequence[PartRow], fault: str) -> list[Finding]:
+    """Return a finding where a part differs from its replicas."""
+    odd = _odd_replicas([row.place for row in rows], [row.values for row in rows])
+    if not odd:
+        return []
+    return [Finding(fault, _PARTS, "equal values on the ranks that hold the same part", odd, name=_PARTS)]
+
+
+def _explain_parts(finding: Finding, states: Sequence[Mapping[str, object]]) -> list[Finding]:
+    """Name the parameters of which a part differs, and for each rank those that should hold the same."""
+    places = [state["place"] for state in states]
+    values = [state["values"] for state in states]
+    holders = tuple(_holders(places, rank) for rank in range(len(places)))
+    found = []
+    for name in values[0]:  # type: ignore[attr-defined]
+        odd = _odd_replicas(places, [of_rank[name] for of_rank in values])  # type: ignore[index]
+        if odd:
+            found.append(replace(finding, what=f"parameter `{name}`", name=name, ranks=odd, values=holders))
+    return found[:MOST_NAMES] or [finding]
+
+
+def _odd_replicas(places: Sequence[object], values: Sequence[object]) -> tuple[int, ...]:
+    """Return the ranks that differ from what most ranks with the same part have."""
+    odd: list[int] = []
+    for place in set(places):
+        ranks = [rank for rank, other in enumerate(places) if other == place]
+        their_values = [values[rank] for rank in ranks]
+        odd += [ranks[number] for number in odd_ranks(their_values)]
+    return tuple(sorted(odd))
+
+
+def _holders(places: Sequence[object], rank: int) -> str:
+    others = [str(other) for other, place in enumerate(places) if place == places[rank] and other != rank]
+    return f"holds the same part as rank {', '.join(others)}"
+
+
+def _place_of(parameter: nn.Parameter) -> str:
+    """Return where a rank stands along the dimensions of the mesh that divide a parameter."""
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    place = mesh.get_coordinate()
+    return str([coordinate for coordinate, placement in zip(place, placements, strict=True) if placement.is_shard()])
