@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch import Tensor
 
 from lightning_ddp_losses import DDPChecks, DeviceCheck, LossCheck
+from lightning_ddp_losses.callbacks.loss_check import LossHistory
 from tests.callbacks.harness import BATCHES, Subject
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
@@ -116,11 +117,10 @@ def many_ranks(every: int) -> list[tuple[int, dict[str, float]]]:
     """What the check sends of 9 ranks, of which it looks at every third step."""
     sent: list[tuple[int, dict[str, float]]] = []
     report = SimpleNamespace(log_step=lambda trainer, figures, step: sent.append((step, figures)))
-    check = LossCheck(file=False)
-    check._joined = SimpleNamespace(trainer=SimpleNamespace(log_every_n_steps=every), report=report)  # type: ignore[assignment]
-    check._logged = None
+    runner: Any = SimpleNamespace(trainer=SimpleNamespace(log_every_n_steps=every), report=report)
+    history = LossHistory(file=False)
     for step in range(0, 12, 3):
-        check._send_to_loggers(step, [float(step + rank) for rank in range(9)])
+        history.add(runner, step, [float(step + rank) for rank in range(9)])
     return sent
 
 
