@@ -14,10 +14,11 @@ are long enough for it: what is said to cost a handshake and a gather often cost
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import struct
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Literal, NoReturn, TypeAlias
+from typing import Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,26 +27,119 @@ from torch import Tensor
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.forward_patch import capture_error, is_capturing
 from lightning_ddp_losses.distributed import liveness, process_groups
-from lightning_ddp_losses.distributed.header import (
+from lightning_ddp_losses.distributed.peer_errors import (
     CALL,
     FAILURE,
-    HEADER_BYTES,
-    OF_USER,
-    OURS,
-    TEXT_BYTES,
     VERSION,
     Header,
-    WireHeader,
     failure_report,
-    hides_mismatch,
     mark_reported,
     mismatch_error,
-    refuse_long_payloads,
     was_reported_in,
 )
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import start_gather, wait
 from lightning_ddp_losses.errors import DDPLossError, PeerError
+
+TEXT_BYTES = 448
+"""Largest part of the text that is sent with the header; ranks that disagree gather the rest."""
+
+LARGEST_PAYLOAD = 64 << 20
+"""Largest payload or text in bytes that a header may announce: a broken peer must not make all ranks allocate more."""
+
+OURS, OF_USER = 0, 0x5AFE
+"""Whose payload it is: one that holds what the user's program made may be of any length."""
+
+_WIRE = struct.Struct("<BBHII16s")
+HEADER_BYTES = _WIRE.size
+
+
+class WireHeader(NamedTuple):
+    """The beginning of a rank's message: header, text (its first ``TEXT_BYTES``), then the payload if it fits.
+
+    Attributes:
+        version: The version of the format.
+        kind: ``CALL`` or ``FAILURE``.
+        origin: ``OURS`` or ``OF_USER``.
+        text_bytes: Length of the whole text.
+        payload_bytes: Length of the payload.
+        digest: A hash of the whole text.
+    """
+
+    version: int
+    kind: int
+    origin: int
+    text_bytes: int
+    payload_bytes: int
+    digest: bytes
+
+    @classmethod
+    def pack(cls, kind: int, text: bytes, payload_bytes: int, origin: int = OURS) -> bytes:
+        """Return the beginning of a message: the header and the part of the text that is sent with it."""
+        digest = hashlib.blake2b(text, digest_size=16).digest()
+        return _WIRE.pack(VERSION, kind, origin, len(text), payload_bytes, digest) + text[:TEXT_BYTES]
+
+    @classmethod
+    def unpack(cls, message: bytes | memoryview) -> WireHeader:
+        """Read the header of a rank's message."""
+        return cls._make(_WIRE.unpack_from(message))
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether it announces more than a payload or a text of ours ever has."""
+        return self.text_bytes > LARGEST_PAYLOAD or (self.payload_bytes > LARGEST_PAYLOAD and self.origin != OF_USER)
+
+    @property
+    def payload_start(self) -> int:
+        """The place of the payload in the message."""
+        return HEADER_BYTES + min(self.text_bytes, TEXT_BYTES)
+
+    @property
+    def message_bytes(self) -> int:
+        """The length of header, text and payload together."""
+        return self.payload_start + self.payload_bytes
+
+    def text_in(self, message: bytes | memoryview) -> bytes:
+        """Return the text of a message, as far as it was sent."""
+        return bytes(message[HEADER_BYTES : self.payload_start])
+
+    def payload_in(self, message: bytes | memoryview) -> bytes:
+        """Return the inline payload of a message."""
+        return bytes(message[self.payload_start : self.message_bytes])
+
+
+def hides_mismatch(headers: Sequence[WireHeader], texts: Sequence[bytes]) -> bool:
+    """Return whether ranks disagree about one operation, and the difference may lie in the rest of a text.
+
+    A rank at another place of the program may be gone and would not send its whole text, so it is not asked.
+    """
+    if len({header.digest for header in headers}) == 1:
+        return False
+    all_call = all(header.version == VERSION and header.kind == CALL for header in headers)
+    operations = {text.split(b"\n", 1)[0] for text in texts}
+    return all_call and len(operations) == 1 and any(header.text_bytes > TEXT_BYTES for header in headers)
+
+
+def refuse_long_payloads(headers: Sequence[WireHeader]) -> None:
+    """Refuse headers that announce more than ``LARGEST_PAYLOAD``, before anything is allocated for it.
+
+    Raises:
+        PeerError: on every rank that reads these headers, naming the ranks that sent them.
+    """
+    too_long = {
+        rank: f"{max(h.payload_bytes, h.text_bytes):,} bytes" for rank, h in enumerate(headers) if h.is_too_long
+    }
+    if too_long:
+        raise PeerError(
+            "handshake",
+            expected=f"payloads of at most {LARGEST_PAYLOAD:,} bytes",
+            ranks=too_long,
+            fix="Those ranks are broken, or run another release of lightning_ddp_losses: install the same one on every node.",
+            collective=True,
+        )
+
+
+# ---------------------------------------------------------------------- the exchange
 
 ChannelName: TypeAlias = Literal["handshakes", "checks"]
 """Which of our process groups carries a handshake (``process_groups.ProcessGroups``)."""
@@ -104,7 +198,7 @@ def all_gather(
     Args:
         what: The operation, the same on every rank.
         must_match: What must be equal on every rank, by name; values are compared as text.
-        payload: This rank's own bytes, at most ``header.LARGEST_PAYLOAD``.
+        payload: This rank's own bytes, at most ``LARGEST_PAYLOAD``.
         group: Process group; None is the world.
         channel: Which of our groups carries the handshake; the checks have one of their own.
         handshake_bytes: Size of this handshake, for a caller whose ranks have agreed on it before; None: the channel's.
@@ -213,13 +307,13 @@ class PendingHandshake:
     """One rank's message on its way to all others. What opens another on the same channel in between receives this one first.
 
     Args:
-        kind: ``header.CALL`` or ``header.FAILURE``.
+        kind: ``CALL`` or ``FAILURE``.
         text: What is being done and what must match, a line each.
         payload: This rank's own bytes.
         channel: What carries it.
         handshake_bytes: Its size; None: the channel's.
         timeout: How long to wait for a handshake that is still pending on the channel; None: as long as the group does.
-        origin: ``header.OURS`` or ``header.OF_USER``.
+        origin: ``OURS`` or ``OF_USER``.
 
     Attributes:
         sent_bytes: Bytes that this rank sends to each other.

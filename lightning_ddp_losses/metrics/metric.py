@@ -23,7 +23,7 @@ from lightning_ddp_losses.core.configuration import configuration
 from lightning_ddp_losses.core.forward_patch import eager_recursive, refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import WindowPart, current_window, name_value
-from lightning_ddp_losses.errors import InputError, expect, expect_option
+from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, expect_option
 from lightning_ddp_losses.metrics.exchange import Packet, State, exchange
 from lightning_ddp_losses.metrics.states import (
     Gather,
@@ -374,9 +374,9 @@ class ForwardCall:
         expects_gradient = metric._record.expects_gradient
         if self._wants_gradient and self._rows == 0 and expects_gradient:  # in backward all the same, as its peers
             value = self._with_zero_grad(value)
-        if self._wants_gradient and expects_gradient:
-            expect(
-                any(tensor.requires_grad for tensor in nests.tensors_in(value)),
+        has_gradient = any(tensor.requires_grad for tensor in nests.tensors_in(value))
+        if self._wants_gradient and expects_gradient and not has_gradient:
+            raise ConfigurationError(
                 f"{metric._title()}: value",
                 expected="a gradient, as an input asks for one",
                 got="none, in one process either: it is computed from ranks, counts or decisions",

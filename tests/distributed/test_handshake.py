@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lightning_ddp_losses.distributed import handshake, header
+from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import DDPLossError, InputError, RankMismatchError
 from tests.counting import CountCollectives
 from tests.rank_pool import RankPool
@@ -300,15 +300,15 @@ def test_a_pending_handshake_that_met_another_ends_all_ranks(pool: RankPool, wor
 
 def announce_much(of_rank_1: int) -> None:
     if dist.get_rank() == 1:
-        pack = header.WireHeader.pack
-        header.WireHeader.pack = lambda kind, text, payload_bytes, origin: pack(kind, text, of_rank_1, origin)
+        pack = handshake.WireHeader.pack
+        handshake.WireHeader.pack = lambda kind, text, payload_bytes, origin: pack(kind, text, of_rank_1, origin)
     try:
         # nothing is made ready for what it announces
         with mock.patch.object(handshake.PendingHandshake, "_gather_rest", side_effect=AssertionError("gathered")):
             handshake.all_gather("this", {})
     finally:
         if dist.get_rank() == 1:
-            header.WireHeader.pack = pack
+            handshake.WireHeader.pack = pack
 
 
 def test_a_header_that_announces_more_than_64_mib_is_refused_on_every_rank(pool: RankPool) -> None:
@@ -320,7 +320,7 @@ def test_a_header_that_announces_more_than_64_mib_is_refused_on_every_rank(pool:
 
 
 def send_much(of_user: bool) -> list[int]:
-    with mock.patch.object(header, "LARGEST_PAYLOAD", 4 << 10):
+    with mock.patch.object(handshake, "LARGEST_PAYLOAD", 4 << 10):
         payload = bytes((dist.get_rank() + 1) * 10_000)
         return list(map(len, handshake.all_gather("this", {}, payload, of_user=of_user)))
 
@@ -332,7 +332,7 @@ def test_what_the_users_program_made_may_be_longer(pool: RankPool) -> None:
 
 def speak_another_version() -> None:
     version = 1 + (dist.get_rank() == 1)
-    with mock.patch.object(header, "VERSION", version), mock.patch.object(handshake, "VERSION", version):
+    with mock.patch.object(handshake, "VERSION", version):
         handshake.all_gather("this", {}, bytes(20_000))
 
 

@@ -1,16 +1,14 @@
-"""The header that each rank sends in a handshake, and the one error that headers which disagree amount to.
+"""The errors that ranks raise together: what a failed rank reports, and the one error that headers which disagree amount to.
 
-A header names the operation and what *must match*; a failed rank sends its error as a report instead. Every rank reads the same headers,
-so every rank makes the same error of them. Groups that have received an error are noted on it (``reported_in``).
+Every rank reads the same headers, so every rank makes the same error of them. Groups that have received an error are noted on it
+(``reported_in``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,18 +20,6 @@ from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchErr
 VERSION = 1
 CALL, FAILURE = 0, 1
 """Kinds: a rank that calls an operation, and one that failed by itself."""
-
-TEXT_BYTES = 448
-"""Largest part of the text that is sent with the header; ranks that disagree gather the rest."""
-
-LARGEST_PAYLOAD = 64 << 20
-"""Largest payload or text in bytes that a header may announce: a broken peer must not make all ranks allocate more."""
-
-OURS, OF_USER = 0, 0x5AFE
-"""Whose payload it is: one that holds what the user's program made may be of any length."""
-
-_WIRE = struct.Struct("<BBHII16s")
-HEADER_BYTES = _WIRE.size
 
 _SHOWN_CHARACTERS = 200  # of a long value in a message
 _SHOWN_BEFORE = 40  # of those, before the place where the ranks' values part
@@ -57,72 +43,6 @@ class Header(NamedTuple):
     payload: bytes
 
 
-class WireHeader(NamedTuple):
-    """The beginning of a rank's message: header, text (its first ``TEXT_BYTES``), then the payload if it fits.
-
-    Attributes:
-        version: The version of the format.
-        kind: ``CALL`` or ``FAILURE``.
-        origin: ``OURS`` or ``OF_USER``.
-        text_bytes: Length of the whole text.
-        payload_bytes: Length of the payload.
-        digest: A hash of the whole text.
-    """
-
-    version: int
-    kind: int
-    origin: int
-    text_bytes: int
-    payload_bytes: int
-    digest: bytes
-
-    @classmethod
-    def pack(cls, kind: int, text: bytes, payload_bytes: int, origin: int = OURS) -> bytes:
-        """Return the beginning of a message: the header and the part of the text that is sent with it."""
-        digest = hashlib.blake2b(text, digest_size=16).digest()
-        return _WIRE.pack(VERSION, kind, origin, len(text), payload_bytes, digest) + text[:TEXT_BYTES]
-
-    @classmethod
-    def unpack(cls, message: bytes | memoryview) -> WireHeader:
-        """Read the header of a rank's message."""
-        return cls._make(_WIRE.unpack_from(message))
-
-    @property
-    def is_too_long(self) -> bool:
-        """Whether it announces more than a payload or a text of ours ever has."""
-        return self.text_bytes > LARGEST_PAYLOAD or (self.payload_bytes > LARGEST_PAYLOAD and self.origin != OF_USER)
-
-    @property
-    def payload_start(self) -> int:
-        """The place of the payload in the message."""
-        return HEADER_BYTES + min(self.text_bytes, TEXT_BYTES)
-
-    @property
-    def message_bytes(self) -> int:
-        """The length of header, text and payload together."""
-        return self.payload_start + self.payload_bytes
-
-    def text_in(self, message: bytes | memoryview) -> bytes:
-        """Return the text of a message, as far as it was sent."""
-        return bytes(message[HEADER_BYTES : self.payload_start])
-
-    def payload_in(self, message: bytes | memoryview) -> bytes:
-        """Return the inline payload of a message."""
-        return bytes(message[self.payload_start : self.message_bytes])
-
-
-def hides_mismatch(headers: Sequence[WireHeader], texts: Sequence[bytes]) -> bool:
-    """Return whether ranks disagree about one operation, and the difference may lie in the rest of a text.
-
-    A rank at another place of the program may be gone and would not send its whole text, so it is not asked.
-    """
-    if len({header.digest for header in headers}) == 1:
-        return False
-    all_call = all(header.version == VERSION and header.kind == CALL for header in headers)
-    operations = {text.split(b"\n", 1)[0] for text in texts}
-    return all_call and len(operations) == 1 and any(header.text_bytes > TEXT_BYTES for header in headers)
-
-
 # ---------------------------------------------------------------------- the error
 
 
@@ -141,25 +61,6 @@ def failure_report(error: Exception, where: str) -> bytes:
     else:
         report["text"] = str(error)
     return json.dumps(report).encode()
-
-
-def refuse_long_payloads(headers: Sequence[WireHeader]) -> None:
-    """Refuse headers that announce more than ``LARGEST_PAYLOAD``, before anything is allocated for it.
-
-    Raises:
-        PeerError: on every rank that reads these headers, naming the ranks that sent them.
-    """
-    too_long = {
-        rank: f"{max(h.payload_bytes, h.text_bytes):,} bytes" for rank, h in enumerate(headers) if h.is_too_long
-    }
-    if too_long:
-        raise PeerError(
-            "handshake",
-            expected=f"payloads of at most {LARGEST_PAYLOAD:,} bytes",
-            ranks=too_long,
-            fix="Those ranks are broken, or run another release of lightning_ddp_losses: install the same one on every node.",
-            collective=True,
-        )
 
 
 class _Report(NamedTuple):
