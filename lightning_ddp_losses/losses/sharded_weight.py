@@ -22,7 +22,7 @@ from lightning_ddp_losses.core.random_state import preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
-from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError
+from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, expect
 from lightning_ddp_losses.losses.class_heads import Head, head_of
 
 BLOCK = 4096  # classes; part of what a seed means
@@ -79,13 +79,13 @@ class ShardedWeight:
             ConfigurationError: naming both numbers.
         """
         is_sharded = self.world_size > 1 or (self.world_size == 1 and self.shard.classes < self.num_classes)
-        if is_sharded:
-            raise ConfigurationError(
-                f"{self._title}: ranks",
-                expected=f"the {self.world_size} that its classes were divided over",
-                got=world,
-                fix="Save a checkpoint with the strategy, which holds the whole weight, and load it into a new loss.",
-            )
+        expect(
+            not is_sharded,
+            f"{self._title}: ranks",
+            expected=f"the {self.world_size} that its classes were divided over",
+            got=world,
+            fix="Save a checkpoint with the strategy, which holds the whole weight, and load it into a new loss.",
+        )
 
     def agree_on_seed(self, configuration: str, group: Group) -> int:
         """Refuse losses that differ; return rank 0's seed.
@@ -174,21 +174,24 @@ class ShardedWeight:
         """
         if given.shape == shape:
             own = (self.shard.start, self.shard.stop, self.num_classes)
-            if held is not None and tuple(held) != own:
-                raise InputError(
-                    f"{self._title}: {key} to load",
-                    expected=f"the whole, or classes {own[0]} to {own[1]} of {own[2]}, which this rank holds",
-                    got=f"classes {held[0]} to {held[1]} of {held[2]}",
-                    fix="Load what this rank saved, or a checkpoint of the strategy, which holds the whole.",
-                )
-            return given
-        if tuple(given.shape) != self.full_shape:
-            raise InputError(
+            first, last, classes = own if held is None else held
+            expect(
+                (first, last, classes) == own,
                 f"{self._title}: {key} to load",
-                expected=f"{self.full_shape} of all classes, or the part that this rank holds",
-                got=tuple(given.shape),
-                fix="Load a checkpoint of a loss with the same classes and embedding size.",
+                expected=f"the whole, or classes {own[0]} to {own[1]} of {own[2]}, which this rank holds",
+                got=f"classes {first} to {last} of {classes}",
+                fix="Load what this rank saved, or a checkpoint of the strategy, which holds the whole.",
+                error=InputError,
             )
+            return given
+        expect(
+            tuple(given.shape) == self.full_shape,
+            f"{self._title}: {key} to load",
+            expected=f"{self.full_shape} of all classes, or the part that this rank holds",
+            got=tuple(given.shape),
+            fix="Load a checkpoint of a loss with the same classes and embedding size.",
+            error=InputError,
+        )
         return self.shard.own_part(given)
 
     def fingerprint(self, parameter: Tensor, *, at_once: bool = False) -> bytes:
