@@ -62,10 +62,10 @@ class CallTensors:
         modules = modules_of(module)
         return cls(nests.tensors_in((args, kwargs)), modules, parameters_in(modules))
 
-    def are_on_one_device(self) -> bool:
-        """Return whether all tensors with a dimension lie on one device."""
+    def are_on_one_device(self, others: Iterable[Tensor] = ()) -> bool:
+        """Return whether all tensors with a dimension, all parameters and some other tensors lie on one device."""
         devices = {tensor.device for tensor in self.given if tensor.ndim}
-        return len(devices.union(parameter.device for parameter in self.parameters)) < 2
+        return len(devices.union(tensor.device for tensor in (*self.parameters, *others))) < 2
 
 
 def is_full(dtype: torch.dtype, device_types: Iterable[str], tensors: Iterable[Tensor]) -> bool:

@@ -134,7 +134,7 @@ class UpstreamGradWatch:
             notes.pending.add(pending)
         if value.is_leaf:  # a parameter, on which a hook would stay
             value = _Note.apply(value, self, pending)  # type: ignore[no-untyped-call]
-        else:
+        elif notes is not None or not self._everywhere:  # a world of one compares nothing
             value.register_hook(partial(self.note, pending=pending))  # type: ignore[no-untyped-call]
         if self._everywhere:
             metadata: Any = value.grad_fn.metadata  # type: ignore[union-attr]

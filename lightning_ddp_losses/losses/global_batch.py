@@ -17,7 +17,7 @@ from pytorch_metric_learning.losses import CrossBatchMemory
 from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import autograd_graph, inputs, precision
+from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.core.forward_patch import eager_recursive, refuse_capture
@@ -245,8 +245,10 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _check_devices(self, tensors: precision.CallTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse tensors on several devices; class weights of torch's own losses must lie there too."""
-        buffers = [*self.loss.buffers()] if isinstance(self.loss, TORCH_LOSS_TYPES) else []
-        if buffers or not tensors.are_on_one_device():
+        buffers: list[Tensor] = []
+        if isinstance(self.loss, TORCH_LOSS_TYPES):
+            buffers = [buffer for buffer in compat.buffer_slots(self.loss).values() if buffer is not None]
+        if not tensors.are_on_one_device(buffers):
             given = {**self._by_name(args), **kwargs}
             inputs.check_devices(self._title, given, precision.parameters_of(self.loss), buffers=buffers)
 

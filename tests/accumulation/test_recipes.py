@@ -23,7 +23,7 @@ from tests.rank_pool import RankPool
 RECIPE = re.compile(r"::\n\n((?:    .*\n|\n)+)")
 IMPORT = "from lightning_ddp_losses import accumulation_window, global_mean\n"
 TOKENS, BOXES, OWN, LOOP = range(4)
-DOCUMENTED = ("losses.global_mean", "distributed.accumulation")
+DOCUMENTED = ("losses.partial_sums", "distributed.accumulation")
 WIDTH, VOCABULARY = 4, 6
 
 
