@@ -97,10 +97,10 @@ class OwnTime(Callback):
         assert runner is not None
         gather_rows = runner.row_exchange.gather_rows
 
-        def timed(*args: Any) -> list[bytes]:
+        def timed(*args: Any, **options: Any) -> list[bytes]:
             began = time.perf_counter()
             try:
-                return gather_rows(*args)
+                return gather_rows(*args, **options)
             finally:
                 self.waited += time.perf_counter() - began
 

@@ -1,4 +1,4 @@
-"""The base of all checks, and the Lightning hooks through which they run.
+"""The base of all checks, and `DDPChecks`, which holds several of them.
 
 A check is two pure pieces: ``measure`` on each rank, ``judge`` on the table of all ranks' measurements. Every rank judges the
 same table, so every rank comes to the same findings. All communication is the runner's (``runner.py``): one gather for
@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,7 +21,7 @@ from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalFi
 from lightning_ddp_losses.callbacks.report import DEFAULT_ACTION, Settings, validated_actions
 from lightning_ddp_losses.callbacks.row_exchange import Row
 from lightning_ddp_losses.callbacks.runner import CheckRunner
-from lightning_ddp_losses.errors import ConfigurationError, format_error
+from lightning_ddp_losses.errors import expect, expect_count, format_error
 
 
 class CheckCallback(Callback):
@@ -41,8 +40,7 @@ class CheckCallback(Callback):
         return None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Start the runner before the module is wrapped."""
-        self._own_runner = None
+        """Start the runner before the module is wrapped; it is a callback of the trainer until the fit ends."""
         callbacks = [callback for callback in trainer.callbacks if isinstance(callback, CheckCallback)]  # type: ignore[attr-defined]
         # checks are for training, and one runner serves all callbacks
         if stage != "fit" or callbacks[0] is not self:
@@ -51,94 +49,8 @@ class CheckCallback(Callback):
         for callback in reversed(callbacks):  # the first that says something decides
             settings = callback.settings() or settings
         self._own_runner = CheckRunner(_all_checks(callbacks), settings, trainer, pl_module)
+        trainer.callbacks.insert(trainer.callbacks.index(self) + 1, self._own_runner)  # type: ignore[attr-defined]
         self._own_runner.open()
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Judge what every rank starts from."""
-        if self._own_runner:
-            self._own_runner.train_start()
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Judge the data of the epoch."""
-        if self._own_runner:
-            self._own_runner.run_stage(CheckStage.EPOCH_START)
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Let the checks see the batch."""
-        if self._own_runner:
-            self._own_runner.batch_start(batch, batch_idx)
-
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        """Judge losses, batches and graphs, unless that happened in the strategy's own handshake."""
-        if self._own_runner:
-            self._own_runner.before_backward(loss)
-
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let the checks see what DDP has reduced, before the module's own hook."""
-        if self._own_runner:
-            self._own_runner.after_backward()
-
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Let the checks see the reduced gradients, before clipping."""
-        if self._own_runner:
-            self._own_runner.before_step(optimizer)
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Judge gradients, optimizers and parameters after a step."""
-        if self._own_runner:
-            self._own_runner.batch_end()
-
-    def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any, **options: Any
-    ) -> None:
-        """Let the checks see what a validation batch has left, before the module's own hook."""
-        if self._own_runner and not trainer.sanity_checking:
-            self._own_runner.see_batch_end()
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Judge what validation will see."""
-        if self._own_runner and not trainer.sanity_checking:
-            self._own_runner.run_stage(CheckStage.VALIDATION_START)
-
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Judge metrics before they are computed."""
-        if self._own_runner and not trainer.sanity_checking:
-            self._own_runner.run_stage(CheckStage.VALIDATION_EPOCH_END)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Judge metrics before they are computed."""
-        if self._own_runner:
-            self._own_runner.run_stage(CheckStage.TRAIN_EPOCH_END)
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Judge what validation gave."""
-        if self._own_runner and not trainer.sanity_checking:
-            self._own_runner.run_stage(CheckStage.VALIDATION_END)
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Judge what is saved, unless a rank that failed saves alone."""
-        if self._own_runner and trainer.state.status != TrainerStatus.INTERRUPTED:
-            self._own_runner.save(checkpoint)
-
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Judge what was loaded."""
-        if self._own_runner:
-            self._own_runner.load(checkpoint)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Judge what training leaves, and sum up."""
-        if self._own_runner:
-            self._own_runner.train_end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Tell the other ranks, or learn which of them failed first. (Lightning calls no ``teardown`` after an error.)"""
@@ -146,16 +58,18 @@ class CheckCallback(Callback):
             try:
                 self._own_runner.fail(exception)
             finally:  # also where a peer's failure takes this exception's place
-                self._close()
+                self._close(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave nothing behind."""
-        self._close()
+        self._close(trainer)
 
-    def _close(self) -> None:
+    def _close(self, trainer: pl.Trainer) -> None:
         if self._own_runner:
             self.findings = self._own_runner.report.findings
             self._own_runner.close()
+            # it comes later in the list that Lightning is going through, so no other callback is left out
+            trainer.callbacks.remove(self._own_runner)  # type: ignore[attr-defined]
         self._own_runner = None
 
 
@@ -205,9 +119,7 @@ class RankCheck(CheckCallback):
             DEFAULT_CHECKS.append(cls)
 
     def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None) -> None:
-        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
-            title = f"{type(self).__name__}: every_n_steps"
-            raise ConfigurationError(title, expected="a positive integer", got=repr(every_n_steps))
+        expect_count(f"{type(self).__name__}: every_n_steps", every_n_steps)
         self.every_n_steps = every_n_steps
         self.action = validated_actions(action, type(self).__name__)
 
@@ -385,8 +297,7 @@ class DDPChecks(CheckCallback):
         if checks is None:
             checks = [check() for check in DEFAULT_CHECKS]
         wrong = [type(check).__name__ for check in checks if not isinstance(check, RankCheck)]
-        if wrong:
-            raise ConfigurationError("DDPChecks: checks", expected="instances of RankCheck", got=", ".join(wrong))
+        expect(not wrong, "DDPChecks: checks", expected="instances of RankCheck", got=", ".join(wrong))
         self.checks: list[RankCheck] = list(checks)
         actions = DEFAULT_ACTION | validated_actions(action, "DDPChecks")
         self._settings = Settings(

@@ -1,8 +1,13 @@
-"""What a check says when it found something: one record, the same on every rank, and how ranks share what only one of them found.
+"""Findings of checks: where in a run they are made, one record each, shared between ranks, grouped by their cause.
 
-A `Finding` is a plain record. `LocalFindings` collects those that a rank can make by itself: its row in the shared gather is two
-numbers, a mask (one bit for each fault of the check) and a hash of the texts. Where the hashes agree, every rank has the same texts
-already; else the ranks that found something send theirs.
+A `Finding` is a plain record, the same on every rank; it names the `CheckStage` and the step of its row. `LocalFindings` collects those
+that a rank can make by itself: its row in the shared gather is two numbers, a mask (one bit for each fault of the check) and a hash of the
+texts. If the hashes agree, every rank has the same texts already; else the ranks that found something send theirs.
+
+`group_by_cause` keeps the number of warnings small: one fault shows in many places. A parameter that nothing reduces is another one on each
+rank in its gradient, then in itself, then, through clipping, in every other parameter. The table of faults has which fault brings which
+along; of the same fault the finding that is nearest to the cause comes first. Every rank has the same findings in the same order, so every
+rank groups them in the same way.
 """
 
 from __future__ import annotations
@@ -15,73 +20,17 @@ from typing import Any, NamedTuple
 
 from lightning_ddp_losses.core.faults import FAULTS, FOLLOWING, Severity
 from lightning_ddp_losses.distributed.fingerprint import hash_text
-from lightning_ddp_losses.errors import ConfigurationError, explained_by, format_error
+from lightning_ddp_losses.errors import expect, explained_by, format_error
 
+FAILED = "CHECK"
+"""The fault of a check that failed by itself."""
+
+MOST_NAMES = 6  # parameters or groups that one finding names
+_TEXT_FIELDS = ("fault", "what", "expected", "name", "fix")
+_UNEXPLAINED = "texts "  # begins the name of a finding whose texts are still on other ranks
 _SEVERITIES = ("error", "warning", "note")
-_RESULTS = "ParameterSyncCheck"  # what it finds is the result of gradients and optimizers
-_MOST_FOLLOWERS = 8  # that a warning names
-
-
-@dataclass
-class Cause:
-    """One finding, and those that follow from it.
-
-    Attributes:
-        lead: The finding that tells most.
-        followers: The others, in the order in which they were found.
-    """
-
-    lead: Finding
-    followers: list[Finding] = field(default_factory=list)
-
-    def text(self) -> str:
-        """Format the lead, and in a line what else it shows in."""
-        if not self.followers:
-            return self.lead.text()
-        shown = "; ".join(f"{each.fault} {each.what}" for each in self.followers[:_MOST_FOLLOWERS])
-        if len(self.followers) > _MOST_FOLLOWERS:
-            shown += f" and {len(self.followers) - _MOST_FOLLOWERS} more"
-        return self.lead.text(f"  of the same cause: {shown}")
-
-
-def group_by_cause(
-    found: Sequence[Finding], earlier: Sequence[Finding] = ()
-) -> tuple[list[Cause], list[tuple[Finding, Finding]]]:
-    """Return the causes among new findings, the most telling first; and pairs of a finding and the earlier lead that it follows from.
-
-    Args:
-        found: New findings of one place in the fit.
-        earlier: The leads of causes that have been reported.
-    """
-    causes: list[Cause] = []
-    late: list[tuple[Finding, Finding]] = []
-    for finding in sorted(found, key=lambda each: _distance(each, found)):
-        lead = next((each for each in earlier if _spreads(each, finding)), None)
-        cause = next((each for each in causes if _brings(each.lead, finding)), None)
-        if lead is not None:
-            late.append((finding, lead))
-        elif cause is not None:
-            cause.followers.append(finding)
-        else:
-            causes.append(Cause(finding))
-    return causes, late
-
-
-def _brings(lead: Finding, finding: Finding) -> bool:
-    """Say whether a finding of the same place follows from ``lead``, or is the same fault of something else."""
-    same = finding.fault == lead.fault and finding.check == lead.check and finding.fix == lead.fix
-    return same or _spreads(lead, finding)
-
-
-def _spreads(lead: Finding, finding: Finding) -> bool:
-    """Say whether a finding anywhere later follows from ``lead``."""
-    return finding.fault in FOLLOWING.get(lead.fault, ())
-
-
-def _distance(finding: Finding, found: Sequence[Finding]) -> tuple[int, bool, bool]:
-    """Tell how far a finding is from its cause: grave ones first, causes before what they bring, gradients before parameters."""
-    is_brought = any(_spreads(other, finding) and not _spreads(finding, other) for other in found)
-    return _SEVERITIES.index(finding.severity), is_brought, finding.check == _RESULTS
+_RESULTS = "ParameterSyncCheck"  # its findings result from gradients and optimizers
+_MOST_FOLLOWERS = 8  # findings that a warning names next to its own
 
 
 class CheckStage(str, Enum):
@@ -107,7 +56,7 @@ class CheckStage(str, Enum):
 
     @property
     def repeats_every_step(self) -> bool:
-        """Say whether ``every_n_steps`` applies to this stage."""
+        """Return whether ``every_n_steps`` applies to this stage."""
         return self in (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
 
 
@@ -115,10 +64,10 @@ _INSIDE_A_STEP = ("training_step", CheckStage.BEFORE_BACKWARD.value, CheckStage.
 
 
 def place_of(moment: str, step: int) -> str:
-    """Say where in a run something was: in which step, or after how many; what comes before the first step has no number.
+    """Return where in a run something was: in which step, or after how many. A place before the first step has no number.
 
     Args:
-        moment: The value of a stage, or what else the runner calls a place.
+        moment: Value of a stage, or another place of the runner.
         step: Optimizer steps before it.
     """
     if moment in _INSIDE_A_STEP:
@@ -126,14 +75,6 @@ def place_of(moment: str, step: int) -> str:
     if step == 0:
         return moment
     return f"{moment}, after {step} step{'s' * (step > 1)}"
-
-
-_TEXT_FIELDS = ("fault", "what", "expected", "name", "fix")
-_UNEXPLAINED = "texts "  # how the name of a finding begins whose texts are still on other ranks
-FAILED = "CHECK"
-"""The fault of a check that failed by itself."""
-
-MOST_NAMES = 6  # parameters or groups that one finding names
 
 
 @dataclass(frozen=True)
@@ -144,15 +85,15 @@ class Finding:
         fault: Id of the fault, in the one table of them (``faults.FAULTS``); ``ddp-losses explain`` shows its row.
         what: What is wrong, as the user knows it.
         expected: What it should have been.
-        ranks: The ranks it concerns; empty where it concerns all alike.
+        ranks: Ranks it concerns; empty if it concerns all of them.
         name: The parameter, buffer, loss or option.
-        values: One entry per rank, where ranks differ.
+        values: One entry per rank, if ranks differ.
         fix: What to do, as a sentence; empty: what the table says.
         check: The check's class; filled in by the runner, like the next two.
         step: Optimizer steps before this one.
         moment: Where in the run: the value of a ``CheckStage`` (a column of ``ddp_checks.jsonl``, hence its name).
-        max_difference: Between ranks, of the tensor's elements, where the check named a tensor.
-        follows: The fault that this finding follows from; empty where it stands for itself.
+        max_difference: Largest difference between ranks of the tensor's elements, if the check named a tensor.
+        follows: Fault that this finding follows from; empty if it stands for itself.
 
     Example:
         >>> finding = Finding("F36", "epoch", "equal on all ranks", (1,), values=(3, 4))
@@ -174,8 +115,7 @@ class Finding:
     follows: str = ""
 
     def __post_init__(self) -> None:
-        if self.fault not in FAULTS:
-            raise ConfigurationError("Finding.fault", expected="an id of FAULTS", got=repr(self.fault))
+        expect(self.fault in FAULTS, "Finding.fault", expected="an id of FAULTS", got=repr(self.fault))
 
     @classmethod
     def of(
@@ -251,7 +191,7 @@ class SwitchedOff(Finding):
 
     @property
     def severity(self) -> Severity:
-        """Call it a warning: it says nothing about the training."""
+        """Return that it is a warning: the training may be healthy."""
         return "warning"
 
 
@@ -261,7 +201,7 @@ class Remark(Finding):
 
     @property
     def severity(self) -> Severity:
-        """Call it a note."""
+        """Return that it is a note."""
         return "note"
 
 
@@ -395,3 +335,68 @@ class LocalFindings:
 
 def _text_fields(finding: Finding) -> list[str]:
     return [str(getattr(finding, field)) for field in _TEXT_FIELDS]
+
+
+# ---------------------------------------------------------------------- findings of one cause
+
+
+@dataclass
+class Cause:
+    """One finding, and those that follow from it.
+
+    Attributes:
+        lead: The finding that tells most.
+        followers: The others, in the order in which they were found.
+    """
+
+    lead: Finding
+    followers: list[Finding] = field(default_factory=list)
+
+    def text(self) -> str:
+        """Format the lead, and in a line what else it shows in."""
+        if not self.followers:
+            return self.lead.text()
+        shown = "; ".join(f"{each.fault} {each.what}" for each in self.followers[:_MOST_FOLLOWERS])
+        if len(self.followers) > _MOST_FOLLOWERS:
+            shown += f" and {len(self.followers) - _MOST_FOLLOWERS} more"
+        return self.lead.text(f"  of the same cause: {shown}")
+
+
+def group_by_cause(
+    found: Sequence[Finding], earlier: Sequence[Finding] = ()
+) -> tuple[list[Cause], list[tuple[Finding, Finding]]]:
+    """Return the causes among new findings, the most telling first; and pairs of a finding and the earlier lead that it follows from.
+
+    Args:
+        found: New findings of one place in the fit.
+        earlier: The leads of causes that have been reported.
+    """
+    causes: list[Cause] = []
+    late: list[tuple[Finding, Finding]] = []
+    for finding in sorted(found, key=lambda each: _distance(each, found)):
+        lead = next((each for each in earlier if _spreads(each, finding)), None)
+        cause = next((each for each in causes if _brings(each.lead, finding)), None)
+        if lead is not None:
+            late.append((finding, lead))
+        elif cause is not None:
+            cause.followers.append(finding)
+        else:
+            causes.append(Cause(finding))
+    return causes, late
+
+
+def _brings(lead: Finding, finding: Finding) -> bool:
+    """Say whether a finding of the same place follows from ``lead``, or is the same fault of something else."""
+    same = finding.fault == lead.fault and finding.check == lead.check and finding.fix == lead.fix
+    return same or _spreads(lead, finding)
+
+
+def _spreads(lead: Finding, finding: Finding) -> bool:
+    """Say whether a finding anywhere later follows from ``lead``."""
+    return finding.fault in FOLLOWING.get(lead.fault, ())
+
+
+def _distance(finding: Finding, found: Sequence[Finding]) -> tuple[int, bool, bool]:
+    """Tell how far a finding is from its cause: grave ones first, causes before what they bring, gradients before parameters."""
+    is_brought = any(_spreads(other, finding) and not _spreads(finding, other) for other in found)
+    return _SEVERITIES.index(finding.severity), is_brought, finding.check == _RESULTS

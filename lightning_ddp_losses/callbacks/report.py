@@ -28,7 +28,7 @@ from rich.table import Table
 
 from lightning_ddp_losses.callbacks.findings import Finding, SwitchedOff, group_by_cause
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError
+from lightning_ddp_losses.errors import DDPLossError, expect
 
 FILE_NAME = "ddp_checks.jsonl"
 LOSSES_FILE_NAME = "losses_by_rank.csv"
@@ -69,13 +69,13 @@ def validated_actions(action: Mapping[str, str] | str | None, title: str) -> dic
         and given.keys() <= DEFAULT_ACTION.keys()
         and all(word in _ACTIONS for word in given.values())
     )
-    if not is_known:
-        words = ", ".join(_ACTIONS)
-        expected = (
-            f"one of {words} for errors and warnings, or one for each of the severities {', '.join(DEFAULT_ACTION)}"
-        )
-        fix = 'For instance action={"error": "warn", "note": "warn"}.'
-        raise ConfigurationError(f"{title}: action", expected=expected, got=repr(action), fix=fix)
+    expect(
+        is_known,
+        f"{title}: action",
+        expected=f"one of {', '.join(_ACTIONS)} for errors and warnings, or one for each of the severities {', '.join(DEFAULT_ACTION)}",
+        got=repr(action),
+        fix='For instance action={"error": "warn", "note": "warn"}.',
+    )
     assert isinstance(given, Mapping)
     return dict(given)
 

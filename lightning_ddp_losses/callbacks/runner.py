@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -79,8 +81,8 @@ class _StrategyHandshake:
     is_sent: bool = False
 
 
-class CheckRunner:
-    """Runs the checks of one trainer for one fit.
+class CheckRunner(Callback):
+    """Runs the checks of one trainer for one fit, as a callback that `base.CheckCallback` adds to the trainer for that time.
 
     Args:
         checks: Checks of all callbacks.
@@ -210,7 +212,7 @@ class CheckRunner:
                 raise ConfigurationError(str(error), collective=True) from None
         self.run_stage(CheckStage.BEFORE_WRAP)
 
-    def train_start(self) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the checks see the steps of the optimizers, and judge what every rank starts from."""
         with self.own_time:
             self._observe("start")
@@ -222,7 +224,13 @@ class CheckRunner:
                 self._handshake.carries_rows = attach_payload(self._payload, self._judge_payloads)
         self.run_stage(CheckStage.TRAIN_START)
 
-    def batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Judge the data of the epoch."""
+        self.run_stage(CheckStage.EPOCH_START)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Let the checks see a training batch; before the first step they may try it out."""
         self._batch.parameters = None
         self._enter(f"training_step of step {self.step}")
@@ -251,7 +259,7 @@ class CheckRunner:
             self._note_failure(check, "dry_run", error)
             return []
 
-    def before_backward(self, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         """Let the checks see a loss, and judge it unless that happened in the strategy's handshake."""
         self._enter(f"backward of step {self.step}")
         if self._handshake.is_sent:  # the loss was seen and judged there
@@ -284,13 +292,15 @@ class CheckRunner:
                 place = CheckStage.BEFORE_BACKWARD.value
                 self.row_exchange.judge(self._handshake.entries, rows, place, self.step)
 
-    def after_backward(self) -> None:
-        """Let the checks see what a backward left."""
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let the checks see the gradients of a backward, before the module's own hook."""
         with self.own_time:
             self._observe("see_backward")
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Let the checks see the reduced gradients of an optimizer that is about to step."""
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Let the checks see the reduced gradients of an optimizer that is about to step, before clipping."""
         self._enter(f"the optimizer of step {self.step}")
         with self.own_time:
             # a user may have put another one in its place
@@ -308,7 +318,9 @@ class CheckRunner:
             self._batch.stepped.append(optimizer)
             self._observe("see_step", optimizer)
 
-    def batch_end(self) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Judge a batch that made a step, and forget it."""
         self._enter(f"end of step {self.step}")
         # a hook may leave a step out on some ranks: a backward that synchronises is one on all of them
@@ -320,25 +332,55 @@ class CheckRunner:
         self._batch = _Batch()
         for shared in self._shared.values():
             shared.batch_end()
-        self.see_batch_end()
-
-    def see_batch_end(self) -> None:
-        """Let the checks see what a batch of training or validation has left."""
         with self.own_time:
             self._observe("see_batch_end")
 
-    def save(self, checkpoint: dict[str, Any]) -> None:
-        """Judge the last step and the checkpoint, before it is written. Checks may add to it."""
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Judge metrics before they are computed."""
+        self.run_stage(CheckStage.TRAIN_EPOCH_END)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Judge what validation starts from."""
+        self._run_in_validation(CheckStage.VALIDATION_START)
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any, **options: Any
+    ) -> None:
+        """Let the checks see what a validation batch has left, before the module's own hook."""
+        if not trainer.sanity_checking:
+            with self.own_time:
+                self._observe("see_batch_end")
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Judge metrics before they are computed."""
+        self._run_in_validation(CheckStage.VALIDATION_EPOCH_END)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Judge the results of validation."""
+        self._run_in_validation(CheckStage.VALIDATION_END)
+
+    def _run_in_validation(self, stage: CheckStage) -> None:
+        if not self.trainer.sanity_checking:
+            self.run_stage(stage)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Judge the last step and the checkpoint before it is written, unless a rank that failed saves alone. Checks may add to it."""
+        if trainer.state.status == TrainerStatus.INTERRUPTED:
+            return
         self._judge_last_step(CheckStage.SAVE.value)
         self.checkpoint = checkpoint
         self.run_stage(CheckStage.SAVE)
 
-    def load(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Judge a checkpoint that was loaded."""
         self.checkpoint = checkpoint
         self.run_stage(CheckStage.LOAD)
 
-    def train_end(self) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Judge the last step and what training leaves, and sum up."""
         self._judge_last_step(_THE_END)
         self.run_stage(CheckStage.TRAIN_END)
@@ -354,7 +396,7 @@ class CheckRunner:
         self.report.summary(summaries, self.steps, self.own_time.share())
 
     def fail(self, exception: BaseException) -> None:
-        """Tell the peers that this rank's fit ends with an exception, or say which of them failed first.
+        """Tell the peers that this rank's fit ends with an exception, or name the one that failed first.
 
         Raises:
             PeerError: in the exception's place, if a peer's failure is behind it.
