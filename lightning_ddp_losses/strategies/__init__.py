@@ -1,7 +1,7 @@
 """The Lightning strategy that gives learnable losses distributed data parallelism of their own.
 
-* ``options``: the options of all strategies. ``fit_part``: one feature of a strategy, as the hooks of a fit that it needs. A new option
-  is a field in ``options``, a keyword of the strategies, and a part.
+* ``fit_part``: the options of all strategies, and one feature of a strategy as the hooks of a fit that it needs. A new option is a field
+  and a part there, and a keyword of the strategies.
 * ``ddp_losses``: the strategy, and the wrap of the model in DDP. ``ddp_setup``: who reduces what, buffers, batch norm, launchers.
 * ``fsdp_losses``: the strategy for models that ``fully_shard`` divides. ``fsdp_setup``: refusals, and the code around its backward.
 * ``loss_hooks``: Lightning's hooks, in the order of a fit. ``loss_parallelism``: the losses of a fit and the list of its parts.

@@ -26,9 +26,9 @@ from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.strategies import ddp_setup
 from lightning_ddp_losses.strategies.checkpoint_files import use_whole_files
 from lightning_ddp_losses.strategies.checkpoints import LossCheckpoints
+from lightning_ddp_losses.strategies.fit_part import LossOptions
 from lightning_ddp_losses.strategies.loss_hooks import with_losses
 from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
-from lightning_ddp_losses.strategies.options import LossOptions, refuse_unknown_options, without_defaults
 
 
 class DDPLossStrategy(LossCheckpoints, DDPStrategy):
@@ -121,11 +121,11 @@ class DDPLossStrategy(LossCheckpoints, DDPStrategy):
         uneven: Literal["error", "join", "stop"] = "error",
         **ddp_kwargs: Any,
     ) -> None:
-        options = LossOptions.from_arguments({**locals(), **without_defaults(ddp_kwargs)})
+        options = LossOptions.from_arguments({**locals(), **ddp_setup.without_defaults(ddp_kwargs)})
         super().__init__(**ddp_kwargs)
         self.checkpoint_io = use_whole_files(ddp_kwargs.get("checkpoint_io"))
-        self._ddp_kwargs = without_defaults(self._ddp_kwargs)
-        refuse_unknown_options(type(self), self._ddp_kwargs)
+        self._ddp_kwargs = ddp_setup.without_defaults(self._ddp_kwargs)
+        ddp_setup.refuse_unknown_options(type(self), self._ddp_kwargs)
         expect(
             accumulation == "mean" or not self._ddp_kwargs.get("static_graph", False),
             "accumulation='window'",

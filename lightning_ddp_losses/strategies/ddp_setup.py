@@ -1,4 +1,4 @@
-"""The set-up of DDP: the start of the world, who reduces which parameter, buffers, frozen parameters, batch norm, launchers.
+"""The set-up of DDP: its options, the start of the world, who reduces which parameter, buffers, frozen parameters, batch norm, launchers.
 
 Batch norm: ``Trainer(sync_batchnorm=True)`` on a device where torch's ``SyncBatchNorm`` does not run gets the exact one. Layers and
 strategies do not know each other. The package hands the plugin over when it is imported.
@@ -7,6 +7,8 @@ strategies do not know each other. The package hands the plugin over when it is 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.forward_patch import MethodPatch
@@ -41,6 +44,55 @@ _OPTIONS_THAT_CHANGE_BUCKETS = (
 )
 _MAX_SHOWN = 6  # names shown in an error
 _WITHOUT_TORCHS_BATCH_NORM = ("cpu", "mps")
+
+# ---------------------------------------------------------------------- options of torch's DDP
+
+
+def without_defaults(ddp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return DDP's options that differ from DDP's defaults.
+
+    A YAML file fills in all of them with their defaults (``device_ids`` too, which Lightning passes itself); the settings
+    must be those of Python code that names none.
+    """
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    missing = object()
+    changed = {}
+    for name, value in ddp_kwargs.items():
+        default = parameters[name].default if name in parameters else missing
+        if value is not default and value != default:
+            changed[name] = value
+    return changed
+
+
+def refuse_unknown_options(strategy: type, ddp_kwargs: Collection[str]) -> None:
+    """Refuse options that torch's DDP would refuse when it wraps the model, each with the option that it may have meant.
+
+    Args:
+        strategy: Class of the strategy; its own options are known too.
+        ddp_kwargs: Names that are left for torch's DDP.
+
+    Raises:
+        ConfigurationError: for a name that nothing takes, and for one that Lightning passes itself.
+    """
+    of_ddp = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
+    unknown = sorted(set(ddp_kwargs) - of_ddp)
+    if not unknown:
+        return
+    # every option by name, of the strategy and of its bases
+    known = set(of_ddp)
+    for cls in strategy.__mro__:
+        for name, parameter in inspect.signature(vars(cls).get("__init__", object)).parameters.items():
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and name != "self":
+                known.add(name)
+    meant = [difflib.get_close_matches(name, sorted(known), n=1) for name in unknown]
+    questions = [f"Did you mean {close[0]}?" for close in meant if close]
+    raise ConfigurationError(
+        f"{strategy.__name__}: options",
+        expected="its own, those of Lightning's DDPStrategy, or those of torch's DistributedDataParallel",
+        got=", ".join(unknown),
+        fix=" ".join(questions) or None,
+    )
+
 
 # ---------------------------------------------------------------------- the world
 

@@ -35,8 +35,7 @@ from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, PeerError, expect
 from lightning_ddp_losses.strategies import empty_batches
-from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
-from lightning_ddp_losses.strategies.options import LossOptions
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, LossOptions
 
 N = TypeVar("N", int, float)
 _REMEMBERED = 8  # batches: more than Lightning fetches ahead

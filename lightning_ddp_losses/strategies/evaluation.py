@@ -37,8 +37,7 @@ from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.samplers.evaluation import EvaluationBatches, EvaluationSampler, len_of
 from lightning_ddp_losses.samplers.global_batch import GlobalBatches
 from lightning_ddp_losses.samplers.predictions import current_loaders
-from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
-from lightning_ddp_losses.strategies.options import LossOptions
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, LossOptions
 from lightning_ddp_losses.strategies.training_data import UndividedData
 
 _PADDED = "evaluation='padded' repeats rows so that all ranks have as many"

@@ -1,4 +1,6 @@
-"""`FitPart`: one feature of a strategy, as the hooks of a fit that it needs; and `Fit`, which all parts share.
+"""`LossOptions` of a strategy; `FitPart`, one feature of it as the hooks of a fit that it needs; `Fit`, which all parts share.
+
+A new option is a field of ``LossOptions``, which validates all of them, a keyword of the strategies, and its use in a part.
 
 ``LossParallelism`` has a list of parts and calls them in order; ``teardown`` goes through the list backwards. A feature that is switched
 off is not in the list, and a hook that a part does not override costs a step nothing. ``losses=[]`` has no parts.
@@ -24,16 +26,88 @@ off is not in the list, and a hook that a part does not override costs a step no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.errors import ConfigurationError, expect, expect_option
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
-from lightning_ddp_losses.strategies.options import LossOptions
+from lightning_ddp_losses.strategies.same_setup import stable_texts
+
+_ALLOWED: dict[str, tuple[object, ...]] = {
+    "global_batch": (False, "auto"),
+    "accumulation": ("mean", "window"),
+    "use_global_sampler": (True, False),
+    "evaluation": ("exact", "padded"),
+    "uneven": ("error", "join", "stop"),
+}
+_NEED_LOSSES = {"accumulation": "mean", "use_global_sampler": False, "uneven": "error"}  # with their defaults
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """The options of one strategy; ``DDPLossStrategy`` explains them.
+
+    Attributes:
+        texts: All arguments of the strategy that ranks must have in common, by name (``stable_texts``).
+
+    Raises:
+        ConfigurationError: for values that cannot work.
+    """
+
+    losses: str | Sequence[str] = "auto"
+    adopt: bool = False
+    check_calls: bool = True
+    loss_reduce_dtype: torch.dtype | None = None
+    global_batch: bool | str = False
+    sharded_checkpoints: bool = False
+    accumulation: str = "mean"
+    use_global_sampler: bool = False
+    evaluation: str = "exact"
+    uneven: str = "error"
+    texts: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> LossOptions:
+        """Return the options among the arguments of a strategy."""
+        options = {each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
+        options["loss_reduce_dtype"] = _parse_dtype(arguments["loss_reduce_dtype"])
+        if isinstance(options["losses"], Sequence) and not isinstance(options["losses"], str):
+            options["losses"] = list(options["losses"])
+        return cls(**options, texts=stable_texts(arguments))
+
+    def __post_init__(self) -> None:
+        # a string is a sequence of strings too
+        only_names = isinstance(self.losses, Sequence) and all(isinstance(name, str) for name in self.losses)
+        expected = "'auto', a list of names, or a regular expression"
+        expect(only_names, "losses", expected=expected, got=repr(self.losses))
+        for name, allowed in _ALLOWED.items():
+            expect_option(name, getattr(self, name), allowed)
+        for name, default in _NEED_LOSSES.items():
+            value = getattr(self, name)
+            expect(
+                self.losses != [] or value == default,
+                f"{name}={value!r}",
+                expected="losses that are looked after",
+                got="losses=[], which is plain ddp",
+                fix=f"Leave {name} out, or leave losses at 'auto'.",
+            )
+
+
+def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a floating dtype from itself or its name (``"bfloat16"``, ``"torch.bfloat16"``)."""
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        expected = "a floating torch.dtype or its name, or None"
+        raise ConfigurationError("loss_reduce_dtype", expected=expected, got=repr(dtype))
+    return found
 
 
 class HostStrategy(Protocol):

@@ -31,10 +31,10 @@ from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies import ddp_setup, fsdp_setup
 from lightning_ddp_losses.strategies.checkpoint_files import use_whole_files
 from lightning_ddp_losses.strategies.checkpoints import LossCheckpoints
+from lightning_ddp_losses.strategies.fit_part import LossOptions
 from lightning_ddp_losses.strategies.loss_discovery import find_losses
 from lightning_ddp_losses.strategies.loss_hooks import with_losses
 from lightning_ddp_losses.strategies.loss_parallelism import PARTS, LossParallelism
-from lightning_ddp_losses.strategies.options import LossOptions
 
 
 class ModelParallelLossStrategy(LossCheckpoints, ModelParallelStrategy):

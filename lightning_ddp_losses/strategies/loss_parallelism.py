@@ -30,12 +30,11 @@ from lightning_ddp_losses.strategies.call_check import CallCheck, refuse_other_u
 from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
 from lightning_ddp_losses.strategies.epoch_ends import JoinedEnds, UnevenEnds
 from lightning_ddp_losses.strategies.evaluation import EvaluationEnds, EvaluationLoaders
-from lightning_ddp_losses.strategies.fit_part import FitPart, HostStrategy
+from lightning_ddp_losses.strategies.fit_part import FitPart, HostStrategy, LossOptions
 from lightning_ddp_losses.strategies.interruptions import Interruptions
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, loss_kinds
 from lightning_ddp_losses.strategies.loss_forward import LossCalls
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
-from lightning_ddp_losses.strategies.options import LossOptions
 from lightning_ddp_losses.strategies.resume import Resume
 from lightning_ddp_losses.strategies.shards import Shards
 from lightning_ddp_losses.strategies.training_data import GivenLoaders, GlobalSamplers, TrainingRows

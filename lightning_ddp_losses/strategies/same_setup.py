@@ -16,9 +16,11 @@ import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -29,13 +31,36 @@ from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import RankMismatchError
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, named_tensors
-from lightning_ddp_losses.strategies.options import has_stable_repr
 
 _PACKAGE = __name__.partition(".")[0]
 _TRAINER_OPTIONS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 _LIBRARIES_OF_LOSSES = ("torch.", "pytorch_metric_learning.")
+_MAY_DIFFER = ("timeout", "start_method")  # how a node waits and starts its processes changes no gradient
 _SHOWN_RANKS = 8
 _MAX_SHOWN = 6  # differing names shown in an error
+
+
+def stable_texts(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return a strategy's arguments as text, which two nodes can compare.
+
+    Args:
+        arguments: Arguments of its ``__init__`` by name, with those of ``**ddp_kwargs``. Objects (a plugin, a hook) and Lightning's
+            defaults are left out.
+    """
+    defaults = inspect.signature(DDPStrategy.__init__).parameters
+    found = {}
+    for name, value in sorted(arguments.items()):
+        is_default = name in defaults and value == defaults[name].default
+        if name not in _MAY_DIFFER and not is_default and has_stable_repr(value):
+            found[name] = repr(value)
+    return found
+
+
+def has_stable_repr(value: object) -> bool:
+    """Return whether equal values have the same text in every process."""
+    if isinstance(value, (list, tuple)):
+        return all(map(has_stable_repr, value))
+    return isinstance(value, (bool, int, float, str, torch.dtype, timedelta))
 
 
 def setup_facts(

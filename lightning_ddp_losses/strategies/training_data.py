@@ -44,8 +44,7 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import MAX_ROWS, batch_leaves, combine, row_hashes
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, format_error
 from lightning_ddp_losses.samplers.global_batch import GlobalBatches, batches_in_place, draw_of
-from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
-from lightning_ddp_losses.strategies.options import LossOptions
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, LossOptions
 
 _TITLE = "use_global_sampler=True"
 _FAULT = "F71"

@@ -19,8 +19,7 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, active, step_inside_window
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
-from lightning_ddp_losses.strategies.options import LossOptions
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, LossOptions
 
 
 class LightningWindows(FitPart):
