@@ -21,9 +21,9 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_ddp_losses.audit.ablations import ABLATIONS, product_choices, unit_roundoff
-from lightning_ddp_losses.audit.accumulation import AccumulationParity, judge_accumulation
 from lightning_ddp_losses.audit.compare import (
     MULTIPLE,
+    AccumulationParity,
     Comparison,
     Tolerances,
     compare,
@@ -404,8 +404,9 @@ class _Auditor:
         same = context.one
         if self._joins_windows:
             same = self._replay_in_one(off, "joined", whole_windows=False)
-        of_both = [compare(context.ranks, one, self._allowed(off)) for one in (same, whole)]
-        return judge_accumulation(max(by_step.values()), *of_both)
+        of_same, of_whole = (compare(context.ranks, one, self._allowed(off)) for one in (same, whole))
+        most = max(by_step.values())
+        return AccumulationParity(most, of_same.equal, of_whole.equal, of_same.worst(), of_whole.worst())
 
     def _on_whole_windows(self, off: frozenset[str], one: Recording) -> Recording:
         """Record one process on all rows of each window at once, where ``one`` is not that already."""

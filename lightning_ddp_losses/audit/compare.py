@@ -135,6 +135,48 @@ class Comparison:
         return max((row.error for row in rows), default=0.0)
 
 
+@dataclass(frozen=True)
+class AccumulationParity:
+    """Which one process the ranks equal if an optimizer step accumulates micro-batches: one that accumulates too, or one on all rows.
+
+    Lightning's accumulation is the mean of the micro-batches' losses. With ``accumulation="window"`` it is the loss of all rows of a
+    window. The two are equal if a loss is a mean over rows and every micro-batch counts as many of them.
+
+    Attributes:
+        micro_batches: The most that an optimizer step has.
+        equals_micro_batches: Whether one process that accumulates the same micro-batches, as Lightning does, has the ranks' gradients and
+            parameters.
+        equals_whole_window: Whether one process on all rows of each window at once has them.
+        micro_batches_error: Largest error of a gradient against the former, at the first step at which something differs, else at any.
+        whole_window_error: Against the latter.
+    """
+
+    micro_batches: int
+    equals_micro_batches: bool
+    equals_whole_window: bool
+    micro_batches_error: float
+    whole_window_error: float
+
+    def sentence(self) -> str:
+        """Return it as a sentence."""
+        processes = [
+            (
+                "one process that accumulates the same micro-batches",
+                self.equals_micro_batches,
+                self.micro_batches_error,
+            ),
+            ("one process on all rows of each window at once", self.equals_whole_window, self.whole_window_error),
+        ]
+        equal = [text for text, is_equal, _ in processes if is_equal]
+        others = [f"{text} (error {error:.1e})" for text, is_equal, error in processes if not is_equal]
+        said = []
+        if equal:
+            said.append(f"equal {' and '.join(equal)}")
+        if others:
+            said.append(f"differ from {' and '.join(others)}")
+        return f"Accumulation of up to {self.micro_batches} micro-batches a step: the ranks {', and '.join(said)}."
+
+
 # ---------------------------------------------------------------------- tolerances
 
 

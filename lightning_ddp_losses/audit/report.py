@@ -1,33 +1,35 @@
-"""`AuditReport`: what an audit found, as objects, as a table in the terminal, as JSON, as an HTML page with its figures."""
+"""`AuditReport`: the results of an audit as objects, as a table in the terminal, as JSON, as an HTML page with a figure.
+
+The page is the terminal's text as rich exports it, with every row. The figure shows the ratio of each gradient in layer order.
+"""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
-import html
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from lightning_ddp_losses.audit.accumulation import AccumulationParity
-from lightning_ddp_losses.audit.compare import ComparedRow, Comparison, StepLoss
+from lightning_ddp_losses.audit.compare import AccumulationParity, ComparedRow, Comparison, StepLoss
 from lightning_ddp_losses.audit.context import Diagnosis
-from lightning_ddp_losses.audit.figures import draw_audit
 from lightning_ddp_losses.errors import explained_by
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _SHOWN = 12  # rows of the table in the terminal
+_PAGE_WIDTH = 150  # characters of a line of the HTML page's tables
 _WIDE = 100  # characters; a narrower terminal shows fewer columns
 _COLORS = {"error": "red", "explanation": "yellow", "note": "cyan"}
 _DPI = 130
@@ -102,10 +104,18 @@ class AuditReport:
         return f"Different: {what}: {wrong} of {len(self.worst())} tensors differ, first at step {self.first_step}."
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The table, losses, diagnoses and notes for a terminal."""
-        color = "green" if self.equal else "red"
-        yield Text(self.summary(), style=f"bold {color}")
-        yield self._table(wide=options.max_width >= _WIDE)
+        """Lay out the table, losses, diagnoses and notes for a terminal."""
+        rows = self.worst()
+        step = rows[0].step if rows else 0
+        table = self._table(
+            rows, f"Gradients at step {step}, worst first", wide=options.max_width >= _WIDE, most=_SHOWN
+        )
+        yield from self._parts([table])
+
+    def _parts(self, tables: Sequence[Table]) -> Iterator[RenderableType]:
+        """Yield the summary, the tables, the losses, the diagnoses and the notes."""
+        yield Text(self.summary(), style="bold green" if self.equal else "bold red")
+        yield from tables
         if self.losses:
             first = self.losses[0]
             values = ", ".join(map(_loss_cell, first.ranks))
@@ -118,10 +128,9 @@ class AuditReport:
         for each in self.notes:
             yield from _diagnosis_texts(each, "Worth knowing")
 
-    def _table(self, *, wide: bool) -> Table:
-        rows = self.worst()
-        step = rows[0].step if rows else 0
-        table = Table(title=f"Gradients at step {step}, worst first", title_justify="left", box=SIMPLE_HEAD)
+    def _table(self, rows: Sequence[ComparedRow], title: str, *, wide: bool, most: int) -> Table:
+        """Lay out rows as a table; those beyond the first ``most`` become one line."""
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
         # columns; a narrow terminal has no owners
         table.add_column("parameter", overflow="fold")
         if wide:
@@ -130,7 +139,7 @@ class AuditReport:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("verdict", justify="left")
         # rows
-        for row in rows[:_SHOWN]:
+        for row in rows[:most]:
             name, verdict = self.name(row.parameter), str(row.verdict)
             if row.what == "parameter":
                 name += " (after the step)"
@@ -145,7 +154,7 @@ class AuditReport:
             cells += [*numbers, f"{row.tolerance:.1e}", verdict]
             table.add_row(*cells, style="" if row.exact else "red")
         # what is left out, as one row
-        rest = rows[_SHOWN:]
+        rest = rows[most:]
         if rest:
             # the error of a gradient that is zero, and of what rounding makes of it, says nothing
             errors = [row.error for row in rest if row.verdict != "zero"]
@@ -173,32 +182,52 @@ class AuditReport:
         return text
 
     def plot(self, path: Path | str) -> None:
-        """Draw the ratio of each gradient in layer order, the losses, and the rows of each rank.
+        """Draw the ratio of each gradient in layer order.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        self._figure().savefig(_with_folder(path), dpi=_DPI)
+        draw_audit(self).savefig(_with_folder(path), dpi=_DPI)
 
     def to_html(self, path: Path | str) -> None:
-        """Write one page that holds everything, figures included (without them where matplotlib is missing)."""
+        """Write one page that holds everything, the figure included (without it if matplotlib is missing)."""
         try:
-            figure = _image_tag(self._figure())
+            picture = BytesIO()
+            draw_audit(self).savefig(picture, format="png", dpi=_DPI)
+            data = base64.b64encode(picture.getvalue()).decode()
+            figure = f'<img alt="Ratio of gradient norms for each parameter" src="data:image/png;base64,{data}">'
         except ImportError:
             figure = "<p>(No figure: matplotlib is not installed.)</p>"
-        _with_folder(path).write_text(_html_page(self, self._shown_step, figure))
+        page = _PAGE.replace("$state", "equal" if self.equal else "different").replace("$figure", figure)
+        # rows of one step, then of the others
+        groups = [(f"Gradients at step {self._shown_step}, worst first", self.worst())]
+        groups.append(("Gradients at the other steps", [row for row in self.rows if row.step != self._shown_step]))
+        tables = [self._table(rows, title, wide=True, most=len(rows)) for title, rows in groups if rows]
+        # the page breaks long lines, not the console
+        console = Console(file=StringIO(), record=True, width=_PAGE_WIDTH, force_jupyter=False)
+        for part in (*self._parts(tables), Text(f"\n{self._settings_sentence()}", style="dim")):
+            console.print(part, soft_wrap=not isinstance(part, Table))
+        _with_folder(path).write_text(console.export_html(inline_styles=True, code_format=page))
 
-    def _figure(self) -> Figure:
-        step = self._shown_step
-        return draw_audit(
-            [row for row in self.rows if row.step == step],
-            self.losses,
-            title=self.summary(),
-            equal=self.equal,
-            step=step,
-            world_size=self.settings.get("devices", 2),
-            name_of=self.name,
+    def _settings_sentence(self) -> str:
+        s = self.settings
+        without = ""
+        if s.get("without"):
+            without = f"; without {', '.join(s['without'])}"
+        return (
+            f"{s.get('devices')} ranks, {s.get('steps')} optimizer steps, strategy {s.get('strategy')}, precision {s.get('precision')} "
+            f"(rounding unit {s.get('rounding_unit', 0):.1e}), accumulation {s.get('accumulate_grad_batches')}, "
+            f"{s.get('parameters', 0):,} parameters; allowed error: {s.get('tolerance')}; {s.get('seconds')} s{without}."
         )
+
+
+# the braces are filled in by rich, the names with a dollar before that
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Audit: $state</title><meta name="viewport" content="width=device-width">
+<style>body {{ max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }} img {{ max-width: 100%; }}
+pre {{ font: 13px/1.4 monospace; white-space: pre-wrap; }}</style></head>
+<body><h1>Audit: $state</h1>$figure<pre>{code}</pre></body></html>
+"""
 
 
 def _diagnosis_texts(each: Diagnosis, head: str) -> list[Text]:
@@ -235,112 +264,106 @@ def _json_value(value: Any) -> Any:
     return value
 
 
-# ---------------------------------------------------------------------- the HTML page
+# ---------------------------------------------------------------------- the figure
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1c2430; background: #fff; }
-h1 { font-size: 1.35rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.equal { color: #17703c; } .different { color: #b3261e; }
-.card { border-left: 4px solid #b3261e; background: #faf7f6; padding: .6rem 1rem; margin: .8rem 0; }
-.card.explanation { border-color: #c98a00; } .card.note { border-color: #3a6ea5; }
-.card h3 { margin: 0 0 .3rem; font-size: 1rem; } .card p { margin: .25rem 0; }
-table { border-collapse: collapse; font-size: 13px; width: 100%; }
-th, td { text-align: left; padding: .2rem .6rem; border-bottom: 1px solid #e3e6ea; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } tr.off td { background: #fdecea; }
-code { font-size: 13px; } img { max-width: 100%; } .scroll { overflow-x: auto; } summary { cursor: pointer; margin: .8rem 0; }
-"""
-_HEAD = ("step", "parameter", "owner", "ratio", "cosine", "error", "largest error", "allowed", "ranks agree", "verdict")
-_NUMBERS = frozenset({0, 3, 4, 5, 6, 7})  # columns that are right-aligned
+_MARKS = {
+    "exact": ("o", "tab:blue"),
+    "wrong scale": ("^", "tab:orange"),
+    "wrong direction": ("X", "tab:red"),
+    "missing": ("s", "tab:purple"),
+    "not finite": ("P", "black"),
+}
+_NAMED = 40  # parameters whose names fit under the axis
+_LOW, _HIGH = 1 / 16, 16.0  # edges of the axis of ratios
 
 
-def _html_page(report: AuditReport, step: int, figure: str) -> str:
-    """Build the page: summary, diagnoses, figure, tables, notes."""
-    # what was found, first
-    state = "equal" if report.equal else "different"
-    parts = [f'<h1 class="{state}">{_escaped(report.summary())}</h1>', f"<p>{_escaped(_settings_sentence(report))}</p>"]
-    if report.accumulation is not None:
-        parts.append(f"<p>{_escaped(report.accumulation.sentence())}</p>")
-    parts += [_html_card(each, f"{number}. ") for number, each in enumerate(report.diagnoses, 1)]
-    # the step at which something differs
-    parts += [figure, f"<h2>Gradients at step {step}, in layer order</h2>"]
-    parts.append(_html_table(report, [row for row in report.rows if row.step == step]))
-    # everything else, folded
-    updates = [row for row in report.updates if not row.exact]
-    if updates:
-        parts += _html_details("Parameters that differ after a step", _html_table(report, updates))
-    rest = [row for row in report.rows if row.step != step]
-    if rest:
-        parts += _html_details("Gradients at the other steps", _html_table(report, rest))
-    if report.notes:
-        parts.append("<h2>Worth knowing</h2>")
-        parts += [_html_card(each, "") for each in report.notes]
-    body = "\n".join(parts)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Audit: {state}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n'
-    )
+def draw_audit(report: AuditReport) -> Figure:
+    """Draw the ratio of each gradient in layer order, at the first step at which something differs, else at the last.
+
+    Args:
+        report: The audit.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure  # no pyplot: drawing needs no display and no global state
+
+    step = report._shown_step
+    rows = [row for row in report.rows if row.step == step]
+    width = min(16.0, max(9.0, 3.0 + 0.32 * min(len(rows), _NAMED)))  # wider with more names under the axis
+    figure = Figure(figsize=(width, 5.2), layout="constrained")
+    axes = figure.subplots()
+    _draw_ratios(axes, rows, report.settings.get("devices", 2))
+    heading = f"Gradients at step {step}, in layer order"
+    if _label_parameters(axes, rows, report):
+        heading += " (brown: not the encoder's)"
+    axes.set_title(heading, fontsize=10)
+    figure.suptitle(report.summary(), fontsize=11, wrap=True, color="tab:green" if report.equal else "tab:red")
+    return figure
 
 
-def _escaped(value: object) -> str:
-    return html.escape(str(value))
+def _draw_ratios(axes: Axes, rows: Sequence[ComparedRow], world_size: int) -> None:
+    # a mark for each verdict
+    heights = [1.0 if row.noise else _height(row.ratio) for row in rows]
+    for verdict, (marker, color) in _MARKS.items():
+        at = [i for i, row in enumerate(rows) if row.verdict == verdict and not row.noise]
+        if at:
+            label = f"{verdict} ({len(at)})"
+            axes.scatter(at, [heights[i] for i in at], marker=marker, color=color, s=62, label=label, zorder=3)
+    noise = [i for i, row in enumerate(rows) if row.noise]
+    if noise:
+        label = f"zero up to rounding ({len(noise)})"
+        ones = [1.0] * len(noise)
+        axes.scatter(noise, ones, s=62, facecolors="white", edgecolors="tab:blue", label=label, zorder=3)
+    # a ring where the ranks differ
+    disagree = [i for i, row in enumerate(rows) if not row.ranks_agree]
+    if disagree:
+        label = f"ranks disagree ({len(disagree)})"
+        at_ratio = [_height(rows[i].ratio) for i in disagree]
+        axes.scatter(disagree, at_ratio, s=190, facecolors="none", edgecolors="black", label=label, zorder=2)
+    # ratios that are usual: equal, W times, 1/W
+    W = float(world_size)
+    axes.axhline(1.0, color="black", linewidth=1.0, linestyle="-", zorder=1)
+    axes.axhline(W, color="0.6", linewidth=1.0, linestyle=":", zorder=1)
+    axes.axhline(1 / W, color="0.6", linewidth=1.0, linestyle=":", zorder=1)
+    for value, name in ((1.0, "1 (one process)"), (W, f"{W:g} (W)"), (1 / W, f"1/{W:g} (1/W)")):
+        axes.annotate(name, (1.005, value), xycoords=("axes fraction", "data"), va="center", fontsize=8)
+    # axes
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(min(1.0, *heights, 1 / W) / 1.6, max(1.0, *heights, W) * 1.6)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlim(-0.7, len(rows) - 0.3)
+    axes.set_ylabel("norm on the ranks / norm in one process")
+    axes.grid(axis="y", alpha=0.25)
+    if rows:
+        axes.legend(loc="upper left", fontsize=8, ncols=3, framealpha=0.9)
 
 
-def _settings_sentence(report: AuditReport) -> str:
-    s = report.settings
-    without = ""
-    if s.get("without"):
-        without = f"; without {', '.join(s['without'])}"
-    return (
-        f"{s.get('devices')} ranks, {s.get('steps')} optimizer steps, strategy {s.get('strategy')}, "
-        f"precision {s.get('precision')} (rounding unit "
-        f"{s.get('rounding_unit', 0):.1e}), accumulation {s.get('accumulate_grad_batches')}, "
-        f"{s.get('parameters', 0):,} parameters; allowed error: {s.get('tolerance')}; "
-        f"{s.get('seconds')} s{without}."
-    )
+def _label_parameters(axes: Axes, rows: Sequence[ComparedRow], report: AuditReport) -> bool:
+    """Name the parameters under the axis, and write the cosine at those of another direction; return whether any is brown."""
+    if len(rows) > _NAMED:
+        axes.set_xlabel(f"{len(rows)} parameters")
+        return False
+    names = [_shortened(report.name(row.parameter)) for row in rows]
+    axes.set_xticks(range(len(rows)), names, rotation=40, ha="right", fontsize=8)
+    any_brown = False
+    for label, row in zip(axes.get_xticklabels(), rows, strict=False):
+        if row.owner != "encoder":
+            label.set_color("tab:brown")
+            any_brown = True
+    for i, row in enumerate(rows):
+        if row.verdict == "wrong direction" and math.isfinite(row.cosine):
+            text, place = f"cos {row.cosine:.2f}", (i, _height(row.ratio))
+            axes.annotate(text, place, xytext=(0, 8), textcoords="offset points", ha="center", fontsize=7)
+    return any_brown
 
 
-def _html_card(each: Diagnosis, number: str) -> str:
-    title = number + _escaped(each.title)
-    if each.fault:
-        title += f" <code>{_escaped(each.fault)}</code>"
-    text = f"<h3>{title}</h3><p>{_escaped(each.evidence)}</p>"
-    if each.confirmed:
-        text += f"<p><b>Confirmed:</b> {_escaped(each.confirmed)}.</p>"
-    text += f"<p><b>Do:</b> {_escaped(each.fix)}</p>"
-    if each.fault:
-        text += f"<p><code>{_escaped(explained_by(each.fault))}</code></p>"
-    return f'<div class="card {each.severity}">{text}</div>'
+def _height(ratio: float) -> float:
+    """Place a ratio on the axis; what has none (zero, infinite, NaN) sits at its edge."""
+    if math.isnan(ratio):
+        return _HIGH
+    return min(_HIGH, max(_LOW, ratio))
 
 
-def _html_details(summary: str, content: str) -> list[str]:
-    return [f"<details><summary>{summary}</summary>", content, "</details>"]
-
-
-def _html_table(report: AuditReport, rows: Sequence[ComparedRow]) -> str:
-    lines = [_html_row("th", _HEAD)]
-    for row in rows:
-        agree = "yes" if row.ranks_agree else f"no (rank {row.rank} shown)"
-        numbers = [f"{row.ratio:.6g}", f"{row.cosine:.6f}", f"{row.error:.1e}", f"{row.max_error:.1e}"]
-        if row.verdict == "zero":
-            numbers = [*_NO_NUMBERS, "-"]
-        name = report.name(row.parameter)
-        cells = (row.step, name, row.owner, *numbers, f"{row.tolerance:.1e}", agree, row.verdict)
-        lines.append(_html_row("td", cells, "" if row.exact else "off"))
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
-
-
-def _html_row(tag: str, cells: Sequence[object], state: str | None = None) -> str:
-    line = ""
-    for column, cell in enumerate(cells):
-        number = ' class="n"' if column in _NUMBERS else ""
-        line += f"<{tag}{number}>{_escaped(cell)}</{tag}>"
-    if state is None:
-        return f"<tr>{line}</tr>"
-    return f'<tr class="{state}">{line}</tr>'
-
-
-def _image_tag(figure: Figure) -> str:
-    picture = BytesIO()
-    figure.savefig(picture, format="png", dpi=_DPI)
-    data = base64.b64encode(picture.getvalue()).decode()
-    return f'<img alt="Ratio of gradient norms for each parameter, losses, samples per rank" src="data:image/png;base64,{data}">'
+def _shortened(name: str) -> str:
+    return name if len(name) <= 34 else f"...{name[-31:]}"
