@@ -8,12 +8,11 @@ An audit from top to bottom:
 * `rank_record`: what it writes, one `RankRecord` and the tensors of each rank, and how they are read.
 * `replay`: what a run is, and the ranks' batches for another run: joined, cut, or one after the other.
 * `ablations`: what a run can be without (random draws, batch statistics, precision), and runs moved by one rounding unit.
-* `compare`: two recordings, tensor by tensor, and how large an error may be.
-* `accumulation`: which one process the ranks equal where a step has several micro-batches.
+* `compare`: two recordings, tensor by tensor, and the largest error that is rounding.
 * `context`: a finished audit as the rules see it, with counterfactual runs made when a rule asks.
 * `diagnosis`: from a context to ranked diagnoses and notes.
-* `rules`, `rules_desync`: one small function for each fault; the second file for ranks that do not agree with each other.
-* `report`, `figures`: text, JSON and HTML; pictures.
+* `rules`: one small function for each fault; the texts are in the table of faults.
+* `report`: text, JSON, HTML and the figure.
 
 What counts as equal: each gradient's own rounding error is measured (parameters and inputs of the one process moved by one rounding
 unit), and a multiple of it is allowed, in half precision too, but never as much as a factor of two at the first step. Where a step
@@ -23,8 +22,8 @@ What no rule knows is called *unknown*, with where activations or gradients firs
 Limits: processes are forked (Linux, macOS; before CUDA is used), on one machine, with whole parameters on every rank (class shards are
 joined; FSDP and DeepSpeed are refused). A tensor as long as the batch counts as rows. Batches and gradients go through temporary files.
 
-A newcomer who adds a fault writes a function in `rules` (or `rules_desync`), gives it its place in ``STAGES`` (or
-``DESYNC_RULES``), and one small module with the fault in ``tests/audit``. What a rule must know of a rank is a field of
+A newcomer who adds a fault writes a function in `rules`, gives it its place in ``STAGES`` (or ``DESYNC_RULES``), a case in
+``faults.yaml``, and one small module with the fault in ``tests/audit``. What a rule must know of a rank is a field of
 `RankRecord` that the `recorder` fills; what it must try is a field of `CounterfactualRuns`.
 """
 

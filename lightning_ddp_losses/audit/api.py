@@ -44,6 +44,8 @@ from lightning_ddp_losses.errors import (
     ConfigurationError,
     InputError,
     error_class,
+    expect,
+    expect_count,
     explained_by,
     format_error,
 )
@@ -107,10 +109,7 @@ def audit(
     data = _single_source(data=data, datamodule=datamodule, train_dataloaders=train_dataloaders)
     off = frozenset(without)
     options = dict(trainer_kwargs or {})
-    _validate(model, devices, steps, off)
-    if "uneven" in off and _joins_windows(strategy):
-        expected = "accumulation='mean', whose micro-batches can be divided evenly"
-        raise ConfigurationError("audit(without=('uneven',))", expected=expected, got="accumulation='window'")
+    _validate(model, devices, steps, off, strategy)
     options["accelerator"] = _choose_accelerator(options.get("accelerator"), devices)
     started = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="ddp-losses-audit-"))
@@ -165,20 +164,27 @@ def assert_parity(model: LightningModule, data: Any = None, devices: int = 2, **
 # ---------------------------------------------------------------------- what cannot be audited
 
 
-def _validate(model: Any, devices: int, steps: int, off: frozenset[str]) -> None:
-    if process_groups.is_distributed():
-        fix = "Call it from one plain process (not under torchrun, not inside a fit): it starts its own ranks."
-        raise ConfigurationError("audit", expected="no process group", got="one that is running", fix=fix)
-    if not isinstance(model, LightningModule):
-        raise ConfigurationError("audit", expected="a LightningModule", got=type(model).__name__)
-    for name, value, least in (("devices", devices, 2), ("steps", steps, 1)):
-        if not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"audit({name}=...)", expected=f"{least} or more", got=repr(value))
-    if not off <= set(ABLATIONS):
-        raise ConfigurationError("audit(without=...)", expected=f"some of {', '.join(ABLATIONS)}", got=sorted(off))
-    if "dataloader_iter" in inspect.signature(model.training_step).parameters:
-        got, fix = "dataloader_iter, which no other run can replay", "Take (batch, batch_idx)."
-        raise ConfigurationError("training_step", expected="a batch", got=got, fix=fix)
+def _validate(model: Any, devices: int, steps: int, off: frozenset[str], strategy: Any) -> None:
+    fix = "Call it from one plain process (not under torchrun, not inside a fit): it starts its own ranks."
+    running = process_groups.is_distributed()
+    expect(not running, "audit", expected="no process group", got="one that is running", fix=fix)
+    is_module = isinstance(model, LightningModule)
+    expect(is_module, "audit", expected="a LightningModule", got=type(model).__name__)
+    expect_count("audit(devices=...)", devices, at_least=2)
+    expect_count("audit(steps=...)", steps)
+    expect(
+        off <= set(ABLATIONS),
+        "audit(without=...)",
+        expected=f"some of {', '.join(ABLATIONS)}",
+        got=sorted(map(str, off)),
+    )
+    if "uneven" in off:
+        expected = "accumulation='mean', whose micro-batches can be divided evenly"
+        what, got = "audit(without=('uneven',))", "accumulation='window'"
+        expect(not _joins_windows(strategy), what, expected=expected, got=got)
+    got, fix = "dataloader_iter, which no other run can replay", "Take (batch, batch_idx)."
+    arguments = inspect.signature(model.training_step).parameters
+    expect("dataloader_iter" not in arguments, "training_step", expected="a batch", got=got, fix=fix)
 
 
 def _joins_windows(strategy: Any) -> bool:
@@ -189,8 +195,7 @@ def _joins_windows(strategy: Any) -> bool:
 def _single_source(**sources: Any) -> Any:
     """Return the data under whatever name it was given, None where there is none."""
     given = {name: source for name, source in sources.items() if source is not None}
-    if len(given) > 1:
-        raise ConfigurationError("audit", expected=f"one of {', '.join(sources)}", got=" and ".join(given))
+    expect(len(given) <= 1, "audit", expected=f"one of {', '.join(sources)}", got=" and ".join(given))
     return next(iter(given.values()), None)
 
 
@@ -201,10 +206,10 @@ def _choose_accelerator(asked: Any, devices: int) -> Any:
         return "cpu"
     if asked == "auto":
         return "gpu" if available >= devices else "cpu"
-    if asked in ("gpu", "cuda") and available < devices:
+    if asked in ("gpu", "cuda"):
         fix = "Audit on the CPU (accelerator='cpu'): the mathematics is the same."
         got = f"{available} on this machine"
-        raise ConfigurationError("accelerator", expected=f"{devices} GPUs", got=got, fix=fix)
+        expect(available >= devices, "accelerator", expected=f"{devices} GPUs", got=got, fix=fix)
     return asked
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.audit.compare import ComparedRow, Comparison, has_same_batches
 from lightning_ddp_losses.audit.rank_record import NO_TENSOR, Entry, ModuleInfo, RankRecord, Recording, fewest_rows
+from lightning_ddp_losses.core.faults import FAULTS
 
 Severity = Literal["error", "explanation", "note"]
 
@@ -38,6 +39,30 @@ class Diagnosis:
     confirmed: str = ""
     severity: Severity = "error"
     parameters: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        fault: str,
+        case: str = "audit",
+        *,
+        confirmed: str = "",
+        severity: Severity = "error",
+        parameters: tuple[str, ...] = (),
+        **fields: object,
+    ) -> Diagnosis:
+        """Return a diagnosis with the texts of the table of faults.
+
+        Args:
+            fault: Id in the table.
+            case: Case of the fault's row.
+            confirmed: Counterfactual run that showed it.
+            severity: Severity of the diagnosis.
+            parameters: Names that it is about.
+            **fields: Numbers and names that the case's templates show.
+        """
+        texts = FAULTS[fault].explain(case, **fields)
+        return cls(fault, texts.what, texts.evidence, texts.fix, confirmed, severity, parameters)
 
 
 @dataclass(frozen=True)
@@ -71,14 +96,6 @@ class Factors:
 
     encoder: float | None
     losses: float | None
-
-
-@dataclass(frozen=True)
-class RankWeights:
-    """One process's gradient as a weighted sum of the ranks' own gradients, and the part of it that no weights explain."""
-
-    weights: list[float]
-    unexplained: float
 
 
 @dataclass
@@ -130,6 +147,32 @@ class AuditContext:
         """Each rank's fingerprints of gradients on their way to the step that differs first: by stage, by name."""
         return [record.fingerprints[self.step - 1] for record in self.ranks.records]
 
+    @property
+    def loss_scales(self) -> list[tuple[float | None, ...]]:
+        """The ranks' loss scales by step, as far as they can explain a difference; a skipped step shows in the next scale."""
+        return list(zip(*(record.loss_scales for record in self.ranks.records), strict=False))[: self.step + 1]
+
+    @property
+    def learning_rates(self) -> list[tuple[list[float], ...]]:
+        """The ranks' learning rates by step, as far as they can explain a difference."""
+        return list(zip(*(record.learning_rates for record in self.ranks.records), strict=False))[: self.step]
+
+    @property
+    def local_norms(self) -> list[str]:
+        """Batch norms with the statistics of one rank."""
+        return [name for name, kind in self.record.norms_at_wrap.items() if "Sync" not in kind]
+
+    @property
+    def pml_wrapper(self) -> str:
+        """Name of pytorch-metric-learning's distributed wrapper in the module; empty without one."""
+        kinds = self.info.module_types
+        return next((f"`{name}`" for name, kind in kinds.items() if kind.endswith("DistributedLossWrapper")), "")
+
+    def has_gradient_on_a_rank(self, row: ComparedRow) -> bool:
+        """Return whether some rank has a gradient of the parameter at the first step that differs."""
+        entries = self.ranks.entries_of(self.step, "gradient", row.parameter)
+        return any(entry is not None and entry.exists for entry in entries)
+
     def rows_per_rank(self, step: int) -> list[int]:
         """Count the rows that each rank had for a step."""
         return [record.rows_at(step) for record in self.ranks.records]
@@ -161,11 +204,7 @@ class AuditContext:
 
     def names(self, rows: Iterable[ComparedRow], most: int = 4) -> str:
         """List the parameters of rows, the first few."""
-        found = [f"`{self.name(row.parameter)}`" for row in rows]
-        text = ", ".join(found[:most])
-        if len(found) > most:
-            text += f" and {len(found) - most} more"
-        return text
+        return quoted([self.name(row.parameter) for row in rows], most)
 
     # ------------------------------------------------------------------ what differs
 
@@ -220,12 +259,12 @@ class AuditContext:
         return Factors(_common_factor(of_encoder), _common_factor(of_losses))
 
     @cached_property
-    def rank_weights(self) -> RankWeights | None:
-        """Weights with which the ranks' own gradients make up that of one process at step 1, by least squares.
+    def rank_weights(self) -> list[float] | None:
+        """Weights of the ranks' own gradients in that of one process at step 1, by least squares over all parameters together.
 
-        All parameters together; None where the difference begins later.
+        None if the ranks do not take the plain mean of their own gradients, or if no weights explain the gradient of one process.
         """
-        if self.step != 1:
+        if not self.wrong or self.desynchronized or self.step != 1 or not self.is_local_mean:
             return None
         gram = self._gradient_products()
         of_ranks, with_one, total = gram[:-1, :-1], gram[:-1, -1], float(gram[-1, -1])
@@ -234,7 +273,10 @@ class AuditContext:
         # least squares by normal equations: |g - sum w_r g_r|^2 needs the products only
         weights = torch.linalg.lstsq(of_ranks, with_one[:, None], driver="gelsd").solution[:, 0]
         left = total - 2 * float(weights @ with_one) + float(weights @ of_ranks @ weights)
-        return RankWeights([float(weight) for weight in weights], (max(0.0, left) / total) ** 0.5)
+        unexplained = (max(0.0, left) / total) ** 0.5
+        # the rest may be rounding, but no more than a twentieth
+        allowed = max(1e-4, min(0.05, max(row.tolerance for row in self.rows)))
+        return [float(weight) for weight in weights] if unexplained <= allowed else None
 
     def _gradient_products(self) -> Tensor:
         """Multiply the ranks' own gradients and one process's (the last) with each other, a piece at a time."""
@@ -270,9 +312,12 @@ def _common_factor(rows: Sequence[ComparedRow]) -> float | None:
 # ---------------------------------------------------------------------- words of the evidence
 
 
-def plural(items: Sized, one: str, many: str) -> str:
-    """Return the word for that many items."""
-    return many if len(items) > 1 else one
+def quoted(names: Sequence[str], most: int = 4) -> str:
+    """List names in code quotes, the first few."""
+    text = ", ".join(f"`{name}`" for name in names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text
 
 
 def loss_text(value: float | None) -> str:

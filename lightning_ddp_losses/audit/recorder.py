@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -58,6 +58,29 @@ _ADOPTED = "_adopted_losses."
 _PROJECTIONS = 4  # numbers that a trace keeps of each row
 
 
+class _WrappedParameter(NamedTuple):
+    """One parameter as it was when DDP was built; ``node`` is the graph's node with DDP's hook, None without one."""
+
+    parameter: nn.Parameter
+    dtype: torch.dtype
+    trainable: bool
+    node: Any
+
+    def event(self, now: nn.Parameter) -> str:
+        """Return the first thing that has happened to the parameter since; empty if nothing has."""
+        if now is not self.parameter:
+            return "replaced after the wrap"
+        if now.dtype != self.dtype:
+            return f"changed from {self.dtype} to {now.dtype}"
+        if now.requires_grad and self.node is not None and accumulation_node(now) is not self.node:
+            return "changed its dtype or device and back after the wrap"  # gradients no longer pass DDP's hook
+        if now.requires_grad and not self.trainable:
+            return "unfrozen after the wrap"
+        if self.trainable and not now.requires_grad:
+            return "frozen after the wrap"
+        return ""
+
+
 class Recorder(Callback):
     """Records one rank of a run.
 
@@ -73,7 +96,7 @@ class Recorder(Callback):
     faults = ("F71",)
 
     def __init__(self, run: Run, folder: Path, rank: int) -> None:
-        self.run, self.folder = run, folder
+        self.run = run
         self.writer = Writer(folder, rank)
         self.record = RankRecord()
         self.trace: Trace | None = None
@@ -82,11 +105,7 @@ class Recorder(Callback):
         self._unwritten_step = 0  # the step whose parameters are still to be written; 0: none
         self._inside_strategy_step = False
         self._rng_before = ""
-        # parameters as they were when DDP was built
-        self._wrapped: dict[str, nn.Parameter] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._trainable: set[str] = set()
-        self._hooked_nodes: dict[str, Any] = {}  # the nodes that DDP's hooks hang on
+        self._wrapped: dict[str, _WrappedParameter] = {}
         # gradients of the step to come, by stage
         self._fingerprints: dict[str, dict[str, int]] = {}
         self._stepping: dict[str, nn.Parameter] = {}  # of the step that is being made
@@ -100,13 +119,12 @@ class Recorder(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the module as it is right after the wrap, and hook what Lightning has no callback for."""
-        self._wrapped = dict(pl_module.named_parameters())
-        self._dtypes = {name: parameter.dtype for name, parameter in self._wrapped.items()}
-        self._trainable = {name for name, parameter in self._wrapped.items() if parameter.requires_grad}
-        if isinstance(trainer.strategy.model, DistributedDataParallel):
-            self._hooked_nodes = {name: accumulation_node(self._wrapped[name]) for name in self._trainable}
+        has_hooks = isinstance(trainer.strategy.model, DistributedDataParallel)
+        for name, parameter in pl_module.named_parameters():
+            node = accumulation_node(parameter) if has_hooks and parameter.requires_grad else None
+            self._wrapped[name] = _WrappedParameter(parameter, parameter.dtype, parameter.requires_grad, node)
         self.record.parameter_order = list(self._wrapped)
-        self.record.parameter_count = sum(parameter.numel() for parameter in self._wrapped.values())
+        self.record.parameter_count = sum(wrapped.parameter.numel() for wrapped in self._wrapped.values())
         self.record.norms_at_wrap = norm_classes(pl_module)
         self._hook_steps(trainer, pl_module)
         self._hook_backwards(trainer, pl_module)
@@ -310,24 +328,9 @@ class Recorder(Callback):
         events = self.record.parameter_events
         for name, parameter in module.named_parameters():
             wrapped = self._wrapped.get(name)
-            if wrapped is None:
-                events.setdefault(name, "created after the wrap")
-            elif wrapped is not parameter:
-                events.setdefault(name, "replaced after the wrap")
-            elif parameter.dtype != self._dtypes[name]:
-                events.setdefault(name, f"changed from {self._dtypes[name]} to {parameter.dtype}")
-            elif self._lost_hook(name, parameter):
-                events.setdefault(name, "changed its dtype or device and back after the wrap")
-            elif parameter.requires_grad and name not in self._trainable:
-                events.setdefault(name, "unfrozen after the wrap")
-            elif not parameter.requires_grad and name in self._trainable:
-                events.setdefault(name, "frozen after the wrap")
-
-    def _lost_hook(self, name: str, parameter: nn.Parameter) -> bool:
-        """Say whether gradients no longer pass where DDP's hook hangs."""
-        if not parameter.requires_grad or name not in self._hooked_nodes:
-            return False
-        return accumulation_node(parameter) is not self._hooked_nodes[name]
+            event = "created after the wrap" if wrapped is None else wrapped.event(parameter)
+            if event:
+                events.setdefault(name, event)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

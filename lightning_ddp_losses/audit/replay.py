@@ -319,43 +319,60 @@ def join_batches(batches: Sequence[Any], hints: Sequence[LoaderRows] | None = No
     if len(batches) == 1:
         return batches[0]
     known = hints or [None] * len(batches)
-    pairs = list(zip(batches, known, strict=True))
-    of_ranks = [of_loaders for batch, rows in pairs if (of_loaders := _loader_batches(batch, rows)) is not None]
-    if len(of_ranks) == len(batches) and len(set(map(len, of_ranks))) == 1:
-        joined = []
-        for index, (key, _) in enumerate(of_ranks[0]):
-            column = [of_loaders[index][1] for of_loaders in of_ranks]
-            rows_of_loader = [rows[index] for rows in known if isinstance(rows, list)]
-            joined.append(join_batches(column, rows_of_loader, path + key))
-        return rebuild_nest(batches[0], joined)
+    joined = _loader_by_loader(join_batches, batches, known, path)
+    if joined is not None:
+        return joined
+    pairs = zip(batches, known, strict=True)
     counts = [count_rows(batch, None if isinstance(rows, list) else rows) for batch, rows in pairs]
     sample_lists = any(_has_sample_lists(batch, count) for batch, count in zip(batches, counts, strict=True))
     return _join_places(list(batches), _RankRows(counts, sample_lists), path)
 
 
+def _loader_by_loader(
+    change: Callable[[Sequence[Any], Sequence[LoaderRows], str], Any],
+    batches: Sequence[Any],
+    rows: Sequence[LoaderRows],
+    path: str = "batch",
+) -> Any:
+    """Change the batches of each loader by itself and nest the results like the first batch; None unless all come from several loaders.
+
+    Args:
+        change: Function of one loader's batches, their rows and their path.
+        batches: One for each rank.
+        rows: Samples in each.
+        path: Name of the batch in errors.
+    """
+    of_ranks = [_loader_batches(batch, each) for batch, each in zip(batches, rows, strict=True)]
+    if any(each is None or len(each) != len(of_ranks[0] or ()) for each in of_ranks):
+        return None
+    children = []
+    for index, (key, _) in enumerate(of_ranks[0] or ()):
+        column = [each[index][1] for each in of_ranks if each is not None]
+        rows_of_loader = [each[index] for each in rows if isinstance(each, list)]
+        children.append(change(column, rows_of_loader, path + key))
+    return rebuild_nest(batches[0], children)
+
+
 def take_part(batch: Any, part: Part, rows: LoaderRows) -> Any:
     """Take the rows of a part of the batch, of each loader's rows where it comes from several."""
-    of_loaders = _loader_batches(batch, rows)
-    if of_loaders is not None and isinstance(rows, list):
-        children = [take_part(child, part, each) for (_, child), each in zip(of_loaders, rows, strict=True)]
-        return rebuild_nest(batch, children)
+
+    def take(column: Sequence[Any], rows_of_loader: Sequence[LoaderRows], _: str) -> Any:
+        return take_part(column[0], part, rows_of_loader[0])
+
+    taken = _loader_by_loader(take, [batch], [rows])
+    if taken is not None:
+        return taken
     start, stop, W = part
     hint = sum_rows(rows)
     size = (count_rows(batch, hint) or 0) // W
     return take_rows(batch, slice(size * start, size * stop), hint)
 
 
-def exchange_rows(batches: Sequence[Any], rows: Sequence[LoaderRows]) -> Any:
+def exchange_rows(batches: Sequence[Any], rows: Sequence[LoaderRows], path: str = "batch") -> Any:
     """Return the first batch with the second one's row at every second place that all batches have."""
-    # loader by loader, where there are several
-    of_ranks = [_loader_batches(batch, each) for batch, each in zip(batches, rows, strict=True)]
-    if of_ranks[0] is not None and all(each is not None and len(each) == len(of_ranks[0]) for each in of_ranks):
-        children = []
-        for index in range(len(of_ranks[0])):
-            column = [each[index][1] for each in of_ranks if each is not None]
-            rows_of_loader = [each[index] for each in rows if isinstance(each, list)]
-            children.append(exchange_rows(column, rows_of_loader))
-        return rebuild_nest(batches[0], children)
+    exchanged = _loader_by_loader(exchange_rows, batches, rows, path)
+    if exchanged is not None:
+        return exchanged
     # places in the two batches joined: a row of the second lies behind all of the first
     hints = [None if isinstance(each, list) else each for each in rows]
     counts = [count_rows(batch, hint) or 0 for batch, hint in zip(batches, hints, strict=True)]

@@ -1,8 +1,10 @@
 """Why N ranks differ from one process: one small rule for each fault, the most specific first.
 
-A rule looks at an `AuditContext` and answers with a `Diagnosis` or None. Rules are pure: what they need to know beyond the rows
-they ask from counterfactual runs, which the context makes for them. A newcomer adds a function and its line in ``STAGES``. Rules
-for ranks that do not agree with each other are in `rules_desync`.
+A rule looks at an `AuditContext` and answers with a `Diagnosis` or None. A rule has a condition and its numbers. The texts are cases of
+the fault in the table of faults (``faults.yaml``). Rules are pure: anything beyond the rows they ask from counterfactual runs, which the
+context makes for them. A newcomer adds a function and its line in ``STAGES``, and a case to the table.
+
+Rules for ranks that do not agree with each other come first. They are one stage: all that apply are named.
 
 What the patterns mean, ratios being those of norms on the ranks over norms in one process:
 
@@ -18,10 +20,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
-from lightning_ddp_losses.audit.compare import ComparedRow
-from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, loss_text, plural
-from lightning_ddp_losses.audit.rules_desync import DESYNC_RULES
+from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, loss_text, quoted
+from lightning_ddp_losses.audit.rank_record import Entry
 
 Rule = Callable[[AuditContext], Diagnosis | None]
 
@@ -39,15 +41,7 @@ def identical_batches(context: AuditContext) -> Diagnosis | None:
     for column in columns:
         if any(batch.digest != column[0].digest for batch in column):
             return None
-    return Diagnosis(
-        "F67",
-        "every rank has the same batches",
-        f"All {len(columns)} batches are the same bits on all {context.W} ranks: {context.W} processes do the work of one.",
-        "Let Lightning put its DistributedSampler in (use_distributed_sampler=True and a sampler, not a "
-        "custom batch_sampler), use "
-        "GlobalBatchSampler, or split an iterable dataset by rank in its __iter__.",
-        confirmed="digests of the batches",
-    )
+    return Diagnosis.of("F67", confirmed="digests of the batches", batches=len(columns), W=context.W)
 
 
 def sampler_shuffled_apart(context: AuditContext) -> Diagnosis | None:
@@ -55,8 +49,279 @@ def sampler_shuffled_apart(context: AuditContext) -> Diagnosis | None:
     text = context.user_run.records[0].module_info.reshuffled
     if not text:
         return None
-    what, _, fix = text.partition("\n")
-    return Diagnosis("F68", "a sampler's batches are shuffled apart", what + ".", fix, confirmed="the loader's sampler")
+    evidence, _, fix = text.partition("\n")
+    return Diagnosis.of("F68", confirmed="the loader's sampler", evidence=evidence, fix=fix)
+
+
+# ---------------------------------------------------------------------- at the wrap
+
+
+def parameter_order(context: AuditContext) -> Diagnosis | None:
+    """F12: DDP pairs by position."""
+    orders = [record.parameter_order for record in context.ranks.records]
+    first = _first_difference(list(zip_longest(*orders, fillvalue="nothing")), "`{}`")
+    if first is None:
+        return None
+    at, shown = first
+    return Diagnosis.of("F12", confirmed="names compared at the wrap", position=at, shown=shown)
+
+
+def norm_converted_late(context: AuditContext) -> Diagnosis | None:
+    """F60: a batch norm that was replaced after the wrap, or that the conversion did not reach."""
+    at_wrap, in_training = context.record.norms_at_wrap, context.record.norms_in_training
+    # replaced since the wrap, or not reached by the conversion that the trainer was asked for
+    late = [name for name, kind in in_training.items() if at_wrap.get(name, kind) != kind]
+    plain = [name for name, kind in in_training.items() if "Sync" not in kind]
+    if not late and not (plain and context.info.sync_batchnorm):
+        return None
+    layers = tuple(late or plain)
+    return Diagnosis.of(
+        "F60",
+        "audit" if late else "missed",
+        confirmed="classes of the layers at the wrap and at the first step",
+        parameters=tuple(row.parameter for row in context.wrong if row.parameter.startswith(layers)),
+        layer=layers[0],
+        before=at_wrap.get(layers[0]),
+        now=in_training[layers[0]],
+    )
+
+
+def unequal_start(context: AuditContext) -> Diagnosis | None:
+    """F04: weights that nobody broadcast."""
+    names = context.ranks.names(0, "initial")
+    differ = [name for name in names if not context.ranks.ranks_agree(0, "initial", name)]
+    if not differ or context.step != 1:
+        return None
+    return Diagnosis.of(
+        "F04",
+        confirmed="parameters compared before the first step",
+        parameters=tuple(differ),
+        first=differ[0],
+        more=len(differ) - 1,
+    )
+
+
+# ---------------------------------------------------------------------- gradients that nobody reduces
+
+
+def unregistered_loss(context: AuditContext) -> Diagnosis | None:
+    """F02: an optimizer holds what the module has not registered."""
+    rows = [row for row in context.desynchronized if row.owner == "unregistered"]
+    if not rows:
+        return None
+    return Diagnosis.of(
+        "F02",
+        confirmed="the optimizer's parameters against the module's",
+        parameters=tuple(row.parameter for row in rows),
+        names=context.names(rows),
+    )
+
+
+_EVENTS = {"created": "F05", "replaced": "F06", "changed": "F07", "unfrozen": "F08"}
+
+
+def changed_after_wrap(context: AuditContext) -> Diagnosis | None:
+    """F05 to F08: DDP's hook is not on what is trained now."""
+    # the first event of the first parameter that differs
+    for row in context.desynchronized:
+        for record in context.ranks.records:
+            event = record.parameter_events.get(row.parameter, "")
+            fault = _EVENTS.get(event.split(" ")[0])
+            if fault is not None:
+                confirmed = "the parameter at the wrap and at the step"
+                parameters = (row.parameter,)
+                return Diagnosis.of(fault, confirmed=confirmed, parameters=parameters, name=row.parameter, event=event)
+    return None
+
+
+def own_backward(context: AuditContext) -> Diagnosis | None:
+    """F09, F10: a backward that DDP does not know of."""
+    calls = context.record.tensor_backwards - context.record.lightning_backwards
+    if not context.desynchronized or calls <= 0:
+        return None
+    fault = "F09" if context.info.automatic else "F10"
+    names = context.names(context.desynchronized)
+    return Diagnosis.of(fault, confirmed="backward calls counted", calls=calls, names=names)
+
+
+# ---------------------------------------------------------------------- what happens between gradient and step
+
+
+def clipped_by_desynchronized_norm(context: AuditContext) -> Diagnosis | None:
+    """F13: one unsynchronised gradient, and the clip factor differs for all."""
+    unreduced = context.desynchronized
+    # equal before the step and not after it: something between the two depends on the rank
+    equal_before = {row.parameter for row in context.rows if row.ranks_agree}
+    updates = context.comparison.first_updates()
+    drifted = [row for row in updates if not row.ranks_agree and row.parameter in equal_before]
+    if not unreduced or not drifted or not context.info.clip:
+        return None
+    if (
+        any(map(_differ, (*context.loss_scales, *context.learning_rates)))
+        or changed_after_reduction(context) is not None
+    ):
+        return None
+    return Diagnosis.of(
+        "F13",
+        "norm",
+        confirmed="equal before the clip, unequal after the step",
+        parameters=tuple(row.parameter for row in (*unreduced, *drifted)),
+        drifted=context.names(drifted),
+        clip=context.info.clip,
+        unreduced=context.names(unreduced),
+    )
+
+
+def changed_after_reduction(context: AuditContext) -> Diagnosis | None:
+    """F13: what all ranks had alike after the reduction, some ranks clipped or changed by themselves."""
+    if any(map(_differ, context.loss_scales)) or own_backward(context) is not None:
+        return None
+    by_rank = context.fingerprints_by_rank
+    apart = [row for row in (*context.rows, *context.comparison.first_updates()) if not row.ranks_agree]
+    names = list(dict.fromkeys(row.parameter for row in apart))
+    for name in names:
+        if not _agree(by_rank, "backward", name) and not _agree(by_rank, "reduced", name):
+            return None  # a gradient that nobody reduced has a rule of its own
+    # where the ranks part: in the module's hooks, or between those and the step
+    stage, place = "hooked", "in on_after_backward or on_before_optimizer_step"
+    changed = [name for name in names if _agree(by_rank, stage, name) is False]
+    if not changed:
+        stage = "used"
+        place = "between on_before_optimizer_step and the step: configure_gradient_clipping, or the optimizer itself"
+        changed = [name for name in names if _agree(by_rank, stage, name) is False]
+    if not changed:
+        return None
+    # the ranks whose values are no longer what the reduction left, where the others' still are
+    earlier = "reduced"
+    if not _agree(by_rank, earlier, changed[0]):
+        earlier = "backward"
+    ranks = [r for r, stages in enumerate(by_rank) if stages[stage].get(changed[0]) != stages[earlier][changed[0]]]
+    who = "each rank in its own way"
+    if len(ranks) < len(by_rank):
+        who = f"by rank {comma_list(ranks)}"
+    shown = context.names({row.parameter: row for row in apart if row.parameter in changed}.values())
+    return Diagnosis.of(
+        "F13",
+        confirmed="fingerprints of the gradients on their way to the step",
+        parameters=tuple(changed),
+        names=shown,
+        who=who,
+        place=place,
+    )
+
+
+def changed_outside_step(context: AuditContext) -> Diagnosis | None:
+    """SYNC: the step used the same gradient and rate on all ranks, and the parameter is another one after it."""
+    by_rank = context.fingerprints_by_rank
+    apart = [row for row in context.comparison.first_updates() if not row.ranks_agree]
+    if (
+        not apart
+        or any(map(_differ, (*context.loss_scales, *context.learning_rates)))
+        or unequal_start(context) is not None
+    ):
+        return None
+    if not all(_agree(by_rank, "used", row.parameter) for row in apart):
+        return None
+    return Diagnosis.of(
+        "SYNC",
+        confirmed="fingerprints of the gradients that the step used",
+        parameters=tuple(row.parameter for row in apart),
+        names=context.names(apart),
+        step=context.step,
+    )
+
+
+def _agree(by_rank: Sequence[dict[str, dict[str, int]]], stage: str, name: str) -> bool | None:
+    """Return whether all ranks have the same bits of a gradient at a stage; None if a rank has none."""
+    values = [stages.get(stage, {}).get(name) for stages in by_rank]
+    return None if None in values else not _differ(values)
+
+
+def skipped_step(context: AuditContext) -> Diagnosis | None:
+    """F14, F15: loss scales, or steps that the scaler skipped, differ by rank."""
+    first = _first_difference(context.loss_scales, "{:g}")
+    if first is None:
+        return None
+    at, shown = first
+    # scales that start apart, or a step that was skipped
+    fault = "F14" if at else "F15"
+    return Diagnosis.of(fault, confirmed="scales recorded at each step", step=at + 1, shown=shown)
+
+
+def different_rates(context: AuditContext) -> Diagnosis | None:
+    """F17: each rank has its own learning rate."""
+    first = _first_difference(context.learning_rates)
+    if first is None:
+        return None
+    at, shown = first
+    return Diagnosis.of("F17", confirmed="learning rates recorded at each step", step=at + 1, shown=shown)
+
+
+def _first_difference(columns: Sequence[Sequence[object]], form: str = "{}") -> tuple[int, str] | None:
+    """Find the first column whose values differ by rank: its place, and its values as text; None where all agree."""
+    for place, column in enumerate(columns):
+        if _differ(column):
+            return place, comma_list(f"rank {rank} {form.format(value)}" for rank, value in enumerate(column))
+    return None
+
+
+def _differ(column: Sequence[object]) -> bool:
+    return any(value != column[0] for value in column)
+
+
+# ---------------------------------------------------------------------- state beside the parameters
+
+_SORTED = 1 << 20  # elements of a buffer whose rows are compared one by one
+
+
+def own_queue(context: AuditContext) -> Diagnosis | None:
+    """F64, F26: a memory of rows, or a statistic of them, that each rank keeps by itself."""
+    for step in range(1, context.step + 1):
+        for name in context.ranks.names(step, "buffer"):
+            # running statistics have a rule of their own; counters are no rows
+            of_norm = name.rpartition(".")[0] in context.record.norms_at_wrap
+            if of_norm or context.ranks.ranks_agree(step, "buffer", name):
+                continue
+            entries = [entry for entry in context.ranks.entries_of(step, "buffer", name) if entry is not None]
+            if _is_counter(entries[0]):
+                continue
+            fault, case = "F64", "audit"
+            if not _keeps_rows(context, name, step, entries[0]):
+                case = "statistic"
+            elif _have_the_same_rows(entries):
+                fault, case = "F26", "queue"
+            return Diagnosis.of(fault, case, confirmed="buffers compared after the step", buffer=name, step=step)
+    return None
+
+
+def _keeps_rows(context: AuditContext, name: str, step: int, entry: Entry) -> bool:
+    """Say whether a buffer is a memory of rows: some of them outlive a step, where all of a running statistic moves."""
+    if not entry.dtype.startswith(("float", "bfloat")) or entry.numel > _SORTED:
+        return True
+    kind = "buffer"
+    if step == 1:
+        kind = "initial"
+    before = context.ranks.entries_of(step - 1, kind, name)[0]
+    if before is None or before.shape != entry.shape:
+        return True
+    earlier = _sorted_rows(before)
+    return any(row in earlier for row in _sorted_rows(entry))
+
+
+def _have_the_same_rows(entries: Sequence[Entry]) -> bool:
+    """Return whether all ranks keep the same rows, in any order; large buffers are not sorted, and count as different."""
+    contents = [_sorted_rows(entry) for entry in entries if entry.numel <= _SORTED]
+    return bool(contents) and all(rows == contents[0] for rows in contents)
+
+
+def _is_counter(entry: Entry) -> bool:
+    return entry.dtype in ("bool", "int64", "int32") and not entry.shape
+
+
+def _sorted_rows(entry: Entry) -> list[list[float]]:
+    first = entry.shape[0] if entry.shape else 1
+    rows: list[list[float]] = entry.tensor().double().reshape(max(1, first), -1).tolist()
+    return sorted(rows)
 
 
 # ---------------------------------------------------------------------- rounding and overflow
@@ -71,16 +336,14 @@ def rounding(context: AuditContext) -> Diagnosis | None:
         return None
     if not context.counterfactual.without("precision").equal:
         return None
-    expected = max((row.tolerance for row in context.rows), default=0.0)
-    return Diagnosis(
+    return Diagnosis.of(
         "F78",
-        "rounding of the precision",
-        f"Gradients differ by up to {worst:.1e}; one operation in {context.info.precision} rounds by "
-        f"{context.unit:.1e}, and the order "
-        f"of summation differs between ranks and one process. (Tolerance used: {expected:.1e}.)",
-        "Nothing is wrong. Leave tolerance at its estimate, or train in a wider precision where this matters.",
         confirmed="in float64 both runs are equal",
         severity="explanation",
+        worst=worst,
+        precision=context.info.precision,
+        unit=context.unit,
+        tolerance=max((row.tolerance for row in context.rows), default=0.0),
     )
 
 
@@ -90,32 +353,14 @@ def not_finite(context: AuditContext) -> Diagnosis | None:
     batch = context.first_odd_batch
     if not odd and batch is None:
         return None
-    evidence = []
-    title = "a loss that is not finite"
+    gradients = ""
     if odd:
-        title = "infinite or NaN gradients"
-        evidence.append(
-            f"{context.names(odd)} {plural(odd, 'has', 'have')} values that are not finite on rank "
-            f"{odd[0].rank} or in one process, but not in both."
-        )
-    # the loss that was not finite, of several micro-batches the first
+        gradients = f"Not finite on rank {odd[0].rank} or in one process, but not in both: {context.names(odd)}. "
     if batch is None:
-        evidence.append("All losses of that step are finite: it is in backward that something overflows.")
-        fix = (
-            "Look for the first layer whose gradient overflows on that rank's batch (a root or a logarithm at zero); or use bf16 "
-            "instead of fp16."
-        )
-    else:
-        losses = [
-            f"rank {rank} {loss_text(record.loss_of(batch))}" for rank, record in enumerate(context.ranks.records)
-        ]
-        evidence.append(f"The first loss that is not finite is that of batch {batch}: {comma_list(losses)}.")
-        fix = (
-            "Look at that rank's batch. NaN is often a mean over nothing (no valid target, an empty mask): divide the sum by the number "
-            "of valid elements of all ranks, as GlobalBatchLoss does. Infinity is an overflow: lower the learning rate, or use bf16 "
-            "instead of fp16."
-        )
-    return Diagnosis("F79", title, " ".join(evidence), fix)
+        return Diagnosis.of("F79", "backward", gradients=gradients)
+    # the loss that was not finite, of several micro-batches the first
+    losses = [f"rank {rank} {loss_text(record.loss_of(batch))}" for rank, record in enumerate(context.ranks.records)]
+    return Diagnosis.of("F79", gradients=gradients, batch=batch, losses=comma_list(losses))
 
 
 # ---------------------------------------------------------------------- a common factor
@@ -127,37 +372,21 @@ def metric_as_loss(context: AuditContext) -> Diagnosis | None:
     factor = context.factors.encoder
     if not metrics or not _is_factor(factor, 1 / context.W):
         return None
-    return Diagnosis(
-        "F27",
-        "a metric of torchmetrics as the loss",
-        f"`{metrics[0]}` returns a value with gradient; all gradients are {_factor_text(factor)} = "
-        f"1/{context.W} of one process's: in its "
-        "sync only this rank's part keeps its graph.",
-        f"Make the metric keep its gradient through the sync: lightning_ddp_losses.differentiable({metrics[0]}). Or take a loss "
-        "module instead, evaluated over the global batch (GlobalBatchLoss).",
-    )
+    return Diagnosis.of("F27", metric=metrics[0], factor=_factor_text(factor), W=context.W)
 
 
 def factor_on_loss(context: AuditContext) -> Diagnosis | None:
     """F24: the factor W that makes up for the own-slot gather hits the loss's own weights too."""
     if not (_is_factor(context.factors.encoder, 1.0) and _is_factor(context.factors.losses, float(context.W))):
         return None
-    wrapper = _pml_wrapper(context)
-    multiplied = "The loss is multiplied"
-    if wrapper:
-        multiplied = f"`{wrapper}` multiplies the loss"
     loss = [row for row in context.rows if row.owner != "encoder"]
-    return Diagnosis(
+    return Diagnosis.of(
         "F24",
-        "the loss's own weights get W times the gradient",
-        f"The encoder's gradients are exact; {context.names(loss)} {plural(loss, 'is', 'are')} "
-        f"{_factor_text(context.factors.losses)} times one process's, W being {context.W}. "
-        f"{multiplied} by the number of ranks, "
-        "which makes up for its gather on the encoder's side; the loss's weights see the whole batch on "
-        "every rank and need no factor.",
-        "Take GlobalBatchLoss(loss) instead of the wrapper, or divide the gradients of the loss's own "
-        "weights by the number of ranks.",
         parameters=tuple(row.parameter for row in loss),
+        names=context.names(loss),
+        factor=_factor_text(context.factors.losses),
+        W=context.W,
+        source=context.pml_wrapper or "The loss",
     )
 
 
@@ -167,37 +396,15 @@ def gather_without_autograd(context: AuditContext) -> Diagnosis | None:
     losses_fit = losses is None or _is_factor(losses, 1.0) or _is_factor(losses, 1 / context.W)
     if not _is_factor(encoder, 1 / context.W) or not losses_fit:
         return None
-    exact_losses = ""
-    if _is_factor(losses, 1.0):
-        exact_losses = ", and the loss's own are exact"
-    return _without_autograd(
-        f"The encoder's gradients are {_factor_text(encoder)} = 1/{context.W} of one process's, in the same direction"
-        f"{exact_losses}: the value is global, but the gradient flows through this rank's part only and DDP then divides "
-        "by the number of ranks.",
-    )
+    return Diagnosis.of("F20", encoder=_factor_text(encoder), losses=_factor_text(losses), W=context.W)
 
 
 def graph_cut(context: AuditContext) -> Diagnosis | None:
     """F20: what is gathered has no graph at all, not even this rank's part."""
     encoder = [row for row in context.rows if row.owner == "encoder" and row.verdict == "missing"]
-    if not encoder or not _has_gradient_on_no_rank(context, encoder):
+    if not encoder or any(map(context.has_gradient_on_a_rank, encoder)):
         return None
-    return _without_autograd(
-        f"{context.names(encoder)} {plural(encoder, 'has', 'have')} a gradient in one process and none on any rank: "
-        "what the loss is computed from was gathered or reduced without its graph.",
-        tuple(row.parameter for row in encoder),
-    )
-
-
-def _without_autograd(evidence: str, parameters: tuple[str, ...] = ()) -> Diagnosis:
-    return Diagnosis(
-        "F20",
-        "a gather or reduction without autograd",
-        evidence,
-        "Gather with collectives.all_gather_with_grad (torch.distributed's all_gather and all_reduce carry "
-        "no gradient), or use GlobalBatchLoss.",
-        parameters=parameters,
-    )
+    return Diagnosis.of("F20", "cut", parameters=tuple(row.parameter for row in encoder), names=context.names(encoder))
 
 
 def double_scaling(context: AuditContext) -> Diagnosis | None:
@@ -206,17 +413,7 @@ def double_scaling(context: AuditContext) -> Diagnosis | None:
     W = float(context.W)
     if context.W == 1 or not (_is_factor(encoder, W) or _is_factor(encoder, W**2)):
         return None
-    of_losses = ""
-    if losses is not None:
-        of_losses = f"; the loss's own {_factor_text(losses)}"
-    return Diagnosis(
-        "F21",
-        "scaled by the number of ranks once too often",
-        f"The encoder's gradients are {_factor_text(encoder)} times one process's, W being {context.W}{of_losses}"
-        ": a gather with gradient (or no gather at all) together with a factor W in the loss.",
-        "Remove the multiplication by world_size; DDP's mean and a gather with gradient already give the "
-        "global gradient.",
-    )
+    return Diagnosis.of("F21", encoder=_factor_text(encoder), losses=_factor_text(losses), W=context.W)
 
 
 def own_rows_first(context: AuditContext) -> Diagnosis | None:
@@ -225,19 +422,11 @@ def own_rows_first(context: AuditContext) -> Diagnosis | None:
         return None
     if context.counterfactual.reversed_order().equal:
         return None
-    wrapper = _pml_wrapper(context)
-    reason = "."
-    if wrapper:
-        reason = f"; `{wrapper}` puts this rank's rows before the others'."
-    losses = comma_list(map(loss_text, context.losses_at(context.step)))
-    return Diagnosis(
+    return Diagnosis.of(
         "F26",
-        "each rank concatenates its own rows first",
-        "The loss depends on the order of the rows: one process with the ranks' batches joined the other "
-        "way round has other "
-        f"gradients too. The ranks' losses are {losses}{reason}",
-        "Gather in rank order on every rank: GlobalBatchLoss, or collectives.all_gather_with_grad.",
         confirmed="one process, ranks joined in reverse order",
+        losses=comma_list(map(loss_text, context.losses_at(context.step))),
+        wrapper=context.pml_wrapper or "none",
     )
 
 
@@ -257,7 +446,7 @@ def unknown(context: AuditContext) -> Diagnosis:
 
 def local_batch_norm(context: AuditContext) -> Diagnosis | None:
     """F59: each rank normalises by its own rows."""
-    if not _local_norms(context) or context.desynchronized or not context.counterfactual.without("batch_norm").equal:
+    if not context.local_norms or context.desynchronized or not context.counterfactual.without("batch_norm").equal:
         return None
     return local_statistics(context, "with batch norm in evaluation mode both runs are equal")
 
@@ -266,39 +455,27 @@ def local_statistics(
     context: AuditContext, confirmed: str = "with batch norm in evaluation mode fewer gradients differ"
 ) -> Diagnosis:
     """F59, alone or beside something else."""
-    norms = _local_norms(context)
-    listed = comma_list(f"`{name}`" for name in norms[:3])
-    if len(norms) > 3:
-        listed += " ..."
-    return Diagnosis(
+    return Diagnosis.of(
         "F59",
-        "batch norm with each rank's own statistics",
-        f"{listed}: mean and variance are those of this rank's rows "
-        f"({comma_list(context.rows_per_rank(context.step))}), not of the batch.",
-        "Trainer(sync_batchnorm=True), or a norm that looks at one row at a time (LayerNorm, GroupNorm).",
         confirmed=confirmed,
         parameters=tuple(row.parameter for row in context.wrong),
+        names=quoted(context.local_norms),
+        rows=comma_list(context.rows_per_rank(context.step)),
     )
 
 
 def summed_loss(context: AuditContext) -> Diagnosis | None:
     """F18: a loss that is a sum, divided by W through DDP's mean."""
-    weights = _exact_rank_weights(context)
+    weights = context.rank_weights
     if weights is None or not all(abs(weight - 1) < 0.02 for weight in weights):
         return None
-    return Diagnosis(
-        "F18",
-        'a loss with reduction="sum"',
-        f"All gradients are 1/{context.W} of one process's: the loss is the sum over samples, and DDP takes "
-        f"the mean of the ranks' sums.",
-        f'Use reduction="mean", or multiply the learning rate by the number of ranks ({context.W}) on purpose.',
-        confirmed=f"{_MEAN_OF_RANKS}, and the sum of the ranks' gradients is one process's",
-    )
+    confirmed = f"{_MEAN_OF_RANKS}, and the sum of the ranks' gradients is one process's"
+    return Diagnosis.of("F18", "sum", confirmed=confirmed, W=context.W)
 
 
 def mean_of_means(context: AuditContext) -> Diagnosis | None:
     """F30: ranks with fewer rows, or fewer valid targets, count as much as the others."""
-    weights = _exact_rank_weights(context)
+    weights = context.rank_weights
     rows = context.rows_per_rank(context.step)
     uneven = len(set(rows)) > 1
     if weights is None:
@@ -307,77 +484,43 @@ def mean_of_means(context: AuditContext) -> Diagnosis | None:
             return None
         if not context.counterfactual.without("uneven").equal:
             return None
-        evidence = (
-            f"The first {context.step - 1} steps are equal; at step {context.step} the ranks have {comma_list(rows)} rows, "
-            "and each rank's mean counts alike."
-        )
-    else:
-        # equal shares are what DDP gives them: then something else differs
-        shares_differ = max(weights) - min(weights) > min(0.02, max(1e-6, 64 * context.unit))
-        if abs(sum(weights) - 1) > 0.02 or not shares_differ:
-            return None
-        # weights in proportion to rows: the ranks' batches differ; else what counts in them differs
-        reason = "valid targets (ignored, masked or zero elements do not count)"
-        pairs = zip(weights, rows, strict=True)
-        if uneven and all(abs(weight - count / sum(rows)) < 0.02 for weight, count in pairs):
-            reason = f"rows ({comma_list(rows)})"
-        shown = comma_list(f"{weight:.3f}" for weight in weights)
-        evidence = (
-            f"In one process the ranks' gradients count with weights {shown}, in proportion to their {reason}; "
-            f"under DDP each counts 1/{context.W}."
-        )
-    return Diagnosis(
-        "F30",
-        "a mean of means",
-        evidence,
-        "Divide each rank's sum by the number of valid elements of all ranks (GlobalBatchLoss does), or "
-        "give all ranks equal batches (drop_last=True).",
-        confirmed=_MEAN_OF_RANKS,
-    )
+        return Diagnosis.of("F30", "later", confirmed=_MEAN_OF_RANKS, step=context.step, rows=comma_list(rows))
+    # equal shares are what DDP gives them: then something else differs
+    shares_differ = max(weights) - min(weights) > min(0.02, max(1e-6, 64 * context.unit))
+    if abs(sum(weights) - 1) > 0.02 or not shares_differ:
+        return None
+    # weights in proportion to rows: the ranks' batches differ; else what counts in them differs
+    reason = "valid targets (ignored, masked or zero elements do not count)"
+    pairs = zip(weights, rows, strict=True)
+    if uneven and all(abs(weight - count / sum(rows)) < 0.02 for weight, count in pairs):
+        reason = f"rows ({comma_list(rows)})"
+    shown = comma_list(f"{weight:.3f}" for weight in weights)
+    return Diagnosis.of("F30", confirmed=_MEAN_OF_RANKS, weights=shown, reason=reason, W=context.W)
 
 
 def never_gathered(context: AuditContext) -> Diagnosis | None:
     """F29, F31: a loss that is no mean over rows sees this rank's rows only."""
     if not context.wrong or context.desynchronized or not context.is_local_mean:
         return None
-    if _local_norms(context) and "batch_norm" not in context.switched_off:
+    if context.local_norms and "batch_norm" not in context.switched_off:
         return None  # local statistics look like this too: asked again with batch norm in evaluation mode
     if context.keeps_gradients_of_exchanged_rows:
         return _counts_by_place(context)
     losses = context.losses_at(context.step)
     without_pairs = [rank for rank, loss in enumerate(losses) if loss == 0.0]
     cosine = min(row.cosine for row in context.wrong)
-    evidence = (
-        f"Gradients point elsewhere (cosine down to {cosine:.3f}). Ranks' losses {comma_list(map(loss_text, losses))}"
-    )
+    shown = comma_list(map(loss_text, losses))
+    found = f"Gradients point elsewhere (cosine down to {cosine:.3f}). Ranks' losses {shown}"
     of_one = context.one.records[0].loss_of(0)
     if context.step == 1 and of_one is not None:
-        evidence += f", on the concatenated embeddings {loss_text(of_one)}"
-    fault = "F29"
-    fix = (
-        "Wrap the loss: GlobalBatchLoss(loss) (or DDPLossStrategy(global_batch='auto')); and draw batches "
-        "with GlobalBatchSampler."
-    )
+        found += f", on the concatenated embeddings {loss_text(of_one)}"
     if without_pairs:
-        fault, title = "F31", "a batch without valid pairs on a rank"
-        evidence += f"; rank {without_pairs[0]} had no pair to compare."
-    elif context.info.pair_losses:
-        title = "a loss over pairs that never sees the other ranks' rows"
-        listed = comma_list(f"`{name}`" for name in context.info.pair_losses[:3])
-        evidence += f": negatives of other ranks are missing in {listed}."
-    else:
-        # pairs and a function of a mean cannot be told apart from outside: |mean of y|^2 is a mean over pairs
-        title = "a loss that is no mean over its rows sees one rank's rows only"
-        evidence += (
-            ". It compares rows with each other, or is not linear in a mean over them (the square of a mean, a penalty on "
-            "a gradient, several means over other numbers of valid targets): its mean over the ranks' rows is not what it is of all rows."
-        )
-        fix = (
-            "If it is computed from the rows' outputs, evaluate it over those of all ranks: GlobalBatchLoss(loss), or "
-            "collectives.all_gather_with_grad before it. If it is a function of a mean, take that mean over all ranks first "
-            "(collectives.all_reduce_with_grad). A penalty on a gradient per batch stays one per rank: make it one per row."
-        )
-    return Diagnosis(fault, title, evidence, fix, confirmed=_MEAN_OF_RANKS)
+        return Diagnosis.of("F31", confirmed=_MEAN_OF_RANKS, found=found, rank=without_pairs[0])
+    if context.info.pair_losses:
+        pair_losses = quoted(context.info.pair_losses)
+        return Diagnosis.of("F29", "pairs", confirmed=_MEAN_OF_RANKS, found=found, losses=pair_losses)
+    # pairs and a function of a mean cannot be told apart from outside: |mean of y|^2 is a mean over pairs
+    return Diagnosis.of("F29", "mean", confirmed=_MEAN_OF_RANKS, found=found)
 
 
 def _counts_by_place(context: AuditContext) -> Diagnosis:
@@ -385,17 +528,8 @@ def _counts_by_place(context: AuditContext) -> Diagnosis:
     confirmed = "rows that change ranks and keep their places have the same gradients"
     without_draws = "randomness" not in context.switched_off and context.counterfactual.without("randomness").equal
     if without_draws:
-        return Diagnosis(
-            "F72",
-            "the same random numbers on every rank",
-            "No row meets another one, but what is drawn for a row depends on its place in the rank's batch: a generator "
-            f"of the module's own is seeded alike on {context.W} ranks, so they share their draws, where one process has other "
-            "draws for each row.",
-            "Seed that generator with the rank too (seed + self.global_rank). The gradients still differ from those of one "
-            'process, as they should: audit with without=("randomness",).',
-            confirmed=f"{confirmed}, and with every draw replaced by its mean both runs are equal",
-            severity="explanation",
-        )
+        confirmed += ", and with every draw replaced by its mean both runs are equal"
+        return Diagnosis.of("F72", "shared", confirmed=confirmed, severity="explanation", W=context.W)
     return Diagnosis(
         "",
         "a row's place in its batch counts",
@@ -410,39 +544,6 @@ def _counts_by_place(context: AuditContext) -> Diagnosis:
 # ---------------------------------------------------------------------- what the rules have in common
 
 
-def _exact_rank_weights(context: AuditContext) -> list[float] | None:
-    """Return the ranks' weights in one process's gradient, where they explain all of it and the ranks take their plain mean."""
-    if not context.wrong or context.desynchronized or context.step != 1 or not context.is_local_mean:
-        return None
-    found = context.rank_weights
-    if found is None:
-        return None
-    # what the weights leave over may be rounding, but no more than a twentieth
-    allowed = max(1e-4, min(0.05, max(row.tolerance for row in context.rows)))
-    return found.weights if found.unexplained <= allowed else None
-
-
-def _local_norms(context: AuditContext) -> list[str]:
-    return [name for name, kind in context.record.norms_at_wrap.items() if "Sync" not in kind]
-
-
-def _has_gradient_on_no_rank(context: AuditContext, rows: Sequence[ComparedRow]) -> bool:
-    """Say whether no rank has a gradient of any of these parameters at the step that is looked at."""
-    for row in rows:
-        entries = context.ranks.entries_of(context.step, "gradient", row.parameter)
-        if any(entry is not None and entry.exists for entry in entries):
-            return False
-    return True
-
-
-def _pml_wrapper(context: AuditContext) -> str:
-    """Name a module that is pytorch-metric-learning's distributed wrapper; empty without one."""
-    for name, kind in context.info.module_types.items():
-        if kind.endswith("DistributedLossWrapper"):
-            return name
-    return ""
-
-
 def _is_factor(ratio: float | None, value: float) -> bool:
     return ratio is not None and math.isclose(ratio, value, rel_tol=0.05)
 
@@ -453,6 +554,22 @@ def _factor_text(value: float | None) -> str:
 
 DATA_RULES: tuple[Rule, ...] = (identical_batches, sampler_shuffled_apart)
 """Asked in every audit."""
+
+DESYNC_RULES: tuple[Rule, ...] = (
+    parameter_order,
+    skipped_step,
+    different_rates,
+    clipped_by_desynchronized_norm,
+    changed_after_reduction,
+    norm_converted_late,
+    changed_after_wrap,
+    unregistered_loss,
+    own_backward,
+    unequal_start,
+    own_queue,
+    changed_outside_step,
+)
+"""For ranks that do not agree with each other; all that apply are named, in this order."""
 
 STAGES: tuple[tuple[Rule, ...], ...] = (
     (rounding,),

@@ -39,7 +39,7 @@ from lightning_ddp_losses.audit.recorder import LEFT_OUT, Recorder
 from lightning_ddp_losses.audit.replay import AuditTarget, Plan, Run
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.strategies import ModelParallelLossStrategy
 
 # ---------------------------------------------------------------------- processes
@@ -82,7 +82,15 @@ def run_processes(
     Returns:
         The failures by rank; empty when all went well.
     """
-    _refuse_unforkable()
+    expected = "a system whose processes can fork (Linux, macOS)"
+    expect(hasattr(os, "fork"), "audit", expected=expected, got=sys.platform)
+    expect(
+        not torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
+        "audit",
+        expected="a process that has not used CUDA yet (a forked process cannot)",
+        got="CUDA initialised",
+        fix="Audit at the start of a fresh script, before anything is moved to a GPU, or use `ddp-losses audit`.",
+    )
     logs = [folder / f"output-{rank}.txt" for rank in range(count)]
     processes: list[Any] = []
     silent: dict[Any, int] = {}  # pipes of processes that have not answered, and their ranks
@@ -117,18 +125,6 @@ def run_processes(
     finally:
         for rank, process in enumerate(processes):
             _end_process(process, at_once=not finished or rank in silent.values())
-
-
-def _refuse_unforkable() -> None:
-    if not hasattr(os, "fork"):
-        raise ConfigurationError("audit", expected="a system whose processes can fork (Linux, macOS)", got=sys.platform)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise ConfigurationError(
-            "audit",
-            expected="a process that has not used CUDA yet (a forked process cannot)",
-            got="CUDA initialised",
-            fix="Audit at the start of a fresh script, before anything is moved to a GPU, or use `ddp-losses audit`.",
-        )
 
 
 def _start_process(rank: int, work: Callable[[int], None], log: Path, name: str) -> tuple[Any, Any]:
@@ -341,13 +337,14 @@ def fit(target: AuditTarget, run: Run, folder: Path, rank: int) -> None:
             for hook in _TRANSFER_HOOKS:
                 model.__dict__.pop(hook, None)
             recorder.close()
-    if not recorder.record.steps:
-        raise InputError(
-            "training steps",
-            expected=f"{run.steps} optimizer steps",
-            got="none",
-            fix="Is the training data empty on this rank (fewer rows than ranks, drop_last), or does no optimizer ever step?",
-        )
+    expect(
+        recorder.record.steps,
+        "training steps",
+        expected=f"{run.steps} optimizer steps",
+        got="none",
+        fix="Is the training data empty on this rank (fewer rows than ranks, drop_last), or does no optimizer ever step?",
+        error=InputError,
+    )
 
 
 def _as_recorded(batch: Any, dataloader_idx: int) -> Any:
@@ -430,20 +427,20 @@ def _strategy_of(target: AuditTarget) -> Strategy:
     """Build a strategy object that starts no processes; a name with its options becomes one."""
     strategy = target.strategy
     if isinstance(strategy, str):
-        if strategy not in StrategyRegistry:
-            raise ConfigurationError("strategy", expected="a strategy that Lightning knows", got=repr(strategy))
+        known = strategy in StrategyRegistry
+        expect(known, "strategy", expected="a strategy that Lightning knows", got=repr(strategy))
         entry = StrategyRegistry[strategy]
         strategy = entry["strategy"](**entry["init_params"])
     else:
         strategy = copy.copy(strategy)
     name = type(strategy).__name__
     is_split = any(word in name for word in _SPLIT_PARAMETERS) and not isinstance(strategy, ModelParallelLossStrategy)
-    if not isinstance(strategy, ParallelStrategy) or is_split:
-        raise ConfigurationError(
-            "strategy",
-            expected="one that keeps whole parameters on every rank ('ddp', 'ddp_losses', DDPStrategy(...)), or 'fsdp2_ddp_losses'",
-            got=name,
-        )
+    expect(
+        isinstance(strategy, ParallelStrategy) and not is_split,
+        "strategy",
+        expected="one that keeps whole parameters on every rank ('ddp', 'ddp_losses', DDPStrategy(...)), or 'fsdp2_ddp_losses'",
+        got=name,
+    )
     compat.use_existing_processes_(strategy, timedelta(seconds=target.seconds))
     return strategy
 
