@@ -435,12 +435,12 @@ def _strategy_of(target: AuditTarget) -> Strategy:
         strategy = copy.copy(strategy)
     name = type(strategy).__name__
     is_split = any(word in name for word in _SPLIT_PARAMETERS) and not isinstance(strategy, ModelParallelLossStrategy)
-    expect(
-        isinstance(strategy, ParallelStrategy) and not is_split,
-        "strategy",
-        expected="one that keeps whole parameters on every rank ('ddp', 'ddp_losses', DDPStrategy(...)), or 'fsdp2_ddp_losses'",
-        got=name,
-    )
+    if not isinstance(strategy, ParallelStrategy) or is_split:
+        raise ConfigurationError(
+            "strategy",
+            expected="one that keeps whole parameters on every rank ('ddp', 'ddp_losses', DDPStrategy(...)), or 'fsdp2_ddp_losses'",
+            got=name,
+        )
     compat.use_existing_processes_(strategy, timedelta(seconds=target.seconds))
     return strategy
 
