@@ -39,7 +39,7 @@ from lightning_ddp_losses.audit.recorder import LEFT_OUT, Recorder
 from lightning_ddp_losses.audit.replay import AuditTarget, Plan, Run
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.errors import InputError, expect
+from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 from lightning_ddp_losses.strategies import ModelParallelLossStrategy
 
 # ---------------------------------------------------------------------- processes
