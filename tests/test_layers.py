@@ -260,6 +260,45 @@ def test_no_file_takes_cuda_for_every_accelerator(path: Path) -> None:
     assert not found or name_of_file(path) in NAMES_OF_CUDA, f"lines {found}"
 
 
+LARGEST_FOLDER = 22
+"""Files of a folder beside its ``__init__``: what a newcomer can still look through."""
+
+MOST_ATTRIBUTES = 15
+# classes with more attributes than that, and why
+LARGE_CLASSES: dict[str, str] = {}
+
+
+def test_no_folder_has_too_many_files() -> None:
+    files: dict[str, int] = {}
+    for path in FILES:
+        folder = str(path.parent.relative_to(ROOT.parent))
+        files[folder] = files.get(folder, 0) + (path.name != "__init__.py")
+    assert {folder: number for folder, number in files.items() if number > LARGEST_FOLDER} == {}
+
+
+def attributes_of(cls: ast.ClassDef) -> set[str]:
+    """The names that a class stores in ``self``."""
+    return {
+        node.attr
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+
+
+def test_no_class_has_too_many_attributes() -> None:
+    large = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and len(attributes_of(node)) > MOST_ATTRIBUTES:
+                large[f"{name_of_file(path)}:{node.name}"] = len(attributes_of(node))
+    assert {name: number for name, number in large.items() if name not in LARGE_CLASSES} == {}
+    assert set(LARGE_CLASSES) <= large.keys(), "listed, and small enough by now"
+    assert all(LARGE_CLASSES.values())
+
+
 def test_each_lint_exemption_has_its_reason() -> None:
     repository = ROOT.parent
     files = [repository / "noxfile.py"]
