@@ -261,7 +261,9 @@ def test_no_file_takes_cuda_for_every_accelerator(path: Path) -> None:
 
 
 LARGEST_FOLDER = 22
-"""Files of a folder beside its ``__init__``: what a newcomer can still look through."""
+"""Files of a folder without its ``__init__``: as many as a newcomer can look through."""
+# folders with more files than that, and why
+LARGE_FOLDERS = {"lightning_ddp_losses/strategies": "two strategies, and one file for each feature of a fit"}
 
 MOST_ATTRIBUTES = 15
 # classes with more attributes than that, and why
@@ -273,7 +275,7 @@ def test_no_folder_has_too_many_files() -> None:
     for path in FILES:
         folder = str(path.parent.relative_to(ROOT.parent))
         files[folder] = files.get(folder, 0) + (path.name != "__init__.py")
-    assert {folder: number for folder, number in files.items() if number > LARGEST_FOLDER} == {}
+    assert {folder for folder, number in files.items() if number > LARGEST_FOLDER} == LARGE_FOLDERS.keys()
 
 
 def attributes_of(cls: ast.ClassDef) -> set[str]:

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -111,7 +111,13 @@ def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 class HostStrategy(Protocol):
-    """The properties that losses need of the strategy that parallelises the model."""
+    """The properties that losses need of the strategy that parallelises the model.
+
+    Attributes:
+        kinds_of_parts: Features of this kind of strategy.
+    """
+
+    kinds_of_parts: ClassVar[tuple[type[FitPart], ...]]
 
     @property
     def lightning_module(self) -> pl.LightningModule | None:

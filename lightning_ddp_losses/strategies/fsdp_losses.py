@@ -86,6 +86,7 @@ class ModelParallelLossStrategy(LossCheckpoints, ModelParallelStrategy):
     """
 
     strategy_name = "fsdp2_ddp_losses"
+    kinds_of_parts = (*PARTS, fsdp_setup.ShardedBackward, fsdp_setup.PartsOfScaledGradients)
 
     def __init__(
         self,
@@ -128,8 +129,7 @@ class ModelParallelLossStrategy(LossCheckpoints, ModelParallelStrategy):
             timeout=timeout,
         )
         self.checkpoint_io = use_whole_files(None)
-        parts = (*PARTS, fsdp_setup.ShardedBackward, fsdp_setup.PartsOfScaledGradients)
-        self._losses = LossParallelism(self, options, parts)
+        self._losses = LossParallelism(self, options)
         self._roots: list[FSDPModule] = []
         self._sharded: list[FSDPModule] = []  # they, and those inside them
         self._divided: list[str] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -20,7 +20,8 @@ from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.distributed.accumulation import AccumulationWindow
 from lightning_ddp_losses.distributed.shard import tags_kept
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
+from lightning_ddp_losses.strategies.fit_part import FitPart
+from lightning_ddp_losses.strategies.loss_parallelism import PARTS, LossParallelism
 from lightning_ddp_losses.strategies.windows import LightningWindows
 
 H = TypeVar("H", bound=Callable[..., Any])
@@ -45,6 +46,9 @@ class LossHooks(ParallelStrategy):
         closure_loss: While its backward runs: what an attached check may look at.
     """
 
+    kinds_of_parts: ClassVar[tuple[type[FitPart], ...]] = PARTS
+    """Features of this kind of strategy."""
+
     _losses: LossParallelism
     closure_loss: Tensor | None = None
 
@@ -52,7 +56,7 @@ class LossHooks(ParallelStrategy):
         """Return a strategy with the same options, whose losses are its own."""
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self))
-        twin._losses = LossParallelism(twin, self._losses.options, self._losses.kinds_of_parts)
+        twin._losses = LossParallelism(twin, self._losses.options)
         return twin
 
     @property

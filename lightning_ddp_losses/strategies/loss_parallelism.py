@@ -66,7 +66,6 @@ class LossParallelism:
     Args:
         strategy: Parallelises the model.
         options: Options of the strategy.
-        kinds_of_parts: Features of this kind of strategy.
 
     Attributes:
         parts: Features of this fit whose options are on; none under ``losses=[]``.
@@ -80,10 +79,8 @@ class LossParallelism:
         advice: Warnings.
     """
 
-    def __init__(
-        self, strategy: HostStrategy, options: LossOptions, kinds_of_parts: Sequence[type[FitPart]] = PARTS
-    ) -> None:
-        self.strategy, self.options, self.kinds_of_parts = strategy, options, kinds_of_parts
+    def __init__(self, strategy: HostStrategy, options: LossOptions) -> None:
+        self.strategy, self.options = strategy, options
         self.adoption = Adoption(self)
         self.sharding = Shards(self, self.adoption.parameters_with_adopted)
         self._reset()
@@ -99,7 +96,7 @@ class LossParallelism:
         self._calls = LossCalls(self)
         self.parts: list[FitPart] = []
         if self.options.losses != []:
-            self.parts = [kind(self) for kind in self.kinds_of_parts if kind.is_on(self.options)]
+            self.parts = [kind(self) for kind in self.strategy.kinds_of_parts if kind.is_on(self.options)]
             self.parts += [self.sharding, self.adoption, self._calls]
         # a hook that a part does not override is never called
         self._hooks: dict[str, list[Callable[..., Any]]] = {}
