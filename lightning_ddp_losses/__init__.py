@@ -18,7 +18,7 @@ Layout; imports go down only (``tests/test_layers.py``):
 | folder | what it holds |
 |---|---|
 | ``errors`` | the errors a user can cause; each formats itself: what, expected, got, ranks, fix |
-| ``core`` | what one rank knows by itself: precision, autograd graph, inputs, patched forwards, the table of faults |
+| ``core`` | what one rank knows by itself: precision, autograd graph, inputs, patched forwards, the reader of ``faults.yaml`` |
 | ``distributed`` | what ranks do together: groups, the handshake before every collective, collectives, shards, fingerprints |
 | ``samplers`` | batches whose union over the ranks is the batch of one process; predictions of all ranks in one order |
 | ``losses`` | losses over the global batch: any loss wrapped, tiles, class shards, two towers |

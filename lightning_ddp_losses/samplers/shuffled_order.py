@@ -25,9 +25,8 @@ from lightning_ddp_losses.samplers.epoch_place import EpochPlace, batches_behind
 from lightning_ddp_losses.samplers.seeded_draw import GlobalDraw, share
 
 _INT32_ROWS = 1 << 31
-_FORMER_ORDER = (
-    "ShuffledOrder"  # name of the source in states that were saved before the order was ``torch.randperm``'s
-)
+# the order of states that were saved before it was ``torch.randperm``'s
+_FORMER_ORDER = "ShuffledOrder"
 
 
 class Permutation(Sampler[int]):
