@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import sys
@@ -140,6 +141,32 @@ def lint(session: nox.Session) -> None:
     session.install(*nox.project.dependency_groups(PROJECT, "lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+
+
+def code_lines(path: Path) -> int:
+    """Return the lines of a file that are neither empty, nor comments, nor part of a docstring."""
+    text = path.read_text()
+    rows, prose = text.splitlines(), set[int]()
+    for node in ast.walk(ast.parse(text)):
+        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if has_docstring and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            prose.update(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
+    return sum(
+        bool(row.strip()) and not row.strip().startswith("#") and i not in prose for i, row in enumerate(rows, 1)
+    )
+
+
+@nox.session(venv_backend="none")
+def size(session: nox.Session) -> None:
+    """Print how large the package is: code lines and files by folder."""
+    folders: dict[Path, list[int]] = {}
+    for path in sorted(Path("lightning_ddp_losses").rglob("*.py")):
+        folders.setdefault(path.parent, []).append(code_lines(path))
+    for folder, lines in folders.items():
+        session.log(f"{sum(lines):6d} code lines in {len(lines):3d} files: {folder}")
+    total = [number for lines in folders.values() for number in lines]
+    session.log(f"{sum(total):6d} code lines in {len(total):3d} files: the package")
 
 
 @nox.session
