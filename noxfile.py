@@ -148,8 +148,9 @@ def code_lines(path: Path) -> int:
     text = path.read_text()
     rows, prose = text.splitlines(), set[int]()
     for node in ast.walk(ast.parse(text)):
-        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if has_docstring and ast.get_docstring(node) is not None:
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if ast.get_docstring(node) is not None:
             docstring = node.body[0]
             prose.update(range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1))
     return sum(
