@@ -21,19 +21,18 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | file | what it holds |
 |---|---|
 | ``global_batch``, ``global_batch_options`` | `GlobalBatchLoss`, `GlobalBatchMiner`: prepare, choose, run; options that they refuse |
-| ``call_arguments`` | a call's arguments on this rank: names, shapes, two views without labels as rows with identities |
+| ``call_arguments`` | a call's arguments on this rank: names, shapes, two views as rows with identities, tuples of rows |
 | ``evaluations`` | `Elements`, `Rows`, `Tiled`, `Replicated`: how a call is evaluated |
 | ``pml_registry`` | pytorch-metric-learning (PML) by class: losses, reducers, distances |
 | ``gathered_call`` | a call's arguments over all ranks, its shared seed |
-| ``miner_tuples`` | pairs and triplets of some anchors, from labels or from a miner |
 | ``element_losses`` | element losses as sums and divisors: PML's with their reducers, torch.nn's; PML's statistics |
 | ``partial_sums`` | sums and divisors of all ranks, the factor W, the value with its gradient; `global_mean` |
 | ``products`` | rows times rows in float32 or on tensor cores (``products=``), rows of unit length, running log-sum-exp |
 | ``row_chunks`` | PML's own formula, some anchors at a time |
 | ``tiled`` | the common losses in tiles of our own |
 | ``separable`` | a numerical check that a loss is a sum over samples or anchors |
-| ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; which are where; logits of a loss |
-| ``sharded_softmax``, ``class_targets`` | its cross entropy; where targets are among a rank's classes |
+| ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; which classes and targets are where; logits |
+| ``sharded_softmax`` | its cross entropy |
 | ``partial_fc`` | sampled classes |
 | ``clip``, ``siglip``, ``two_towers``, ``column_blocks`` | losses between two towers |
 

@@ -35,6 +35,7 @@ from lightning_ddp_losses.distributed.raw_collectives import NarrowRows
 from lightning_ddp_losses.distributed.shard import ClassShard, as_dtensor, mesh_of_shards, tag_shard, tags_kept
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
+from lightning_ddp_losses.losses.call_arguments import GlobalTuples, miner_counts, miner_weights
 from lightning_ddp_losses.losses.class_heads import (
     head_of,
     penalty_of,
@@ -42,16 +43,22 @@ from lightning_ddp_losses.losses.class_heads import (
     refuse_products_with,
     refuse_with_replicas,
 )
-from lightning_ddp_losses.losses.class_targets import LocalClasses, only_local, positions_in
 from lightning_ddp_losses.losses.element_losses import collects_counts, partial_sums_of
 from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
-from lightning_ddp_losses.losses.miner_tuples import GlobalTuples, miner_counts, miner_weights
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
 from lightning_ddp_losses.losses.partial_sums import global_loss, sums_of_all_rows
 from lightning_ddp_losses.losses.pml_registry import can_split, is_separable, reduction_of
 from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form, tile_budget
 from lightning_ddp_losses.losses.sharded_softmax import ClassLogits, RowLosses, ShardedSoftmax
-from lightning_ddp_losses.losses.sharded_weight import ShardedWeight, empty_loss, full_weight, refuse_joint_draws
+from lightning_ddp_losses.losses.sharded_weight import (
+    LocalClasses,
+    ShardedWeight,
+    empty_loss,
+    full_weight,
+    only_local,
+    positions_in,
+    refuse_joint_draws,
+)
 
 _NAMED = "rows named by the miner"  # how often
 _HELD_CLASSES = "held classes"  # what a state dict notes of the weight

@@ -23,12 +23,13 @@ from lightning_ddp_losses.core import nests
 from lightning_ddp_losses.core.random_state import CountedDraws, preserve_random_state, torch_generators
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses.call_arguments import by_view, identities_of
-from lightning_ddp_losses.losses.miner_tuples import (
+from lightning_ddp_losses.losses.call_arguments import (
     GlobalTuples,
     anchor_tuples,
     are_ordinary,
+    by_view,
     count_indices,
+    identities_of,
     named_anchors,
     refuse_malformed_tuples,
     same_label_counts,

@@ -30,6 +30,7 @@ from lightning_ddp_losses.distributed.raw_collectives import narrow_batches
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import DDPLossError, InputError, expect
 from lightning_ddp_losses.losses.call_arguments import (
+    GlobalTuples,
     by_name,
     compares_one_way,
     labelled_arguments,
@@ -44,7 +45,6 @@ from lightning_ddp_losses.losses.gathered_call import (
     same_draws,
 )
 from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_options
-from lightning_ddp_losses.losses.miner_tuples import GlobalTuples
 from lightning_ddp_losses.losses.partial_sums import SumExchange
 from lightning_ddp_losses.losses.pml_registry import (
     PML_NAMES,

@@ -231,11 +231,6 @@ def pair_loss_of(loss: nn.Module) -> Any:
     return _class_named(facts.pair_loss)
 
 
-def losses_in_tiles() -> dict[str, Any]:
-    """Return the names of the losses that have an evaluation in tiles, and the classes that do it."""
-    return {cls.__name__: _class_named(facts.pair_loss) for cls, facts in LOSSES.items() if facts.pair_loss is not None}
-
-
 def head_class_of(loss: nn.Module) -> Any:
     """Return the class that computes a loss's logits where its classes are split over ranks; None: none does."""
     facts = LOSSES.get(type(loss))

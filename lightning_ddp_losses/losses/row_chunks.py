@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.core.autograd_graph import own_graph
+from lightning_ddp_losses.losses.call_arguments import enough_pairs
 from lightning_ddp_losses.losses.element_losses import anchor_losses, partial_sums_of
 from lightning_ddp_losses.losses.gathered_call import PMLCall
-from lightning_ddp_losses.losses.miner_tuples import enough_pairs
 from lightning_ddp_losses.losses.partial_sums import ElementCounts, PartialSum, value_with_grad
 from lightning_ddp_losses.losses.pml_registry import facts_of
 

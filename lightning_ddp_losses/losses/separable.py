@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
-from lightning_ddp_losses.losses.call_arguments import labelled_loss
+from lightning_ddp_losses.losses.call_arguments import anchor_tuples, labelled_loss
 from lightning_ddp_losses.losses.element_losses import anchor_losses, element_losses, partial_sums_of, torch_partial_sum
-from lightning_ddp_losses.losses.miner_tuples import anchor_tuples
 from lightning_ddp_losses.losses.partial_sums import PartialSum
 from lightning_ddp_losses.losses.pml_registry import Mode, can_split, facts_of
 

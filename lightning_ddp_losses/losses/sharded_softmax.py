@@ -24,7 +24,6 @@ from lightning_ddp_losses.distributed.collectives import once_differentiable_str
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, reduce_mean_
 from lightning_ddp_losses.losses.class_heads import Head, Scale
-from lightning_ddp_losses.losses.class_targets import LocalClasses, LocalTargets
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.products import (
     Operand,
@@ -38,7 +37,7 @@ from lightning_ddp_losses.losses.products import (
     product_grad_,
     scaled,
 )
-from lightning_ddp_losses.losses.sharded_weight import ShardedWeight
+from lightning_ddp_losses.losses.sharded_weight import LocalClasses, LocalTargets, ShardedWeight
 
 Number = float | Tensor
 Penalty = Callable[[Tensor], tuple[Tensor, Number]]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
-from lightning_ddp_losses.losses.tiled import tile_compiler
+from lightning_ddp_losses.losses.tiled import tile_functions
 from tests.losses.test_tiled import CASES, TILE_BYTES, judged, on_ranks, truth_of
 from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
@@ -34,7 +34,7 @@ def with_masks(
     names: list[str], tile_bytes: int | None, options: dict[str, Any], sizes: list[int] | None = None
 ) -> dict[str, Any]:
     calls = mock.Mock(side_effect=as_it_is)
-    with mock.patch.object(tile_compiler, "compiled", calls):
+    with mock.patch.object(tile_functions, "compiled", calls):
         found = on_ranks(names, tile_bytes, {"compile_tiles": True, **options}, sizes)
     assert calls.call_count >= len(names)  # of each loss two functions or more, but for smooth triplets
     return found
@@ -70,7 +70,7 @@ def with_a_compiler_that_fails(failing_rank: int) -> dict[str, Any]:
     rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     labels = torch.tensor([0, 0, 1, 1, 2, 2])
     values = []
-    with warnings.catch_warnings(record=True) as said, mock.patch.object(tile_compiler, "compiled", compiled):
+    with warnings.catch_warnings(record=True) as said, mock.patch.object(tile_functions, "compiled", compiled):
         warnings.simplefilter("always")
         for _ in range(2):
             values.append(float(loss(rows, labels)))
@@ -90,7 +90,7 @@ def test_where_one_rank_cannot_compile_none_does(pool: RankPool) -> None:
 
 def one_rank_compiles() -> None:
     loss = GlobalBatchLoss(pml.SupConLoss(), mode="rows", compile_tiles=dist.get_rank() == 0)
-    with mock.patch.object(tile_compiler, "compiled", as_it_is):
+    with mock.patch.object(tile_functions, "compiled", as_it_is):
         loss(torch.randn(4, 3), torch.tensor([0, 0, 1, 1]))
 
 
@@ -105,9 +105,9 @@ def successor(value: int) -> int:
 
 
 def test_a_function_that_cannot_be_compiled_later_is_called_as_it_is() -> None:
-    compiler = tile_compiler.TileCompiler()
+    compiler = tile_functions.TileCompiler()
     with (
-        mock.patch.object(tile_compiler.TileCompiler, "_run", side_effect=RuntimeError("no compiler")),
+        mock.patch.object(tile_functions.TileCompiler, "_run", side_effect=RuntimeError("no compiler")),
         pytest.warns(
             UserWarning, match="successor is computed eagerly on this rank, which gives the same numbers: RuntimeError"
         ),
@@ -117,8 +117,8 @@ def test_a_function_that_cannot_be_compiled_later_is_called_as_it_is() -> None:
 
 
 def test_what_is_compiled_stays_in_its_process() -> None:
-    original = tile_compiler.TileCompiler()
+    original = tile_functions.TileCompiler()
     original._eager = True
     for other in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
-        assert isinstance(other, tile_compiler.TileCompiler)
+        assert isinstance(other, tile_functions.TileCompiler)
         assert not other._eager

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss, InputError, SigLipLoss
 from lightning_ddp_losses.core import inputs
-from lightning_ddp_losses.losses import class_targets, partial_sums
+from lightning_ddp_losses.losses import partial_sums, sharded_weight
 from tests.losses import harness, sharded_cases
 from tests.losses.cases import PML
 from tests.losses.harness import SPLITS, Case
@@ -45,7 +45,7 @@ def as_on_a_device() -> Iterator[None]:
     """Inside the block numbers of the ranks stay tensors, and no row is listed."""
     with (
         mock.patch.object(partial_sums, "travels_on_device", return_value=True),
-        mock.patch.object(class_targets, "waits_to_list", return_value=True),
+        mock.patch.object(sharded_weight, "waits_to_list", return_value=True),
     ):
         yield
 

@@ -4,16 +4,15 @@
 |---|---|
 | ``evaluator`` | which losses are evaluated in tiles; one call, forward and backward |
 | ``pair_losses`` | a loss on tiles (``PairLoss``) and its reducers: NT-Xent, SupCon, multi-similarity, contrastive, triplet margin |
-| ``tile_functions`` | their formulas: one pure function per loss and direction |
+| ``tile_functions`` | their formulas: one pure function per loss and direction; compiled (``compile_tiles=True``) |
 | ``masks`` | positives and negatives of a tile |
 | ``distances`` | distances of rows and columns, and their gradient |
-| ``tile_compiler`` | the formulas, compiled (``compile_tiles=True``) |
 
 A new loss in tiles is its formula and a ``PairLoss``, named in the row of the loss in ``pml_registry.LOSSES``. Its tests come from
 ``LOSSES`` in ``tests/losses/test_tiled.py``.
 """
 
 from lightning_ddp_losses.losses.tiled.evaluator import TiledCall, TiledPlan, tiled_plan
-from lightning_ddp_losses.losses.tiled.tile_compiler import TileCompiler
+from lightning_ddp_losses.losses.tiled.tile_functions import TileCompiler
 
 __all__ = ["TileCompiler", "TiledCall", "TiledPlan", "tiled_plan"]

@@ -46,6 +46,23 @@ class Prepared(NamedTuple):
         return Prepared(parts[0].clone(), None if parts[1] is None else parts[1].clone())
 
 
+class Side(NamedTuple):
+    """Rows, or columns, of a tile on their way to a gradient.
+
+    Attributes:
+        kept: (n, ...), from ``kept_rows`` or ``kept_columns``.
+        sums: Sums that ``vjp_`` adds to, like these, zeros at first; None: not wanted.
+    """
+
+    kept: Tensor
+    sums: Tensor | None
+
+    def addmm_(self, matrix_grad: Tensor, partners: Side, alpha: float) -> None:
+        """Add the product of a matrix's gradient, (n, m), with the m partners."""
+        if self.sums is not None:
+            self.sums.addmm_(matrix_grad, partners.kept, alpha=alpha)
+
+
 class TileDistance:
     """Any distance of pytorch-metric-learning on tiles, by its own ``compute_mat`` and autograd.
 
@@ -110,35 +127,23 @@ class TileDistance:
         """Does the same for columns."""
         return sums
 
-    def vjp_(
-        self,
-        rows: Tensor,
-        columns: Tensor,
-        scale: float,
-        matrix: Tensor,
-        matrix_grad: Tensor,
-        row_sums: Tensor,
-        column_sums: Tensor | None,
-    ) -> None:
+    def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
         """Adds what a matrix gives back to rows and columns; ``rows_grad_`` and ``columns_grad_`` make gradients of the sums.
 
         Args:
-            rows: (T, ...), from ``kept_rows``.
-            columns: (C, ...), from ``kept_columns``.
+            rows: Rows of the tile; their sums are always wanted.
+            columns: Its columns.
             scale: As in ``matrix``.
             matrix: (T, C), as ``matrix`` gave it, or as an earlier call left it; may be overwritten.
             matrix_grad: (T, C), may be overwritten.
-            row_sums: Like the rows, zeros at first.
-            column_sums: Like the columns, likewise; None: not wanted.
         """
         with own_graph():
-            row_leaf = rows.detach().requires_grad_()
-            column_leaf = columns.detach().requires_grad_(column_sums is not None)
-            leaves = (row_leaf,) if column_sums is None else (row_leaf, column_leaf)
-            grads = torch.autograd.grad(self._compute(row_leaf, column_leaf), leaves, matrix_grad * scale)
-        for sums, grad in zip((row_sums, column_sums), grads, strict=False):
-            if sums is not None:
-                sums.add_(grad)
+            leaves = [side.kept.detach().requires_grad_(side.sums is not None) for side in (rows, columns)]
+            wanted = [leaf for leaf in leaves if leaf.requires_grad]
+            grads = torch.autograd.grad(self._compute(*leaves), wanted, matrix_grad * scale)
+        for side, grad in zip((rows, columns), grads, strict=False):
+            if side.sums is not None:
+                side.sums.add_(grad)
 
     def _compute(self, rows: Tensor, columns: Tensor) -> Tensor:
         matrix: Tensor = self._distance.compute_mat(rows, columns)
@@ -151,19 +156,9 @@ class DotProduct(TileDistance):
     def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
         return torch.addmm(out, rows, columns.T, beta=0, alpha=scale, out=out)
 
-    def vjp_(
-        self,
-        rows: Tensor,
-        columns: Tensor,
-        scale: float,
-        matrix: Tensor,
-        matrix_grad: Tensor,
-        row_sums: Tensor,
-        column_sums: Tensor | None,
-    ) -> None:
-        row_sums.addmm_(matrix_grad, columns, alpha=scale)
-        if column_sums is not None:
-            column_sums.addmm_(matrix_grad.T, rows, alpha=scale)
+    def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
+        rows.addmm_(matrix_grad, columns, scale)
+        columns.addmm_(matrix_grad.T, rows, scale)
 
 
 class TensorCoreProduct(TileDistance):
@@ -191,20 +186,11 @@ class TensorCoreProduct(TileDistance):
     def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
         return out.copy_(product(self._operand(rows), self._operand(columns), scale))
 
-    def vjp_(
-        self,
-        rows: Tensor,
-        columns: Tensor,
-        scale: float,
-        matrix: Tensor,
-        matrix_grad: Tensor,
-        row_sums: Tensor,
-        column_sums: Tensor | None,
-    ) -> None:
-        grad = product_grad_(matrix_grad, self._operand(rows), self._operand(columns), scale)
-        grad.add_to_left_(self._without_lengths(row_sums))
-        if column_sums is not None:
-            grad.add_to_right_(self._without_lengths(column_sums))
+    def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
+        grad = product_grad_(matrix_grad, self._operand(rows.kept), self._operand(columns.kept), scale)
+        for side, add_to_ in ((rows, grad.add_to_left_), (columns, grad.add_to_right_)):
+            if side.sums is not None:
+                add_to_(self._without_lengths(side.sums))
 
     def _operand(self, rows: Tensor) -> Operand:
         return as_operand(self._without_lengths(rows), "bf16", rows[:, -1] if self._has_lengths else None)
@@ -239,23 +225,13 @@ class EuclideanDistance(TileDistance):
             out.mul_(scale)
         return out
 
-    def vjp_(
-        self,
-        rows: Tensor,
-        columns: Tensor,
-        scale: float,
-        matrix: Tensor,
-        matrix_grad: Tensor,
-        row_sums: Tensor,
-        column_sums: Tensor | None,
-    ) -> None:
+    def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
         # gradient over |scale x distance|, 0 where points coincide; what is left of scale x scale has its sign
         scaled_distance = matrix if scale > 0 else matrix.abs_()
         ratio = matrix_grad.div_(torch.threshold_(scaled_distance, 0, torch.inf))
         factor = scale * abs(scale)
-        row_sums.addmm_(ratio, columns, alpha=-factor)
-        if column_sums is not None:
-            column_sums.addmm_(ratio.T, rows, alpha=-factor)
+        rows.addmm_(ratio, columns, -factor)
+        columns.addmm_(ratio.T, rows, -factor)
 
     def rows_grad_(self, rows: Tensor, sums: Tensor) -> Tensor:
         # of r_ij (x_i - y_j): the sum of r_ij y_j is there, and that of r_ij beside it

@@ -26,7 +26,7 @@ from lightning_ddp_losses.losses.gathered_call import PMLCall
 from lightning_ddp_losses.losses.partial_sums import SUM_BYTES, GlobalSums, PartialSum, host_number, value_with_grad
 from lightning_ddp_losses.losses.pml_registry import DISTANCES, Reduction, facts_of, pair_loss_of, reduction_of
 from lightning_ddp_losses.losses.products import ProductForm, tile_budget
-from lightning_ddp_losses.losses.tiled.distances import Prepared, TileDistance, tile_distance
+from lightning_ddp_losses.losses.tiled.distances import Prepared, Side, TileDistance, tile_distance
 from lightning_ddp_losses.losses.tiled.masks import (
     NamedPairs,
     NamedTriplets,
@@ -36,8 +36,7 @@ from lightning_ddp_losses.losses.tiled.masks import (
     WholePairs,
 )
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
-from lightning_ddp_losses.losses.tiled.tile_compiler import TileCompiler
-from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
+from lightning_ddp_losses.losses.tiled.tile_functions import Numbers, TileCompiler
 
 # few rows have few classes, hence few columns with positives; too few read the columns too often, and small tiles are all overhead
 _FEWEST_ROWS, _HOST_BYTES = 64, 512 << 10
@@ -394,8 +393,8 @@ class _Tiles:
             band = tile.keys.band  # type: ignore[union-attr]
             matrix, columns = matrix[:, band], columns[band]
             column_sums = None if column_sums is None else column_sums[band]
-        rows = tile.rows
-        self.distance.vjp_(self.rows[rows], columns, self.scale, matrix, grad, row_sums[rows], column_sums)
+        row_side = Side(self.rows[tile.rows], row_sums[tile.rows])
+        self.distance.vjp_(row_side, Side(columns, column_sums), self.scale, matrix, grad)
 
 
 class TiledForward:
