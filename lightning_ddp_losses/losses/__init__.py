@@ -31,7 +31,7 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``row_chunks`` | PML's own formula, some anchors at a time |
 | ``tiled`` | the common losses in tiles of our own |
 | ``separable`` | a numerical check that a loss is a sum over samples or anchors |
-| ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; which classes and targets are where; logits |
+| ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; places of classes and targets; logits |
 | ``sharded_softmax`` | its cross entropy |
 | ``partial_fc`` | sampled classes |
 | ``clip``, ``siglip``, ``two_towers``, ``column_blocks`` | losses between two towers |
