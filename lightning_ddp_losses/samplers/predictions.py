@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 from lightning_ddp_losses.core import compat, nests, safe_payload
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.gathered_batch import gather_batch
-from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.samplers.evaluation import EvaluationBatches
 from lightning_ddp_losses.samplers.global_batch import GlobalBatches, GlobalBatchSampler
 
@@ -74,7 +74,9 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
     _refuse_missing_group(trainer)
     # 1. the rows of this rank, by loader
     try:
-        _refuse_rank(dst)
+        ranks = range(process_groups.world_size())
+        is_rank = dst is None or (isinstance(dst, int) and not isinstance(dst, bool) and dst in ranks)
+        expect(is_rank, f"{_TITLE}: dst", expected=f"a rank from 0 to {ranks[-1]}, or None", got=repr(dst))
         loaders = current_loaders(trainer)
         local_rows = [_local_rows(*each) for each in zip(loaders, _by_loader(predictions, loaders), strict=True)]
         payload = safe_payload.pack([tuple(rows.without_values()) for rows in local_rows])
@@ -138,20 +140,14 @@ def _unknown_class_error(error: Exception) -> InputError:
 
 def _refuse_missing_group(trainer: Trainer) -> None:
     """Refuse to gather where the ranks are no more; only the main process is here then, and has nobody to tell."""
-    if trainer.world_size > 1 and not process_groups.is_distributed():
-        raise ConfigurationError(
-            f"{_TITLE}: process group",
-            expected=f"that of the {trainer.world_size} ranks that predicted",
-            got=f"none: the processes of {type(trainer.strategy).__name__} are gone",
-            fix="Write each rank's rows where they are made, with lightning.pytorch.callbacks.BasePredictionWriter; or use a strategy "
-            "whose processes stay, as 'ddp_losses'.",
-        )
-
-
-def _refuse_rank(dst: int | None) -> None:
-    W = process_groups.world_size()
-    if dst is not None and (isinstance(dst, bool) or not isinstance(dst, int) or not 0 <= dst < W):
-        raise ConfigurationError(f"{_TITLE}: dst", expected=f"a rank from 0 to {W - 1}, or None", got=repr(dst))
+    expect(
+        trainer.world_size == 1 or process_groups.is_distributed(),
+        f"{_TITLE}: process group",
+        expected=f"that of the {trainer.world_size} ranks that predicted",
+        got=f"none: the processes of {type(trainer.strategy).__name__} are gone",
+        fix="Write each rank's rows where they are made, with lightning.pytorch.callbacks.BasePredictionWriter; or use a strategy "
+        "whose processes stay, as 'ddp_losses'.",
+    )
 
 
 def current_loaders(trainer: Trainer) -> list[Any]:
@@ -211,7 +207,7 @@ def _local_rows(loader: Any, batches: Sequence[Any]) -> _LoaderRows:
             raise InputError(what, expected=f"as of batch 0: {forms[0]}", got=forms[-1])
     # one tensor in the place of one of each batch
     parts = zip(*map(nests.tensors_in, batches), strict=True)
-    tensors = iter(list(map(_joined_batches, parts)))
+    tensors = iter([torch.cat(part).detach() for part in parts])
     nest = nests.map_tensors(lambda _: next(tensors), batches[0])
     places = list(chain.from_iterable(drawn[: len(batches)]))
     if not all(isinstance(place, int) for place in places):
@@ -276,10 +272,6 @@ def _refuse_other_leaves(batch: Any, what: str) -> None:
         if isinstance(batch, Tensor):
             got = f"a {batch.ndim}-dim {batch.layout} tensor"
         raise InputError(what, expected="tensors (B, ...), also in plain dicts, lists and tuples", got=got)
-
-
-def _joined_batches(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([part.detach() for part in parts])
 
 
 def _form_of(nest: Any) -> str:

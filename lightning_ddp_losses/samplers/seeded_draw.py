@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 from lightning_ddp_losses.core.random_state import NUMPY_SEEDS, global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import fingerprint, hash_bytes
-from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError
+from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, expect
 from lightning_ddp_losses.samplers.epoch_place import EpochPlace, batches_behind, compare_draws, read_place
 
 Batches = list[list[Any]]
@@ -56,10 +56,10 @@ class GlobalDraw:
         seed: Epoch ``e`` is drawn from ``seed + e``; None: from rank 0's ``torch.initial_seed()``.
     """
 
-    # defaults for what an earlier release pickled
-    _place: EpochPlace | None = None
-    _sizes: Sequence[int] = ()
-    _begun = (0, 0)
+    # at the start, and for what an earlier release pickled
+    _place: EpochPlace | None = None  # where the epoch goes on that is drawn next
+    _sizes: Sequence[int] = ()  # rows of each global batch of the epoch that is kept
+    _begun = (0, 0)  # the epoch that is being read, and how many of its batches were handed out
     local_name = "local_batch_size"
     """How the user calls the rows of one rank."""
     seed_fix = "Give it seed={seed}, or leave seed out, which takes over the saved one."
@@ -87,9 +87,6 @@ class GlobalDraw:
         self._own_seed: int | None = None  # this rank's offer, kept so that all epochs start from one seed
         self._turn = 0  # how often set_epoch was called
         self._kept: tuple[tuple[int, int, int], bytes, Sequence[list[Any]]] | None = None
-        self._sizes = ()  # rows of each global batch of the epoch that is kept
-        self._place = None  # where the epoch goes on that is drawn next
-        self._begun = (0, 0)  # the epoch that is being read, and how many of its batches were handed out
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next (Lightning does); a place that was loaded stays where it is in that epoch."""
@@ -119,7 +116,7 @@ class GlobalDraw:
             # nothing was asked for since a state was loaded
             return self._state(place.epoch, place.rows, place.digest)
         trained = handed_out if batches is None else batches
-        if trained and trained >= self._batch_count():
+        if trained and trained >= (len(self._sizes) if self._global_rows() is None else self.count()):
             epoch, trained = epoch + 1, 0
         return self.state_at(epoch, trained)
 
@@ -144,10 +141,7 @@ class GlobalDraw:
                 fix="Ask for the state before the next epoch is drawn.",
             )
         # a draw that can be compared: another order after a resume is an error, not other batches
-        digest = ""
-        if rows and is_kept:
-            assert self._kept is not None
-            digest = self._kept[1].hex()
+        digest = self._kept[1].hex() if rows and is_kept and self._kept else ""
         return self._state(epoch, rows, digest)
 
     def _state(self, epoch: int, rows: int, digest: str) -> dict[str, Any]:
@@ -195,39 +189,36 @@ class GlobalDraw:
 
     def _epoch_rows(self, G: int) -> int:
         """Return the rows of an epoch, all ranks together."""
-        full, rest = divmod(len(self.source), G)
-        return full * G + self._kept_rest(rest, full)
-
-    def _batch_count(self) -> int:
-        """Return the number of batches of the epoch that is being read."""
-        return len(self._sizes) if self._global_rows() is None else self.count()
+        full, rest = self._cut(G)
+        return full * G + rest
 
     # ------------------------------------------------------------------ sizes, without drawing
 
     def count(self) -> int:
         """Number of batches, the same on every rank."""
-        G, rows = self._global_rows(), len(self.source)
+        G = self._global_rows()
         if G is None:
-            return rows
-        full, rest = divmod(rows, G)
-        return full + bool(self._kept_rest(rest, full))
+            return len(self.source)
+        full, rest = self._cut(G)
+        return full + bool(rest)
 
     def rows(self) -> int:
         """This rank's number of indices in an epoch (where a batch size is given)."""
         G = self._global_rows()
         assert G is not None
-        full, rest = divmod(len(self.source), G)
+        full, rest = self._cut(G)
         W, rank = process_groups.world_size(), process_groups.rank()
-        return sum(
-            n * len(range(size)[share(size, W, rank)]) for n, size in ((full, G), (1, self._kept_rest(rest, full)))
-        )
+        of_full, of_rest = (len(range(size)[share(size, W, rank)]) for size in (G, rest))
+        return full * of_full + of_rest
 
-    def _kept_rest(self, rest: int, batch: int) -> int:
+    def _cut(self, G: int) -> tuple[int, int]:
+        """Return the number of full batches, and the rows of the smaller one that follows; 0 where it is left out."""
+        full, rest = divmod(len(self.source), G)
         if self.drop_last:
-            return 0
+            return full, 0
         if rest:
-            self._refuse_small(rest, batch)
-        return rest
+            self._refuse_small(rest, full)
+        return full, rest
 
     def _global_rows(self) -> int | None:
         """G now; None where the sampler makes the batches."""
@@ -253,12 +244,9 @@ class GlobalDraw:
     def _refuse_small(self, rows: int, batch: int, *, collective: bool = False) -> None:
         W = process_groups.world_size()
         if rows < W:
-            own = self.global_batch_size is None and self.local_batch_size is None
-            fix = (
-                "Make all batches larger."
-                if own
-                else "Set drop_last=True to leave them out, or choose another batch size."
-            )
+            fix = "Set drop_last=True to leave them out, or choose another batch size."
+            if self.global_batch_size is None and self.local_batch_size is None:
+                fix = "Make all batches larger."
             raise InputError(
                 f"{self.title}: rows of batch {batch}",
                 expected=f"at least one for each of {W} ranks",
@@ -312,18 +300,24 @@ class GlobalDraw:
         W, rank = process_groups.world_size(), process_groups.rank()
         place = (epoch, W, rank)
         kept = self._kept if self._kept and self._kept[0] == place else (place, _NONE, [])
-        offers = [
-            _OFFER.unpack(p)
-            for p in handshake.all_gather(self.title, self._must_match(epoch), _OFFER.pack(self._offer(), kept[1]))
-        ]
-        self._own_seed = offers[0][0]
-        digests = {digest for _, digest in offers}
-        if digests == {kept[1]} and kept[1] != _NONE:
+        payloads = handshake.all_gather(self.title, self._must_match(epoch), _OFFER.pack(self._offer(), kept[1]))
+        seeds, digests = zip(*map(_OFFER.unpack, payloads), strict=True)
+        self._own_seed = seeds[0]
+        if set(digests) == {kept[1]} and kept[1] != _NONE:
             # a second look at the same epoch: a sampler that shuffles in place would not draw the same again
             return kept[2]
-        everything = self._draw(offers[0][0] + epoch, epoch)
+        everything = self._draw(seeds[0] + epoch, epoch)
         digest = draw_digest(everything)
-        self._compare(handshake.all_gather(f"{self.title}: indices", {"epoch": epoch}, digest), epoch)
+        drawn = handshake.all_gather(f"{self.title}: indices", {"epoch": epoch}, digest)
+        if len(set(drawn)) > 1:
+            raise RankMismatchError(
+                f"indices that {self.title} drew in epoch {epoch}",
+                expected="the same on every rank",
+                ranks=[f"digest {of_rank.hex()[:8]}" for of_rank in drawn],
+                fix="Build the sampler from the same labels, weights and lengths on every rank, and let it draw from "
+                "torch's, numpy's or Python's global generator, or from one that is an attribute of the sampler.",
+                collective=True,
+            )
         for number, batch in enumerate(everything):
             self._refuse_small(len(batch), number, collective=True)
         own = [batch[share(len(batch), W, rank)] for batch in everything]
@@ -374,17 +368,6 @@ class GlobalDraw:
             fix = "Say how many indices make a batch: GlobalBatchSampler.batches(sampler, global_batch_size)."
             raise InputError(f"{self.title} without a batch size", expected="batches", got="indices", fix=fix)
         return [_plain(item) for item in items]
-
-    def _compare(self, digests: list[bytes], epoch: int) -> None:
-        if len(set(digests)) > 1:
-            raise RankMismatchError(
-                f"indices that {self.title} drew in epoch {epoch}",
-                expected="the same on every rank",
-                ranks=[f"digest {digest.hex()[:8]}" for digest in digests],
-                fix="Build the sampler from the same labels, weights and lengths on every rank, and let it draw from "
-                "torch's, numpy's or Python's global generator, or from one that is an attribute of the sampler.",
-                collective=True,
-            )
 
 
 def _larger_m(source: Any, G: int) -> str:
@@ -520,23 +503,17 @@ def _restore_(own: Any, before: Any, name: str) -> None:
     if isinstance(own, (dict, set)):
         own.clear()
         own.update(before)
-    elif isinstance(own, deque):
+    elif isinstance(own, (list, deque)):
         own.clear()
         own.extend(before)
     elif isinstance(before, int):
         if _copied(own) != before:
-            size = f"{own.nbytes >> 20} MiB"
+            what = f"{name}, an array of {own.nbytes >> 20} MiB"
             fix = "Let it shuffle a list of indices, or a copy."
-            raise ConfigurationError(
-                f"{name}, an array of {size}", expected="unchanged by drawing", got="another order", fix=fix
-            )
-    elif isinstance(own, Tensor):
+            raise ConfigurationError(what, expected="unchanged by drawing", got="another order", fix=fix)
+    else:  # an array or a tensor, which may have no dimension
         with torch.no_grad():
-            own.copy_(before)
-    elif isinstance(own, list):
-        own[:] = before
-    else:  # an array, which may have no dimension
-        own[...] = before
+            own[...] = before
 
 
 # ---------------------------------------------------------------------- what it can be built from
@@ -544,14 +521,14 @@ def _restore_(own: Any, before: Any, name: str) -> None:
 
 def check_rows(what: str, size: object) -> None:
     """Refuse a batch size that is given and is no positive number."""
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-        raise ConfigurationError(what, expected="a positive number of rows", got=repr(size))
+    is_valid = size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0)
+    expect(is_valid, what, expected="a positive number of rows", got=repr(size))
 
 
 def check_seed(what: str, seed: object) -> None:
     """Refuse a seed that is given and that not every generator takes."""
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < NUMPY_SEEDS):
-        raise ConfigurationError(what, expected=f"a whole number from 0 to {NUMPY_SEEDS - 1}", got=repr(seed))
+    is_valid = seed is None or (isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < NUMPY_SEEDS)
+    expect(is_valid, what, expected=f"a whole number from 0 to {NUMPY_SEEDS - 1}", got=repr(seed))
 
 
 def checked_sampler(sampler: Any) -> Any:
@@ -565,13 +542,9 @@ def checked_sampler(sampler: Any) -> Any:
         raise refuse(name, "Give it what you would give to DataLoader(sampler=...) or DataLoader(batch_sampler=...).")
     for inner in nested_samplers(sampler):
         if isinstance(inner, DistributedSampler) or hasattr(getattr(inner, "batch_size", None), "draw"):
-            cut = name
-            if inner is not sampler:
-                cut = f"{name} around a {type(inner).__name__}"
-            raise refuse(
-                f"{cut}, which is cut by rank already",
-                "Give it the sampler that one process would use, over the whole data set.",
-            )
+            cut = name if inner is sampler else f"{name} around a {type(inner).__name__}"
+            fix = "Give it the sampler that one process would use, over the whole data set."
+            raise refuse(f"{cut}, which is cut by rank already", fix)
     try:
         length = len(sampler) if isinstance(sampler, Sized) else None
     except (TypeError, NotImplementedError):

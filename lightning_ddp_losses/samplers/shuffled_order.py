@@ -21,7 +21,7 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_bytes
 from lightning_ddp_losses.distributed.raw_collectives import host_memory
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.samplers.epoch_place import EpochPlace, batches_behind, compare_draws
+from lightning_ddp_losses.samplers.epoch_place import EpochPlace
 from lightning_ddp_losses.samplers.seeded_draw import GlobalDraw, share
 
 _INT32_ROWS = 1 << 31
@@ -169,12 +169,6 @@ class ShuffledDraw(GlobalDraw):
     def _first_batch(self, place: EpochPlace | None) -> int:
         G = self._global_rows()
         assert G is not None
-        assert self._kept is not None
-        if place is None:
-            return 0
-        compare_draws(self.title, place, self._kept[1])
-        if place.rows == self._epoch_rows(G):
-            return self.count()
-        if place.rows % G or place.rows > self._epoch_rows(G):
-            return batches_behind(self.title, place, [G] * self.count(), length=len(self.source))
-        return place.rows // G
+        rows = self._epoch_rows(G)
+        self._sizes = [min(G, rows - start) for start in range(0, rows, G)] if place else ()
+        return super()._first_batch(place)
