@@ -297,9 +297,8 @@ class LossHistory:
 
     def _send_to_loggers(self, runner: CheckRunner, step: int, losses: list[float]) -> None:
         """Send each rank's loss as often as Lightning logs; of many ranks the smallest and the largest."""
-        every: int = getattr(
-            runner.trainer, "log_every_n_steps", 0
-        )  # an option of the Trainer, which its type does not show
+        # an option of the Trainer, which its type does not show
+        every: int = getattr(runner.trainer, "log_every_n_steps", 0)
         if not every:
             return
         # the check may look at fewer steps than Lightning logs: the first one that it sees after each of those

@@ -112,9 +112,8 @@ def _is_comparable(parameter: Tensor) -> bool:
     return (
         shard_of(parameter) is None
         and not is_lazy(parameter)
-        and not hasattr(
-            parameter.data, "__tensor_flatten__"
-        )  # what is made of other tensors: a DTensor differs by rank
+        # a tensor that is made of others: a DTensor differs by rank
+        and not hasattr(parameter.data, "__tensor_flatten__")
         and parameter.layout == torch.strided
         and not parameter.is_meta
     )

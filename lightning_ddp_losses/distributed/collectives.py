@@ -98,8 +98,10 @@ def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     counts, needs_grad = _exchange_rows("all_gather_with_grad", rows, rows.shape[0], backward, group)
     rows = match_requires_grad(rows, needs_grad)
     exchange = BackwardExchange("all_gather_with_grad", group)
-    gathered: Tensor = _AllGather.apply(rows, counts, group, backward, exchange)  # type: ignore[no-untyped-call]
-    return gathered
+    gathered: tuple[Tensor] = GatherRows.apply(  # type: ignore[no-untyped-call]
+        lambda: [all_gather_rows(rows, counts, group)], [counts], group, backward, exchange, rows
+    )
+    return gathered[0]
 
 
 @eager_recursive
@@ -217,37 +219,29 @@ def own_slices_with_grad(
 
 
 def _check(what: str, tensor: object, backward: str, group: Group, *, adds: bool = True) -> None:
+    """Refuse on all ranks a tensor of a kind that cannot travel, or not be added."""
+    error = None
     if not isinstance(tensor, Tensor):
         got = type(tensor).__name__
         error = InputError(what, expected="a torch.Tensor", got=got, fix="Pass one tensor per call.")
-        handshake.raise_on_all_ranks(error, what, group=group)
-    if backward not in ("sum", "own_slice"):
+    elif backward not in ("sum", "own_slice"):
         error = InputError(f"{what}: backward", expected="'sum' or 'own_slice'", got=repr(backward))
-        handshake.raise_on_all_ranks(error, what, group=group)
-    if isinstance(tensor, Tensor) and process_groups.world_size(group) > 1:
-        _refuse_kind(what, tensor, group, adds=adds)
-
-
-def _refuse_kind(what: str, tensor: Tensor, group: Group, *, adds: bool) -> None:
-    """Refuse on all ranks a tensor of a kind that cannot travel, or not be added."""
-    if compat.is_transformed(tensor):
+    elif process_groups.world_size(group) == 1:
+        return
+    elif compat.is_transformed(tensor):
         fix = "Differentiate with autograd (backward, torch.autograd.grad), or transform what each rank computes by itself."
         got = "a tensor inside a transform of torch.func"
         error = InputError(f"{what}: tensor", expected="a tensor of autograd", got=got, fix=fix)
-        with compat.outside_transforms():
-            handshake.raise_on_all_ranks(error, what, group=group)
-    is_dense = (
-        tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized and not tensor.is_meta
-    )
-    if not is_dense:
+    elif tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         got = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
         fix = "Make it dense first (to_dense, dequantize, to_padded_tensor)."
         error = InputError(f"{what}: tensor", expected="a dense tensor with memory", got=got, fix=fix)
-        handshake.raise_on_all_ranks(error, what, group=group)
-    if adds and tensor.dtype in _NOT_ADDED:
+    elif adds and tensor.dtype in _NOT_ADDED:
         fix = "Convert it to a dtype that holds the sum, for instance int64 or complex64."
         error = InputError(f"{what}: dtype", expected="one that can be added", got=str(tensor.dtype), fix=fix)
-        handshake.raise_on_all_ranks(error, what, group=group)
+    if error is not None:
+        with compat.outside_transforms():
+            handshake.raise_on_all_ranks(error, what, group=group)
 
 
 def _check_rows(tensor: Tensor, rows: object, group: Group) -> None:
@@ -368,24 +362,57 @@ class _OwnSlices(torch.autograd.Function):
         return tuple(found)
 
 
-class _AllGather(torch.autograd.Function):
+_FIXED = 5  # arguments of GatherRows before the tensors
+
+
+class GatherRows(torch.autograd.Function):
+    """Put the rows of all ranks, of several tensors, into the graph of this rank's; ``receive`` returns them."""
+
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, counts: list[int], group: Group, backward: Backward, exchange: BackwardExchange
-    ) -> Tensor:
+        ctx: Any,
+        receive: Callable[[], list[Tensor]],
+        counts: list[list[int]],
+        group: Group,
+        backward: Backward,
+        exchange: BackwardExchange,
+        *tensors: Tensor,
+    ) -> Any:
+        """Return the rows of all ranks of each tensor."""
         ctx.counts, ctx.group, ctx.mode, ctx.exchange = counts, group, backward, exchange
-        return all_gather_rows(rows, counts, group)
+        ctx.set_materialize_grads(False)
+        out = receive()
+        # some losses refuse targets that ask for a gradient
+        ctx.mark_non_differentiable(*(t for i, t in enumerate(out) if not ctx.needs_input_grad[_FIXED + i]))
+        ctx.shapes = [(t.shape, t.dtype, t.device) for t in out]
+        return tuple(out)
 
     @staticmethod
     @once_differentiable_strict("rows of all ranks", linear=True)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """Return the gradient of this rank's rows of each tensor."""
+        own: list[Tensor | None] = [None] * len(grads)
+        wanted = [i for i in range(len(grads)) if ctx.needs_input_grad[_FIXED + i]]
         if ctx.mode == "sum":
-            (own,) = ctx.exchange.reduce_scatter([grad], [ctx.counts])
-            return own, None, None, None, None
-        # every rank has the same gradient of all rows: its own ones, times W, are their sum over ranks
+            # every rank takes part, also with gradients that it did not get
+            whole = []
+            for i in wanted:
+                shape, dtype, device = ctx.shapes[i]
+                grad = grads[i]
+                if grad is None:
+                    grad = torch.zeros(shape, dtype=dtype, device=device)
+                whole.append(grad)
+            found = ctx.exchange.reduce_scatter(whole, [ctx.counts[i] for i in wanted])
+            for i, rows in zip(wanted, found, strict=True):
+                own[i] = rows
+            return *[None] * _FIXED, *own
+        # every rank has the same gradient: its own rows of it, times W, is the sum
         rank = process_groups.rank(ctx.group)
-        own = grad.narrow(0, sum(ctx.counts[:rank]), ctx.counts[rank])
-        return own * len(ctx.counts), None, None, None, None
+        for i in wanted:
+            grad, counts = grads[i], ctx.counts[i]
+            if grad is not None:
+                own[i] = grad.narrow(0, sum(counts[:rank]), counts[rank]) * len(counts)
+        return *[None] * _FIXED, *own
 
 
 class _AllReduce(torch.autograd.Function):

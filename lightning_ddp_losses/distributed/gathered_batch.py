@@ -10,14 +10,14 @@ import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.collectives import Backward, BackwardExchange, once_differentiable_strict
+from lightning_ddp_losses.distributed.collectives import Backward, BackwardExchange, GatherRows
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import NARROW_DTYPES, NarrowRows, gather, group_for, host_bytes
 
@@ -122,7 +122,7 @@ def gather_batch(
     if all(offer.is_inline for offer in offers):
         receive = partial(_unpack_inline, travelling, counts, [offer.rows for offer in offers])
     exchange = BackwardExchange(what, group)
-    gathered = _Gather.apply(receive, counts, group, how, exchange, *values)  # type: ignore[no-untyped-call]
+    gathered = GatherRows.apply(receive, counts, group, how, exchange, *values)  # type: ignore[no-untyped-call]
     return GatheredBatch(list(gathered), counts, [offer.extra for offer in offers], narrow_dtypes)
 
 
@@ -196,55 +196,6 @@ class _Travelling(NamedTuple):
             return self.form.expand(torch.cat(blocks))  # type: ignore[arg-type]
         whole = [self.form.expand(rows) if dtype else rows for rows, dtype in zip(blocks, self.dtypes, strict=True)]
         return torch.cat(whole)
-
-
-_FIXED = 5  # arguments of _Gather before the tensors
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        receive: Callable[[], list[Tensor]],
-        counts: list[list[int]],
-        group: Group,
-        backward: Backward,
-        exchange: BackwardExchange,
-        *tensors: Tensor,
-    ) -> Any:
-        ctx.counts, ctx.group, ctx.mode, ctx.exchange = counts, group, backward, exchange
-        ctx.set_materialize_grads(False)
-        out = receive()
-        # some losses refuse targets that ask for a gradient
-        ctx.mark_non_differentiable(*(t for i, t in enumerate(out) if not ctx.needs_input_grad[_FIXED + i]))
-        ctx.shapes = [(t.shape, t.dtype, t.device) for t in out]
-        return tuple(out)
-
-    @staticmethod
-    @once_differentiable_strict("rows of all ranks", linear=True)
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        own: list[Tensor | None] = [None] * len(grads)
-        wanted = [i for i in range(len(grads)) if ctx.needs_input_grad[_FIXED + i]]
-        if ctx.mode == "sum":
-            # every rank takes part, also with gradients that it did not get
-            whole = []
-            for i in wanted:
-                shape, dtype, device = ctx.shapes[i]
-                grad = grads[i]
-                if grad is None:
-                    grad = torch.zeros(shape, dtype=dtype, device=device)
-                whole.append(grad)
-            found = ctx.exchange.reduce_scatter(whole, [ctx.counts[i] for i in wanted])
-            for i, rows in zip(wanted, found, strict=True):
-                own[i] = rows
-            return *[None] * _FIXED, *own
-        # every rank has the same gradient: its own rows of it, times W, is the sum
-        rank = process_groups.rank(ctx.group)
-        for i in wanted:
-            grad, counts = grads[i], ctx.counts[i]
-            if grad is not None:
-                own[i] = grad.narrow(0, sum(counts[:rank]), counts[rank]) * len(counts)
-        return *[None] * _FIXED, *own
 
 
 def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:

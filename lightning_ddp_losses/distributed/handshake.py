@@ -495,9 +495,8 @@ def raise_on_all_ranks(
     """
     if process_groups.world_size(group) == 1 or getattr(error, "collective", False):
         raise error
-    if compat.stops_recomputation(
-        error
-    ):  # no failure, and a peer whose backward needs nothing of this forward does not come
+    # no failure, and a peer whose backward needs nothing of this forward does not come
+    if compat.stops_recomputation(error):
         raise error
     with contextlib.suppress(AttributeError):  # an exception class may forbid it
         error.collective = True  # type: ignore[attr-defined]

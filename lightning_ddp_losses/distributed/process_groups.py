@@ -36,7 +36,7 @@ import contextlib
 import copy
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -158,7 +158,7 @@ _NAMES = ("handshakes", "host", "gradients", "checks")
 _AVAILABLE = dist.is_available()
 _groups_by_ranks: dict[tuple[int, ...], ProcessGroups] = {}
 _groups_by_group: dict[Group, ProcessGroups] = {}
-_replica_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_replica_groups: dict[tuple[int, ...], Group] = {}
 _world: dist.ProcessGroup | None = None  # the default group that _groups_by_ranks belong to
 _timeout: timedelta | None = None
 _close_registered = False
@@ -225,11 +225,16 @@ def subgroup_of_size(size: int) -> Group:
 
     Communication: a rendezvous of the world for each group; every rank must take part.
     """
+    return _group_among(range(first, first + size) for first in range(0, world_size(), size))
+
+
+def _group_among(parts: Iterable[Sequence[int]]) -> Group:
+    """Make a group of each part of the world, which every rank does; return this rank's."""
     mine: Group = None
     with _new_groups(members()):
-        for first in range(0, world_size(), size):
-            group = dist.new_group(list(range(first, first + size)), timeout=_timeout or _world_timeout())
-            if first <= rank() < first + size:
+        for part in parts:
+            group = dist.new_group(list(part), timeout=_timeout or _world_timeout())
+            if rank() in part:
                 mine = group
     return mine
 
@@ -293,12 +298,7 @@ def replica_group(group: Group) -> Group:
                 fix="torch.distributed.new_subgroups(group_size) makes such parts.",
                 collective=True,
             )
-        # every rank makes all of the groups, and keeps its own
-        with _new_groups(members()):
-            for replicas in zip(*parts, strict=True):
-                made = dist.new_group(list(replicas), timeout=_timeout or _world_timeout())
-                if rank() in replicas:
-                    _replica_groups[ranks] = made
+        _replica_groups[ranks] = _group_among(zip(*parts, strict=True))
     return _replica_groups[ranks]
 
 
@@ -412,9 +412,8 @@ def close(*, world: bool = False) -> None:
     global _world  # noqa: PLW0603 - the cache goes with the groups
     if is_distributed() and dist.group.WORLD is _world:
         for ours in _groups_by_ranks.values():
-            for group in ours.made() - set(
-                _groups_by_group
-            ):  # a gloo group that serves for everything is the user's own
+            # a gloo group that serves for everything is the user's own
+            for group in ours.made() - set(_groups_by_group):
                 # a peer that died before us has taken its side of the connection along
                 with contextlib.suppress(RuntimeError, ValueError, AssertionError):
                     dist.destroy_process_group(group)

@@ -113,6 +113,15 @@ def wait(work: dist.Work) -> None:
     work.wait()
 
 
+def _finish(work: dist.Work | None, tensor: Tensor) -> None:
+    """Wait for a collective on a tensor."""
+    assert work is not None
+    if tensor.device.type == "cpu":
+        wait(work)
+    else:
+        work.wait()
+
+
 def awake_seconds() -> float:
     """Return how long this rank waits awake: not at all where ranks outnumber the processors that it may use."""
     return _AWAKE_SECONDS if _local_ranks() <= _num_processors() else 0.0
@@ -134,9 +143,8 @@ def _num_processors() -> int:
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _BROADCAST_BYTES = 64 << 20  # at a time
-_GATHER_BYTES = (
-    256 << 10
-)  # over all ranks: fewer are gathered and added here, which takes less time than gloo's all-reduce
+# over all ranks: fewer are gathered and added here, which takes less time than gloo's all-reduce
+_GATHER_BYTES = 256 << 10
 _NUMPY_DTYPES = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}  # the usual ones, in one call
 
 
@@ -174,11 +182,7 @@ def gather(everyone: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
         gather(gathered, _on_host(own), group=group)
         everyone.copy_(gathered)
         return
-    work = _gather_into(everyone, own, group=group, async_op=True)
-    if own.device.type == "cpu":
-        wait(work)
-    else:
-        work.wait()
+    _finish(_gather_into(everyone, own, group=group, async_op=True), own)
 
 
 def gather_stacked(own: Tensor, group: Group) -> Tensor:
@@ -240,13 +244,9 @@ def start_mean(tensor: Tensor, *, group: Group = None) -> Callable[[], Tensor]:
 
         return mean_of_gathered
     reducing = dist.all_reduce(tensor, group=carrier, async_op=True)
-    assert reducing is not None
 
     def mean_of_sum() -> Tensor:
-        if is_on_host:
-            wait(reducing)
-        else:
-            reducing.wait()
+        _finish(reducing, tensor)
         return tensor.div_(world_size)
 
     return mean_of_sum
@@ -334,18 +334,12 @@ def all_gather_slices_(everyone: Tensor, group: Group) -> None:
         return
     words = everyone.view(torch.int64)
     carrier = group_for(everyone, group)
-    is_on_host = everyone.device.type == "cpu"
-    if is_on_host and everyone.nbytes * process_groups.world_size(group) <= _GATHER_BYTES:
+    if everyone.device.type == "cpu" and everyone.nbytes * process_groups.world_size(group) <= _GATHER_BYTES:
         gathered, work = start_gather(words, group=carrier)
         wait(work)
         torch.sum(gathered, 0, out=words)
         return
-    reducing = dist.all_reduce(words, group=carrier, async_op=True)
-    assert reducing is not None
-    if is_on_host:
-        wait(reducing)
-    else:
-        reducing.wait()
+    _finish(dist.all_reduce(words, group=carrier, async_op=True), words)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -105,9 +105,8 @@ class UnevenEnds(FitPart):
             given = self._request()
         except Exception as error:
             handshake.raise_in_all_groups(error, "train_dataloader")
-        handshake.all_gather_between_steps(
-            "train_dataloader", {}
-        )  # Lightning waits here, for a rank that may have failed
+        # Lightning waits here, for a rank that may have failed
+        handshake.all_gather_between_steps("train_dataloader", {})
         return with_common_ends(given, self)
 
     def compare_loaders(self, loaders: Sequence[Any]) -> None:
