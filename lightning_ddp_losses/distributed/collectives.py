@@ -245,12 +245,12 @@ def _check(what: str, tensor: object, backward: str, group: Group, *, adds: bool
 
 
 def _check_rows(tensor: Tensor, rows: object, group: Group) -> None:
-    what = "reduce_scatter_with_grad"
+    what, error = "reduce_scatter_with_grad", None
     if tensor.ndim == 0:
         error = InputError(f"{what}: tensor", expected="rows along dim 0", got="a 0-dim tensor", fix="Reshape it.")
-        handshake.raise_on_all_ranks(error, what, group=group)
-    if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool)):
+    elif rows is not None and (not isinstance(rows, int) or isinstance(rows, bool)):
         error = InputError(f"{what}: rows", expected="an int or None", got=repr(rows))
+    if error is not None:
         handshake.raise_on_all_ranks(error, what, group=group)
 
 

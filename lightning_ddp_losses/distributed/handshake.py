@@ -285,10 +285,8 @@ class Channel:
         if not internal_groups.has(name):
             all_gather_between_steps(f"the group of {name}", {}, group=group)  # all ranks come to make it
         carrier = internal_groups.get(name)
-        key = cls, carrier  # where two names share a group, they share its handshakes
-        if key not in internal_groups.notes:
-            internal_groups.notes[key] = cls(carrier, len(internal_groups.ranks))
-        channel: Channel = internal_groups.notes[key]
+        # where two names share a group, they share its handshakes
+        channel: Channel = internal_groups.notes.setdefault((cls, carrier), cls(carrier, len(internal_groups.ranks)))
         internal_groups.notes[cls, name] = channel
         return channel
 
