@@ -176,8 +176,10 @@ class GradientBucket:
         if self._wait is None:
             return []
         mean, world_size = self._wait(), process_groups.world_size()
-        sums = [round(value * world_size) for value in mean[: len(self._flags)].tolist()]
         offset = len(self._flags)
+        sums = []
+        if self._flags:  # even an empty list would wait for an accelerator
+            sums = [round(value * world_size) for value in mean[:offset].tolist()]
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             if grad is not None:
                 grad.copy_(mean[offset : offset + parameter.numel()].view(grad.shape))

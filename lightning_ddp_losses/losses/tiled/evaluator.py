@@ -457,16 +457,16 @@ class TiledForward:
 
     def partial_sums(self) -> list[PartialSum]:
         """Return this rank's sub-losses, without graph."""
-        names, no_pairs = self._pair_loss.sub_losses, no_loss(self._inputs.embeddings.detach())
+        names, embeddings = self._pair_loss.sub_losses, self._inputs.embeddings.detach()
         counts_on_device = self._is_whole and self._tiled.on_device
         if not counts_on_device and self._is_zero_loss():
-            return [PartialSum(no_pairs, host_number(0.0), name=name) for name in names]
+            return [PartialSum(no_loss(embeddings), host_number(0.0), name=name) for name in names]
         found = []
         for name, each in zip(names, self._totals, strict=True):
             total = each.total
             # a NaN passes no limit: if nothing passes it would be lost
             if not self._is_whole and each.may_count_nothing:
-                total = total + no_pairs
+                total = total + no_loss(embeddings)
             found.append(replace(each, total=total, name=name))
         return found
 
