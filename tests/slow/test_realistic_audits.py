@@ -133,13 +133,13 @@ def test_healthy_modules_are_equal(place: int) -> None:
 # module: strategy, fault and beginning of the title of the first diagnosis
 NO_MEAN = "a loss that is no mean over its rows"
 SICK: dict[type[Realistic], tuple[str, str, str]] = {
-    contrastive.MoCo: ("ddp", "F64", "a memory queue of its own"),
+    contrastive.MoCo: ("ddp", "F64", "a memory queue that differs per rank"),
     contrastive.VICReg: ("ddp", "F29", "a loss over pairs"),
     contrastive.Dino: ("ddp_losses", "F64", "a buffer that each rank updates"),
     contrastive.Towers: ("ddp_losses", "F29", NO_MEAN),
     contrastive.MaskedAutoencoder: ("ddp_losses", "F30", "a mean of means"),
     pictures.Segmentation: ("ddp", "F29", NO_MEAN),
-    pictures.Residual: ("ddp", "F59", "batch norm with each rank's own statistics"),
+    pictures.Residual: ("ddp", "F59", "batch-norm statistics that differ per rank"),
     pictures.Wasserstein: ("ddp_find_unused_parameters_true", "F29", NO_MEAN),
     pictures.Variational: ("ddp_losses", "F72", "random numbers differ"),
     sequences.PaddedLanguageModel: ("ddp_losses", "F30", "a mean of means"),
