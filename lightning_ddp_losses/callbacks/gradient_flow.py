@@ -33,12 +33,7 @@ from lightning_ddp_losses.callbacks.replicated_parameters import (
 from lightning_ddp_losses.callbacks.row_exchange import Row
 from lightning_ddp_losses.core.autograd_graph import UnusedParameterFinder
 from lightning_ddp_losses.core.host_copy import HostNumbers
-from lightning_ddp_losses.distributed.fingerprint import (
-    StartedFingerprint,
-    combine,
-    hash_lines,
-    start_fingerprint,
-)
+from lightning_ddp_losses.distributed.fingerprint import StartedFingerprint, combine, hash_lines, start_fingerprint
 from lightning_ddp_losses.distributed.shard import local_part
 
 T = TypeVar("T")

@@ -8,13 +8,7 @@
 
 from lightning_ddp_losses.demo.cells import CellsDataModule, CellsEncoder
 from lightning_ddp_losses.demo.data import ArrayDataModule, DigitsDataModule
-from lightning_ddp_losses.demo.module import (
-    DigitsEncoder,
-    EmbeddingModule,
-    MLPEncoder,
-    RegressionModule,
-    slant,
-)
+from lightning_ddp_losses.demo.module import DigitsEncoder, EmbeddingModule, MLPEncoder, RegressionModule, slant
 
 __all__ = [
     "ArrayDataModule",

@@ -18,12 +18,7 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.collectives import BackwardExchange
 from lightning_ddp_losses.distributed.gathered_batch import aligned
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import (
-    NarrowRows,
-    RowsOfARing,
-    as_bytes,
-    ring_round_trip,
-)
+from lightning_ddp_losses.distributed.raw_collectives import NarrowRows, RowsOfARing, as_bytes, ring_round_trip
 from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, product, product_grad_, scaled
 
 

@@ -23,9 +23,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
-from lightning_ddp_losses.distributed.raw_collectives import (
-    travels_on_device,
-)
+from lightning_ddp_losses.distributed.raw_collectives import travels_on_device
 from lightning_ddp_losses.losses.element_losses import (
     collects_counts,
     element_losses,

@@ -34,11 +34,7 @@ from lightning_ddp_losses.losses.call_arguments import (
     refuse_malformed_tuples,
     same_label_counts,
 )
-from lightning_ddp_losses.losses.pml_registry import (
-    compares_named_rows,
-    facts_of,
-    may_draw,
-)
+from lightning_ddp_losses.losses.pml_registry import compares_named_rows, facts_of, may_draw
 
 _SEED = struct.Struct("<QQ")
 # PML asks whether the references are the very same tensors as the rows

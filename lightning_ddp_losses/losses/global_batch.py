@@ -38,12 +38,7 @@ from lightning_ddp_losses.losses.call_arguments import (
     stacks_views,
 )
 from lightning_ddp_losses.losses.evaluations import Elements, LocalCall, Replicated, Rows, Tiled
-from lightning_ddp_losses.losses.gathered_call import (
-    PMLCall,
-    SeedCounter,
-    TensorCall,
-    same_draws,
-)
+from lightning_ddp_losses.losses.gathered_call import PMLCall, SeedCounter, TensorCall, same_draws
 from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_options
 from lightning_ddp_losses.losses.partial_sums import SumExchange
 from lightning_ddp_losses.losses.pml_registry import (

@@ -9,12 +9,7 @@ from torch import nn
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.errors import ConfigurationError, expect
 from lightning_ddp_losses.losses.call_arguments import labelled_loss
-from lightning_ddp_losses.losses.pml_registry import (
-    MODES,
-    allowed_modes,
-    gathers_by_itself,
-    returns_no_number,
-)
+from lightning_ddp_losses.losses.pml_registry import MODES, allowed_modes, gathers_by_itself, returns_no_number
 from lightning_ddp_losses.losses.products import ProductChoice, refuse_products
 from lightning_ddp_losses.losses.tiled import tiled_plan
 from lightning_ddp_losses.losses.tiled.distances import is_one_product

@@ -25,11 +25,7 @@ from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGr
 from lightning_ddp_losses.distributed.raw_collectives import NarrowRows
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, expect_option
-from lightning_ddp_losses.losses.column_blocks import (
-    ColumnBlocks,
-    RingSource,
-    RowForm,
-)
+from lightning_ddp_losses.losses.column_blocks import ColumnBlocks, RingSource, RowForm
 from lightning_ddp_losses.losses.products import (
     ProductChoice,
     ProductForm,

@@ -48,13 +48,7 @@ from lightning_ddp_losses.errors import InputError, PeerError, expect
 from lightning_ddp_losses.samplers.global_batch import draw_of
 from lightning_ddp_losses.samplers.seeded_draw import GlobalDraw
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
-from lightning_ddp_losses.strategies.loader_states import (
-    TITLE,
-    NotingLoader,
-    StateNote,
-    state_holder,
-    warn_of_workers,
-)
+from lightning_ddp_losses.strategies.loader_states import TITLE, NotingLoader, StateNote, state_holder, warn_of_workers
 
 PLACES = "global_batch_samplers"
 LOADER_STATES = "training_loader_states"
@@ -378,7 +372,10 @@ def _states_of_all_ranks(
     except PeerError as error:
         handshake.raise_in_all_groups(error, _SAVED)
     notes = [StateNote(*own) for own, _ in everyone if own is not None]
-    return notes, {name: torch.stack([states[name] for _, states in everyone]) for name in random}
+    gathered = {}
+    for name in random:
+        gathered[name] = torch.stack([states[name] for _, states in everyone])
+    return notes, gathered
 
 
 def _reason_to_derive(saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> str | None:

@@ -22,14 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
-from lightning_ddp_losses.distributed.shard import (
-    ClassShard,
-    Shardable,
-    first_holders,
-    local_part,
-    shard_of,
-    tags_kept,
-)
+from lightning_ddp_losses.distributed.shard import ClassShard, Shardable, first_holders, local_part, shard_of, tags_kept
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, expect
 from lightning_ddp_losses.strategies import ddp_setup
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart

@@ -16,13 +16,7 @@ from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, Strategy, fit, fit_alone
 from tests.strategies.scenarios import Alternating, OrderByRank
-from tests.strategies.test_gradient_flags import (
-    HalfUsedEarlier,
-    Partial,
-    Sparse,
-    UsedEarlier,
-    UsedEarlierOnOneRank,
-)
+from tests.strategies.test_gradient_flags import HalfUsedEarlier, Partial, Sparse, UsedEarlier, UsedEarlierOnOneRank
 from tests.strategies.test_manual import TwoForwardsThenTwoBackwards
 
 

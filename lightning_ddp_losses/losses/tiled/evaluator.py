@@ -27,14 +27,7 @@ from lightning_ddp_losses.losses.partial_sums import SUM_BYTES, GlobalSums, Part
 from lightning_ddp_losses.losses.pml_registry import DISTANCES, Reduction, facts_of, pair_loss_of, reduction_of
 from lightning_ddp_losses.losses.products import ProductForm, tile_budget
 from lightning_ddp_losses.losses.tiled.distances import Prepared, Side, TileDistance, tile_distance
-from lightning_ddp_losses.losses.tiled.masks import (
-    NamedPairs,
-    NamedTriplets,
-    Pairs,
-    SortedPairs,
-    Tile,
-    WholePairs,
-)
+from lightning_ddp_losses.losses.tiled.masks import NamedPairs, NamedTriplets, Pairs, SortedPairs, Tile, WholePairs
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
 from lightning_ddp_losses.losses.tiled.tile_functions import Numbers, TileCompiler
 
